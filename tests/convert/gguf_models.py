@@ -37,6 +37,13 @@ EXAONE4 = {
     "layer_types": ["full_attention"] * 4,
 }
 # mlx-lm rounds Gemma's factor of embeddings, the root of the hidden size, to bfloat16.
+GRANITE = LINEAR | {
+    "attention_bias": False,
+    "logits_scaling": 3.0,
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 5.0,
+    "residual_multiplier": 0.3,
+}
 SQUARE = {"hidden_size": 64, "tie_word_embeddings": True}
 MODELS = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -75,15 +82,7 @@ MODELS = {
             "short_factor": [1.0, 1.0, 1.0, 1.0, 1.5, 2.0],
         },
     },
-    "granite": LINEAR
-    | {
-        "attention_bias": True,
-        "mlp_bias": False,
-        "logits_scaling": 3.0,
-        "attention_multiplier": 0.4,
-        "embedding_multiplier": 5.0,
-        "residual_multiplier": 0.3,
-    },
+    "granite": GRANITE | {"attention_bias": True, "mlp_bias": False},
     "smollm3": {"num_hidden_layers": 5},
     "olmo2": LINEAR,
     "olmo3": {"sliding_window": 12},
@@ -140,6 +139,30 @@ MODELS = {
         "num_experts_per_tok": 2,
         "sliding_window": 12,
         "rope_scaling": YARN,
+    },
+    "cohere": {
+        "layer_norm_eps": 1e-4,
+        "logit_scale": 0.25,
+        "tie_word_embeddings": True,
+    },
+    "phi": {"layer_norm_eps": 1e-4, "partial_rotary_factor": 0.5},
+    "mimo": {},
+    "granitemoe": GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "head_dim": 32,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "n_routed_experts": 8,
+        "routed_scaling_factor": 1.5,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "rope_scaling": None,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
     },
     "hunyuan_v1_dense": {
         "head_dim": 32,

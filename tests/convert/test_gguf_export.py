@@ -215,16 +215,24 @@ def test_llama3_rope_factors_are_written(make_checkpoint, tmp_path):
     )
 
 
-def test_another_factor_of_yarn_is_refused():
-    metadata = gguf_config.to_metadata(config_of("qwen2"))
+@pytest.mark.parametrize(
+    ("model_type", "key", "value", "message"),
+    [
+        ("qwen2", "qwen2.rope.scaling.attn_factor", 1.2, "is 1.2; it must be 1"),
+        ("glm4_moe", "glm4moe.expert_gating_func", 1, "expert_gating_func is not 2"),
+        ("glm4_moe", "glm4moe.expert_weights_norm", 1, "must be true or false"),
+    ],
+)
+def test_what_mlx_lm_does_not_compute_is_refused(model_type, key, value, message):
+    given = config_of(model_type)
+    metadata = gguf_config.to_metadata(given)
     shapes = {f"blk.{n}.attn_q.bias": (64,) for n in range(4)}
     shapes |= {"token_embd.weight": (320, 64)}
     tensors = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
     config = gguf_config.from_metadata(metadata, tensors)
-    assert config["rope_scaling"] == YARN
-    metadata["qwen2.rope.scaling.attn_factor"] = 1.2
-    with pytest.raises(UserError, match=r"attn_factor is 1.2; it must be 1"):
-        gguf_config.from_metadata(metadata, tensors)
+    assert config["rope_scaling"] == given["rope_scaling"]
+    with pytest.raises(UserError, match=message):
+        gguf_config.from_metadata(metadata | {key: value}, tensors)
 
 
 def write_sentencepiece(folder):
@@ -309,6 +317,8 @@ def test_sentencepiece_tokenizer_roundtrip(tmp_path):
         ),
         (config_of("stablelm") | {"qk_layernorm": True}, "qk_layernorm: True"),
         (config_of("qwen2_moe") | LINEAR, "'linear' in qwen2moe"),
+        (config_of("cohere") | {"use_qk_norm": True}, "use_qk_norm: True"),
+        (config_of("glm4_moe") | {"n_group": 2}, "n_group: 2: llama.cpp"),
         (config_of("glm4") | {"rope_traditional": False}, "rope_traditional"),
         (config_of("qwen2") | {"rope_scaling": LLAMA3_SCALING}, "'llama3' in qwen2"),
     ],

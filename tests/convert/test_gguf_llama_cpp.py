@@ -27,7 +27,7 @@ PROBES = (
     "HelloWorld XMLHttp I'm WE'VE path/to//file; 3.14159, 123456789 ١٢٣ ½",
     "  leading\t\ttab \n \n\nx 東京タワー 한국어 DON'T you'Re\r\n\r\nb   c",
 )
-GELU = ("gemma", "gemma2", "gemma3", "gemma3_text", "starcoder2")
+GELU = ("gemma", "gemma2", "gemma3", "gemma3_text", "starcoder2", "phi")
 EXACT_GELU = nn.gelu_approx
 
 

@@ -19,6 +19,9 @@ ATTENTION = {
 }
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+# The same under the names of norms after attention.
+NORMS_OF_INPUTS = {"attn_norm": "input_layernorm"}
+NORMS_OF_INPUTS |= {"post_attention_norm": "post_attention_layernorm"}
 PROJECTIONS = ("gate", "up", "down")
 MLP = {f"ffn_{name}": f"mlp.{name}_proj" for name in PROJECTIONS}
 GATE_UP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
@@ -35,15 +38,23 @@ Keys = dict[str, tuple[str, type]]
 RMS_EPSILON = "attention.layer_norm_rms_epsilon"
 LAYER_EPSILON = "attention.layer_norm_epsilon"
 FEED_FORWARD: Keys = {"feed_forward_length": ("intermediate_size", int)}
+BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 WINDOW: Keys = {"attention.sliding_window": ("sliding_window", int)}
+GRANITE: Keys = FEED_FORWARD | {
+    "attention.scale": ("attention_multiplier", float),
+    "embedding_scale": ("embedding_multiplier", float),
+    "residual_scale": ("residual_multiplier", float),
+    "logit_scale": ("logits_scaling", float),
+}
 EXPERTS: Keys = {
     "expert_count": ("num_experts", int),
     "expert_used_count": ("num_experts_per_tok", int),
 }
+YARN = ("linear", "yarn")
 # Every layer has experts.
 ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-# Parameters of a block itself, which llama.cpp calls weights.
-PARAMETERS = ("attn_sinks",)
+# Parameters that are no weight or bias of a layer, and what llama.cpp calls them.
+PARAMETERS = {"attn_sinks": "weight", "exp_probs_b": "bias"}
 # Matrices of one row, which llama.cpp stores as vectors.
 ONE_ROW = ("ffn_gate_inp_shexp",)
 
@@ -63,11 +74,12 @@ class Architecture:
             adjacent rows, so that the rows of q and k are reordered. `adjacent`:
             adjacent rows, as the model itself does.
         norm_offset: what llama.cpp's norm weights have added to mlx-lm's.
-        biases: the tensor whose bias tells the value of a config key.
+        switches: the tensor whose presence tells the value of a config key.
         rope_scalings: the types of RoPE scaling that both compute.
         optional: keys that a model may have no value for, and files may leave out.
         marker: the metadata key of files of this entry, if another one has its name.
         has_partial_rope: whether a part of a head may be left unrotated.
+        constants: metadata of all models.
         fixed: config keys that llama.cpp does not read, and the values that it assumes,
             computed from the other keys.
     """
@@ -80,13 +92,12 @@ class Architecture:
     epsilon: tuple[str, str] = (RMS_EPSILON, "rms_norm_eps")
     rope: Literal["halves", "permuted", "adjacent"] = "halves"
     norm_offset: int = 0
-    biases: dict[str, str] = field(
-        default_factory=lambda: {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
-    )
+    switches: dict[str, str] = field(default_factory=lambda: BIASES)
     rope_scalings: tuple[str, ...] = ("linear",)
     optional: tuple[str, ...] = ()
     marker: str | None = None
     has_partial_rope: bool = False
+    constants: dict[str, Any] = field(default_factory=dict)
     fixed: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
 
     @property
@@ -166,19 +177,13 @@ _ALL = (
         rope_scalings=(),
         marker="expert_count",
     ),
-    Architecture(
-        "qwen2",
-        "qwen2",
-        "Qwen2ForCausalLM",
-        _LLAMA,
-        rope_scalings=("linear", "yarn"),
-    ),
+    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", _LLAMA, rope_scalings=YARN),
     Architecture(
         "qwen3",
         "qwen3",
         "Qwen3ForCausalLM",
         _LLAMA | QK_NORMS,
-        rope_scalings=("linear", "yarn"),
+        rope_scalings=YARN,
     ),
     Architecture(
         "qwen3moe",
@@ -255,13 +260,15 @@ _ALL = (
         "granite",
         "GraniteForCausalLM",
         _LLAMA,
-        keys=FEED_FORWARD
-        | {
-            "attention.scale": ("attention_multiplier", float),
-            "embedding_scale": ("embedding_multiplier", float),
-            "residual_scale": ("residual_multiplier", float),
-            "logit_scale": ("logits_scaling", float),
-        },
+        keys=GRANITE,
+        rope="permuted",
+    ),
+    Architecture(
+        "granitemoe",
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        _NO_MLP | _experts("block_sparse_moe", "router.layer"),
+        keys=GRANITE | EXPERTS | {"expert_count": ("num_local_experts", int)},
         rope="permuted",
     ),
     Architecture(
@@ -316,20 +323,17 @@ _ALL = (
         "Ernie4_5ForCausalLM",
         _LLAMA,
         rope="adjacent",
-        biases={"use_bias": "attn_q"},
+        switches={"use_bias": "attn_q.bias"},
     ),
     Architecture(
         "seed_oss",
         "seed_oss",
         "SeedOssForCausalLM",
-        OUTER
-        | ATTENTION
-        | MLP
-        | {
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
+        OUTER | ATTENTION | MLP | NORMS_OF_INPUTS,
+        switches={
+            "attention_bias": "attn_q.bias",
+            "attention_out_bias": "attn_output.bias",
         },
-        biases={"attention_bias": "attn_q", "attention_out_bias": "attn_output"},
     ),
     Architecture(
         "starcoder2",
@@ -347,6 +351,33 @@ _ALL = (
         epsilon=(LAYER_EPSILON, "layer_norm_eps"),
         rope="adjacent",
         fixed=lambda _: {"sliding_window_pattern": 4},
+    ),
+    Architecture(
+        "command-r",
+        "cohere",
+        "CohereForCausalLM",
+        OUTER | {"attn_norm": "input_layernorm"} | ATTENTION | MLP,
+        keys=FEED_FORWARD | {"logit_scale": ("logit_scale", float)},
+        epsilon=(LAYER_EPSILON, "layer_norm_eps"),
+        rope="adjacent",
+        # Command R+ has norms of queries and keys.
+        fixed=lambda _: {"use_qk_norm": False, "layer_norm_bias": False},
+    ),
+    Architecture(
+        "phi2",
+        "phi",
+        "PhiForCausalLM",
+        OUTER
+        | ATTENTION
+        | {
+            "output_norm": "model.final_layernorm",
+            "attn_norm": "input_layernorm",
+            "attn_output": "self_attn.dense",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        epsilon=(LAYER_EPSILON, "layer_norm_eps"),
+        has_partial_rope=True,
     ),
     Architecture(
         "nemotron",
@@ -377,7 +408,7 @@ _ALL = (
         "StableLmForCausalLM",
         _LLAMA,
         epsilon=(LAYER_EPSILON, "layer_norm_eps"),
-        biases={"use_qkv_bias": "attn_q"},
+        switches={"use_qkv_bias": "attn_q.bias"},
         has_partial_rope=True,
         # StableLM 2 12B has other values.
         fixed=lambda _: {"use_parallel_residual": False, "qk_layernorm": False},
@@ -402,11 +433,8 @@ _ALL = (
         OUTER
         | ATTENTION
         | _experts("mlp", "router", "experts")
-        | {
-            "attn_norm": "input_layernorm",
-            "attn_sinks": "self_attn.sinks",
-            "post_attention_norm": "post_attention_layernorm",
-        },
+        | NORMS_OF_INPUTS
+        | {"attn_sinks": "self_attn.sinks"},
         keys=FEED_FORWARD
         | EXPERTS
         | WINDOW
@@ -414,13 +442,47 @@ _ALL = (
             "expert_count": ("num_local_experts", int),
             "expert_feed_forward_length": ("intermediate_size", int),
         },
-        rope_scalings=("linear", "yarn"),
+        rope_scalings=YARN,
         fixed=_layer_types(2),
+    ),
+    Architecture(
+        "glm4moe",
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        OUTER
+        | ATTENTION
+        | QK_NORMS
+        | MLP
+        | _experts("mlp")
+        | {f"ffn_{n}_shexp": f"mlp.shared_experts.{n}_proj" for n in PROJECTIONS}
+        | NORMS_OF_INPUTS
+        | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+        keys=FEED_FORWARD
+        | {
+            "expert_count": ("n_routed_experts", int),
+            "expert_used_count": ("num_experts_per_tok", int),
+            "expert_shared_count": ("n_shared_experts", int),
+            "expert_feed_forward_length": ("moe_intermediate_size", int),
+            "expert_weights_scale": ("routed_scaling_factor", float),
+            "expert_weights_norm": ("norm_topk_prob", bool),
+            "leading_dense_block_count": ("first_k_dense_replace", int),
+        },
+        rope_scalings=(),
+        switches={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+        has_partial_rope=True,
+        # Sigmoid.
+        constants={"expert_gating_func": 2},
+        fixed=lambda _: {
+            "n_group": 1,
+            "topk_group": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
     ),
 )
 BY_MODEL_TYPE = {entry.model_type: entry for entry in _ALL}
-# llama.cpp computes Mistral models as Llama models.
-BY_MODEL_TYPE |= {"mistral": BY_MODEL_TYPE["llama"]}
+# llama.cpp computes Mistral models as Llama models, and MiMo as Qwen2.
+BY_MODEL_TYPE |= {"mistral": BY_MODEL_TYPE["llama"], "mimo": BY_MODEL_TYPE["qwen2"]}
 
 
 def of_file(name: str, metadata: dict[str, Any]) -> Architecture | None:

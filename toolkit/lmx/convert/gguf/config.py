@@ -80,8 +80,11 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
     for name, (key, number) in architecture.keys.items():
         if name not in architecture.optional or f"{kind}.{name}" in metadata:
             config[key] = _number(metadata, f"{kind}.{name}", number, None)
-    for key, name in architecture.biases.items():
-        config[key] = f"blk.0.{name}.bias" in tensors
+    for name, value in architecture.constants.items():
+        if metadata.get(f"{kind}.{name}", value) != value:
+            raise UserError(f"{kind}.{name} is not {value}, which mlx-lm computes")
+    for key, name in architecture.switches.items():
+        config[key] = f"blk.0.{name}" in tensors
     if architecture.has_partial_rope:
         config["partial_rotary_factor"] = rope_size / head
     elif rope_size != head:
@@ -121,7 +124,7 @@ def _architecture(metadata: dict[str, Any]) -> Architecture:
 def _number(
     metadata: dict[str, Any], key: str, kind: type, default: float | None
 ) -> Any:
-    """A number above zero.
+    """A number above zero, or a truth value.
 
     Raises:
         KeyError: the key is missing, and there is no default.
@@ -130,9 +133,12 @@ def _number(
     value = metadata.get(key, default)
     if value is None:
         raise KeyError(key)
-    kinds = (int,) if kind is int else (int, float)
-    if type(value) not in kinds or not 0 < value < 2**31:
-        what = "a whole number of at least 1" if kind is int else "a number above 0"
+    kinds = {int: (int,), bool: (bool,)}.get(kind, (int, float))
+    is_in_range = kind is bool or (type(value) in kinds and 0 < value < 2**31)
+    if type(value) not in kinds or not is_in_range:
+        what = {int: "a whole number of at least 1", bool: "true or false"}.get(
+            kind, "a number above 0"
+        )
         raise UserError(f"{key} is {str(value)[:40]}; it must be {what}")
     return value
 
@@ -174,6 +180,7 @@ def to_metadata(config: dict) -> dict[str, Any]:
         raise UserError(f"the config has no value for {missing[0]}", code=FAILED)
     values = {name: number(known[key]) for name, (key, number) in keys.items()}
     rope_size = int(head * known.get("partial_rotary_factor", 1.0))
+    values |= architecture.constants
     values |= {
         "attention.key_length": head,
         "attention.value_length": head,

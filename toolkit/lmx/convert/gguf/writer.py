@@ -15,7 +15,13 @@ from ...models.loader import LoadedModel
 from ..exporters.hf import dequantized_weights
 from ..importers import gguf as gguf_importer
 from . import blocks, config, float_blocks, tokenizer
-from .architectures import BY_MODEL_TYPE, ONE_ROW, TEXT_PART, Architecture
+from .architectures import (
+    BY_MODEL_TYPE,
+    ONE_ROW,
+    PARAMETERS,
+    TEXT_PART,
+    Architecture,
+)
 
 # llama.cpp's number of a file type, named after the type of most matrices.
 FILE_TYPES = {
@@ -182,12 +188,12 @@ def _gguf_name(name: str, architecture: Architecture) -> str:
     path, _, leaf = _without_prefix(name).rpartition(".")
     layer, _, inner = path.removeprefix("model.layers.").partition(".")
     names = architecture.paths
+    if parameter := names.get(f"{inner}.{leaf}"):
+        return f"blk.{layer}.{parameter}.{PARAMETERS[parameter]}"
     if path.startswith("model.layers.") and inner in names:
         return f"blk.{layer}.{names[inner]}.{leaf}"
     if path in names:
         return f"{names[path]}.{leaf}"
-    if f"{inner}.{leaf}" in names:
-        return f"blk.{layer}.{names[f'{inner}.{leaf}']}.weight"
     raise UserError(f"GGUF has no name for the tensor {name}", code=FAILED)
 
 
