@@ -29,7 +29,7 @@ def hessian_of(mode, width=WIDTH, seed=0):
     sizes = np.exp(0.7 * generator.normal(size=width))
     x = generator.normal(size=(2048, width)) @ mixing * sizes
     group_size = min(QuantSpec(mode=mode).group_size, width)
-    return damped(mx.array(x.T @ x / 2048, mx.float32), group_size)
+    return damped(mx.array(x.T @ x / 2048, mx.float32), group_size, 0.01)
 
 
 def weights(rows=ROWS, width=WIDTH, size=0.3, seed=1) -> mx.array:
@@ -184,7 +184,7 @@ def test_zero_groups_rows_and_inputs(mode):
     x[:, 40:50] = 0
     moments = mx.array(x.T @ x, mx.float32)
     for matrix in (moments, mx.zeros_like(moments), mx.eye(WIDTH)):
-        hessian = damped(matrix, spec.group_size)
+        hessian = damped(matrix, spec.group_size, 0.01)
         layer = solve(target, hessian, spec)
         served = dequantize(layer.tensors, spec, mx.float32)
         assert mx.isfinite(served).all()
@@ -229,7 +229,7 @@ def test_a_candidate_with_nan_is_not_chosen(mode, monkeypatch):
 @modes
 def test_gptq_without_correlations_rounds_to_the_nearest_elements(mode):
     target, spec = weights(), QuantSpec(mode=mode)
-    grid = float_gptq(target, damped(mx.eye(WIDTH), spec.group_size), spec)
+    grid = float_gptq(target, damped(mx.eye(WIDTH), spec.group_size, 0.01), spec)
     number = MODES[mode].elements
     steps = target / mx.repeat(grid.scales, spec.group_size, axis=1)
     nearest = number.nearest(steps, number.max)

@@ -80,7 +80,7 @@ def test_refit_is_the_least_squares_solution(mode, monkeypatch):
 @modes
 def test_layer_is_never_worse_than_rtn(mode):
     target, spec = awkward_weights(24, WIDTH), QuantSpec(mode=mode)
-    hessian = damped(mx.eye(WIDTH), spec.group_size)
+    hessian = damped(mx.eye(WIDTH), spec.group_size, 0.01)
     layer = solve_layers(
         {"layer": LayerProblem(target)}, hessian, spec, mx.float16, refine_iters=1
     )["layer"]

@@ -75,7 +75,7 @@ def descended(grid: AffineGrid, target, hessian) -> AffineGrid:
 
 @pytest.fixture(scope="module")
 def hessian():
-    return damped(moments(inputs()), GROUP)
+    return damped(moments(inputs()), GROUP, 0.01)
 
 
 def test_hessian_factor_is_a_factor_of_the_inverse(hessian):
@@ -145,7 +145,7 @@ def test_numpy_and_mlx_give_the_same_grids(hessian, dtype, monkeypatch):
 
 
 def test_gptq_without_correlations_rounds_to_the_fitted_grid():
-    target, hessian = weights(), damped(mx.eye(WIDTH), GROUP)
+    target, hessian = weights(), damped(mx.eye(WIDTH), GROUP, 0.01)
     grid = gptq(target, hessian, GROUP, LEVELS, mx.float32)
     fitted = fit_groups(target, mx.diagonal(hessian.matrix), GROUP, LEVELS, mx.float32)
     assert mx.array_equal(grid.codes, fitted.codes)
@@ -154,7 +154,7 @@ def test_gptq_without_correlations_rounds_to_the_fitted_grid():
 
 @pytest.mark.parametrize("power", [-6, 7])
 def test_solve_layer_is_invariant_to_the_scale_of_inputs(hessian, power):
-    scaled = damped(moments(inputs()) * 4.0**power, GROUP)
+    scaled = damped(moments(inputs()) * 4.0**power, GROUP, 0.01)
     spec = QuantSpec(bits=2, group_size=GROUP)
     expected, actual = (
         solve_layer(weights(), h, spec, mx.float16) for h in (hessian, scaled)
@@ -244,7 +244,7 @@ def test_refit_is_least_squares(hessian):
 def test_refined_error_is_between_the_optimum_and_rtn():
     """The optimum over all 2-bit codes of six weights, with the best scale and bias."""
     x = inputs(6, 400)
-    hessian, target = damped(moments(x), 6), weights(8, 6)
+    hessian, target = damped(moments(x), 6, 0.01), weights(8, 6)
     root = np.linalg.cholesky(to_float64(hessian.matrix)).T
     rtn = AffineGrid(*_rtn_grid(target))
     grid = gptq(target, hessian, 6, LEVELS, mx.float32)
@@ -337,7 +337,7 @@ def test_correction_uses_the_hessian_of_its_own_inputs(hessian):
         correction = OutputError(hessian, cross, None, 1.0).correction
         return mx.abs(correction(weights(), slice(None))).max().item()
 
-    own = damped(moments(some), WIDTH)
+    own = damped(moments(some), WIDTH, 0.01)
     assert largest(own) < 0.1 < largest(hessian)
 
 
@@ -354,7 +354,7 @@ def test_correction_uses_the_hessian_of_its_own_inputs(hessian):
     ids=["few", "repeated", "dead", "zero", "duplicated", "outlier"],
 )
 def test_solve_layer_accepts_degenerate_inputs(make):
-    hessian = damped(moments(make(inputs())), GROUP)
+    hessian = damped(moments(make(inputs())), GROUP, 0.01)
     assert 0 < hessian.damping <= 1
     solution = solve_layer(
         weights(), hessian, QuantSpec(bits=2, group_size=GROUP), mx.float16
@@ -366,7 +366,7 @@ def test_solve_layer_accepts_degenerate_inputs(make):
 
 def test_damping_is_raised_until_the_matrix_is_invertible():
     broken = mx.array(np.diag([1.0] * 127 + [-0.05]), mx.float32)
-    assert damped(broken, GROUP).damping == pytest.approx(0.1)
+    assert damped(broken, GROUP, 0.01).damping == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -375,7 +375,7 @@ def test_inputs_that_are_not_finite_are_refused(value):
     x = inputs()
     x[5, 3] = float(value)
     with pytest.raises(UserError, match="NaN or infinite inputs"):
-        damped(moments(x), GROUP)
+        damped(moments(x), GROUP, 0.01)
 
 
 def test_fit_grid_is_close_to_a_grid_search():

@@ -5,8 +5,11 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.config.quantize import DAMPENING_FRAC
-from lmx.quantization.ptq.input_statistics import CalibrationShard, InputStatistics
+from lmx.quantization.ptq.input_statistics import (
+    STRENGTH_DAMPENING_FRAC,
+    CalibrationShard,
+    InputStatistics,
+)
 
 WIDTH, OUTPUTS, TOKENS = 16, 8, 4096
 RNG = np.random.default_rng(0)
@@ -44,7 +47,7 @@ def expected_strength(y, errors, weights, factor=1.0) -> float:
     error = (y - X) @ (factor * WEIGHT.T) + errors
     fit, validation = slice(0, TOKENS // 2), slice(TOKENS // 2, None)
     moments = X[fit].T @ (weights[fit, None] * X[fit])
-    damping = DAMPENING_FRAC * np.diag(moments).mean() * np.eye(WIDTH)
+    damping = STRENGTH_DAMPENING_FRAC * np.diag(moments).mean() * np.eye(WIDTH)
     error_moments = X[fit].T @ (weights[fit, None] * error[fit])
     correction = X[validation] @ np.linalg.solve(moments + damping, error_moments)
     gain = (weights[validation, None] * correction * error[validation]).sum()

@@ -14,7 +14,7 @@ RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(512, WIDTH)) @ (
     np.eye(WIDTH) + 0.1 * RNG.normal(size=2 * (WIDTH,))
 )
-HESSIAN = damped(mx.array(INPUTS.T @ INPUTS / 512, mx.float32), GROUP)
+HESSIAN = damped(mx.array(INPUTS.T @ INPUTS / 512, mx.float32), GROUP, 0.01)
 WEIGHT = mx.array(0.05 * RNG.normal(size=(ROWS, WIDTH)), mx.float32)
 
 

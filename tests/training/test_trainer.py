@@ -329,13 +329,13 @@ def test_nan_loss_stops_training(tmp_path, rate):
     assert math.isfinite(make_trainer(tmp_path).train())
 
 
-def test_tokens_per_second_of_every_step_is_near_the_mean(tmp_path, monkeypatch):
+def test_tokens_per_second_counts_the_time_to_launch_a_step(tmp_path, monkeypatch):
     """Launching a step may wait for it; then the last step seemed to take no time."""
-    launch = mx.async_eval
+    launch, wait = mx.async_eval, 0.05
 
     def launch_and_wait(*arrays):
         launch(*arrays)
-        time.sleep(0.05)
+        time.sleep(wait)
 
     monkeypatch.setattr(mx, "async_eval", launch_and_wait)
     changes = {"logging_steps": 1, "eval_steps": 4, "save_steps": 3, "steps": 11}
@@ -343,6 +343,7 @@ def test_tokens_per_second_of_every_step_is_near_the_mean(tmp_path, monkeypatch)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     steps = [r for r in map(json.loads, lines) if r["kind"] == "train"]
     assert len(steps) == 11
-    mean = steps[-1]["trained_tokens"] / steps[-1]["seconds"]
-    # The first step also compiles.
-    assert all(mean / 4 < r["tokens_per_second"] < 4 * mean for r in steps[1:])
+    trained = [0, *(step["trained_tokens"] for step in steps)]
+    most = max(after - before for before, after in itertools.pairwise(trained))
+    # A busy machine makes steps slower, and nothing makes them faster than the wait.
+    assert all(step["tokens_per_second"] <= most / wait for step in steps)

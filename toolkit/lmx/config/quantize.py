@@ -7,7 +7,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from .base import ConfigModel
 from .quant_spec import Bits, FloatMode, KVCacheBits, QuantizationConfig
 
-DAMPENING_FRAC = 0.01
 SMOOTHING_STRENGTH = 0.5
 # Modes whose scales are fine enough to be trained.
 SCALE_TUNING_MODES = ("affine", "nvfp4")
@@ -251,7 +250,7 @@ class GPTQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
     GPTQ, with refine_iters 0, output_hessian false and rollback_if_worse false.
     standard: the defaults. best: refine_iters 3 and, in modes affine and nvfp4,
     scale_tuning; several times slower."""
-    dampening_frac: float = Field(DAMPENING_FRAC, gt=0, le=1)
+    dampening_frac: float = Field(0.1, gt=0, le=1)
     """Initial Hessian dampening, as a fraction of the mean of its diagonal."""
     refine_iters: int = Field(1, ge=0)
     """Iterations of scale refit and coordinate descent after GPTQ. Floating-point

@@ -204,8 +204,7 @@ class GPTQ(PTQMethod):
         if weight.ndim > 2:
             self.context.logger.info(f"{path} quantized with RTN")
             return self.context.rtn(path, weight)
-        group_size = self.context.specs[path].group_size
-        hessian = damped(mx.eye(weight.shape[-1]), group_size)
+        hessian = self._hessian(path, mx.eye(weight.shape[-1]))
         layer = self._solve(path, weight, hessian, path)
         return self.context.quantized_tensor(path, layer.tensors)
 

@@ -6,7 +6,6 @@ from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
-from ...config.quantize import DAMPENING_FRAC
 from ...errors import FAILED, UserError
 
 # Share of the output Fisher information that is replaced by a multiple of the identity.
@@ -37,9 +36,7 @@ class Hessian:
         return ordered[:, mx.argsort(self.order)]
 
 
-def damped(
-    moments: mx.array, group_size: int, damping: float = DAMPENING_FRAC
-) -> Hessian:
+def damped(moments: mx.array, group_size: int, damping: float) -> Hessian:
     """Damp second moments by the least factor that makes them invertible.
 
     Args:
