@@ -44,6 +44,18 @@ GRANITE = LINEAR | {
     "embedding_multiplier": 5.0,
     "residual_multiplier": 0.3,
 }
+DEEPSEEK_EXPERTS = {
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "routed_scaling_factor": 1.5,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "rope_scaling": None,
+}
 SQUARE = {"hidden_size": 64, "tie_word_embeddings": True}
 MODELS = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -148,18 +160,18 @@ MODELS = {
     "phi": {"layer_norm_eps": 1e-4, "partial_rotary_factor": 0.5},
     "mimo": {},
     "granitemoe": GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "glm4_moe": {
+    "glm4_moe_lite": DEEPSEEK_EXPERTS
+    | {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "norm_topk_prob": False,
+    },
+    "glm4_moe": DEEPSEEK_EXPERTS
+    | {
         "head_dim": 32,
-        "moe_intermediate_size": 48,
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 2,
-        "n_routed_experts": 8,
-        "routed_scaling_factor": 1.5,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "rope_scaling": None,
         "use_qk_norm": True,
         "attention_bias": True,
         "partial_rotary_factor": 0.5,

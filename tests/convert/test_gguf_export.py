@@ -219,7 +219,9 @@ def test_llama3_rope_factors_are_written(make_checkpoint, tmp_path):
     ("model_type", "key", "value", "message"),
     [
         ("qwen2", "qwen2.rope.scaling.attn_factor", 1.2, "is 1.2; it must be 1"),
-        ("glm4_moe", "glm4moe.expert_gating_func", 1, "expert_gating_func is not 2"),
+        ("qwen3_moe", "qwen3moe.rope.scaling.type", "linear", "'linear' is not"),
+        ("qwen2", "qwen2.rope.scaling.type", [1], "is not supported in qwen2"),
+        ("glm4_moe", "glm4moe.expert_gating_func", 1, "not 2, as mlx-lm assumes"),
         ("glm4_moe", "glm4moe.expert_weights_norm", 1, "must be true or false"),
     ],
 )
@@ -230,7 +232,7 @@ def test_what_mlx_lm_does_not_compute_is_refused(model_type, key, value, message
     shapes |= {"token_embd.weight": (320, 64)}
     tensors = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
     config = gguf_config.from_metadata(metadata, tensors)
-    assert config["rope_scaling"] == given["rope_scaling"]
+    assert config["rope_scaling"] == given.get("rope_scaling")
     with pytest.raises(UserError, match=message):
         gguf_config.from_metadata(metadata | {key: value}, tensors)
 
@@ -319,6 +321,7 @@ def test_sentencepiece_tokenizer_roundtrip(tmp_path):
         (config_of("qwen2_moe") | LINEAR, "'linear' in qwen2moe"),
         (config_of("cohere") | {"use_qk_norm": True}, "use_qk_norm: True"),
         (config_of("glm4_moe") | {"n_group": 2}, "n_group: 2: llama.cpp"),
+        (config_of("glm4_moe_lite") | {"q_lora_rank": None}, "attention.q_lora_rank"),
         (config_of("glm4") | {"rope_traditional": False}, "rope_traditional"),
         (config_of("qwen2") | {"rope_scaling": LLAMA3_SCALING}, "'llama3' in qwen2"),
     ],

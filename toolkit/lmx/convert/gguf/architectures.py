@@ -5,105 +5,32 @@ random weights and gave MLX's logits; see tests/convert/test_gguf_llama_cpp.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-# mlx-lm's module paths by llama.cpp's names; those of a block are relative to it.
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-OUTER |= {"output": "lm_head"}
-ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
-QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-# The same under the names of norms after attention.
-NORMS_OF_INPUTS = {"attn_norm": "input_layernorm"}
-NORMS_OF_INPUTS |= {"post_attention_norm": "post_attention_layernorm"}
-PROJECTIONS = ("gate", "up", "down")
-MLP = {f"ffn_{name}": f"mlp.{name}_proj" for name in PROJECTIONS}
-GATE_UP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
-# Norms before and after attention and MLP.
-FOUR_NORMS = {
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-AFTER_NORMS = {name: FOUR_NORMS[name] for name in FOUR_NORMS if "post" in name}
-
-Keys = dict[str, tuple[str, type]]
-RMS_EPSILON = "attention.layer_norm_rms_epsilon"
-LAYER_EPSILON = "attention.layer_norm_epsilon"
-FEED_FORWARD: Keys = {"feed_forward_length": ("intermediate_size", int)}
-BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
-WINDOW: Keys = {"attention.sliding_window": ("sliding_window", int)}
-GRANITE: Keys = FEED_FORWARD | {
-    "attention.scale": ("attention_multiplier", float),
-    "embedding_scale": ("embedding_multiplier", float),
-    "residual_scale": ("residual_multiplier", float),
-    "logit_scale": ("logits_scaling", float),
-}
-EXPERTS: Keys = {
-    "expert_count": ("num_experts", int),
-    "expert_used_count": ("num_experts_per_tok", int),
-}
-YARN = ("linear", "yarn")
-# Every layer has experts.
-ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-# Parameters that are no weight or bias of a layer, and what llama.cpp calls them.
-PARAMETERS = {"attn_sinks": "weight", "exp_probs_b": "bias"}
-# Matrices of one row, which llama.cpp stores as vectors.
-ONE_ROW = ("ffn_gate_inp_shexp",)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How llama.cpp stores and computes an architecture of mlx-lm.
-
-    Attributes:
-        name: llama.cpp's name, and the prefix of the metadata keys.
-        model_type: mlx-lm's.
-        hf_class: transformers' class, which a config.json names.
-        modules: mlx-lm's paths by llama.cpp's names.
-        keys: the config key and its type by metadata key, beside those of all models.
-        epsilon: metadata key and config key of the norms' epsilon.
-        rope: the pairs that llama.cpp rotates. `halves`: as Hugging Face. `permuted`:
-            adjacent rows, so that the rows of q and k are reordered. `adjacent`:
-            adjacent rows, as the model itself does.
-        norm_offset: what llama.cpp's norm weights have added to mlx-lm's.
-        switches: the tensor whose presence tells the value of a config key.
-        rope_scalings: the types of RoPE scaling that both compute.
-        optional: keys that a model may have no value for, and files may leave out.
-        marker: the metadata key of files of this entry, if another one has its name.
-        has_partial_rope: whether a part of a head may be left unrotated.
-        constants: metadata of all models.
-        fixed: config keys that llama.cpp does not read, and the values that it assumes,
-            computed from the other keys.
-    """
-
-    name: str
-    model_type: str
-    hf_class: str
-    modules: dict[str, str]
-    keys: Keys = field(default_factory=lambda: FEED_FORWARD)
-    epsilon: tuple[str, str] = (RMS_EPSILON, "rms_norm_eps")
-    rope: Literal["halves", "permuted", "adjacent"] = "halves"
-    norm_offset: int = 0
-    switches: dict[str, str] = field(default_factory=lambda: BIASES)
-    rope_scalings: tuple[str, ...] = ("linear",)
-    optional: tuple[str, ...] = ()
-    marker: str | None = None
-    has_partial_rope: bool = False
-    constants: dict[str, Any] = field(default_factory=dict)
-    fixed: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
-
-    @property
-    def paths(self) -> dict[str, str]:
-        """llama.cpp's names by mlx-lm's paths."""
-        return {path: name for name, path in self.modules.items()}
+from .architecture import (
+    AFTER_NORMS,
+    ALL_SPARSE,
+    ATTENTION,
+    DEEPSEEK_EXPERTS,
+    EXPERTS,
+    FEED_FORWARD,
+    FOUR_NORMS,
+    GATE_UP,
+    GRANITE,
+    LATENT_ATTENTION,
+    LAYER_EPSILON,
+    MLP,
+    NORMS,
+    NORMS_OF_INPUTS,
+    ONE_GROUP,
+    OUTER,
+    PROJECTIONS,
+    QK_NORMS,
+    SIGMOID_ROUTER,
+    WINDOW,
+    YARN,
+    Architecture,
+)
 
 
 def _gemma_scale(largest: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -157,6 +84,9 @@ def _experts(
 
 _LLAMA = OUTER | NORMS | ATTENTION | MLP
 _OLMO2 = OUTER | AFTER_NORMS | ATTENTION | QK_NORMS | MLP
+_SHARED_EXPERTS = {
+    f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in PROJECTIONS
+}
 _NO_MLP = OUTER | NORMS | ATTENTION
 _ALL = (
     Architecture(
@@ -454,30 +384,46 @@ _ALL = (
         | QK_NORMS
         | MLP
         | _experts("mlp")
-        | {f"ffn_{n}_shexp": f"mlp.shared_experts.{n}_proj" for n in PROJECTIONS}
+        | _SHARED_EXPERTS
         | NORMS_OF_INPUTS
         | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
-        keys=FEED_FORWARD
-        | {
-            "expert_count": ("n_routed_experts", int),
-            "expert_used_count": ("num_experts_per_tok", int),
-            "expert_shared_count": ("n_shared_experts", int),
-            "expert_feed_forward_length": ("moe_intermediate_size", int),
-            "expert_weights_scale": ("routed_scaling_factor", float),
-            "expert_weights_norm": ("norm_topk_prob", bool),
-            "leading_dense_block_count": ("first_k_dense_replace", int),
-        },
+        keys=FEED_FORWARD | DEEPSEEK_EXPERTS,
         rope_scalings=(),
         switches={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         has_partial_rope=True,
-        # Sigmoid.
-        constants={"expert_gating_func": 2},
-        fixed=lambda _: {
-            "n_group": 1,
-            "topk_group": 1,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
+        constants=SIGMOID_ROUTER,
+        fixed=lambda _: ONE_GROUP,
+    ),
+    Architecture(
+        "deepseek2",
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        OUTER
+        | NORMS
+        | LATENT_ATTENTION
+        | MLP
+        | _experts("mlp")
+        | _SHARED_EXPERTS
+        | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+        keys=FEED_FORWARD
+        | DEEPSEEK_EXPERTS
+        | {
+            "attention.q_lora_rank": ("q_lora_rank", int),
+            "attention.kv_lora_rank": ("kv_lora_rank", int),
         },
+        rope="adjacent",
+        rope_scalings=(),
+        switches={},
+        has_latent_attention=True,
+        constants=SIGMOID_ROUTER | {"expert_group_count": 1},
+        fixed=lambda _: (
+            ONE_GROUP
+            | {
+                "moe_layer_freq": 1,
+                "attention_bias": False,
+                "partial_rotary_factor": 1.0,
+            }
+        ),
     ),
 )
 BY_MODEL_TYPE = {entry.model_type: entry for entry in _ALL}

@@ -1,6 +1,7 @@
 """The config of a model as GGUF metadata, and back."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -9,12 +10,8 @@ import numpy as np
 from ...errors import FAILED, UserError
 from ...models.loader import model_arguments
 from . import blocks, tokenizer
-from .architectures import (
-    BY_MODEL_TYPE,
-    WITH_IMAGES,
-    Architecture,
-    of_file,
-)
+from .architecture import Architecture
+from .architectures import BY_MODEL_TYPE, WITH_IMAGES, of_file
 from .reader import GGUFTensor
 
 # Tensors of RoPE: divisors of all frequencies (Llama 3), and of those in long and short
@@ -58,9 +55,6 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
     layers = value("block_count")
     if layers > len(tensors):
         raise UserError(f"the file has {len(tensors):,} tensors for {layers:,} blocks")
-    rope_size = value("rope.dimension_count", hidden_size // heads)
-    head = hidden_size // heads if architecture.has_partial_rope else rope_size
-    head = value("attention.key_length", head)
     epsilon, epsilon_key = architecture.epsilon
     config = {
         "model_type": architecture.model_type,
@@ -69,7 +63,6 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": value("attention.head_count_kv", heads),
-        "head_dim": head,
         "max_position_embeddings": value("context_length"),
         epsilon_key: fraction(epsilon),
         "rope_theta": fraction("rope.freq_base", 10000.0),
@@ -77,23 +70,48 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_scaling": None,
     }
+    config |= _heads(value, architecture, hidden_size // heads, heads)
     for name, (key, number) in architecture.keys.items():
         if name not in architecture.optional or f"{kind}.{name}" in metadata:
             config[key] = _number(metadata, f"{kind}.{name}", number, None)
-    for name, value in architecture.constants.items():
-        if metadata.get(f"{kind}.{name}", value) != value:
-            raise UserError(f"{kind}.{name} is not {value}, which mlx-lm computes")
+    for name, constant in architecture.constants.items():
+        if metadata.get(f"{kind}.{name}", constant) != constant:
+            raise UserError(f"{kind}.{name} is not {constant}, as mlx-lm assumes")
     for key, name in architecture.switches.items():
         config[key] = f"blk.0.{name}" in tensors
-    if architecture.has_partial_rope:
-        config["partial_rotary_factor"] = rope_size / head
-    elif rope_size != head:
-        raise UserError(
-            f"{kind}.rope.dimension_count is {rope_size}; it must be {head}"
-        )
     config |= architecture.fixed(config)
     config |= _rope_from_metadata(metadata, architecture, tensors, config)
     return config | tokenizer.special_token_ids(metadata)
+
+
+def _heads(
+    value: Callable[..., int], architecture: Architecture, width: int, heads: int
+) -> dict[str, Any]:
+    """The sizes of heads.
+
+    Args:
+        value: reads a number by its key.
+        width: of a head, where the file names none.
+
+    Raises:
+        UserError: a part of a head stays unrotated, where the model rotates all of it.
+    """
+    rotated = value("rope.dimension_count", width)
+    if architecture.has_latent_attention:
+        return {
+            "num_key_value_heads": heads,
+            "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": value("attention.key_length_mla") - rotated,
+            "v_head_dim": value("attention.value_length_mla"),
+        }
+    default = width if architecture.has_partial_rope else rotated
+    head = value("attention.key_length", default)
+    if architecture.has_partial_rope:
+        return {"head_dim": head, "partial_rotary_factor": rotated / head}
+    if rotated != head:
+        key = f"{architecture.name}.rope.dimension_count"
+        raise UserError(f"{key} is {rotated}; it must be {head}")
+    return {"head_dim": head}
 
 
 def _architecture(metadata: dict[str, Any]) -> Architecture:
@@ -179,25 +197,18 @@ def to_metadata(config: dict) -> dict[str, Any]:
     if missing := [name for name, (key, _) in keys.items() if known.get(key) is None]:
         raise UserError(f"the config has no value for {missing[0]}", code=FAILED)
     values = {name: number(known[key]) for name, (key, number) in keys.items()}
-    rope_size = int(head * known.get("partial_rotary_factor", 1.0))
     values |= architecture.constants
-    values |= {
-        "attention.key_length": head,
-        "attention.value_length": head,
-        "rope.dimension_count": rope_size if architecture.has_partial_rope else head,
-    }
-    rope_type, factor = _rope_scaling(known.get("rope_scaling"))
-    if rope_type in ("linear", "yarn"):
-        values |= {"rope.scaling.type": rope_type, "rope.scaling.factor": factor}
-    if rope_type == "longrope":
-        values |= _longrope_values(known)
-    if rope_type == "yarn":
-        original = "original_max_position_embeddings"
-        context = known["rope_scaling"].get(original, YARN_CONTEXT)
-        values |= {"rope.scaling.original_context_length": context}
-    if rope_type == "dynamic":
-        alpha = known["rope_scaling"]["alpha"]
-        values["rope.freq_base"] *= alpha ** (head / (head - 2))
+    if architecture.has_latent_attention:
+        values |= _latent_sizes(known)
+    else:
+        is_partial = architecture.has_partial_rope
+        rotated = known.get("partial_rotary_factor", 1.0) if is_partial else 1.0
+        values |= {
+            "attention.key_length": head,
+            "attention.value_length": head,
+            "rope.dimension_count": int(head * rotated),
+        }
+    values |= _rope_values(known, head)
     prefix = architecture.name
     general = {"general.architecture": prefix}
     return general | {f"{prefix}.{key}": value for key, value in values.items()}
@@ -217,6 +228,37 @@ def _known_values(config: dict) -> dict[str, Any]:
     known = config | {key: value for key, value in given.items() if value is not None}
     # Some models of mlx-lm ignore these keys.
     return known | {key: given.get(key) for key in ("head_dim", "rope_scaling")}
+
+
+def _latent_sizes(known: dict[str, Any]) -> dict[str, int]:
+    """Sizes of latent attention: one head, as cached, and those that it stands for."""
+    latent, rotated = known["kv_lora_rank"], known["qk_rope_head_dim"]
+    return {
+        "attention.head_count_kv": 1,
+        "attention.key_length": latent + rotated,
+        "attention.value_length": latent,
+        "attention.key_length_mla": known["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": known["v_head_dim"],
+        "rope.dimension_count": rotated,
+    }
+
+
+def _rope_values(known: dict[str, Any], head: int) -> dict[str, Any]:
+    """The RoPE scaling, as far as it is no tensor."""
+    rope_type, factor = _rope_scaling(known.get("rope_scaling"))
+    values: dict[str, Any] = {}
+    if rope_type in ("linear", "yarn"):
+        values |= {"rope.scaling.type": rope_type, "rope.scaling.factor": factor}
+    if rope_type == "longrope":
+        values |= _longrope_values(known)
+    if rope_type == "yarn":
+        original = "original_max_position_embeddings"
+        context = known["rope_scaling"].get(original, YARN_CONTEXT)
+        values["rope.scaling.original_context_length"] = context
+    if rope_type == "dynamic":
+        scale = known["rope_scaling"]["alpha"] ** (head / (head - 2))
+        values["rope.freq_base"] = known["rope_theta"] * scale
+    return values
 
 
 def _longrope_values(known: dict[str, Any]) -> dict[str, Any]:
@@ -283,17 +325,20 @@ def _rope_from_metadata(
 ) -> dict:
     """The `rope_scaling` of a config, if positions are scaled."""
     kind = architecture.name
-    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
+    scaling = str(metadata.get(f"{kind}.rope.scaling.type", "none"))[:40]
+    known = {"none", *architecture.rope_scalings} & {"none", "linear", "yarn"}
+    if scaling not in known:
+        raise UserError(f"the RoPE scaling {scaling!r} is not supported in {kind}")
     if scaling == "linear":
         factor = _number(metadata, f"{kind}.rope.scaling.factor", float, None)
         return {"rope_scaling": {"type": "linear", "factor": factor}}
-    if scaling == "yarn" and "yarn" in architecture.rope_scalings:
+    if scaling == "yarn":
         return {"rope_scaling": _yarn_from_metadata(metadata, kind)}
-    if scaling != "none":
-        raise UserError(f"the RoPE scaling {scaling!r} is not supported")
     names = [name for name in ROPE_TENSORS if name in tensors]
     if not names:
         return {}
+    if not {"longrope", "llama3"} & {*architecture.rope_scalings}:
+        raise UserError(f"{names[0]} in files of {kind} models is not supported")
     rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1))
     factors = {name: _factors(name, tensors[name], rotated // 2) for name in names}
     if names == [LONG, SHORT] and "longrope" in architecture.rope_scalings:

@@ -15,13 +15,8 @@ from ...models.loader import LoadedModel
 from ..exporters.hf import dequantized_weights
 from ..importers import gguf as gguf_importer
 from . import blocks, config, float_blocks, tokenizer
-from .architectures import (
-    BY_MODEL_TYPE,
-    ONE_ROW,
-    PARAMETERS,
-    TEXT_PART,
-    Architecture,
-)
+from .architecture import ONE_ROW, PARAMETERS, Architecture
+from .architectures import BY_MODEL_TYPE, TEXT_PART
 
 # llama.cpp's number of a file type, named after the type of most matrices.
 FILE_TYPES = {

@@ -18,7 +18,8 @@ from ...models import loader
 from ...models.checkpoint_writer import quantization_block
 from ...models.config_check import check_config, check_sizes
 from ..gguf import blocks, config, float_blocks, reader, tokenizer
-from ..gguf.architectures import BY_MODEL_TYPE, ONE_ROW, PARAMETERS, Architecture
+from ..gguf.architecture import ONE_ROW, PARAMETERS, Architecture
+from ..gguf.architectures import BY_MODEL_TYPE
 from ..gguf.float_blocks import FloatGroups
 from ..gguf.reader import GGUFTensor
 from .affine_repack import AffineGroups

@@ -1,0 +1,132 @@
+"""What the entries of `architectures` are made of: names, metadata keys, RoPE."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# mlx-lm's module paths by llama.cpp's names; those of a block are relative to it.
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+OUTER |= {"output": "lm_head"}
+ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+# DeepSeek's multi-head latent attention (arXiv 2405.04434).
+LATENT_ATTENTION = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_k_b": "self_attn.embed_q",
+    "attn_v_b": "self_attn.unembed_out",
+    "attn_output": "self_attn.o_proj",
+}
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+# The same under the names of norms after attention.
+NORMS_OF_INPUTS = {"attn_norm": "input_layernorm"}
+NORMS_OF_INPUTS |= {"post_attention_norm": "post_attention_layernorm"}
+PROJECTIONS = ("gate", "up", "down")
+MLP = {f"ffn_{name}": f"mlp.{name}_proj" for name in PROJECTIONS}
+GATE_UP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+# Norms before and after attention and MLP.
+FOUR_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+AFTER_NORMS = {name: FOUR_NORMS[name] for name in FOUR_NORMS if "post" in name}
+
+Keys = dict[str, tuple[str, type]]
+RMS_EPSILON = "attention.layer_norm_rms_epsilon"
+LAYER_EPSILON = "attention.layer_norm_epsilon"
+FEED_FORWARD: Keys = {"feed_forward_length": ("intermediate_size", int)}
+BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
+WINDOW: Keys = {"attention.sliding_window": ("sliding_window", int)}
+GRANITE: Keys = FEED_FORWARD | {
+    "attention.scale": ("attention_multiplier", float),
+    "embedding_scale": ("embedding_multiplier", float),
+    "residual_scale": ("residual_multiplier", float),
+    "logit_scale": ("logits_scaling", float),
+}
+EXPERTS: Keys = {
+    "expert_count": ("num_experts", int),
+    "expert_used_count": ("num_experts_per_tok", int),
+}
+DEEPSEEK_EXPERTS: Keys = {
+    "expert_count": ("n_routed_experts", int),
+    "expert_used_count": ("num_experts_per_tok", int),
+    "expert_shared_count": ("n_shared_experts", int),
+    "expert_feed_forward_length": ("moe_intermediate_size", int),
+    "expert_weights_scale": ("routed_scaling_factor", float),
+    "expert_weights_norm": ("norm_topk_prob", bool),
+    "leading_dense_block_count": ("first_k_dense_replace", int),
+}
+SIGMOID_ROUTER = {"expert_gating_func": 2}
+# A router that does not choose groups of experts first.
+ONE_GROUP = {
+    "n_group": 1,
+    "topk_group": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+YARN = ("linear", "yarn")
+# Every layer has experts.
+ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+# Parameters that are no weight or bias of a layer, and what llama.cpp calls them.
+PARAMETERS = {"attn_sinks": "weight", "exp_probs_b": "bias"}
+# Matrices of one row, which llama.cpp stores as vectors.
+ONE_ROW = ("ffn_gate_inp_shexp",)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp stores and computes an architecture of mlx-lm.
+
+    Attributes:
+        name: llama.cpp's name, and the prefix of the metadata keys.
+        model_type: mlx-lm's.
+        hf_class: transformers' class, which a config.json names.
+        modules: mlx-lm's paths by llama.cpp's names.
+        keys: the config key and its type by metadata key, beside those of all models.
+        epsilon: metadata key and config key of the norms' epsilon.
+        rope: the pairs that llama.cpp rotates. `halves`: as Hugging Face. `permuted`:
+            adjacent rows, so that the rows of q and k are reordered. `adjacent`:
+            adjacent rows, as the model itself does.
+        norm_offset: what llama.cpp's norm weights have added to mlx-lm's.
+        switches: the tensor whose presence tells the value of a config key.
+        rope_scalings: the types of RoPE scaling that both compute.
+        optional: keys that a model may have no value for, and files may leave out.
+        marker: the metadata key of files of this entry, if another one has its name.
+        has_partial_rope: whether a part of a head may be left unrotated.
+        has_latent_attention: whether keys and values come from a latent vector.
+        constants: metadata of all models.
+        fixed: config keys that llama.cpp does not read, and the values that it assumes,
+            computed from the other keys.
+    """
+
+    name: str
+    model_type: str
+    hf_class: str
+    modules: dict[str, str]
+    keys: Keys = field(default_factory=lambda: FEED_FORWARD)
+    epsilon: tuple[str, str] = (RMS_EPSILON, "rms_norm_eps")
+    rope: Literal["halves", "permuted", "adjacent"] = "halves"
+    norm_offset: int = 0
+    switches: dict[str, str] = field(default_factory=lambda: BIASES)
+    rope_scalings: tuple[str, ...] = ("linear",)
+    optional: tuple[str, ...] = ()
+    marker: str | None = None
+    has_partial_rope: bool = False
+    has_latent_attention: bool = False
+    constants: dict[str, Any] = field(default_factory=dict)
+    fixed: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """llama.cpp's names by mlx-lm's paths."""
+        return {path: name for name, path in self.modules.items()}
