@@ -19,6 +19,7 @@ from lmx.models.loader import load, load_tokenizer
 from lmx.quantization.bit_packing import pack_codes
 from lmx.quantization.packing import pack
 from tiny_checkpoints import LLAMA, QWEN3_MOE
+from tiny_global_scale import write_checkpoints
 
 gguf = pytest.importorskip("gguf")
 
@@ -173,6 +174,15 @@ def test_quantized_experts_keep_their_codes(make_checkpoint, tmp_path, bits, kin
     [file] = (tmp_path / "out").glob("*.gguf")
     logits = load(model).model(TOKENS)
     assert mx.allclose(load_model(file).model(TOKENS), logits, rtol=1e-2, atol=1e-2)
+
+
+def test_experts_with_a_global_scale_are_written_dequantized(make_checkpoint, tmp_path):
+    _, dense, codes = write_checkpoints(make_checkpoint, tmp_path)
+    export(gguf_exporter, codes, tmp_path / "out")
+    [file] = (tmp_path / "out").glob("*.gguf")
+    expected = load(dense).model(TOKENS)
+    # The weights are in float16 there.
+    assert mx.allclose(load_model(file).model(TOKENS), expected, rtol=1e-2, atol=1e-3)
 
 
 def test_metadata_describes_model_and_tokenizer(make_checkpoint, tmp_path):

@@ -6,7 +6,7 @@ from lmx.errors import UserError
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.loader import build_model, load
 from mlx.utils import tree_flatten
-from tiny_checkpoints import LLAMA
+from tiny_checkpoints import LLAMA, QWEN3_MOE
 from tiny_families import member
 
 PARTS = [mx.random.randint(0, 96, (2, 12), key=mx.random.key(n)) for n in range(3)]
@@ -59,6 +59,12 @@ def test_logits_match_the_model(family):
     expected = [model(tokens) for tokens in PARTS]
     for actual, logits in zip(logits_of(blockwise, PARTS), expected, strict=True):
         assert mx.allclose(actual, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_mixture_of_experts_in_16_bits_is_verified(make_checkpoint):
+    """MLX's CPU backend multiplies experts in float32 only."""
+    source = make_checkpoint(QWEN3_MOE, num_hidden_layers=1)
+    BlockwiseModel(load(source, compute="stored").model).verify(PARTS[0])
 
 
 def test_blocks_run_in_another_dtype_and_the_model_is_restored():

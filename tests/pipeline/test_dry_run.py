@@ -34,6 +34,7 @@ from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
+from tiny_checkpoints import QWEN3_MOE
 
 SHAPE = ScratchModelConfig(
     vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2
@@ -489,9 +490,17 @@ def test_quantize_stage_has_time_memory_and_disk(model, tmp_path, capsys):
     assert times["fast"] < times["standard"] < times["best"]
 
 
-def test_quantized_bytes_are_the_bytes_written():
-    shape = model_shape(SHAPE)
-    grid = QuantizationConfig(bits=4, group_size=32)
+@pytest.mark.parametrize(
+    ("sizes", "grid"),
+    [
+        (from_scratch.llama_config(SHAPE), {"bits": 4, "group_size": 32}),
+        (QWEN3_MOE, {"mode": "nvfp4", "global_scale": True}),
+    ],
+    ids=["affine", "global_scale"],
+)
+def test_quantized_bytes_are_the_bytes_written(sizes, grid):
+    shape = ModelShape(sizes, 2 * ModelShape(sizes, 0).parameters)
+    grid = QuantizationConfig(**grid)
     network = build_model(shape.config)
     network.set_dtype(mx.float16)
     specs = select_layers(network, grid).specs

@@ -52,6 +52,9 @@ class QuantSpec(ConfigModel):
     mode: Mode = "affine"
     """affine (a scale and a bias per group); a floating-point mode: mxfp4, nvfp4,
     mxfp8; or a block type of GGUF: q4_0, q5_0, q8_0, q3_k, q4_k, q5_k, q6_k."""
+    global_scale: bool = False
+    """nvfp4: a float32 scale for each expert of a mixture, besides the scales of its
+    groups. Other layers have none. mlx-lm runs such experts on GPUs only."""
 
     @model_validator(mode="after")
     def _fill_defaults(self):
@@ -64,6 +67,8 @@ class QuantSpec(ConfigModel):
                 f"{self.mode} has {bits} bits and groups of {group_size}; "
                 "remove bits and group_size"
             )
+        if self.global_scale and self.mode != "nvfp4":
+            raise ValueError(f"global_scale needs mode: nvfp4; the mode is {self.mode}")
         object.__setattr__(self, "bits", self.bits or bits)
         object.__setattr__(self, "group_size", self.group_size or group_size)
         return self
@@ -114,6 +119,8 @@ class LayerQuantOverride(ConfigModel):
     """Weights that share a scale."""
     mode: Mode | None = None
     """Another mode has its own defaults for bits and group_size."""
+    global_scale: bool | None = None
+    """nvfp4: a float32 scale for each expert."""
 
     def resolve(self, default: QuantSpec) -> QuantSpec:
         """The complete spec; absent keys come from `default` if the mode is the same.

@@ -48,7 +48,8 @@ def keep_dequantized(model: Any) -> int:
     scales are replaced afterwards dequantizes them again for every call.
 
     Args:
-        model: nothing is done for a function in place of a module.
+        model: nothing is done for a function in place of a module. A module with a
+            method `dequantized` gives its weight itself.
 
     Returns:
         The bytes that they take; 0 if they would take more than a quarter of the
@@ -58,7 +59,7 @@ def keep_dequantized(model: Any) -> int:
     layers = [
         module
         for _, module in modules
-        if isinstance(module, (*FAST_LAYERS, nn.QQLinear))
+        if (isinstance(module, KEPT_LAYERS) or hasattr(module, "dequantized"))
         and kept_weight(module) is None
     ]
     size = sum(4 * m.weight.size * 32 // m.bits for m in layers)
@@ -66,7 +67,7 @@ def keep_dequantized(model: Any) -> int:
         return 0
     for layer in layers:
         # Names with an underscore are not parameters.
-        layer._dense = _dequantized(layer, mx.float32)
+        layer._dense = _dequantized(layer)
         layer._source = (layer.weight, layer.scales)
         mx.eval(layer._dense)
     return size
@@ -165,7 +166,10 @@ def kept_weight(layer: nn.Module) -> mx.array | None:
     return layer._dense if is_current else None
 
 
-def _dequantized(layer: nn.Module, dtype: mx.Dtype) -> mx.array:
+def _dequantized(layer: nn.Module) -> mx.array:
+    # A layer with a grid of its own.
+    if hasattr(layer, "dequantized"):
+        return layer.dequantized()
     return mx.dequantize(
         layer.weight,
         layer.scales,
@@ -173,7 +177,7 @@ def _dequantized(layer: nn.Module, dtype: mx.Dtype) -> mx.array:
         layer.group_size,
         layer.bits,
         layer.mode,
-        dtype=dtype,
+        dtype=mx.float32,
     )
 
 
@@ -192,4 +196,4 @@ class FastQuantizedEmbedding(nn.QuantizedEmbedding):
         return multiply(self, x)
 
 
-FAST_LAYERS = (FastQuantizedLinear, FastQuantizedEmbedding)
+KEPT_LAYERS = (FastQuantizedLinear, FastQuantizedEmbedding, nn.QQLinear)

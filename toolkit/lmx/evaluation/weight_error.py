@@ -39,12 +39,11 @@ def _same_other_tensors(
 ) -> bool:
     """Whether all tensors are equal except the weights of the layers."""
     before, after = (dict(tree_flatten(m.parameters())) for m in (reference, model))
-    weight_names = ("weight", "scales", "biases")
     others = {
         name: value
         for name, value in after.items()
         if name.rpartition(".")[0] not in layers
-        or name.rpartition(".")[2] not in weight_names
+        or name.rpartition(".")[2] not in quantized_layers.TENSORS
     }
     return all(
         name in before and mx.array_equal(before[name], value).item()
@@ -53,10 +52,7 @@ def _same_other_tensors(
 
 
 def _error(before: nn.Module, after: nn.Module) -> float | None:
-    if (
-        quantized_layers.weight_shape(before) != quantized_layers.weight_shape(after)
-        or "global_scale" in after
-    ):
+    if quantized_layers.weight_shape(before) != quantized_layers.weight_shape(after):
         return None
     weight, moved = (
         quantized_layers.dequantized_weight(before),

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..cpu import malloc
+from ..cpu import malloc, on_cpu
 from ..errors import UserError
 from .hooks import ModuleProxy, find_blocks, replace_module
 
@@ -118,6 +118,8 @@ class BlockwiseModel:
             UserError: the logits differ, or a block does not run on its own.
         """
         order: list[int] = []
+        # MLX's CPU backend multiplies experts in float32 only.
+        dtype = mx.float32 if on_cpu() else None
         try:
             hidden = self.embed(tokens)
 
@@ -125,7 +127,7 @@ class BlockwiseModel:
                 def call(*args, **kwargs):
                     nonlocal hidden
                     order.append(index)
-                    with self.loaded_block(index) as block:
+                    with self.loaded_block(index, dtype) as block:
                         output = block(*args, **kwargs)
                         hidden = self.run_block(index, tokens, hidden)
                         mx.eval(output, hidden)

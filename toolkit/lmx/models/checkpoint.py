@@ -12,6 +12,8 @@ from ..run.fs import read_json
 from .config_check import check_config, check_sizes
 from .safetensors_io import DTYPE_NAMES, MAX_HEADER_BYTES, read_header
 
+# Tensors of a quantized layer besides its codes.
+GRID_TENSORS = ("scales", "biases", "global_scale")
 INDEX_FILE = "model.safetensors.index.json"
 # Bytes at the end of a weight file that tell it from others of the same shapes.
 DIGEST_TAIL_BYTES = 1 << 20
@@ -228,7 +230,7 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
         if tensor["dtype"] not in INTEGERS:
             float_values += math.prod(tensor["shape"])
         is_packed = f"{path}.scales" in tensors
-        if is_packed and leaf in ("scales", "biases"):
+        if is_packed and leaf in GRID_TENSORS:
             continue
         count = math.prod(tensor["shape"])
         if is_packed and leaf == "weight":

@@ -8,13 +8,15 @@ import mlx.core as mx
 
 from ..config.quant_spec import QuantSpec
 from ..run.fs import copy_file
-from .checkpoint import INDEX_FILE
+from .checkpoint import GRID_TENSORS, INDEX_FILE
 from .safetensors_io import write_safetensors
 
 SHARD_BYTES = 5 << 30
 
 # mlx-lm's config key of models whose layers quantize their inputs.
 QUANTIZE_ACTIVATIONS = "quantize_activations"
+# Keys of a grid in its block `quantization`.
+GRID_KEYS = ("group_size", "bits", "mode")
 # Config keys that describe another checkpoint or machine.
 FOREIGN_KEYS = (
     *("quantization", "quantization_config", QUANTIZE_ACTIVATIONS, "_name_or_path"),
@@ -50,9 +52,9 @@ def write_checkpoint(
 
     Args:
         weights: tensors by mlx-lm's module paths; quantized layers as they were
-            produced: `path.weight` (codes), `path.scales` and, if affine,
-            `path.biases`. The dictionary is emptied: unread tensors are read, written
-            and freed one by one.
+            produced: `path.weight` (codes), `path.scales`, `path.biases` if affine and
+            `path.global_scale` if the grid has it. The dictionary is emptied: unread
+            tensors are read, written and freed one by one.
         config: the model's config; its quantization block is replaced.
         companions: the folder whose tokenizer and template files are copied.
         specs: grid of every quantized layer, by path.
@@ -81,7 +83,11 @@ def quantization_block(specs: dict[str, QuantSpec], kept: list[str]) -> dict:
     exactly the keys that mlx-swift decodes, or with `false` if it is not quantized.
     """
     grids = [tuple(spec_parameters(spec).items()) for spec in specs.values()]
-    default = max(sorted(set(grids)), key=grids.count)
+    # A global scale is part of a layer: mlx-lm reads it from the entry of the layer.
+    common = [grid for grid in grids if len(grid) == len(GRID_KEYS)] or [
+        grid[: len(GRID_KEYS)] for grid in grids
+    ]
+    default = max(sorted(set(common)), key=common.count)
     block: dict = dict(default)
     for path, spec in sorted(specs.items()):
         if tuple(spec_parameters(spec).items()) != default:
@@ -91,7 +97,8 @@ def quantization_block(specs: dict[str, QuantSpec], kept: list[str]) -> dict:
 
 def spec_parameters(spec: QuantSpec) -> dict:
     """A grid in mlx-lm's names."""
-    return {"group_size": spec.group_size, "bits": spec.bits, "mode": spec.mode}
+    grid = {key: getattr(spec, key) for key in GRID_KEYS}
+    return grid | {"global_scale": True} if spec.global_scale else grid
 
 
 def _encode_nonfinite(value):
@@ -152,11 +159,11 @@ def _shards(weights: dict[str, mx.array]) -> list[list[str]]:
 
 
 def count_parameters(weights: dict[str, mx.array], specs: dict[str, QuantSpec]) -> int:
-    """Parameters of a model: a code counts as one, scales and biases as none."""
+    """Parameters of a model: a code counts as one, its grid as none."""
     total = 0
     for name, value in weights.items():
         path, _, leaf = name.rpartition(".")
-        if path in specs and leaf in ("scales", "biases"):
+        if path in specs and leaf in GRID_TENSORS:
             continue
         is_packed = path in specs and leaf == "weight"
         total += value.size * 32 // specs[path].bits if is_packed else value.size

@@ -23,6 +23,8 @@ from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
 from . import checkpoint_fixups, config_check
 from .checkpoint import check_weights, missing_shards, read_config
+from .global_scale import NAME as GLOBAL_SCALE
+from .global_scale import support_cpus
 from .qq_linear import replace_qq_layers
 
 CHECKPOINT_PATTERNS = [
@@ -135,6 +137,7 @@ def _load_lazily(path: Path, trust_remote_code: bool, compute: str, adapter):
         )
         _prepare(model)
     replace_qq_layers(model)
+    support_cpus(model)
     _check_dtypes(model, path)
     dtype = stored_dtype(model)
     _check_forward_pass(model, path)
@@ -441,7 +444,9 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
 
     def cast_one(path, value):
         is_float = mx.issubdtype(value.dtype, mx.floating)
-        return value.astype(dtype) if is_float and may_cast(path) else value
+        # MLX takes global scales in float32 only.
+        is_kept = path.endswith(f".{GLOBAL_SCALE}") or not may_cast(path)
+        return value.astype(dtype) if is_float and not is_kept else value
 
     model.update(tree_map_with_path(cast_one, model.parameters()))
 

@@ -17,7 +17,8 @@ import mlx.core as mx
 
 from ..errors import UserError
 from ..run.fs import copy_file
-from .checkpoint import tensor_files
+from . import global_scale
+from .checkpoint import GRID_TENSORS, tensor_files
 from .safetensors_io import read_header, write_safetensors
 
 MTP_FILE = "mtp.safetensors"
@@ -83,7 +84,7 @@ def copy_mtp(source: Path, target: Path, config: dict) -> None:
         copy_file(file, target / MTP_FILE)
         return
     for path in paths:
-        names = {leaf: f"{path}.{leaf}" for leaf in ("weight", "scales", "biases")}
+        names = {leaf: f"{path}.{leaf}" for leaf in ("weight", *GRID_TENSORS)}
         parts = {k: tensors.pop(name) for k, name in names.items() if name in tensors}
         tensors[names["weight"]] = dequantize(parts, layer_grid(path, config))
     renamed = {f"{PREFIX}{name}": value for name, value in tensors.items()}
@@ -107,7 +108,8 @@ def quantized_layers(tensors: dict[str, mx.array]) -> list[str]:
 
 
 def layer_grid(path: str, config: dict) -> dict:
-    """`group_size`, `bits` and `mode` of a quantized layer of the head.
+    """`group_size`, `bits` and `mode` of a quantized layer of the head, and
+    `global_scale` if it has one.
 
     Raises:
         UserError: the config has no such numbers.
@@ -121,16 +123,20 @@ def layer_grid(path: str, config: dict) -> dict:
         "group_size": grid["group_size"],
         "bits": grid["bits"],
         "mode": grid.get("mode", "affine"),
-    }
+    } | ({"global_scale": True} if grid.get("global_scale") else {})
 
 
 def dequantize(parts: dict[str, mx.array], grid: dict) -> mx.array:
     """The weight of a layer, in the type of its scales; bfloat16 if these are codes.
 
     Args:
-        parts: `weight` (codes), `scales` and, if affine, `biases`.
+        parts: `weight` (codes), `scales`, `biases` if affine, and `global_scale` if
+            the grid has it.
         grid: as from `layer_grid`.
     """
+    if grid.get("global_scale"):
+        parts = [parts[name] for name in ("weight", "scales", "global_scale")]
+        return global_scale.dequantize(*parts).astype(mx.bfloat16)
     dtype = parts["scales"].dtype
     if not mx.issubdtype(dtype, mx.floating):
         return mx.dequantize(parts["weight"], parts["scales"], **grid)

@@ -5,7 +5,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import UserError
+from . import global_scale
+from .checkpoint import GRID_TENSORS
+
+# Tensors of a quantized layer, without its bias.
+TENSORS = ("weight", *GRID_TENSORS)
 
 
 def is_quantized(layer: nn.Module) -> bool:
@@ -30,15 +34,11 @@ def weight_shape(layer: nn.Module) -> tuple[int, ...]:
 
 
 def dequantize(layer: nn.Module, tensors: dict[str, mx.array]) -> mx.array:
-    """The float32 weight [..., out, in] of a layer, from its tensors by name.
-
-    Raises:
-        UserError: nvfp4 with a second scale for the whole tensor.
-    """
+    """The float32 weight [..., out, in] of a layer, from its tensors by name."""
     if not is_quantized(layer):
         return tensors["weight"].astype(mx.float32)
-    if tensors.get("global_scale") is not None:
-        raise UserError("nvfp4 with a global scale cannot carry an adapter yet")
+    if (scale := tensors.get(global_scale.NAME)) is not None:
+        return global_scale.dequantize(tensors["weight"], tensors["scales"], scale)
     return dequantize_groups(tensors, layer)
 
 

@@ -131,11 +131,15 @@ class ModelShape:
         total = float_values = _count(model.parameters())
         bits = 8 * self.bytes
         for path, spec in specs.items():
-            size = prod(matrices[f"{path}.weight"])
-            width, grids = 32.0, size
+            shape = matrices[f"{path}.weight"]
+            size, width = prod(shape), 32.0
+            grids = size
             if spec.stored is not None:
                 width = spec.bits + spec.scale_bits / spec.group_size
                 grids = 2 * size // spec.group_size if spec.scale_bits > 8 else 0
+            if spec.global_scale:
+                bits += 32 * shape[0]
+                grids += shape[0]
             bits += size * (width - 8 * self.bytes / total)
             float_values += grids - size
         return replace(self, bytes=int(bits / 8), float_values=float_values)

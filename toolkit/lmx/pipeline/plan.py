@@ -202,7 +202,12 @@ def _initial_state(data: dict, find: Find) -> ModelState:
         config = {}
     quantization = None
     if config.get("quantization"):
-        quantization = quantization_values(config["quantization"], QuantSpec)
+        grids = config["quantization"].values()
+        layers = [grid for grid in grids if isinstance(grid, dict)]
+        # An entry of mlx-lm's of every layer of experts.
+        has_global_scale = any(layer.get("global_scale") for layer in layers)
+        block = config["quantization"] | {"global_scale": has_global_scale}
+        quantization = quantization_values(block, QuantSpec)
     elif config.get("quantization_config"):
         quantization = {}
     is_untrained = isinstance(model, dict) and model.get("from_scratch") is not None

@@ -197,4 +197,5 @@ def _require_same_specs(
 
 
 def _describe(spec: QuantSpec) -> str:
-    return f"{spec.bits} bits in groups of {spec.group_size} ({spec.mode})"
+    scale = ", global_scale" if spec.global_scale else ""
+    return f"{spec.bits} bits in groups of {spec.group_size} ({spec.mode}{scale})"

@@ -16,6 +16,7 @@ from ..models.loader import set_compute_dtype
 from ..models.lora import io as adapter_files
 from ..models.lora import lora_model
 from ..models.lora.io import init_adapter
+from ..models.quantized_layers import TENSORS
 from ..quantization.packing import dequantize
 from ..quantization.qat.fake_quant import FakeQuant, QALoRAWeights
 from ..run.fs import atomic_folder
@@ -155,7 +156,7 @@ class TrainRun:
         if self.model.packed and current.is_quantized:
             return current.reference
         for path in self.model.packed or {}:
-            names = {k: f"{path}.{k}" for k in ("weight", "scales", "biases")}
+            names = {k: f"{path}.{k}" for k in TENSORS}
             tensors = {k: packed[name] for k, name in names.items() if name in packed}
             spec = self.selection.specs[path]
             weights[f"{path}.weight"] = dequantize(tensors, spec, loaded.dtype)

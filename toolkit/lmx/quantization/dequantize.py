@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 
 from ..config.quant_spec import QuantSpec
 from ..errors import UserError
-from ..models import quantized_layers
+from ..models import global_scale, quantized_layers
 from ..models.loader import LoadedModel, build_model
 
 PackedLayers = dict[str, dict[str, mx.array]]
@@ -17,16 +17,21 @@ PackedLayers = dict[str, dict[str, mx.array]]
 def layer_specs(model: nn.Module) -> dict[str, QuantSpec]:
     """Grids of the quantized layers by path."""
     return {
-        path: QuantSpec(bits=m.bits, group_size=m.group_size, mode=m.mode)
+        path: QuantSpec(
+            bits=m.bits,
+            group_size=m.group_size,
+            mode=m.mode,
+            global_scale=global_scale.NAME in m,
+        )
         for path, m in model.named_modules()
         if quantized_layers.is_quantized(m)
     }
 
 
 def packed_layers(model: nn.Module) -> PackedLayers:
-    """Packed codes, scales and biases of the quantized layers by path and name."""
+    """Packed codes and grids of the quantized layers by path and name."""
     return {
-        path: {n: module[n] for n in ("weight", "scales", "biases") if n in module}
+        path: {n: module[n] for n in quantized_layers.TENSORS if n in module}
         for path, module in model.named_modules()
         if quantized_layers.is_quantized(module)
     }

@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from ..config.quant_spec import QuantSpec
+from ..models import global_scale
 from . import gguf_grid
 
 
@@ -14,11 +15,13 @@ def pack(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.arr
             the codes depend on the dtype. Grids of GGUF are always float32.
 
     Returns:
-        The stored tensors: weight (packed codes), scales and, if affine, biases. See
-        `QuantSpec.stored` for the grids of GGUF.
+        The stored tensors: weight (packed codes), scales, biases if affine, and
+        global_scale if the grid has it. See `QuantSpec.stored` for the grids of GGUF.
     """
     if spec.is_gguf:
         return gguf_grid.pack(weight, spec)
+    if spec.global_scale:
+        return global_scale.quantize(weight.astype(dtype))
     tensors = mx.quantize(
         weight.astype(dtype),
         group_size=spec.group_size,
@@ -28,24 +31,34 @@ def pack(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.arr
     return dict(zip(("weight", "scales", "biases"), tensors, strict=False))
 
 
-def packed_bytes(size: int, spec: QuantSpec, dtype: mx.Dtype) -> int:
-    """Size in bytes of the packed tensors of this many weights."""
+def packed_bytes(
+    size: int, spec: QuantSpec, dtype: mx.Dtype, *, num_experts: int = 0
+) -> int:
+    """Size in bytes of the packed tensors of this many weights.
+
+    Args:
+        num_experts: experts that have a global scale, if the grid has it.
+    """
     if spec.stored is None:
         return size * mx.float32.size
     scale = mx.float32 if spec.is_gguf else dtype
     group_bytes = 2 * scale.size if spec.stored.mode == "affine" else 1
-    return size * spec.bits // 8 + size // spec.group_size * group_bytes
+    global_bytes = num_experts * mx.float32.size if spec.global_scale else 0
+    return size * spec.bits // 8 + size // spec.group_size * group_bytes + global_bytes
 
 
 def dequantize(
     tensors: dict[str, mx.array], spec: QuantSpec, dtype: mx.Dtype
 ) -> mx.array:
     """The weight [..., K] of packed tensors, computed in `dtype`; in float32 on a grid
-    of GGUF, as llama.cpp computes it."""
+    of GGUF, as llama.cpp computes it, and with a global scale."""
     if spec.stored is None:
         return tensors["weight"]
     if spec.is_gguf:
         spec, dtype = spec.stored, mx.float32
+    if spec.global_scale:
+        names = "weight", "scales", global_scale.NAME
+        return global_scale.dequantize(*(tensors[name] for name in names))
     return mx.dequantize(
         tensors["weight"],
         tensors["scales"],

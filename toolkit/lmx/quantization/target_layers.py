@@ -1,5 +1,6 @@
 """Select the layers of a model to quantize, and the grid of each."""
 
+import inspect
 import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -46,8 +47,9 @@ def select_layers(
     blocks of GGUF give way to small blocks in layers that are too narrow for them.
 
     Raises:
-        UserError: no layer can be quantized, a pattern matches no layer, or the inputs
-            of a layer with an override cannot be quantized.
+        UserError: no layer can be quantized, a pattern matches no layer, the inputs of
+            a layer with an override cannot be quantized, or no layer has a place for a
+            global scale.
     """
     modules = dict(model.named_modules())
     layers = {p: m for p, m in modules.items() if hasattr(m, "to_quantized")}
@@ -68,6 +70,8 @@ def select_layers(
             reason = "skipped by the model's predicate" if spec is None else None
         if reason is None:
             spec = spec.for_width(width := module.weight.shape[-1])
+            if spec.global_scale and not takes_global_scale(module):
+                spec = spec.model_copy(update={"global_scale": False})
             if not spec.fits(width):
                 reason = f"its width {width} is not a multiple of {spec.group_size}"
         if reason is None and quantization.quantize_activations:
@@ -83,9 +87,28 @@ def select_layers(
     if not specs:
         reasons = "; ".join(sorted(set(skipped.values()))) or "it has no linear layer"
         raise UserError(f"no layer of this model can be quantized: {reasons}")
+    _require_global_scales(quantization, specs)
     return QuantizationPlan(
         specs, skipped, explicit & specs.keys(), quantization.quantize_activations
     )
+
+
+def takes_global_scale(module: nn.Module) -> bool:
+    """Whether mlx-lm's quantized layer for this one has a `global_scale`."""
+    return "global_scale" in inspect.signature(module.to_quantized).parameters
+
+
+def _require_global_scales(
+    quantization: QuantizationConfig, specs: dict[str, QuantSpec]
+) -> None:
+    grids = quantization, *quantization.overrides.values()
+    wanted = any(getattr(grid, "global_scale", None) for grid in grids)
+    if wanted and not any(spec.global_scale for spec in specs.values()):
+        raise UserError(
+            "global_scale is for the experts of a mixture, and no layer that is "
+            "quantized to nvfp4 has any",
+            hint="remove global_scale",
+        )
 
 
 def _no_input_quantization(module: nn.Module, spec: QuantSpec) -> str | None:

@@ -100,7 +100,7 @@ def dequantized_weights(model: nn.Module, dtype: mx.Dtype) -> dict[str, mx.array
     tensors = dict(tree_flatten(model.parameters()))
     for path, module in model.named_modules():
         if quantized_layers.is_quantized(module):
-            leaves = ("weight", "scales", "biases", "global_scale")
+            leaves = quantized_layers.TENSORS
             parts = {leaf: tensors.pop(f"{path}.{leaf}", None) for leaf in leaves}
             weight = quantized_layers.dequantize(module, parts)
             tensors[f"{path}.weight"] = weight.astype(dtype)

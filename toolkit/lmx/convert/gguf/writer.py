@@ -142,7 +142,7 @@ def _tensors(
     tensors = dict(tree_flatten(model.parameters()))
     for path, module in model.named_modules():
         if quantized_layers.is_quantized(module):
-            leaves = ("weight", "scales", "biases", "global_scale")
+            leaves = quantized_layers.TENSORS
             parts = {leaf: tensors.pop(f"{path}.{leaf}", None) for leaf in leaves}
             if module.mode == "affine":
                 grouped = blocks.from_affine_groups(

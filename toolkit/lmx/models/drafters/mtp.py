@@ -17,6 +17,7 @@ from ... import cpu
 from ...errors import UserError
 from ...run.fs import read_json
 from ..checkpoint import read_config
+from ..global_scale import support_cpus
 from ..hooks import find_blocks
 from ..loader import LoadedModel, build_model, cast, kv_cache, stored_dtype
 from ..mtp_weights import (
@@ -81,6 +82,7 @@ class MTPHead(nn.Module):
         grids = {path: layer_grid(path, config) for path in quantized_layers(tensors)}
         nn.quantize(head, class_predicate=lambda path, _: grids.get(path, False))
         _check_shapes(head, tensors, str(folder))
+        support_cpus(head)
         head.load_weights(list(tensors.items()))
         cast(head, stored_dtype(target.model))
         head.eval()

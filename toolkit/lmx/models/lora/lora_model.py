@@ -9,7 +9,12 @@ from mlx.utils import tree_unflatten
 
 from ...config.lora import LoRAConfig
 from ...errors import UserError
-from ..quantized_layers import dequantize, is_affine_quantized, is_quantized
+from ..quantized_layers import (
+    TENSORS,
+    dequantize,
+    is_affine_quantized,
+    is_quantized,
+)
 from .layers import (
     AdapterLayer,
     DoRAEmbedding,
@@ -142,8 +147,7 @@ def fuse(
     for path, module in model.named_modules():
         if is_quantized(module):
             path = wrapped.get(id(module), path)
-            names = ("weight", "scales", "biases", "global_scale")
-            tensors = {n: weights.pop(f"{path}.{n}", None) for n in names}
+            tensors = {n: weights.pop(f"{path}.{n}", None) for n in TENSORS}
             weights[f"{path}.weight"] = dequantize(module, tensors)
             dtypes[f"{path}.weight"] = dtype
     for path, layer in layers.items():

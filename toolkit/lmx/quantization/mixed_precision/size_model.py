@@ -72,7 +72,9 @@ class SizeModel:
             if is_free and fitting:
                 options[path] = fitting
             elif is_layer:
-                fixed += packed_bytes(value.size, plan.specs[path], task.dtype)
+                fixed += packed_bytes(
+                    value.size, plan.specs[path], task.dtype, num_experts=len(value)
+                )
             else:
                 fixed += value.nbytes
         return cls(

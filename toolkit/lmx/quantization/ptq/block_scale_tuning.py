@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ...models import quantized_layers
+from ...models import global_scale, quantized_layers
 from ...models.float_formats import MODES, E4M3Scales
 from ...models.qq_linear import QQLinear, fake_quantize_inputs
 from ..bit_packing import unpack_codes
@@ -44,12 +44,18 @@ class BlockScaleTuner(ScaleTuner):
             if quantized_layers.is_quantized(layer) and layer.mode == MODE
         }
         self._codes = {path: layer.weight for path, layer in layers.items()}
+        self._units = {
+            path: global_scale.scale_unit(layer.global_scale)
+            for path, layer in layers.items()
+            if global_scale.NAME in layer
+        }
         shapes = {path: layer.scales.shape for path, layer in layers.items()}
         self._flat = FlatParameters(["scales"], shapes)
         codes = {f"{path}.scales": layer.scales for path, layer in layers.items()}
         scales = E4M3Scales.values(self._flat.flatten(codes)["scales"])
-        # A scale of zero has no logarithm. It stays.
-        self._is_zero = scales == 0
+        # A scale of zero has no logarithm. It stays. That of an expert of zeros is
+        # negative, and becomes zero.
+        self._is_zero = scales <= 0
         self._update_dense(modules)
         return {"scales": mx.log(mx.where(self._is_zero, 1.0, scales))}
 
@@ -85,8 +91,11 @@ class BlockScaleTuner(ScaleTuner):
         return mx.value_and_grad(loss_of_masters)(dict(self._masters))
 
     def _weight(self, path: str, scales: mx.array) -> mx.array:
-        """The weight [..., K] of a layer; the dtype of the model holds it exactly."""
+        """The weight [..., K] of a layer. Without a global scale, the dtype of the
+        model holds it exactly."""
         number = MODES[MODE].elements
+        if path in self._units:
+            scales = scales * self._units[path]
         elements = number.values(unpack_codes(self._codes[path], number.bits))
         groups = elements.reshape(*scales.shape, -1) * scales[..., None]
         return groups.reshape(elements.shape).astype(self._types[path])

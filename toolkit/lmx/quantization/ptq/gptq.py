@@ -6,12 +6,13 @@ weights, with `float_solver` in the floating-point modes.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
 from ...config.quantize import GPTQConfig
+from ...models import global_scale
 from .base import PTQContext, PTQMethod, QuantizedTensor
 from .gptq_solver import LayerProblem, QuantizedLayer, solve_layers
 from .hessian import Hessian, damped
@@ -211,17 +212,23 @@ class GPTQ(PTQMethod):
     def _solve(
         self, path: str, weight: mx.array, hessian: Hessian, name: str
     ) -> QuantizedLayer:
-        context = self.context
+        spec, dtype = self.context.specs[path], self.context.dtype
+        weight, fixed = weight.astype(dtype), {}
+        if spec.global_scale:
+            largest = global_scale.largest_magnitude(weight)
+            weight, dtype = global_scale.normalized(weight, largest), mx.float32
+            spec = spec.model_copy(update={"global_scale": False})
+            fixed = {global_scale.NAME: largest}
         layer = solve_layers(
-            {path: LayerProblem(weight.astype(context.dtype))},
+            {path: LayerProblem(weight)},
             hessian,
-            context.specs[path],
-            context.dtype,
+            spec,
+            dtype,
             refine_iters=self.config.refine_iters,
-            on_solved=context.meter.solve,
+            on_solved=self.context.meter.solve,
         )[path]
         self._log_errors(name, layer)
-        return layer
+        return replace(layer, tensors=layer.tensors | fixed)
 
     def _log_errors(
         self, name: str, layer: QuantizedLayer, compensated: OutputError | None = None

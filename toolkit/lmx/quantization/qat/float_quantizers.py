@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
+from ...models import global_scale
 from ...models.float_formats import MODES
 from ..bit_packing import pack_codes, unpack_codes
 from ..float_grid import fit_float_groups
@@ -19,7 +20,8 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
     A renewed scale, as `MinMaxQuantizer` takes it, is the least one that holds the
     largest weight, and moves all elements of a group when this weight changes. The
     initial scales here have the least squared error of a few candidates, and may clip.
-    A weight beyond the largest element keeps its gradient, so that it can return.
+    A weight beyond the largest element keeps its gradient, so that it can return. A
+    global scale stays, too.
     """
 
     def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
@@ -27,19 +29,24 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
         self._mode = MODES[spec.mode]
         self._scale_init = scale_init
         self._scales: mx.array | None = None
+        self._global_scale: mx.array | None = None
 
     def init(self, weight: mx.array) -> dict[str, mx.array]:
         """No quantization parameters; the scales of a weight [..., K] stay."""
         if self._scale_init == "minmax":
-            self._scales = pack(weight, self._spec, self._dtype)["scales"]
-        else:
-            self._scales = self._fit(weight)
+            return self.init_from_codes(pack(weight, self._spec, self._dtype))
+        if self._spec.global_scale:
+            self._global_scale = global_scale.largest_magnitude(weight)
+            weight = global_scale.normalized(weight, self._global_scale)
+        self._scales = self._fit(weight)
         mx.eval(self._scales)
         return {}
 
     def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
         """No quantization parameters; the scales that a checkpoint stores stay."""
         self._scales = packed["scales"]
+        self._global_scale = packed.get(global_scale.NAME)
+        mx.eval(self._scales)
         return {}
 
     def pack(
@@ -56,7 +63,10 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
         codes = self._mode.elements.codes(elements).reshape(weight.shape)
         nan = mx.array(self._mode.scales.MAX_CODE + 1, mx.uint8)
         scales = mx.where(is_nan, nan, self._scales)
-        return {"weight": pack_codes(codes, self._spec.bits), "scales": scales}
+        packed = {"weight": pack_codes(codes, self._spec.bits), "scales": scales}
+        if self._global_scale is not None:
+            packed[global_scale.NAME] = self._global_scale
+        return packed
 
     def latent_within_cell(
         self, packed: dict[str, mx.array], key: mx.array
@@ -74,8 +84,8 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
         places = low + (high - low) * mx.random.uniform(shape=codes.shape, key=key)
         elements = self._mode.elements.values(codes)
         places = mx.where(elements < 0, -places, places)
-        scales = self._mode.scales.values(self._scales)[..., None]
-        weight = (self._grouped(places) * scales).reshape(levels.shape)
+        weight = self._grouped(places) * self._group_scales()[..., None]
+        weight = weight.reshape(levels.shape)
         # Not so where the scale is zero, NaN, or too small for float32.
         is_same = self._nearest(self._positions(weight)) == self._grouped(elements)
         return mx.where(is_same.reshape(weight.shape), weight, levels)
@@ -94,9 +104,15 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
 
     def _positions(self, weight: mx.array) -> mx.array:
         """Weights divided by their scales, float32 [..., G, group size]."""
-        scales = self._mode.scales.values(self._scales)[..., None]
+        scales = self._group_scales()[..., None]
         groups = self._grouped(weight.astype(mx.float32))
         return mx.where(scales == 0, 0.0, groups / scales)
+
+    def _group_scales(self) -> mx.array:
+        """What the elements are multiplied by, float32 [..., G]."""
+        if self._global_scale is not None:
+            return global_scale.group_scales(self._scales, self._global_scale)
+        return self._mode.scales.values(self._scales)
 
     def _grouped(self, weight: mx.array) -> mx.array:
         return weight.reshape(*weight.shape[:-1], -1, self._spec.group_size)
