@@ -64,7 +64,7 @@ def test_gptq_has_less_error_with_the_global_scale(checkpoints, tmp_path):
         logits = [load(model).model(TOKENS) for model in (base, folder)]
         errors[method, has_scale] = mx.square(logits[1] - logits[0]).sum().item()
     assert errors["gptq", True] < 0.9 * errors["rtn", True]
-    assert errors["gptq", True] < 0.9 * errors["gptq", False]
+    assert errors["gptq", True] < 0.95 * errors["gptq", False]
 
 
 @pytest.mark.parametrize("scale_init", ["mse", "minmax"])
