@@ -131,6 +131,21 @@ def test_qat_from_codes_changes_codes_in_proportion_to_the_rate(tmp_path):
     assert 5 < changed[1] / changed[0] < 20
 
 
+def test_global_scale_makes_the_size_of_weights_irrelevant(tmp_path):
+    options = (
+        f"--folder {tmp_path} --model {BENCHMARKS.parent / 'data/tiny-base'} --seeds 0 "
+        "--steps 0 --num-experts 2 --num-tokens 128 --num-eval-tokens 128"
+    )
+    printed = run("global_scale.py", options)
+    assert run("global_scale.py", options) == printed
+    rows = [line.split() for line in printed.splitlines()[1:5]]
+    (_, *trained), (_, *small) = rows[::2]
+    assert (trained[0], small[0]) == ("rtn", "rtn")
+    # With the scale they have the same codes; without, small weights have more error.
+    assert float(small[4]) == pytest.approx(float(trained[4]), rel=1e-2)
+    assert float(small[1]) > 1.1 * float(trained[1])
+
+
 def test_gguf_blocks_compares_quantizers_at_the_same_size(tmp_path):
     pytest.importorskip("llama_cpp")
     options = (

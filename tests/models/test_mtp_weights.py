@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from lmx.errors import UserError
+from lmx.models import global_scale
 from lmx.models.drafters.mtp import MTPHead, is_split_head
 from lmx.models.loader import load
 from lmx.models.mtp_weights import MTP_FILE, copy_mtp, read_mtp
@@ -116,6 +117,33 @@ def test_quantized_head_loads_and_is_copied_dequantized(tmp_path, tokenizer_fold
     copied = MTPHead.load(target, replace(base, path=target))
     assert mx.allclose(outputs(loaded), outputs(copied), atol=1e-4)
     assert not mx.allclose(outputs(loaded), outputs(head), atol=1e-3)
+
+
+def test_experts_with_a_global_scale_load_and_are_copied_dequantized(
+    tmp_path, tokenizer_folder
+):
+    _, head, config = write_published(tmp_path, tokenizer_folder, **EXPERTS)
+    folder, target = tmp_path / "quantized", tmp_path / "copy"
+    folder.mkdir()
+    path = "layers.0.mlp.switch_mlp.up_proj"
+    tensors = dict(tree_flatten(head.parameters()))
+    for name, value in global_scale.quantize(tensors[f"{path}.weight"]).items():
+        tensors[f"{path}.{name}"] = value
+    renamed = {f"mtp.{name}": value for name, value in tensors.items()}
+    mx.save_safetensors(str(folder / MTP_FILE), renamed, {"format": "mlx"})
+    layer = {"group_size": 16, "bits": 4, "mode": "nvfp4", "global_scale": True}
+    block = {"group_size": 64, "bits": 8, f"mtp.{path}": layer}
+    config |= {"quantization": block}
+    base = replace(load(tmp_path), path=folder, config=config)
+    loaded = MTPHead.load(folder, base)
+    target.mkdir()
+    copy_mtp(folder, target, config)
+    copied = MTPHead.load(target, replace(base, path=target))
+    # The copy is in bfloat16.
+    assert mx.allclose(outputs(loaded), outputs(copied), atol=0.01)
+    assert mx.allclose(outputs(loaded), outputs(head), atol=0.1)
+    loaded.layers[0].mlp.switch_mlp.up_proj.global_scale = mx.full((4,), 2688.0)
+    assert not mx.allclose(outputs(loaded), outputs(head), atol=0.1)
 
 
 def test_head_that_was_split_off_loads(tmp_path, tokenizer_folder, make_checkpoint):
