@@ -160,6 +160,18 @@ MODELS = {
     "phi": {"layer_norm_eps": 1e-4, "partial_rotary_factor": 0.5},
     "mimo": {},
     "granitemoe": GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "ministral3": {
+        "head_dim": 32,
+        "rope_parameters": YARN
+        | {
+            "type": "yarn",
+            "original_max_position_embeddings": 8,
+            "rope_theta": 5000.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "glm4_moe_lite": DEEPSEEK_EXPERTS
     | {
         "q_lora_rank": 24,
@@ -184,15 +196,21 @@ MODELS = {
 
 
 # Models with images, whose text part is exported.
-TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+TEXT_PARTS = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "mistral3 yarn": "ministral3",
+}
 
 
 def config_of(name):
     if name in TEXT_PARTS:
         text = config_of(TEXT_PARTS[name])
-        return {"model_type": name, "text_config": text, "vocab_size": 320} | {
-            "eos_token_id": [2, 0]
-        }
+        return {
+            "model_type": name.split()[0],
+            "text_config": text,
+            "vocab_size": 320,
+        } | {"eos_token_id": [2, 0]}
     return BASE | {"model_type": name} | MODELS[name]
 
 

@@ -229,6 +229,7 @@ def test_llama3_rope_factors_are_written(make_checkpoint, tmp_path):
     ("model_type", "key", "value", "message"),
     [
         ("qwen2", "qwen2.rope.scaling.attn_factor", 1.2, "is 1.2; it must be 1"),
+        ("ministral3", "mistral3.rope.scaling.type", "none", "need the RoPE scaling"),
         ("qwen3_moe", "qwen3moe.rope.scaling.type", "linear", "'linear' is not"),
         ("qwen2", "qwen2.rope.scaling.type", [1], "is not supported in qwen2"),
         ("glm4_moe", "glm4moe.expert_gating_func", 1, "not 2, as mlx-lm assumes"),
@@ -242,9 +243,21 @@ def test_what_mlx_lm_does_not_compute_is_refused(model_type, key, value, message
     shapes |= {"token_embd.weight": (320, 64)}
     tensors = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
     config = gguf_config.from_metadata(metadata, tensors)
-    assert config["rope_scaling"] == given.get("rope_scaling")
+    for name in ("rope_scaling", "rope_parameters"):
+        assert config.get(name) == given.get(name)
     with pytest.raises(UserError, match=message):
         gguf_config.from_metadata(metadata | {key: value}, tensors)
+
+
+def test_files_of_mistral_models_have_two_names():
+    metadata = {
+        key.replace("llama.", "mistral3."): "mistral3" if value == "llama" else value
+        for key, value in gguf_config.to_metadata(config_of("mistral")).items()
+    }
+    shapes = {f"blk.{n}.attn_q.weight": (128, 64) for n in range(4)}
+    shapes |= {"token_embd.weight": (320, 64)}
+    tensors = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    assert gguf_config.from_metadata(metadata, tensors)["model_type"] == "mistral"
 
 
 def write_sentencepiece(folder):

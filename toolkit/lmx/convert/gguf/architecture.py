@@ -100,6 +100,9 @@ class Architecture:
         norm_offset: what llama.cpp's norm weights have added to mlx-lm's.
         switches: the tensor whose presence tells the value of a config key.
         rope_scalings: the types of RoPE scaling that both compute.
+        mscale_all_dim: of YaRN, that llama.cpp takes or is told.
+        has_rope_parameters: whether the config has all values of RoPE in
+            `rope_parameters`, as transformers 5 writes them.
         optional: keys that a model may have no value for, and files may leave out.
         marker: the metadata key of files of this entry, if another one has its name.
         has_partial_rope: whether a part of a head may be left unrotated.
@@ -119,6 +122,8 @@ class Architecture:
     norm_offset: int = 0
     switches: dict[str, str] = field(default_factory=lambda: BIASES)
     rope_scalings: tuple[str, ...] = ("linear",)
+    mscale_all_dim: int = 0
+    has_rope_parameters: bool = False
     optional: tuple[str, ...] = ()
     marker: str | None = None
     has_partial_rope: bool = False

@@ -98,6 +98,24 @@ _ALL = (
         rope_scalings=("linear", "llama3"),
     ),
     Architecture(
+        "mistral3",
+        "ministral3",
+        "Ministral3ForCausalLM",
+        _LLAMA,
+        keys=FEED_FORWARD
+        | {"attention.temperature_scale": ("llama_4_scaling_beta", float)},
+        rope="permuted",
+        rope_scalings=("yarn",),
+        mscale_all_dim=1,
+        has_rope_parameters=True,
+        switches={},
+        marker="attention.temperature_scale",
+        constants={"rope.scaling.yarn_log_multiplier": 1.0},
+        fixed=lambda _: {"rope_type": "yarn"},
+    ),
+    # Only files have this name: older readers know Mistral models as Llama models.
+    Architecture("mistral3", "mistral", "MistralForCausalLM", _LLAMA, rope="permuted"),
+    Architecture(
         "llama",
         "mixtral",
         "MixtralForCausalLM",

@@ -29,7 +29,7 @@ LLAMA3 = {
 }
 
 # YaRN (arXiv 2309.00071): what llama.cpp fixes, which are mlx-lm's defaults.
-YARN = {"beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 0}
+YARN = {"beta_fast": 32, "beta_slow": 1, "mscale": 1}
 # mlx-lm's default.
 YARN_CONTEXT = 4096
 
@@ -81,7 +81,26 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         config[key] = f"blk.0.{name}" in tensors
     config |= architecture.fixed(config)
     config |= _rope_from_metadata(metadata, architecture, tensors, config)
+    if architecture.has_rope_parameters:
+        _nest_rope(config, architecture)
     return config | tokenizer.special_token_ids(metadata)
+
+
+def _nest_rope(config: dict[str, Any], architecture: Architecture) -> None:
+    """Move the values of RoPE into `rope_parameters`.
+
+    Raises:
+        UserError: positions are not scaled.
+    """
+    parameters = config.pop("rope_scaling")
+    if not parameters:
+        kinds = " or ".join(architecture.rope_scalings)
+        raise UserError(f"{architecture.name} models need the RoPE scaling {kinds}")
+    moved = [key for key, _ in architecture.keys.values() if "scaling" in key]
+    parameters |= {key: config.pop(key) for key in ("rope_theta", *moved)}
+    parameters |= {"mscale": 1, "mscale_all_dim": architecture.mscale_all_dim}
+    config["rope_parameters"] = parameters | {"type": parameters["rope_type"]}
+    config.pop("rope_type", None)
 
 
 def _heads(
@@ -227,7 +246,10 @@ def _known_values(config: dict) -> dict[str, Any]:
     given = vars(model_arguments(config))
     known = config | {key: value for key, value in given.items() if value is not None}
     # Some models of mlx-lm ignore these keys.
-    return known | {key: given.get(key) for key in ("head_dim", "rope_scaling")}
+    known |= {key: given.get(key) for key in ("head_dim", "rope_scaling")}
+    if "rope_theta" not in given and (parameters := given.get("rope_parameters")):
+        known |= parameters | {"rope_scaling": parameters}
+    return known
 
 
 def _latent_sizes(known: dict[str, Any]) -> dict[str, int]:
@@ -288,12 +310,22 @@ def _check_computed_alike(architecture: Architecture, known: dict[str, Any]) -> 
     rope_type, _ = _rope_scaling(known.get("rope_scaling"))
     if rope_type != "default" and rope_type not in architecture.rope_scalings:
         raise _unsupported(f"the RoPE scaling {rope_type!r} in {architecture.name}")
+    if rope_type == "yarn":
+        _check_yarn(known["rope_scaling"], architecture.mscale_all_dim)
     for key, value in architecture.fixed(known).items():
         if known.get(key, value) != value:
             raise _unsupported(
                 f"{key}: {known[key]}: llama.cpp computes {architecture.name} models "
                 f"of this size with {value}"
             )
+
+
+def _check_yarn(scaling: dict[str, Any], mscale_all_dim: int) -> None:
+    if scaling.get("mscale_all_dim", 0) != mscale_all_dim:
+        raise _unsupported(f"mscale_all_dim of YaRN that is not {mscale_all_dim}")
+    for key, value in YARN.items():
+        if scaling.get(key, value) != value:
+            raise _unsupported(f"{key} of YaRN that is not {value}")
 
 
 def rope_tensors(config: dict) -> dict[str, np.ndarray]:
@@ -411,11 +443,7 @@ def _rope_scaling(scaling: dict | None) -> tuple[str, float]:
         bounds = {key: scaling.get(key, v) for key, v in LLAMA3.items()}
         if bounds != LLAMA3 or factor not in LLAMA3_FACTORS:
             raise _unsupported(f"the RoPE scaling {scaling}")
-    elif kind == "yarn":
-        for key, value in YARN.items():
-            if scaling.get(key, value) != value:
-                raise _unsupported(f"{key} of YaRN that is not {value}")
-    elif kind not in ("default", "linear", "longrope", "su", "dynamic"):
+    elif kind not in ("default", "linear", "longrope", "su", "dynamic", "yarn"):
         raise _unsupported(f"the RoPE scaling {kind!r}")
     return "longrope" if kind == "su" else kind, factor
 
