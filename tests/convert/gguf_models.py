@@ -61,7 +61,7 @@ MODELS = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {"rope_scaling": YARN},
     "qwen3": {"head_dim": 32} | LINEAR,
-    "mistral": {"head_dim": 32},
+    "mistral": {"head_dim": 32, "rope_scaling": YARN},
     "qwen3_moe": QWEN3_MOE,
     "mixtral": {"head_dim": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma": SQUARE | {"head_dim": 32},
@@ -97,7 +97,7 @@ MODELS = {
     "granite": GRANITE | {"attention_bias": True, "mlp_bias": False},
     "smollm3": {"num_hidden_layers": 5},
     "olmo2": LINEAR,
-    "olmo3": {"sliding_window": 12},
+    "olmo3": {"sliding_window": 12, "rope_scaling": YARN},
     "olmoe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,

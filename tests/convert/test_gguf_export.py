@@ -250,9 +250,10 @@ def test_what_mlx_lm_does_not_compute_is_refused(model_type, key, value, message
 
 
 def test_files_of_mistral_models_have_two_names():
+    written = gguf_config.to_metadata(config_of("mistral") | {"rope_scaling": None})
     metadata = {
         key.replace("llama.", "mistral3."): "mistral3" if value == "llama" else value
-        for key, value in gguf_config.to_metadata(config_of("mistral")).items()
+        for key, value in written.items()
     }
     shapes = {f"blk.{n}.attn_q.weight": (128, 64) for n in range(4)}
     shapes |= {"token_embd.weight": (320, 64)}
@@ -323,7 +324,7 @@ def test_sentencepiece_tokenizer_roundtrip(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
+        (config_of("granite") | {"rope_scaling": YARN}, "RoPE scaling 'yarn'"),
         (
             {
                 "layer_types": ["full_attention", "sliding_attention"],

@@ -95,7 +95,7 @@ _ALL = (
         "LlamaForCausalLM",
         _LLAMA,
         rope="permuted",
-        rope_scalings=("linear", "llama3"),
+        rope_scalings=(*YARN, "llama3"),
     ),
     Architecture(
         "mistral3",
@@ -234,7 +234,8 @@ _ALL = (
         "Olmo3ForCausalLM",
         _OLMO2,
         keys=FEED_FORWARD | WINDOW,
-        rope_scalings=(),
+        # In both, only for layers without a window.
+        rope_scalings=("yarn",),
         fixed=_layer_types(4),
         marker="attention.sliding_window",
     ),

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...config.quant_spec import FLOAT_MODES
+from ...models import global_scale
 from ...quantization.bit_packing import pack_codes, unpack_codes
 from .k_blocks import nibbles
 from .reader import GGUFTensor
@@ -80,7 +81,7 @@ def from_groups(parts: dict[str, mx.array], mode: str) -> tuple[str, np.ndarray]
     """
     ggml_type, groups = BY_MODE.get(mode, (None, 1))
     scales = np.array(parts["scales"])
-    has_global_scale = parts.get("global_scale") is not None
+    has_global_scale = parts.get(global_scale.NAME) is not None
     if ggml_type is None or has_global_scale or scales.shape[-1] % groups:
         return None
     packed = parts["weight"].reshape(-1, parts["weight"].shape[-1])
