@@ -172,6 +172,18 @@ MODELS = {
             "llama_4_scaling_beta": 0.3,
         },
     },
+    "afmoe": {
+        "head_dim": 32,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        "sliding_window": 12,
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 2,
+        "num_dense_layers": 1,
+        "route_norm": True,
+        "route_scale": 1.5,
+    },
     "glm4_moe_lite": DEEPSEEK_EXPERTS
     | {
         "q_lora_rank": 24,

@@ -343,6 +343,7 @@ def test_sentencepiece_tokenizer_roundtrip(tmp_path):
         ),
         (config_of("stablelm") | {"qk_layernorm": True}, "qk_layernorm: True"),
         (config_of("qwen2_moe") | LINEAR, "'linear' in qwen2moe"),
+        (config_of("afmoe") | {"mup_enabled": False}, "mup_enabled: False"),
         (config_of("cohere") | {"use_qk_norm": True}, "use_qk_norm: True"),
         (config_of("glm4_moe") | {"n_group": 2}, "n_group: 2: llama.cpp"),
         (config_of("glm4_moe_lite") | {"q_lora_rank": None}, "attention.q_lora_rank"),

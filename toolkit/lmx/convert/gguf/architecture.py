@@ -1,4 +1,4 @@
-"""What the entries of `architectures` are made of: names, metadata keys, RoPE."""
+"""What the entries of `architectures` are made of: names, keys and fixed values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -135,3 +135,52 @@ class Architecture:
     def paths(self) -> dict[str, str]:
         """llama.cpp's names by mlx-lm's paths."""
         return {path: name for name, path in self.modules.items()}
+
+
+def gemma_scale(largest: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Gemma's scale of attention: llama.cpp knows the largest model by its layers."""
+
+    def fixed(config: dict[str, Any]) -> dict[str, Any]:
+        by_width = config["hidden_size"] // config["num_attention_heads"]
+        is_largest = config["num_hidden_layers"] == largest
+        return {"query_pre_attn_scalar": by_width if is_largest else config["head_dim"]}
+
+    return fixed
+
+
+def gemma3(config: dict[str, Any]) -> dict[str, Any]:
+    return gemma_scale(62)(config) | {"sliding_window_pattern": 6}
+
+
+def smollm3(config: dict[str, Any]) -> dict[str, Any]:
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return {"no_rope_layers": [int(layer % 4 != 0) for layer in layers]}
+
+
+def layer_types(period: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Every layer has a window, except each one that ends a period."""
+
+    def fixed(config: dict[str, Any]) -> dict[str, Any]:
+        layers = range(1, config["num_hidden_layers"] + 1)
+        kinds = ("sliding_attention", "full_attention")
+        return {"layer_types": [kinds[layer % period == 0] for layer in layers]}
+
+    return fixed
+
+
+def exaone4(config: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp knows the model with windows by its layers."""
+    if config["num_hidden_layers"] != 64:
+        windows = {"sliding_window_pattern": None, "sliding_window": None}
+        return windows | layer_types(1)(config)
+    window = config.get("sliding_window", 4096)
+    windows = {"sliding_window_pattern": "LLLG", "sliding_window": window}
+    return windows | layer_types(4)(config)
+
+
+def experts(
+    block: str, router: str = "gate", experts: str = "switch_mlp"
+) -> dict[str, str]:
+    """The router and the stacked experts of a block."""
+    layers = {f"ffn_{n}_exps": f"{block}.{experts}.{n}_proj" for n in PROJECTIONS}
+    return {"ffn_gate_inp": f"{block}.{router}"} | layers

@@ -4,7 +4,6 @@ Both directions use one entry per architecture. Every entry was run in llama.cpp
 random weights and gave MLX's logits; see tests/convert/test_gguf_llama_cpp.py.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from .architecture import (
@@ -30,57 +29,13 @@ from .architecture import (
     WINDOW,
     YARN,
     Architecture,
+    exaone4,
+    experts,
+    gemma3,
+    gemma_scale,
+    layer_types,
+    smollm3,
 )
-
-
-def _gemma_scale(largest: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Gemma's scale of attention: llama.cpp knows the largest model by its layers."""
-
-    def fixed(config: dict[str, Any]) -> dict[str, Any]:
-        by_width = config["hidden_size"] // config["num_attention_heads"]
-        is_largest = config["num_hidden_layers"] == largest
-        return {"query_pre_attn_scalar": by_width if is_largest else config["head_dim"]}
-
-    return fixed
-
-
-def _gemma3(config: dict[str, Any]) -> dict[str, Any]:
-    return _gemma_scale(62)(config) | {"sliding_window_pattern": 6}
-
-
-def _smollm3(config: dict[str, Any]) -> dict[str, Any]:
-    layers = range(1, config["num_hidden_layers"] + 1)
-    return {"no_rope_layers": [int(layer % 4 != 0) for layer in layers]}
-
-
-def _layer_types(period: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Every layer has a window, except each one that ends a period."""
-
-    def fixed(config: dict[str, Any]) -> dict[str, Any]:
-        layers = range(1, config["num_hidden_layers"] + 1)
-        kinds = ("sliding_attention", "full_attention")
-        return {"layer_types": [kinds[layer % period == 0] for layer in layers]}
-
-    return fixed
-
-
-def _exaone4(config: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp knows the model with windows by its layers."""
-    if config["num_hidden_layers"] != 64:
-        windows = {"sliding_window_pattern": None, "sliding_window": None}
-        return windows | _layer_types(1)(config)
-    window = config.get("sliding_window", 4096)
-    windows = {"sliding_window_pattern": "LLLG", "sliding_window": window}
-    return windows | _layer_types(4)(config)
-
-
-def _experts(
-    block: str, router: str = "gate", experts: str = "switch_mlp"
-) -> dict[str, str]:
-    """The router and the stacked experts of a block."""
-    layers = {f"ffn_{n}_exps": f"{block}.{experts}.{n}_proj" for n in PROJECTIONS}
-    return {"ffn_gate_inp": f"{block}.{router}"} | layers
-
 
 _LLAMA = OUTER | NORMS | ATTENTION | MLP
 _OLMO2 = OUTER | AFTER_NORMS | ATTENTION | QK_NORMS | MLP
@@ -119,7 +74,7 @@ _ALL = (
         "llama",
         "mixtral",
         "MixtralForCausalLM",
-        _NO_MLP | _experts("block_sparse_moe"),
+        _NO_MLP | experts("block_sparse_moe"),
         keys=FEED_FORWARD | EXPERTS | {"expert_count": ("num_local_experts", int)},
         rope="permuted",
         rope_scalings=(),
@@ -137,7 +92,7 @@ _ALL = (
         "qwen3moe",
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        _NO_MLP | QK_NORMS | _experts("mlp"),
+        _NO_MLP | QK_NORMS | experts("mlp"),
         keys=FEED_FORWARD
         | EXPERTS
         | {"expert_feed_forward_length": ("moe_intermediate_size", int)},
@@ -149,7 +104,7 @@ _ALL = (
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
         _NO_MLP
-        | _experts("mlp")
+        | experts("mlp")
         | {f"ffn_{n}_shexp": f"mlp.shared_expert.{n}_proj" for n in PROJECTIONS}
         | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
         keys=FEED_FORWARD
@@ -177,7 +132,7 @@ _ALL = (
             "final_logit_softcapping": ("final_logit_softcapping", float),
         },
         norm_offset=1,
-        fixed=_gemma_scale(46),
+        fixed=gemma_scale(46),
     ),
     Architecture(
         "gemma3",
@@ -190,7 +145,7 @@ _ALL = (
         norm_offset=1,
         # mlx-lm's default is that of older files.
         optional=("rope.freq_base_swa",),
-        fixed=_gemma3,
+        fixed=gemma3,
     ),
     Architecture(
         "phi3",
@@ -215,7 +170,7 @@ _ALL = (
         "granitemoe",
         "granitemoe",
         "GraniteMoeForCausalLM",
-        _NO_MLP | _experts("block_sparse_moe", "router.layer"),
+        _NO_MLP | experts("block_sparse_moe", "router.layer"),
         keys=GRANITE | EXPERTS | {"expert_count": ("num_local_experts", int)},
         rope="permuted",
     ),
@@ -225,7 +180,7 @@ _ALL = (
         "SmolLM3ForCausalLM",
         _LLAMA,
         rope="permuted",
-        fixed=_smollm3,
+        fixed=smollm3,
     ),
     Architecture("olmo2", "olmo2", "Olmo2ForCausalLM", _OLMO2),
     Architecture(
@@ -236,14 +191,14 @@ _ALL = (
         keys=FEED_FORWARD | WINDOW,
         # In both, only for layers without a window.
         rope_scalings=("yarn",),
-        fixed=_layer_types(4),
+        fixed=layer_types(4),
         marker="attention.sliding_window",
     ),
     Architecture(
         "olmoe",
         "olmoe",
         "OlmoeForCausalLM",
-        _NO_MLP | QK_NORMS | _experts("mlp"),
+        _NO_MLP | QK_NORMS | experts("mlp"),
         keys=FEED_FORWARD | EXPERTS,
         fixed=lambda config: {
             "norm_topk_prob": False,
@@ -349,7 +304,7 @@ _ALL = (
         keys=FEED_FORWARD | WINDOW,
         rope_scalings=("linear", "llama3"),
         optional=("attention.sliding_window",),
-        fixed=_exaone4,
+        fixed=exaone4,
     ),
     Architecture(
         "stablelm",
@@ -381,7 +336,7 @@ _ALL = (
         "GptOssForCausalLM",
         OUTER
         | ATTENTION
-        | _experts("mlp", "router", "experts")
+        | experts("mlp", "router", "experts")
         | NORMS_OF_INPUTS
         | {"attn_sinks": "self_attn.sinks"},
         keys=FEED_FORWARD
@@ -392,7 +347,7 @@ _ALL = (
             "expert_feed_forward_length": ("intermediate_size", int),
         },
         rope_scalings=YARN,
-        fixed=_layer_types(2),
+        fixed=layer_types(2),
     ),
     Architecture(
         "glm4moe",
@@ -402,7 +357,7 @@ _ALL = (
         | ATTENTION
         | QK_NORMS
         | MLP
-        | _experts("mlp")
+        | experts("mlp")
         | _SHARED_EXPERTS
         | NORMS_OF_INPUTS
         | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
@@ -414,6 +369,41 @@ _ALL = (
         fixed=lambda _: ONE_GROUP,
     ),
     Architecture(
+        "afmoe",
+        "afmoe",
+        "AfmoeForCausalLM",
+        OUTER
+        | NORMS_OF_INPUTS
+        | ATTENTION
+        | QK_NORMS
+        | MLP
+        | experts("mlp", "router.gate", "experts")
+        | _SHARED_EXPERTS
+        | {
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "attn_gate": "self_attn.gate_proj",
+            "exp_probs_b": "mlp.expert_bias",
+        },
+        keys=FEED_FORWARD
+        | WINDOW
+        | EXPERTS
+        | {
+            "expert_shared_count": ("num_shared_experts", int),
+            "expert_feed_forward_length": ("moe_intermediate_size", int),
+            "expert_weights_scale": ("route_scale", float),
+            "expert_weights_norm": ("route_norm", bool),
+            "leading_dense_block_count": ("num_dense_layers", int),
+        },
+        rope_scalings=(),
+        switches={},
+        constants=SIGMOID_ROUTER,
+        fixed=lambda config: (
+            layer_types(4)(config)
+            | {"n_group": 1, "score_func": "sigmoid", "mup_enabled": True}
+        ),
+    ),
+    Architecture(
         "deepseek2",
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
@@ -421,7 +411,7 @@ _ALL = (
         | NORMS
         | LATENT_ATTENTION
         | MLP
-        | _experts("mlp")
+        | experts("mlp")
         | _SHARED_EXPERTS
         | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
         keys=FEED_FORWARD
