@@ -61,7 +61,13 @@ def write(
     # The header needs all sizes first. A second pass writes the values, so that only
     # one tensor is in memory.
     for tensor, ggml_type, value, bits in _tensors(loaded):
-        raw = gguf.GGMLQuantizationType[ggml_type]
+        raw = getattr(gguf.GGMLQuantizationType, ggml_type, None)
+        if raw is None:
+            raise UserError(
+                f"the installed package gguf is too old: it has no {ggml_type}",
+                hint="pip install --upgrade gguf",
+                code=FAILED,
+            )
         writer.add_tensor_info(tensor, value.shape, value.dtype, value.nbytes, raw)
         is_matrix = value.ndim > 1 and not tensor.endswith(".bias")
         types += [(ggml_type, bits)] if is_matrix else []
