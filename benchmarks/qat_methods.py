@@ -76,8 +76,6 @@ def _gptq(arguments: Namespace, grid: Grid) -> Stages:
             "num_eval_tokens": 16384,
         },
         "scale_tuning": {"steps": steps} if steps else False,
-        # The inputs of a single task are well covered, so less dampening is enough.
-        "dampening_frac": 0.003,
     }
     return [{"quantize": block | _grid(grid)}]
 
