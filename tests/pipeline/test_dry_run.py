@@ -490,6 +490,41 @@ def test_quantize_stage_has_time_memory_and_disk(model, tmp_path, capsys):
     assert times["fast"] < times["standard"] < times["best"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [{"bits": 4}, {"mode": "nvfp4"}], ids=str)
+def test_memory_of_scale_tuning_is_near_the_measured_peak(grid, model, tmp_path):
+    """Most of it is that of logits and, in nvfp4, of dense weights."""
+    shape = from_scratch.llama_config(
+        ScratchModelConfig(
+            vocab_size=4096, hidden_size=512, intermediate_size=768, num_hidden_layers=2
+        )
+    )
+    folder, weights = tmp_path / "model", from_scratch.initial_weights(shape, 0)
+    folder.mkdir()
+    checkpoint_writer.write_checkpoint(
+        folder, weights, shape, companions=model.parent / "tokenizer"
+    )
+    calibration = {"dataset": "builtin:stdlib", "max_seq_length": 256}
+    calibration |= {"num_tokens": 1024, "num_eval_tokens": 256}
+    tuning = {"steps": 1, "batch_tokens": 1024, "learning_rate": 1e-3}
+    block = {"method": "gptq", "effort": "fast", "scale_tuning": tuning}
+    quantize = block | grid | {"calibration": calibration}
+    recipe = {"model": str(folder), "stages": [{"quantize": quantize}]}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe | {"output": str(tmp_path / "run")}))
+    loaded = load(path, [])
+    check = resources.ResourceCheck(
+        loaded, plan(loaded), resources.model_shape(loaded), [], 1.0
+    )
+    (needs,) = check.stages.values()
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert main.train([str(path), "--quiet"]) == 0
+    peak = mx.get_peak_memory() - before
+    assert 0.67 < sum(needs.memory.values()) / peak < 1.5
+
+
 @pytest.mark.parametrize(
     ("sizes", "grid"),
     [

@@ -25,6 +25,7 @@ from mlx.utils import tree_flatten
 
 from ..config.quant_spec import QuantSpec
 from ..config.quantize import GPTQConfig, PTQConfig
+from ..cpu import on_cpu
 
 # Work on one token relative to the products of its forward pass: without gradients, and
 # with those of scales and biases.
@@ -35,6 +36,8 @@ RTN_WORK = 2e4
 AWQ_PASSES = 6
 # Evaluations within scale tuning, each over all evaluation tokens.
 TUNING_EVALUATIONS = 9
+# Bytes of a weight whose block scale is tuned: dense, its element, scaled, gradient.
+TUNED_WEIGHT_BYTES = 16
 # Plans that a mixed-precision search compares, and work per weight of their grids.
 PLANS, GRID_WORK = 6, 5e5
 
@@ -80,9 +83,8 @@ class QuantizeCost:
         refined = 0
         if self._tokens_of_refinement or self.config.kv_cache:
             refined = 4 * size + 6 * 4 * self._vocabulary * 512
-            if self.config.scale_tuning and self.config.mode == "nvfp4":
-                # A dense model, its weights in training and their gradients.
-                refined += 12 * size
+        if self.config.scale_tuning:
+            refined = max(refined, 4 * size + self._tuning_memory)
         if self.config.smoothing:
             refined = max(refined, self._smoothing_memory)
         if self.sequential is None:
@@ -164,6 +166,20 @@ class QuantizeCost:
         blocks = self._sequential_cost()
         block = max(blocks.solved) if blocks else 0
         return 4 * (2 * block + 2 * self._smoothing_tokens * self._hidden)
+
+    @property
+    def _tuning_memory(self) -> int:
+        """Bytes of a backward pass of scale tuning, besides the model."""
+        from .estimate import LOGIT_BYTES
+        from .ptq_refinement import TRAINED_TOKENS_AT_ONCE
+
+        tokens = min(self.config.scale_tuning.batch_tokens, TRAINED_TOKENS_AT_ONCE)
+        values = sum(shape[-1] + shape[-2] for shape in self._matrices.values())
+        size = tokens * (4 * values + LOGIT_BYTES[on_cpu()] * self._vocabulary)
+        if self.config.mode == "nvfp4":
+            # A dense model, and of each weight its element, scaled, and its gradient.
+            size += TUNED_WEIGHT_BYTES * self._weights
+        return size
 
     @property
     def _refinement(self) -> float:
