@@ -36,8 +36,9 @@ RTN_WORK = 2e4
 AWQ_PASSES = 6
 # Evaluations within scale tuning, each over all evaluation tokens.
 TUNING_EVALUATIONS = 9
-# Bytes of a weight whose block scale is tuned: dense, its element, scaled, gradient.
-TUNED_WEIGHT_BYTES = 16
+# Bytes of a weight whose block scale is tuned: dense, its element, scaled, its gradient
+# and that of the element.
+TUNED_WEIGHT_BYTES = 20
 # Plans that a mixed-precision search compares, and work per weight of their grids.
 PLANS, GRID_WORK = 6, 5e5
 
@@ -177,7 +178,6 @@ class QuantizeCost:
         values = sum(shape[-1] + shape[-2] for shape in self._matrices.values())
         size = tokens * (4 * values + LOGIT_BYTES[on_cpu()] * self._vocabulary)
         if self.config.mode == "nvfp4":
-            # A dense model, and of each weight its element, scaled, and its gradient.
             size += TUNED_WEIGHT_BYTES * self._weights
         return size
 
