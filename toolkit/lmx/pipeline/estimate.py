@@ -116,6 +116,11 @@ class ModelShape:
         """Number of parameters."""
         return _count(self.model().parameters())
 
+    @property
+    def experts(self) -> int:
+        """Experts of a mixture that a token sees, else 0."""
+        return self.setting("num_experts_per_tok")
+
     def setting(self, name: str) -> int:
         """An integer of the config, of its language part if it has several; else 0."""
         return config_int(self.config, name)
@@ -127,7 +132,7 @@ class ModelShape:
     def quantized(self, specs: dict[str, QuantSpec]) -> "ModelShape":
         """The model with these layers quantized; the others keep their dtype."""
         model = self.model()
-        matrices = _matrices(model)
+        matrices = matrix_shapes(model)
         total = float_values = _count(model.parameters())
         bits = 8 * self.bytes
         for path, spec in specs.items():
@@ -274,7 +279,7 @@ def training_cost(
         config = config.model_copy(update={"qat": qat})
     model = shape.model()
     total = _count(model.parameters())
-    matrices = _matrices(model)
+    matrices = matrix_shapes(model)
     specs = select_layers(model, config.qat).specs if config.qat else {}
     trained_sizes = _trained_sizes(model, config)
     if config.adapter:
@@ -307,7 +312,7 @@ def training_cost(
     online = config.teacher is not None and not config.teacher.offline
     if online:
         memory["teacher"] = compute * total
-    active = sum(prod(s) * share for s, share in _active(shape, matrices))
+    active = sum(prod(s) * share for s, share in _active(shape.experts, matrices))
     width = shape.setting("num_hidden_layers") * shape.setting("hidden_size")
     to_weights = trained if config.adapter else active
     per_token = (4 + 2 * config.gradient_checkpointing) * active + 2 * to_weights
@@ -383,21 +388,32 @@ def _count(parameters: dict) -> int:
     return sum(value.size for _, value in tree_flatten(parameters))
 
 
-def _matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def matrix_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes [..., out, in] by name."""
     named = tree_flatten(model.parameters())
     return {name: value.shape for name, value in named if value.ndim > 1}
 
 
-def _active(shape: ModelShape, matrices: dict) -> list[tuple[tuple[int, ...], float]]:
-    """Every matrix that tokens are multiplied with, and the share of tokens it sees."""
+def _active(experts: int, matrices: dict) -> list[tuple[tuple[int, ...], float]]:
+    """Every matrix that tokens are multiplied with, and the share of tokens it sees.
+
+    Args:
+        experts: of a mixture, that a token sees; 0 = all.
+    """
     has_head = any("lm_head" in name for name in matrices)
-    experts = shape.setting("num_experts_per_tok")
     return [
         (size, experts / size[0] if experts and len(size) == 3 else 1.0)
         for name, size in matrices.items()
         if not (has_head and "embed" in name)
     ]
+
+
+def inputs_and_outputs(experts: int, matrices: dict) -> float:
+    """Values per token that go into and come out of all matrices, see `_active`."""
+    return sum(
+        (size[-1] + size[-2]) * (share * size[0] if len(size) == 3 else 1)
+        for size, share in _active(experts, matrices)
+    )
 
 
 def _activations(
@@ -408,10 +424,7 @@ def _activations(
     config: TrainConfig,
 ) -> int:
     """Bytes that the blocks' forward pass keeps for the backward pass."""
-    values = sum(
-        (size[-1] + size[-2]) * (share * size[0] if len(size) == 3 else 1)
-        for size, share in _active(shape, matrices)
-    )
+    values = inputs_and_outputs(shape.experts, matrices)
     layers, heads = map(shape.setting, ("num_hidden_layers", "num_attention_heads"))
     if not (cpu.replaces_functions() and compute == 4):
         values += 2 * layers * heads * batch.length

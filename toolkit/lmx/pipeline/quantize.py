@@ -63,7 +63,9 @@ class QuantizeStage(Stage):
         if target := self.config.mixed_precision:
             size = target.max_bytes(shape.parameters)
             quantized = replace(quantized, bytes=size)
-        cost = QuantizeCost(self.config, shape.model(), specs, workload.dtype)
+        cost = QuantizeCost(
+            self.config, shape.model(), specs, workload.dtype, shape.experts
+        )
         return StageResources(
             quantized,
             disk=quantized.bytes + cost.disk,

@@ -21,11 +21,11 @@ from math import prod
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..config.quant_spec import QuantSpec
 from ..config.quantize import GPTQConfig, PTQConfig
 from ..cpu import on_cpu
+from .estimate import LOGIT_BYTES, inputs_and_outputs, matrix_shapes
 
 # Work on one token relative to the products of its forward pass: without gradients, and
 # with those of scales and biases.
@@ -51,12 +51,14 @@ class QuantizeCost:
         model: only the shapes of its weights are used.
         specs: quantization grid by path of each layer to quantize.
         dtype: dtype that the checkpoint stores.
+        experts: of a mixture, that a token sees; 0 = all. For the memory alone.
     """
 
     config: PTQConfig
     model: nn.Module
     specs: dict[str, QuantSpec]
     dtype: mx.Dtype
+    experts: int = 0
 
     @property
     def work(self) -> float:
@@ -171,12 +173,11 @@ class QuantizeCost:
     @property
     def _tuning_memory(self) -> int:
         """Bytes of a backward pass of scale tuning, besides the model."""
-        from .estimate import LOGIT_BYTES
         from .ptq_refinement import TRAINED_TOKENS_AT_ONCE
 
         tokens = min(self.config.scale_tuning.batch_tokens, TRAINED_TOKENS_AT_ONCE)
-        values = sum(shape[-1] + shape[-2] for shape in self._matrices.values())
-        size = tokens * (4 * values + LOGIT_BYTES[on_cpu()] * self._vocabulary)
+        values = inputs_and_outputs(self.experts, self._matrices)
+        size = int(tokens * (4 * values + LOGIT_BYTES[on_cpu()] * self._vocabulary))
         if self.config.mode == "nvfp4":
             size += TUNED_WEIGHT_BYTES * self._weights
         return size
@@ -236,8 +237,7 @@ class QuantizeCost:
 
     @cached_property
     def _matrices(self) -> dict[str, tuple[int, ...]]:
-        named = tree_flatten(self.model.parameters())
-        return {name: value.shape for name, value in named if value.ndim > 1}
+        return matrix_shapes(self.model)
 
     @property
     def _weights(self) -> int:

@@ -100,7 +100,7 @@ class Architecture:
         norm_offset: what llama.cpp's norm weights have added to mlx-lm's.
         switches: the tensor whose presence tells the value of a config key.
         rope_scalings: the types of RoPE scaling that both compute.
-        mscale_all_dim: of YaRN, that llama.cpp takes or is told.
+        mscale_all_dim: YaRN's parameter of this name, as llama.cpp computes.
         has_rope_parameters: whether the config has all values of RoPE in
             `rope_parameters`, as transformers 5 writes them.
         optional: keys that a model may have no value for, and files may leave out.
