@@ -9,7 +9,6 @@ import argparse
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,25 @@ from pathlib import Path
 
 import random_llama
 
-LMX = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
+# lmx-train with "train RECIPE ...". "kill BLOCKS RECIPE ..." kills its own process when
+# so many blocks are done: a signal from outside comes too late for a small model.
+LMX = """
+import os, signal, sys
+from lmx.cli.main import train
+from lmx.quantization.ptq.sequential import SequentialPipeline
+
+command, *arguments = sys.argv[1:]
+if command == "kill":
+    kill_at, quantize_block = int(arguments.pop(0)), SequentialPipeline._quantize_block
+
+    def quantize_or_kill(pipeline, index):
+        if index == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        quantize_block(pipeline, index)
+
+    SequentialPipeline._quantize_block = quantize_or_kill
+sys.exit(train(arguments))
+"""
 ROW = "{:14}{:>9}{:>10}{:>11}{:>9}"
 BLOCKS = "stages/*/scratch/**/[0-9]*/tensors.safetensors"
 
@@ -106,23 +123,20 @@ class Run:
 def run(
     folder: Path, output: str, arguments: argparse.Namespace, kill_at: int | None = None
 ) -> Run:
-    """Quantize; kill the process when `kill_at` blocks are done."""
-    recipe = [str(folder / "recipe.yaml"), f"output={folder / output}"]
+    """Quantize in a process that is killed when `kill_at` blocks are done."""
+    command = ["train"] if kill_at is None else ["kill", str(kill_at)]
+    command += [str(folder / "recipe.yaml"), f"output={folder / output}", "--quiet"]
     start = time.perf_counter()
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     if arguments.threads:
         environment["LMX_BLAS_THREADS"] = str(arguments.threads)
-    process = subprocess.Popen(
-        [sys.executable, "-c", LMX, *recipe, "--quiet"], env=environment
-    )
+    process = subprocess.Popen([sys.executable, "-c", LMX, *command], env=environment)
     read = None
     while True:
         read = _bytes_read(process.pid) or read
         finished, status, usage = os.wait4(process.pid, os.WNOHANG)
         if finished:
             break
-        if kill_at is not None and _quantized_blocks(folder / output) >= kill_at:
-            process.send_signal(signal.SIGKILL)
         time.sleep(0.01)
     killed = os.WIFSIGNALED(status)
     assert killed == (kill_at is not None), f"exit status {status}"
