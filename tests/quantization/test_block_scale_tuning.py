@@ -10,6 +10,7 @@ from lmx.config.quantize import ScaleTuningConfig
 from lmx.models.checkpoint import read_config
 from lmx.models.float_formats import E4M3Scales
 from lmx.models.loader import load
+from lmx.quantization.ptq import candidates
 from lmx.quantization.ptq.block_scale_tuning import LEARNING_RATE, BlockScaleTuner
 from lmx.quantization.ptq.candidates import CandidateModel
 from lmx.run.fs import write_atomic
@@ -103,7 +104,7 @@ def test_training_uses_the_weights_that_are_stored(case, tuned):
     )
     assert all(mx.array_equal(v, tensors[k]) for k, v in tuner._stored().items())
     logits = []
-    tuner._value_and_grad(lambda model: logits.append(model(tokens)) or mx.array(0.0))
+    tuner._value_and_grad(lambda: logits.append(tuner._dense(tokens)) or mx.array(0.0))
     served = tuner.model.model(tokens)
     assert mx.allclose(logits[0], served, rtol=1e-3, atol=1e-3)
     # Negative control.
@@ -122,13 +123,28 @@ def test_gradients_match_finite_differences(case, tmp_path, monkeypatch):
 
     def loss(step=0.0, place=0):
         tuner._masters["scales"] = start + step * (mx.arange(start.size) == place)
-        return tuner._value_and_grad(lambda m: (m(tokens) * probe).mean())
+        return tuner._value_and_grad(lambda: (tuner._dense(tokens) * probe).mean())
 
     gradient = np.array(loss()[1]["scales"])
     for place in np.argsort(-np.abs(gradient))[:3].tolist():
         high, low = (loss(step, place)[0].item() for step in (0.004, -0.004))
         assert gradient[place] == pytest.approx((high - low) / 0.008, rel=0.05)
     assert (gradient[np.array(tuner._is_zero)] == 0).all()
+
+
+def test_chunks_have_the_gradients_of_all_logits(case, tmp_path, monkeypatch):
+    sums = []
+    monkeypatch.setattr(candidates, "loss_chunk", lambda *_, **__: 7)
+    for many in (candidates.MANY_LOGITS, 0):
+        monkeypatch.setattr(candidates, "MANY_LOGITS", many)
+        tuner = tuner_of(case, tmp_path)
+        training = case[2]
+        tuner._add(training.tokens[0], training.counted[0], *training[0])
+        sums.append(tuner._sums)
+    assert mx.abs(sums[0]["scales"]).max() > 0
+    for name, value in sums[0].items():
+        error = mx.abs(value - sums[1][name]).max()
+        assert error < 1e-4 * mx.abs(value).max(), name
 
 
 def test_killed_run_resumes_exactly(case, tmp_path, monkeypatch):
@@ -169,7 +185,7 @@ def test_rounded_inputs_are_those_of_the_quantized_model(make_checkpoint, tmp_pa
     )
     tuner = tuner_of((source, tmp_path / "q", held_out, held_out), tmp_path)
     tokens, logits = held_out.tokens[0], []
-    tuner._value_and_grad(lambda model: logits.append(model(tokens)) or mx.array(0.0))
+    tuner._value_and_grad(lambda: logits.append(tuner._dense(tokens)) or mx.array(0.0))
     assert mx.allclose(logits[0], tuner.model.model(tokens), rtol=1e-3, atol=1e-3)
     exact = load(source).model(tokens)
     assert not mx.allclose(logits[0], exact, rtol=1e-2, atol=1e-2)

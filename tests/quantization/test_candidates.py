@@ -3,8 +3,11 @@
 import mlx.core as mx
 import pytest
 from lmx.models.loader import load
+from lmx.models.trunk_head import TrunkHeadSplit
+from lmx.quantization.ptq import candidates
 from lmx.quantization.ptq.candidates import CandidateModel, CandidateSelector
 from lmx.run.logger import NullLogger
+from lmx.training.distillation import kl_sum
 from lmx.training.teacher_cache import cache_part_targets
 from test_ptq_methods import quantize
 
@@ -25,6 +28,24 @@ def case(make_checkpoint, tmp_path_factory):
         logger=NullLogger(),
     )
     return folder / "q", tensors, targets
+
+
+def test_chunks_have_the_divergence_of_all_logits(case, monkeypatch):
+    path, _, targets = case
+    monkeypatch.setattr(candidates, "loss_chunk", lambda *_, **__: 5)
+    model = CandidateModel(load(path).model, mx.float16)
+    heads = []
+    monkeypatch.setattr(
+        TrunkHeadSplit,
+        "logits",
+        lambda split, hidden, real=TrunkHeadSplit.logits: (
+            heads.append(len(hidden)) or real(split, hidden)
+        ),
+    )
+    logits = model.model(TOKENS[0])
+    expected = kl_sum(logits, targets[0]).item() / TOKENS[0].size
+    assert model.divergence(targets) == pytest.approx(expected, rel=1e-5)
+    assert heads == [5, 5, 5, 5, 5, 5, 2]
 
 
 def damaged(tensors, factor=1.5):

@@ -9,6 +9,7 @@ from folder_damages import DAMAGES
 from lmx.config import quantize
 from lmx.config.quantize import ScaleTuningConfig
 from lmx.models.loader import load
+from lmx.quantization.ptq import candidates
 from lmx.quantization.ptq.candidates import CandidateModel
 from lmx.quantization.ptq.scale_tuning import KINDS, ScaleTuner
 from lmx.run.logger import NullLogger, RunLogger
@@ -93,8 +94,12 @@ def test_stored_scales_give_the_evaluated_predictions(case, tuned, tmp_path):
     assert all(mx.array_equal(values[k].astype(mx.float16), tensors[k]) for k in values)
 
 
-def test_gradients_match_finite_differences(case, tmp_path):
-    """Covers biases, and scales around the middle code."""
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_gradients_match_finite_differences(case, tmp_path, chunk, monkeypatch):
+    """Covers biases, scales around the middle code, and logits in chunks."""
+    if chunk:
+        monkeypatch.setattr(candidates, "MANY_LOGITS", 0)
+        monkeypatch.setattr(candidates, "loss_chunk", lambda *_, **__: chunk)
     tuner = tuner_of(case, tmp_path)
     tuner.model.dtype = mx.float32
     _, training, _ = case

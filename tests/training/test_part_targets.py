@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 from folder_damages import DAMAGES
 from lmx.errors import UserError
+from lmx.models.loader import build_model
 from lmx.run.logger import NullLogger
+from lmx.training import teacher_cache
 from lmx.training.teacher_cache import cache_part_targets
 from lmx.training.teacher_targets import (
     bytes_per_token,
     compress_targets,
     index_dtype,
 )
+from tiny_checkpoints import LLAMA
 
 VOCABULARY = 40
 PARTS = [mx.random.randint(0, VOCABULARY, (3, 5), key=mx.random.key(i)) for i in (0, 1)]
@@ -72,6 +75,26 @@ def test_part_targets_are_the_teachers_top_k_and_tail(tmp_path, top_k, temperatu
         assert np.allclose(np.exp(target.log_tail), tail, rtol=5e-3, atol=1e-9)
         total = np.exp(target.log_probs).sum(axis=-1) + np.exp(target.log_tail)
         assert np.allclose(total, 1, atol=1e-6)
+
+
+def test_model_predicts_a_few_positions_at_a_time(tmp_path, monkeypatch):
+    model = build_model(LLAMA)
+    expected = compress_targets(model(PARTS[0]), 8)
+    monkeypatch.setattr(teacher_cache, "LOGIT_POSITIONS", 4)
+    shapes = []
+    monkeypatch.setattr(
+        teacher_cache,
+        "compress_targets",
+        lambda logits, *rest: (
+            shapes.append(logits.shape) or compress_targets(logits, *rest)
+        ),
+    )
+    result = part_targets(tmp_path, model, parts=PARTS[:1])[0]
+    vocab_size = LLAMA["vocab_size"]
+    assert shapes == [(n, vocab_size) for n in (4, 4, 4, 3)]
+    assert result.indices.shape == (3, 5, 8)
+    assert mx.array_equal(mx.sort(result.indices), mx.sort(expected.indices))
+    assert mx.allclose(result.log_tail, expected.log_tail, atol=1e-3)
 
 
 def test_compressed_tail_is_exact():

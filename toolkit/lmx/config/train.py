@@ -39,6 +39,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "cakld"]
 
 
+def loss_chunk(vocabulary: int, *, on_cpu: bool) -> int:
+    """Tokens whose logits exist at once where no recipe names their number."""
+    return max(64, (CACHED_LOGITS if on_cpu else CHUNK_LOGITS) // vocabulary)
+
+
 def _default_to_dpo(value):
     return {"type": "dpo", **value} if isinstance(value, dict) else value
 
@@ -368,8 +373,6 @@ class TrainConfig(ConfigModel):
         """Tokens per loss chunk for batches of `tokens`; None = no chunks."""
         if self.loss_chunk_tokens != "auto":
             return self.loss_chunk_tokens
-        if on_cpu:
-            return max(64, CACHED_LOGITS // vocabulary)
-        if vocabulary * tokens < MANY_LOGITS:
+        if not on_cpu and vocabulary * tokens < MANY_LOGITS:
             return None
-        return max(64, CHUNK_LOGITS // vocabulary)
+        return loss_chunk(vocabulary, on_cpu=on_cpu)

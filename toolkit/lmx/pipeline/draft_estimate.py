@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from mlx.utils import tree_flatten
 
 from ..config.draft import DraftConfig, DraftModelConfig
-from ..config.train import CACHED_LOGITS, CHUNK_LOGITS, TrainConfig
+from ..config.train import TrainConfig, loss_chunk
 from ..cpu import on_cpu
 from ..draft.pruning import PrunedShape, pruned_config
 from ..models.checkpoint import read_config
@@ -38,12 +38,6 @@ from .estimate import (
 
 if TYPE_CHECKING:
     from ..models.drafters.base import Drafter
-
-
-def loss_chunk(vocabulary: int) -> int:
-    """Tokens whose logits exist at once in the training of a draft."""
-    logits = CACHED_LOGITS if on_cpu() else CHUNK_LOGITS
-    return max(64, logits // vocabulary)
 
 
 def draft_training_cost(
@@ -92,7 +86,7 @@ def drafter_training_cost(
         vocabulary = len(own_head)
     rows = 1 if drafter.drafts_in_one_pass else config.drafter.num_draft_tokens
     matrices = [value for value in parameters.values() if value.ndim == 2]
-    logits_at_once = CHUNKS_AT_ONCE * loss_chunk(vocabulary)
+    logits_at_once = CHUNKS_AT_ONCE * loss_chunk(vocabulary, on_cpu=on_cpu())
     step = compute * rows * batch.tokens * sum(sum(m.shape) for m in matrices)
     step += (
         LOGIT_BYTES[on_cpu()] * vocabulary * min(logits_at_once, rows * batch.tokens)

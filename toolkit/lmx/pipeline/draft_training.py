@@ -8,6 +8,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..config.train import loss_chunk
+from ..cpu import on_cpu
 from ..draft.candidates import ModelCandidate
 from ..draft.cost_model import SpeculationCosts
 from ..draft.losses import DraftLoss, acceptance_bounds
@@ -21,7 +23,6 @@ from ..training.step import TrainStep
 from ..training.trainer import Trainer
 from .context import ModelArtifact, write_model
 from .draft_distillation import DraftDistillation
-from .draft_estimate import loss_chunk
 from .draft_setup import INITIAL_FOLDER, DraftInitializer
 from .estimate import training_dtype
 from .quantize import QuantizeStage
@@ -88,9 +89,8 @@ class DraftModelDistillation(DraftDistillation):
     def _chunked_loss(self, loaded: LoadedModel) -> ChunkedLoss | None:
         """None if the model cannot be split into trunk and head."""
         try:
-            return ChunkedLoss(
-                loaded.model, loss_chunk(config_int(loaded.config, "vocab_size"))
-            )
+            vocabulary = config_int(loaded.config, "vocab_size")
+            return ChunkedLoss(loaded.model, loss_chunk(vocabulary, on_cpu=on_cpu()))
         except NoTrunkHeadSplit:
             return None
 

@@ -7,6 +7,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..config.draft import DrafterConfig
+from ..config.train import loss_chunk
+from ..cpu import on_cpu
 from ..draft.candidates import DrafterCandidate
 from ..draft.drafter_loss import DrafterLoss
 from ..draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
@@ -20,7 +22,6 @@ from ..training.step import TrainStep
 from ..training.trainer import Trainer
 from .context import ModelArtifact
 from .draft_distillation import DraftDistillation
-from .draft_estimate import loss_chunk
 from .estimate import training_dtype
 
 
@@ -89,7 +90,7 @@ class DrafterDistillation(DraftDistillation):
 
     def _make_step(self, drafter: Drafter) -> TrainStep:
         compute = training_dtype("auto", self.target.dtype)
-        chunk = loss_chunk(drafter.draft_vocab_size)
+        chunk = loss_chunk(drafter.draft_vocab_size, on_cpu=on_cpu())
         step = TrainStep(
             drafter,
             OptimizerConfig(max_grad_norm=1.0),

@@ -24,8 +24,9 @@ import mlx.nn as nn
 
 from ..config.quant_spec import QuantSpec
 from ..config.quantize import GPTQConfig, PTQConfig
+from ..config.train import MANY_LOGITS, loss_chunk
 from ..cpu import on_cpu
-from .estimate import LOGIT_BYTES, inputs_and_outputs, matrix_shapes
+from .estimate import CHUNKS_AT_ONCE, LOGIT_BYTES, inputs_and_outputs, matrix_shapes
 
 # Work on one token relative to the products of its forward pass: without gradients, and
 # with those of scales and biases.
@@ -80,12 +81,13 @@ class QuantizeCost:
     def memory(self) -> int:
         """Peak bytes of arrays: the largest phase's."""
         from ..quantization.ptq.gptq_solver import MAX_ELEMENTS
+        from ..training.teacher_cache import LOGIT_POSITIONS
 
         size = self._weights
         stored = self.dtype.size * size
         refined = 0
         if self._tokens_of_refinement or self.config.kv_cache:
-            refined = 4 * size + 6 * 4 * self._vocabulary * 512
+            refined = 4 * size + 6 * 4 * self._vocabulary * LOGIT_POSITIONS
         if self.config.scale_tuning:
             refined = max(refined, 4 * size + self._tuning_memory)
         if self.config.smoothing:
@@ -177,7 +179,12 @@ class QuantizeCost:
 
         tokens = min(self.config.scale_tuning.batch_tokens, TRAINED_TOKENS_AT_ONCE)
         values = inputs_and_outputs(self.experts, self._matrices)
-        size = int(tokens * (4 * values + LOGIT_BYTES[on_cpu()] * self._vocabulary))
+        at_once = tokens
+        if tokens * self._vocabulary >= MANY_LOGITS:
+            chunk = loss_chunk(self._vocabulary, on_cpu=False)
+            at_once = min(tokens, CHUNKS_AT_ONCE * chunk)
+        size = 4 * tokens * values
+        size += LOGIT_BYTES[on_cpu()] * self._vocabulary * at_once
         if self.config.mode == "nvfp4":
             size += TUNED_WEIGHT_BYTES * self._weights
         return size

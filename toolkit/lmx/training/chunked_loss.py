@@ -4,7 +4,7 @@ The gradients of a chunk are computed while its logits exist (as in arXiv 2410.1
 so nothing is computed twice.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,18 +23,27 @@ class ChunkedLoss:
 
     Args:
         chunk: tokens whose logits exist at once; None = all.
+        names: parameters that get gradients; None = all trainable ones.
 
     Raises:
         NoTrunkHeadSplit: on random tokens, logits by chunks differ from the model's.
     """
 
-    def __init__(self, model: nn.Module, chunk: int | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        chunk: int | None,
+        names: Collection[str] | None = None,
+    ):
         self.model = model
         self.chunk = chunk
         self._split = TrunkHeadSplit(model)
+        parameters = dict(tree_flatten(model.parameters()))
+        if names is None:
+            names = [path for path, _ in tree_flatten(model.trainable_parameters())]
         outside_blocks = {
-            path: value
-            for path, value in tree_flatten(model.trainable_parameters())
+            path: parameters[path]
+            for path in names
             if not path.startswith(self._split.prefix)
         }
         self._head_paths = self._used_by_head(outside_blocks)
@@ -60,7 +69,6 @@ class ChunkedLoss:
         """
         hidden = self._split.hidden(inputs, **kwargs)
         hidden, *labels = _select(places, hidden, *labels)
-        parameters = dict(tree_flatten(self.model.trainable_parameters()))
 
         @mx.custom_function
         def forward(hidden, *weights):
@@ -70,7 +78,7 @@ class ChunkedLoss:
         def _(_, cotangents, outputs):
             return tuple(cotangents[0].astype(g.dtype) * g for g in outputs[1:])
 
-        return forward(hidden, *(parameters[path] for path in self._head_paths))[0]
+        return forward(hidden, *self._head_weights())[0]
 
     def value(
         self,
@@ -112,8 +120,7 @@ class ChunkedLoss:
         """
         hidden = self._split.hidden(inputs, **kwargs)
         hidden, targets = _select(places, hidden, targets)
-        parameters = dict(tree_flatten(self.model.trainable_parameters()))
-        weights = [parameters[path] for path in self._head_paths]
+        weights = self._head_weights()
 
         @mx.custom_function
         def forward(hidden, *weights):
@@ -168,6 +175,10 @@ class ChunkedLoss:
         pairs = zip(weight_grads, weights, strict=True)
         weight_grads = [g.astype(w.dtype) for g, w in pairs]
         return total, mx.concatenate(hidden_grads), *weight_grads
+
+    def _head_weights(self) -> list[mx.array]:
+        parameters = dict(tree_flatten(self.model.parameters()))
+        return [parameters[path] for path in self._head_paths]
 
     def _set_weights(self, weights) -> None:
         pairs = list(zip(self._head_paths, weights, strict=True))

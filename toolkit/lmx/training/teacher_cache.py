@@ -264,7 +264,8 @@ def cache_part_targets(
     Args:
         folder: of these targets only; targets of anything else in it are deleted.
         parts: int32 [B, L] each, of any B and L.
-        teacher: logits [B, L, V] of such tokens.
+        teacher: logits [B, L, V] of such tokens. A model computes them a few positions
+            at a time.
         counted: bool [B, L] each; None = every position counts.
         digest: a hash of the teacher.
         top_k: tokens kept per position; all, if the vocabulary is smaller.
@@ -280,9 +281,11 @@ def cache_part_targets(
     missing = _missing_parts(folder, key, len(parts), logger)
     with logger.progress(len(parts), "teacher predictions") as progress:
         progress.skip(len(parts) - len(missing))
+        hidden, logits = _trunk_and_head(teacher) if missing else (None, None)
         for number in missing:
-            logits = teacher(parts[number])
-            vocab_size = logits.shape[-1]
+            states = hidden(parts[number])
+            # Only the shape is used, so nothing is computed.
+            vocab_size = logits(states[:1, :1]).shape[-1]
             if number == missing[0]:
                 positions = sum(parts[n].size for n in missing)
                 size = positions * bytes_per_token(top_k, vocab_size)
@@ -291,12 +294,34 @@ def cache_part_targets(
                     f"{size / 1e6:,.1f} MB on disk"
                 )
                 require_space(folder, size)
-            target = compress_targets(logits, top_k, temperature)
+            target = _part_target(states, logits, top_k, temperature)
             with atomic_folder(_part_folder(folder, number)) as partial_folder:
                 save_targets(partial_folder, target, vocab_size)
                 write_index(partial_folder, f"{key} {number}", {})
             progress.advance()
     return PartTargets(folder, parts, counted, key)
+
+
+def _trunk_and_head(teacher: Callable) -> tuple[Callable, Callable]:
+    """Functions from tokens to hidden states, and from hidden states to logits."""
+    if isinstance(teacher, nn.Module):
+        online = OnlineTeacher(teacher)
+        return online.hidden, online.logits
+    return teacher, lambda logits: logits
+
+
+def _part_target(
+    states: mx.array, logits: Callable, top_k: int, temperature: float
+) -> TeacherTarget:
+    """The target of hidden states [B, L, ...], from the logits of some at a time."""
+    flat, pieces = states.flatten(0, 1), []
+    for start in range(0, len(flat), LOGIT_POSITIONS):
+        chunk = logits(flat[start : start + LOGIT_POSITIONS])
+        pieces.append(compress_targets(chunk, top_k, temperature))
+        mx.eval(pieces[-1])
+    joined = map(mx.concatenate, zip(*pieces, strict=True))
+    shape = states.shape[:2]
+    return TeacherTarget(*(x.reshape(*shape, *x.shape[1:]) for x in joined))
 
 
 def _missing_parts(folder: Path, key: str, count: int, logger: RunLogger) -> list[int]:

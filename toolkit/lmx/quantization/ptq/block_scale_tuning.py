@@ -17,6 +17,7 @@ from ...models import global_scale, quantized_layers
 from ...models.float_formats import MODES, E4M3Scales
 from ...models.qq_linear import QQLinear, fake_quantize_inputs
 from ..bit_packing import unpack_codes
+from .candidates import TeacherDivergence
 from .scale_tuning import FlatParameters, ScaleTuner
 
 MODE = "nvfp4"
@@ -78,7 +79,12 @@ class BlockScaleTuner(ScaleTuner):
         self._types = {path: layers[path].weight.dtype for path in self._codes}
         mx.eval(self._dense.parameters())
 
-    def _value_and_grad(self, loss_of: Callable) -> tuple[mx.array, dict]:
+    def _make_divergence(self) -> TeacherDivergence:
+        return TeacherDivergence(
+            self._dense, [f"{path}.weight" for path in self._codes]
+        )
+
+    def _value_and_grad(self, loss: Callable) -> tuple[mx.array, dict]:
         def loss_of_masters(masters):
             scales = self._flat.unflatten({"scales": self._rounded(masters["scales"])})
             weights = {
@@ -86,7 +92,7 @@ class BlockScaleTuner(ScaleTuner):
                 for path in self._codes
             }
             self._dense.update(tree_unflatten(list(weights.items())))
-            return loss_of(self._dense)
+            return loss()
 
         return mx.value_and_grad(loss_of_masters)(dict(self._masters))
 

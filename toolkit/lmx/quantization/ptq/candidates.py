@@ -1,15 +1,69 @@
 """Candidates of a quantization, compared by the KL divergence on held-out tokens."""
 
 import math
+from collections.abc import Collection
 from itertools import islice
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ...config.train import MANY_LOGITS, loss_chunk
+from ...cpu import on_cpu
+from ...models.trunk_head import NoTrunkHeadSplit
 from ...run.logger import NullLogger, RunLogger
+from ...training.chunked_loss import ChunkedLoss
 from ...training.distillation import kl_sum
 from ...training.teacher_cache import PartTargets
+from ...training.teacher_targets import TeacherTarget
+
+
+class TeacherDivergence:
+    """Summed KL(teacher || model) of tokens, with the logits of some at a time.
+
+    Args:
+        names: the model's parameters that get gradients. With any, all logits exist at
+            once unless they are many: on a CPU the head is dequantized for every chunk.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str] = ()):
+        self._model = model
+        # Only the shape is used, so nothing is computed.
+        self._vocabulary = model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        self._min_logits = MANY_LOGITS if names else 0
+        try:
+            chunk = loss_chunk(self._vocabulary, on_cpu=on_cpu() and not names)
+            chunked = ChunkedLoss(model, chunk, names)
+            self._chunked = chunked if names else chunked.value
+        except NoTrunkHeadSplit:
+            self._chunked = None
+
+    def __call__(
+        self,
+        tokens: mx.array,
+        counted: mx.array,
+        target: TeacherTarget,
+        *,
+        temperature: float = 1.0,
+    ) -> mx.array:
+        """The sum in nats over the positions that count.
+
+        Args:
+            tokens: int [B, L].
+            counted: bool [B, L].
+            target: of all positions.
+            temperature: divides the logits.
+        """
+
+        def loss(logits, counted, *target):
+            target = TeacherTarget(*target)
+            return kl_sum(logits, target, counted, temperature=temperature)
+
+        labels = counted, *target
+        num_logits = tokens.size * self._vocabulary
+        if self._chunked is None or num_logits < self._min_logits:
+            return loss(self._model(tokens), *labels)
+        return self._chunked(tokens, labels, loss=loss)
 
 
 class CandidateModel:
@@ -23,6 +77,7 @@ class CandidateModel:
     def __init__(self, model: nn.Module, dtype: mx.Dtype):
         self.model = model
         self.dtype = dtype
+        self._divergence = TeacherDivergence(model)
         self._dtypes = {k: v.dtype for k, v in tree_flatten(model.parameters())}
 
     @property
@@ -64,7 +119,7 @@ class CandidateModel:
         number = min(num_parts or len(targets), len(targets))
         with (logger or NullLogger()).progress(number, "held-out KL") as progress:
             for tokens, counted, target in islice(parts, number):
-                total += kl_sum(self.model(tokens), target, counted).item()
+                total += self._divergence(tokens, counted, target).item()
                 count += counted.sum().item()
                 progress.advance()
         return total / count

@@ -25,11 +25,10 @@ from ...config.quantize import ScaleTuningConfig
 from ...run.folder_index import read_index, write_index
 from ...run.fs import atomic_folder, remove
 from ...run.logger import RunLogger
-from ...training.distillation import kl_sum
 from ...training.schedules import clip_grad_norm, learning_rate_at
 from ...training.teacher_cache import PartTargets
 from ...training.teacher_targets import TeacherTarget
-from .candidates import CandidateModel
+from .candidates import CandidateModel, TeacherDivergence
 
 PROBE_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 # Steps with each probed learning rate, and held-out parts that evaluate it.
@@ -114,6 +113,7 @@ class ScaleTuner:
         self.seed = seed
         self.logger = logger
         self._initial = self._init_masters()
+        self._divergence = self._make_divergence()
         self._masters = dict(self._initial)
         self._optimizer = optimizers.Adam(0.0, BETAS, bias_correction=True)
         self._reset()
@@ -143,6 +143,11 @@ class ScaleTuner:
         mx.eval(self._units, self._middles)
         named = {f"{p}.{k}": m[k] for p, m in layers.items() for k in KINDS}
         return self._flat.flatten(named)
+
+    def _make_divergence(self) -> TeacherDivergence:
+        """The loss of the model that gets the gradients."""
+        names = self._flat.unflatten(self._initial)
+        return TeacherDivergence(self.model.model, names)
 
     def run(self) -> dict[str, mx.array]:
         """Tune and keep the best scales and biases on held-out tokens.
@@ -226,22 +231,22 @@ class ScaleTuner:
     def _add(self, tokens, counted, indices, log_probs, log_tail) -> None:
         """Add the gradients of a part. Every token of a step has the same weight."""
         target = TeacherTarget(indices, log_probs, log_tail)
-        temperature = self.config.temperature
 
-        def loss_of(model):
-            return kl_sum(model(tokens), target, counted, temperature=temperature)
+        def loss() -> mx.array:
+            temperature = self.config.temperature
+            return self._divergence(tokens, counted, target, temperature=temperature)
 
-        loss, gradients = self._value_and_grad(loss_of)
+        loss, gradients = self._value_and_grad(loss)
         sums = gradients | {"loss": loss, "count": counted.sum()}
         for name, value in sums.items():
             self._sums[name] += value
 
-    def _value_and_grad(self, loss_of: Callable) -> tuple[mx.array, dict]:
+    def _value_and_grad(self, loss: Callable) -> tuple[mx.array, dict]:
         """The loss of the model with the stored masters, and its gradients by kind."""
 
         def loss_of_values(values):
             self.model.model.update(tree_unflatten(list(values.items())))
-            return loss_of(self.model.model)
+            return loss()
 
         # Straight-through: masters get the gradients of their rounded values.
         values = self.model.forward_values(self._flat.unflatten(self._masters))
