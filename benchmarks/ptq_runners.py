@@ -75,18 +75,16 @@ def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
 def _qat(folder: Path, target: Path, settings: dict, options: dict) -> None:
     """Train with the unquantized model as teacher: from the codes of the quantized
     model `start`, else from the unquantized weights."""
-    from lmx.config.quant_spec import QuantSpec
-
     train, config = options["qat"], settings["calibration"]
     start = options.get("start")
     spec = {k: v for k, v in options.items() if k in ("mode", "bits", "group_size")}
     if start:
-        # Training continues from the grid that the checkpoint names.
-        stored = QuantSpec(**spec).stored
-        assert stored, f"layers of {spec} are dense in the checkpoint"
+        # Training continues from the grid that the checkpoint names, which for a GGUF
+        # type may depend on the width of a layer.
+        stored = json.loads(Path(start, "config.json").read_text())["quantization"]
+        spec = {name: stored[name] for name in ("mode", "bits", "group_size")}
         # Without trained scales, nothing would change from floating-point codes.
-        latent = "codes" if stored.mode == "affine" else "random"
-        spec = stored.model_dump()
+        latent = "codes" if spec["mode"] == "affine" else "random"
         spec |= {"quantizer": "fixed_scale", "latent_init": latent}
     teacher = {"model": settings["model"], "loss": "forward_kl", "ce_weight": 0.0}
     train |= {"qat": spec, "teacher": teacher, "packing": True}

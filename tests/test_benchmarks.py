@@ -54,7 +54,7 @@ def test_real_model_compares_all_methods(tmp_path):
         f"--model {BENCHMARKS.parent / 'data/tiny-base'} "
         f"--calibration-data {tmp_path / 'valid.txt'} "
         f"--eval-data {tmp_path / 'test.txt'} --bits 4 --budgets 4.5 "
-        "--modes nvfp4 --formats q4_0 --seq-length 32 "
+        "--modes nvfp4 --formats q4_k --seq-length 32 "
         "--num-tokens 512 --num-eval-tokens 64 --num-answers 2 --threads 1 "
     )
     parts = {
