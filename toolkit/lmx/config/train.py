@@ -44,6 +44,13 @@ def loss_chunk(vocabulary: int, *, on_cpu: bool) -> int:
     return max(64, (CACHED_LOGITS if on_cpu else CHUNK_LOGITS) // vocabulary)
 
 
+def chunk_of_many(vocabulary: int, tokens: int) -> int | None:
+    """Tokens whose logits exist at once if they are many; None = they are few."""
+    if vocabulary * tokens < MANY_LOGITS:
+        return None
+    return loss_chunk(vocabulary, on_cpu=False)
+
+
 def _default_to_dpo(value):
     return {"type": "dpo", **value} if isinstance(value, dict) else value
 
@@ -373,6 +380,6 @@ class TrainConfig(ConfigModel):
         """Tokens per loss chunk for batches of `tokens`; None = no chunks."""
         if self.loss_chunk_tokens != "auto":
             return self.loss_chunk_tokens
-        if not on_cpu and vocabulary * tokens < MANY_LOGITS:
-            return None
-        return loss_chunk(vocabulary, on_cpu=on_cpu)
+        if on_cpu:
+            return loss_chunk(vocabulary, on_cpu=True)
+        return chunk_of_many(vocabulary, tokens)

@@ -24,7 +24,7 @@ import mlx.nn as nn
 
 from ..config.quant_spec import QuantSpec
 from ..config.quantize import GPTQConfig, PTQConfig
-from ..config.train import MANY_LOGITS, loss_chunk
+from ..config.train import chunk_of_many
 from ..cpu import on_cpu
 from .estimate import CHUNKS_AT_ONCE, LOGIT_BYTES, inputs_and_outputs, matrix_shapes
 
@@ -180,8 +180,7 @@ class QuantizeCost:
         tokens = min(self.config.scale_tuning.batch_tokens, TRAINED_TOKENS_AT_ONCE)
         values = inputs_and_outputs(self.experts, self._matrices)
         at_once = tokens
-        if tokens * self._vocabulary >= MANY_LOGITS:
-            chunk = loss_chunk(self._vocabulary, on_cpu=False)
+        if chunk := chunk_of_many(self._vocabulary, tokens):
             at_once = min(tokens, CHUNKS_AT_ONCE * chunk)
         size = 4 * tokens * values
         size += LOGIT_BYTES[on_cpu()] * self._vocabulary * at_once

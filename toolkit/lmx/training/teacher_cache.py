@@ -279,9 +279,10 @@ def cache_part_targets(
         counted = [mx.ones(part.shape, mx.bool_) for part in parts]
     key = _parts_key(parts, counted, digest, top_k, temperature)
     missing = _missing_parts(folder, key, len(parts), logger)
+    if missing:
+        hidden, logits = _trunk_and_head(teacher)
     with logger.progress(len(parts), "teacher predictions") as progress:
         progress.skip(len(parts) - len(missing))
-        hidden, logits = _trunk_and_head(teacher) if missing else (None, None)
         for number in missing:
             states = hidden(parts[number])
             # Only the shape is used, so nothing is computed.
