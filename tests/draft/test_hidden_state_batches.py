@@ -128,3 +128,13 @@ def test_predictions_and_states_take_one_forward_pass(
             logits = expected[0] - mx.logsumexp(expected[0], axis=-1, keepdims=True)
             assert mx.allclose(batch.target[0], logits, atol=1e-5)
     assert len(calls) == len(made)
+
+
+@pytest.mark.parametrize("top_k", [4, None])
+def test_first_access_without_a_cache_has_the_states_of_its_batch(target, top_k):
+    # Predictions of all batches are computed before, not on this access.
+    computed = batches(target, 0, key=f"first {top_k}", top_k=top_k)
+    assert len(computed) > 1
+    batch = computed[0]
+    expected = forward_with_hidden_states(target, batch.tokens[:, :-1], LAYERS)[1]
+    assert mx.allclose(batch.target[-1], expected, atol=1e-6)

@@ -108,6 +108,13 @@ def test_bench_refuses_a_length_of_zero(folder, capsys):
     assert "--prompt-lengths" in capsys.readouterr().err
 
 
+def test_bench_refuses_an_empty_corpus(folder, tmp_path, capsys):
+    corpus = tmp_path / "empty.txt"
+    corpus.write_text(" \n")
+    assert main.main(["bench", folder, "--corpus", str(corpus)]) == 2
+    assert f"{corpus}: the corpus has no text" in capsys.readouterr().err
+
+
 def test_sample_text_is_long_enough_for_the_default_prompts(folder):
     tokens = load_tokenizer(Path(folder)).encode(latency.sample_text())
     assert len(tokens) > 512

@@ -1,6 +1,7 @@
 """The draft stage from the command line, and its draft model in mlx-lm."""
 
 import json
+import math
 import re
 import shutil
 import socket
@@ -9,6 +10,7 @@ import sys
 import time
 import urllib.request
 
+import mlx.core as mx
 import pytest
 from lmx.data import cache
 from lmx.draft.report import MIN_SPEEDUP
@@ -289,3 +291,52 @@ def _post(url, body):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.3)
+
+
+def widened(base, folder, rows):
+    """The model with `rows` more rows of embedding and LM head, without a token."""
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    vocab_size = config["vocab_size"]
+    config["vocab_size"] += rows
+    (folder / "config.json").write_text(json.dumps(config))
+    file = str(folder / "model.safetensors")
+    weights = {
+        name: mx.pad(value, [(0, rows), (0, 0)])
+        if value.shape[0] == vocab_size
+        else value
+        for name, value in mx.load(file).items()
+    }
+    mx.eval(weights)
+    mx.save_safetensors(file, weights, {"format": "mlx"})
+    return folder
+
+
+def validation_losses(run):
+    return [r["loss"] for r in run.records() if r["kind"] == "valid" and "loss" in r]
+
+
+@pytest.mark.parametrize("top_k", [16, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wider", ["target", "draft"])
+def test_target_and_draft_model_may_pad_the_vocabulary_differently(
+    base, tmp_path, wider, top_k
+):
+    models = {"target": base, "draft": base}
+    models[wider] = widened(base, tmp_path / "wide", rows=128)
+    data = DATA_GENERATION | {"top_k": top_k, "temperatures": [0.0]}
+    draft = DRAFT | {
+        "draft_model": {"init_from": str(models["draft"]), "num_layers": 1},
+        "data_generation": data,
+        "steps": 2,
+    }
+    run = make_run(tmp_path, {"draft": draft}, model=models["target"])
+    assert run() == 0
+    losses = validation_losses(run)
+    assert all(math.isfinite(loss) and loss < 10 for loss in losses)
+    if wider == "target":
+        # Its rows without a token change nothing.
+        draft["draft_model"]["init_from"] = str(base)
+        (tmp_path / "same").mkdir()
+        same = make_run(tmp_path / "same", {"draft": draft}, model=base)
+        assert same() == 0
+        assert losses == pytest.approx(validation_losses(same), rel=1e-3)

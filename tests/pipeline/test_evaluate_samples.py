@@ -1,11 +1,12 @@
 """Evaluation samples: which records are chosen, and the prompt of each."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 from lmx.data.record_formats import DataRecord
 from lmx.pipeline.evaluator import OPENING_WORDS, choose_items, choose_samples
-from tiny_runs import EVALUATE, Run
+from tiny_runs import EVALUATE, SCRATCH_CONFIG, TRAIN, Run
 
 
 def chat(prompt, completion, skill=None):
@@ -122,3 +123,22 @@ def test_exact_match_of_numbers_in_a_run(tmp_path, base):
     figures = run.json("report.json")["models"]["base"]
     assert figures["exact_match"] == 0
     assert {skill[:-1] for skill in figures["exact_match_by_skill"]} == {"addition"}
+
+
+def test_text_longer_than_the_positions_is_measured_without_what_does_not_fit(tmp_path):
+    positions = SCRATCH_CONFIG | {"max_position_embeddings": 48}
+    run = Run(tmp_path, {"train": TRAIN | {"steps": 1}}, {"evaluate": EVALUATE})
+    run.model = {"from_scratch": positions}
+    run.data["max_seq_length"] = 96
+    valid = tmp_path / "valid.jsonl"
+    long = {"role": "user", "content": "What is the sum of " + "1 + " * 60 + "1?"}
+    answer = {"role": "assistant", "content": "61"}
+    with valid.open("a") as file:
+        for _ in range(2):
+            print(json.dumps({"messages": [long, answer], "skill": "sum"}), file=file)
+    run.write()
+    assert run() == 0
+    metrics = run.json("report.json")["models"]["fine-tuned"]
+    assert "sum" not in metrics["exact_match_by_skill"]
+    assert metrics["generation"]["decode_tokens_per_second"]["p50"] > 0
+    assert "exact match leaves out 1 of 4 questions" in run.log

@@ -171,6 +171,7 @@ class DistillationBatches:
         key: hash of the teacher.
         tokens: maximum tokens per batch, including padding.
         top_k: tokens stored per prediction; None = the teacher runs for every batch.
+        vocab_size: only the first so many tokens are predicted; None = all.
         logger: logs the size of the predictions, which are computed once and cached.
 
     Attributes:
@@ -186,6 +187,7 @@ class DistillationBatches:
         max_seq_length: int,
         tokens: int,
         top_k: int | None,
+        vocab_size: int | None = None,
         seed: int,
         logger: RunLogger,
     ):
@@ -193,11 +195,12 @@ class DistillationBatches:
             examples, max_seq_length=max_seq_length, batch_tokens=tokens
         )
         facts = [key, InMemoryExamples(examples).digest, max_seq_length, tokens, top_k]
+        facts.append(vocab_size)
         self.digest = sha256(repr(facts).encode()).hexdigest()
         self.seed = seed
         self._batches = list(batches.in_order())
         self._teacher = teacher
-        self._top_k = top_k
+        self._top_k, self._vocab_size = top_k, vocab_size
         self._facts, self._key, self._logger = facts, key, logger
         self._cached_targets: PartTargets | None = None
 
@@ -247,6 +250,7 @@ class DistillationBatches:
                 self._teacher,
                 digest=self._key,
                 top_k=self._top_k,
+                vocab_size=self._vocab_size,
                 logger=self._logger,
             )
 
@@ -254,4 +258,5 @@ class DistillationBatches:
         self.cache_targets()
         if self._cached_targets:
             return self._cached_targets[index]
-        return full_targets(self._teacher(self.tokens_of(index)))
+        logits = self._teacher(self.tokens_of(index))
+        return full_targets(logits[..., : self._vocab_size])

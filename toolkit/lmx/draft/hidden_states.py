@@ -88,6 +88,9 @@ class HiddenStateBatches:
             entry = cache.key_of([key, self.digest])
             with cache.locked_folder("hidden_states", entry) as folder:
                 self._fill(folder, size, logger)
+        else:
+            # Their forward passes would give the states of other batches.
+            batches.cache_targets()
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -85,12 +85,8 @@ class DraftLoss:
             if len(labels) > 1
             else TeacherTarget(None, *labels, None)
         )
-        width = logits.shape[-1]
-        if target.indices is None:
-            width = min(width, target.log_probs.shape[-1])
-        loss = divergence_sum(
-            logits[..., :width], target, mask, divergence=self.measure
-        )
+        shared = _predicted_logits(logits, target)
+        loss = divergence_sum(shared, target, mask, divergence=self.measure)
         loss = (1 - self.cross_entropy) * loss
         if self.cross_entropy:
             ce = cross_entropy_sum(logits, tokens, mask)
@@ -116,4 +112,12 @@ def distribution_overlap(
 def acceptance_bounds(model: nn.Module, batch: Batch) -> tuple[mx.array, mx.array]:
     """Bounds [B, L] of the acceptance rate of sampled draft tokens, by position."""
     target = TeacherTarget(*batch.target)
-    return distribution_overlap(model(batch.tokens[:, :-1]), target)
+    logits = _predicted_logits(model(batch.tokens[:, :-1]), target)
+    return distribution_overlap(logits, target)
+
+
+def _predicted_logits(logits: mx.array, target: TeacherTarget) -> mx.array:
+    """Logits of the tokens that the target predicts; the draft model may have more."""
+    if target.indices is not None:
+        return logits
+    return logits[..., : target.log_probs.shape[-1]]

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..config.text_files import read_text
+from ..errors import UserError
 from ..generation.batching import BatchGenerator, GenerationRequest
 from ..generation.engine import GREEDY, Generator
 from ..generation.kv_cache import CacheState
@@ -124,9 +125,12 @@ def sample_text(corpus: str | Path | None = None) -> str:
     """The text of a file; None = a fixed English text of 900 tokens.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the file cannot be read, or is empty.
     """
-    return read_text(Path(corpus or SAMPLE_TEXT), "corpus", max_bytes=MAX_CORPUS)
+    text = read_text(Path(corpus or SAMPLE_TEXT), "corpus", max_bytes=MAX_CORPUS)
+    if not text.strip():
+        raise UserError("the corpus has no text", place=str(corpus))
+    return text
 
 
 def cut_prompts(tokens: Sequence[int], length: int, count: int) -> list[list[int]]:

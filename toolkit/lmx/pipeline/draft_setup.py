@@ -28,7 +28,7 @@ from ..errors import UserError
 from ..generation.batching import GenerationRequest
 from ..generation.completions import CachedGenerator
 from ..generation.speculative.layer_skip import rank_layers
-from ..models.checkpoint import config_int
+from ..models.checkpoint import config_int, read_config
 from ..models.from_scratch import initial_weights
 from ..models.loader import LoadedModel, compute_dtype, set_compute_dtype
 from ..quantization.dequantize import dequantized_model
@@ -181,9 +181,22 @@ class DraftData:
             max_seq_length=context.data.max_seq_length + config.max_tokens,
             tokens=self.config.batch_tokens,
             top_k=config.top_k,
+            vocab_size=self._vocab_size,
             seed=context.seed,
             logger=context.logger,
         )
+
+    @property
+    def _vocab_size(self) -> int | None:
+        """Logits of the draft model, if they are fewer than the target's; else None.
+
+        Models of one tokenizer may have different numbers of unused logits.
+        """
+        source = self.config.draft_model.init_from
+        if source is None:
+            return None
+        draft = config_int(read_config(self.context.resolve(source)), "vocab_size")
+        return draft if draft < config_int(self.target.config, "vocab_size") else None
 
 
 class DraftInitializer:

@@ -1,7 +1,7 @@
 """Evaluation of a run's models: metrics, samples, thresholds and report.json."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -179,7 +179,7 @@ class Evaluator:
             }
         self._perplexity = perplexity
         generator = _generator(loaded)
-        if items := self._exact_match_items(loaded):
+        if items := self._exact_match_items(loaded, generator):
             result = measure_exact_match(
                 generator,
                 items,
@@ -228,15 +228,29 @@ class Evaluator:
             "kl_stderr_weights_only": divergence.kl_stderr,
         }
 
-    def _exact_match_items(self, loaded: LoadedModel) -> list[ExactMatchItem]:
-        """The items of all models; the first one warns of answers that are too long."""
+    def _exact_match_items(
+        self, loaded: LoadedModel, generator: Generator
+    ) -> list[ExactMatchItem]:
+        """The items of all models; the first one warns of what is too long."""
         config = self.config
-        items = choose_items(
+        chosen = choose_items(
             self.rows, config.exact_match_samples, config.exact_match_filter
         )
+        items = [
+            item
+            for item in chosen
+            if _fits(generator.encode_chat(item.messages, thinking=False), generator)
+        ]
+        if self.metrics:
+            return items
+        if len(items) < len(chosen):
+            self.context.logger.warning(
+                f"exact match leaves out {len(chosen) - len(items)} of {len(chosen)} "
+                f"questions: they exceed the model's {generator.max_positions} positions"
+            )
         limit = config.exact_match_max_tokens
         lengths = [len(loaded.tokenizer.encode(item.answer)) for item in items]
-        if len(self.metrics) == 0 and max(lengths, default=0) > limit:
+        if max(lengths, default=0) > limit:
             count = sum(length > limit for length in lengths)
             self.context.logger.warning(
                 f"exact match generates at most {limit} tokens, and {count} of "
@@ -248,6 +262,9 @@ class Evaluator:
     def _latency(self, loaded: LoadedModel, generator: Generator, prompts) -> dict:
         """Latency of standard decoding, and with every proposer that needs no model."""
         max_tokens = self.config.latency_tokens
+        if positions := generator.max_positions:
+            # Room for all tokens that are timed.
+            prompts = [prompt[: max(1, positions - max_tokens)] for prompt in prompts]
         latency = measure_latency(generator, prompts, max_tokens=max_tokens)
         standard = latency["decode_tokens_per_second"]["p50"]
         speculation = {
@@ -381,8 +398,7 @@ class SampleComparison:
             prompt = generator.encode_chat(messages, thinking=False)
         else:
             prompt = generator.encode_text(self.prompt)
-        longest = generator.max_positions
-        if longest is None or len(prompt) <= longest:
+        if _fits(prompt, generator):
             answer = generator.generate(prompt, max_tokens=SAMPLE_TOKENS)
             self.answers[name] = answer.text
 
@@ -403,6 +419,11 @@ def choose_samples(rows: list[DataRecord], count: int) -> list[SampleComparison]
             by_skill[row.skill].append(row)
     turns = zip_longest(*by_skill.values())
     return [SampleComparison(row) for turn in turns for row in turn if row][:count]
+
+
+def _fits(prompt: Sequence[int], generator: Generator) -> bool:
+    """Whether the model has a position for every token of a prompt."""
+    return generator.max_positions is None or len(prompt) <= generator.max_positions
 
 
 def _generator(loaded: LoadedModel, **options: Any) -> Generator:

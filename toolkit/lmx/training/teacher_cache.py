@@ -256,6 +256,7 @@ def cache_part_targets(
     counted: Sequence[mx.array] | None = None,
     digest: str,
     top_k: int,
+    vocab_size: int | None = None,
     temperature: float = 1.0,
     logger: RunLogger,
 ) -> PartTargets:
@@ -269,6 +270,7 @@ def cache_part_targets(
         counted: bool [B, L] each; None = every position counts.
         digest: a hash of the teacher.
         top_k: tokens kept per position; all, if the vocabulary is smaller.
+        vocab_size: only the first so many tokens are predicted; None = all.
         temperature: divides the logits.
         logger: shows the size beforehand, and the progress.
 
@@ -277,19 +279,19 @@ def cache_part_targets(
     """
     if counted is None:
         counted = [mx.ones(part.shape, mx.bool_) for part in parts]
-    key = _parts_key(parts, counted, digest, top_k, temperature)
+    key = _parts_key(parts, counted, [digest, top_k, vocab_size, temperature])
     missing = _missing_parts(folder, key, len(parts), logger)
     if missing:
-        hidden, logits = _trunk_and_head(teacher)
+        hidden, logits = _trunk_and_head(teacher, vocab_size)
     with logger.progress(len(parts), "teacher predictions") as progress:
         progress.skip(len(parts) - len(missing))
         for number in missing:
             states = hidden(parts[number])
             # Only the shape is used, so nothing is computed.
-            vocab_size = logits(states[:1, :1]).shape[-1]
+            width = logits(states[:1, :1]).shape[-1]
             if number == missing[0]:
                 positions = sum(parts[n].size for n in missing)
-                size = positions * bytes_per_token(top_k, vocab_size)
+                size = positions * bytes_per_token(top_k, width)
                 logger.info(
                     f"teacher predictions for {positions:,} tokens: "
                     f"{size / 1e6:,.1f} MB on disk"
@@ -297,18 +299,20 @@ def cache_part_targets(
                 require_space(folder, size)
             target = _part_target(states, logits, top_k, temperature)
             with atomic_folder(_part_folder(folder, number)) as partial_folder:
-                save_targets(partial_folder, target, vocab_size)
+                save_targets(partial_folder, target, width)
                 write_index(partial_folder, f"{key} {number}", {})
             progress.advance()
     return PartTargets(folder, parts, counted, key)
 
 
-def _trunk_and_head(teacher: Callable) -> tuple[Callable, Callable]:
+def _trunk_and_head(
+    teacher: Callable, vocab_size: int | None
+) -> tuple[Callable, Callable]:
     """Functions from tokens to hidden states, and from hidden states to logits."""
     if isinstance(teacher, nn.Module):
         online = OnlineTeacher(teacher)
-        return online.hidden, online.logits
-    return teacher, lambda logits: logits
+        return online.hidden, lambda states: online.logits(states)[..., :vocab_size]
+    return teacher, lambda logits: logits[..., :vocab_size]
 
 
 def _part_target(
@@ -346,8 +350,8 @@ def _part_folder(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}"
 
 
-def _parts_key(parts, counted, digest: str, top_k: int, temperature: float) -> str:
-    key = hashlib.sha256(json.dumps([digest, top_k, temperature]).encode())
+def _parts_key(parts, counted, settings: list) -> str:
+    key = hashlib.sha256(json.dumps(settings).encode())
     for part, counts in zip(parts, counted, strict=True):
         key.update(json.dumps(part.shape).encode())
         key.update(memoryview(part.astype(mx.int32)))
