@@ -94,6 +94,41 @@ def test_broken_reward_loses_nothing(tmp_path, base, capsys):
     assert run(PYTHON) == 0
 
 
+def test_reward_that_fails_late_is_corrected_and_the_training_goes_on(tmp_path, base):
+    run = make_run(tmp_path, "grpo-lora", base, steps=6)
+    file = tmp_path / "rewards.py"
+    # After the checkpoint of step 4: a step has 16 completions, a validation up to 10.
+    failing = REWARDS.replace("return", "calls.append(1)\n    return")
+    failing = "calls = []\n" + failing.replace("/ 6", "/ (len(calls) < 92)")
+    file.write_text(failing)
+    assert run(PYTHON) == 1
+    file.write_text(REWARDS.replace("/ 6", "/ 1"))
+    assert run(PYTHON) == 0
+    assert "resuming after step 4" in run.log
+    assert "going on with other reward functions" in run.log
+    steps = [sample["step"] for sample in run.records("samples.jsonl")]
+    assert steps == [step for step in range(1, 7) for _ in range(16)]
+
+
+def test_completions_of_a_run_without_a_checkpoint_get_the_present_rewards(
+    tmp_path, base
+):
+    run = make_run(tmp_path, "grpo-lora", base, steps=4, save_steps=100)
+    arguments = run.arguments
+    run.arguments = lambda: arguments(PYTHON)
+    assert run.run_with_signal("SIGKILL", "step", 3).returncode == -9
+    run.arguments = arguments
+    (tmp_path / "rewards.py").write_text(REWARDS.replace("/ 6", "- 100"))
+    assert run(PYTHON) == 0
+    rewards = [
+        value
+        for sample in run.records("samples.jsonl")
+        for value in sample["rewards"].values()
+    ]
+    assert len(rewards) == 4 * 16
+    assert max(rewards) < -90
+
+
 def test_changed_reward_is_another_training(tmp_path, base, capsys):
     run = make_run(tmp_path, "grpo-lora", base)
     arguments = run.arguments
@@ -152,9 +187,10 @@ def test_ranks_train_on_the_same_completions(tmp_path, base):
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr
     # Later ones may differ: the sum of gradients is rounded in another order.
     first, expected = (
-        [r for r in run.records("samples.jsonl") if r["step"] == 0]
+        [r for r in run.records("samples.jsonl") if r["step"] == 1]
         for run in (shared, whole)
     )
+    assert len(first) == 4 * 4
     assert first == expected
     values, expected = (
         [r["reward"] for r in run.records() if r["kind"] == "train"]

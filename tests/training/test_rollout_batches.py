@@ -2,13 +2,14 @@
 
 import itertools
 import json
+from hashlib import sha256
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.train import TrainConfig
-from lmx.data.batching import Batch
+from lmx.data.batching import Batch, bucket_lengths
 from lmx.run.logger import RunLogger
 from lmx.training.grpo_loss import GRPOLoss, group_advantages
 from lmx.training.rollout_batches import Policy, RolloutBatches
@@ -37,6 +38,8 @@ def policy_loss(name: str) -> GRPOLoss:
 def make_batches(folder, loss: GRPOLoss) -> RolloutBatches:
     """Batches of the completions above, as a run has left them."""
     record = {
+        "digest": sha256(b"examples ").hexdigest(),
+        "samples": [],
         "prompts": [PROMPT_TOKENS[row // GROUP] for row in range(COUNT)],
         "completions": [[t, p, True] for t, p in zip(COMPLETIONS, LOGPS, strict=True)],
         "rewards": REWARDS.tolist(),
@@ -46,7 +49,7 @@ def make_batches(folder, loss: GRPOLoss) -> RolloutBatches:
     (folder / "00000001.json").write_text(json.dumps(record))
     rollouts = {"num_generations": GROUP}
     return RolloutBatches(
-        SimpleNamespace(per_epoch=2),
+        SimpleNamespace(per_epoch=2, digest="examples"),
         TrainConfig(
             steps=1, batch_size=1, loss=loss.config, rollouts=rollouts
         ).rollouts,
@@ -114,3 +117,6 @@ def test_batches_have_similar_lengths_and_every_completion_once(tmp_path):
     for shorter, longer in itertools.pairwise(lengths):
         assert shorter.max() <= longer.min()
     assert parts[0].tokens.shape[1] < parts[-1].tokens.shape[1]
+    # The lengths of every rollout of the run, so that few shapes are compiled.
+    lengths = bucket_lengths(LONGEST + batches.config.max_tokens)
+    assert {part.tokens.shape[1] - 1 for part in parts} <= {*lengths}

@@ -246,7 +246,8 @@ class Evaluator:
         if len(items) < len(chosen):
             self.context.logger.warning(
                 f"exact match leaves out {len(chosen) - len(items)} of {len(chosen)} "
-                f"questions: they exceed the model's {generator.max_positions} positions"
+                "questions, which are longer than the model's "
+                f"{generator.max_positions} positions"
             )
         limit = config.exact_match_max_tokens
         lengths = [len(loaded.tokenizer.encode(item.answer)) for item in items]

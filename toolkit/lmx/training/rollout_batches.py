@@ -2,7 +2,8 @@
 
 The model samples completions for the prompts of a batch of examples when the first of
 them is needed. They are kept in a file, so that a killed run goes on with the same
-ones. A batch has as many of them as there are prompts, of similar length.
+ones. Other examples or reward functions make other completions. A batch has as many of
+them as there are prompts, of similar length.
 """
 
 import json
@@ -17,6 +18,7 @@ import numpy as np
 from ..config.grpo import RolloutConfig
 from ..data.batching import Batch, BucketBatchSampler, bucket_lengths
 from ..data.tokenization import Example
+from ..errors import UserError
 from ..generation.completions import prompt_tokens
 from ..generation.rollouts import Completion, sample_completions
 from ..run.fs import write_atomic
@@ -33,6 +35,8 @@ CHECK_INTERVAL = 8
 HEAD_FRACTIONS = 4
 # Validation prompts that are decoded together.
 EVAL_BATCH_SIZE = 64
+# Digest of the reward functions that failed; see `RolloutBatches.digest`.
+FAILED_REWARDS = "failed_rewards"
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,17 @@ class RolloutBatches:
 
     @property
     def digest(self) -> str:
-        """Hash of the examples and the reward functions."""
-        rewards = self.policy.digest if self.policy else ""
+        """Hash of the examples and the reward functions.
+
+        It does not change when functions that failed in this run are corrected.
+        """
+        return self._hash(self._first_rewards)
+
+    @property
+    def _rewards(self) -> str:
+        return self.policy.digest if self.policy else ""
+
+    def _hash(self, rewards: str) -> str:
         return sha256(f"{self.batches.digest} {rewards}".encode()).hexdigest()
 
     def bind(self, step: TrainStep) -> None:
@@ -134,6 +147,12 @@ class RolloutBatches:
         self.step = step
         # The reference of beta is the model before the training.
         self._initial = dict(step.parameters)
+        failed, file = None, self.folder / FAILED_REWARDS
+        if step.ranks.is_first and file.is_file():
+            failed = file.read_text()
+        self._first_rewards = step.ranks.broadcast_object(failed) or self._rewards
+        if self._first_rewards != self._rewards:
+            self.logger.info("going on with other reward functions: the first failed")
 
     def __call__(self, index: int) -> Batch:
         """The batch of an index, counted from 0."""
@@ -143,26 +162,43 @@ class RolloutBatches:
         first = step - step % self.config.num_iterations
         number = first // self.config.num_iterations * self.accumulation + position
         if self._last is None or self._last[0] != number:
-            batches = self._to_batches(self._rollout(number, first))
+            rollout = self._rollout(number, first, is_first_use=step == first)
+            batches = self._to_batches(rollout)
             if step == first and number % CHECK_INTERVAL == 0:
                 self._check_log_probs(batches)
             self._last = number, batches
         return self._last[1][part]
 
-    def _rollout(self, number: int, step: int) -> _Rollout:
+    def _rollout(self, number: int, step: int, *, is_first_use: bool) -> _Rollout:
         """The completions of a batch, from its file or from the model."""
-        file = self.folder / f"{number:08}.json"
-        ranks = self.step.ranks
+        ranks, record = self.step.ranks, None
         with ranks.collective_errors():
-            if ranks.is_first and not file.is_file():
-                self._generate(number, step, file)
-        record = json.loads(file.read_text())
+            if ranks.is_first:
+                record = self._read_or_generate(number)
+                if is_first_use:
+                    # Here, because a resumed run repeats the records.
+                    for sample in record["samples"]:
+                        self.logger.sample({"step": step + 1} | sample)
+        record = ranks.broadcast_object(record)
         completions = [Completion(*values) for values in record["completions"]]
         return _Rollout(
             record["prompts"], completions, record["rewards"], record["where"]
         )
 
-    def _generate(self, number: int, step: int, file: Path) -> None:
+    def _read_or_generate(self, number: int) -> dict:
+        file, digest = self.folder / f"{number:08}.json", self._hash(self._rewards)
+        if file.is_file():
+            record = json.loads(file.read_text())
+            if record["digest"] == digest:
+                return record
+        record = {"digest": digest} | self._generate(number)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, json.dumps(record) + "\n")
+        old = number - self.kept * self.accumulation
+        (self.folder / f"{old:08}.json").unlink(missing_ok=True)
+        return record
+
+    def _generate(self, number: int) -> dict:
         config = self.config
         indices = self.batches(number).example_indices
         seed = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
@@ -172,26 +208,21 @@ class RolloutBatches:
             temperature=config.temperature,
             seed=int(seed),
         )
-        for each in rewarded:
-            self.logger.sample(
-                {
-                    "step": step,
-                    "prompt": each.sample.prompt,
-                    "completion": each.sample.completion,
-                    "rewards": each.rewards,
-                }
-            )
         completions = [each.completion for each in rewarded]
-        record = {
+        return {
             "prompts": [each.prompt for each in rewarded],
             "completions": [[c.tokens, c.logps, c.is_finished] for c in completions],
             "rewards": [each.reward for each in rewarded],
             "where": [each.sample.where for each in rewarded],
+            "samples": [
+                {
+                    "prompt": each.sample.prompt,
+                    "completion": each.sample.completion,
+                    "rewards": each.rewards,
+                }
+                for each in rewarded
+            ],
         }
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, json.dumps(record) + "\n")
-        old = number - self.kept * self.accumulation
-        (self.folder / f"{old:08}.json").unlink(missing_ok=True)
 
     def complete(
         self,
@@ -216,16 +247,27 @@ class RolloutBatches:
             stop_tokens=frozenset(self.tokenizer.eos_token_ids),
             seed=seed,
         )
-        rewards, rewarded = self.policy.rewards if self.policy else (), []
+        rewarded = []
         for example, prompt, group in zip(examples, prompts, groups, strict=True):
             text = self.tokenizer.decode(prompt)
             answer = self._text(example.tokens[len(prompt) :].tolist())
             for completion in group:
                 shown = self._text(completion.tokens)
                 sample = RewardSample(text, shown, answer, example.where)
-                values = {reward.name: reward(sample) for reward in rewards}
+                values = self._reward(sample)
                 rewarded.append(RewardedCompletion(prompt, completion, sample, values))
         return rewarded
+
+    def _reward(self, sample: RewardSample) -> dict[str, float]:
+        rewards = self.policy.rewards if self.policy else ()
+        try:
+            return {reward.name: reward(sample) for reward in rewards}
+        except UserError:
+            file = self.folder / FAILED_REWARDS
+            if not file.is_file():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_atomic(file, self._rewards)
+            raise
 
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -259,7 +301,8 @@ class RolloutBatches:
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         longest = max(map(len, sequences)) - 1
-        lengths = bucket_lengths(max(self.max_seq_length, longest))
+        # MLX keeps a trace of every length.
+        lengths = bucket_lengths(self.max_seq_length + self.config.max_tokens)
         length = next(n for n in lengths if n >= longest)
         tokens = np.zeros((len(rows), length + 1), np.int32)
         mask = np.zeros((len(rows), length), bool)
