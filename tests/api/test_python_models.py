@@ -89,6 +89,7 @@ def test_draft_gives_the_same_text(run, model):
     [
         ("x", {"temp": 1}, "unknown option 'temp'"),
         ("x", {"max_tokens": -1}, "max_tokens must be 0 or more"),
+        ("x", {"num_draft_tokens": 0}, "num_draft_tokens must be 1 to 32"),
         ("x", {"stop": [""]}, "a stop string is empty"),
         ("x", {"temperature": -1.0}, "temperature is -1.0"),
         ("x", {"system": "s", "ignore_chat_template": True}, "needs the chat template"),

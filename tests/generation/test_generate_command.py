@@ -221,9 +221,9 @@ def test_generate_json_escapes_and_keeps_every_character(
                 "--draft-model",
                 "prompt-lookup",
                 "--num-draft-tokens",
-                "0",
+                "33",
             ],
-            "1 or more",
+            "--num-draft-tokens must be 1 to 32, got 33",
         ),
         (
             [

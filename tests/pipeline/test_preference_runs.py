@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 
+import mlx.core as mx
 import pytest
 from lmx.config.errors import ConfigErrors
 from lmx.config.loader import load_recipe
@@ -85,6 +87,21 @@ def test_reference_is_computed_once(tmp_path, base, monkeypatch):
     assert again() == 0
     other = make_run(tmp_path / "other", "ipo-qat-lora", base)
     assert other() == 0
+
+
+def test_predictions_of_nan_are_refused_and_not_cached(tmp_path, base, capsys):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(base, damaged)
+    file = str(damaged / "model.safetensors")
+    weights = mx.load(file)
+    weights["model.norm.weight"][0] = math.nan
+    mx.eval(weights)
+    mx.save_safetensors(file, weights, {"format": "mlx"})
+    for folder in ("run", "again"):
+        run = make_run(tmp_path / folder, "dpo-lora", damaged)
+        assert run() == 1
+        error = capsys.readouterr().err
+        assert "the predictions of the reference are NaN" in error
 
 
 def test_reference_is_loaded_once_for_all_blocks(tmp_path, base, monkeypatch):

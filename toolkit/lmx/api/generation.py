@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+from ..config.draft import MAX_DRAFT_TOKENS
 from ..config.quant_spec import KV_CACHE_BITS
 from ..errors import UserError
 from ..generation.engine import Generator
@@ -151,8 +152,8 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
             options["kv_bits"] not in (None, *KV_CACHE_BITS)
         ),
         "a stop string is empty": not all(options["stop"]),
-        f"num_draft_tokens must be 1 or more, got {count}": (
-            count is not None and count < 1
+        f"num_draft_tokens must be 1 to {MAX_DRAFT_TOKENS}, got {count}": (
+            count is not None and not 1 <= count <= MAX_DRAFT_TOKENS
         ),
         "system needs the chat template: leave out ignore_chat_template": (
             options["ignore_chat_template"] and options["system"] is not None

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from ..config.draft import MAX_DRAFT_TOKENS
 from ..config.quant_spec import KV_CACHE_BITS
 from ..config.text_files import read_text
 from ..errors import INTERRUPTED, UserError
@@ -157,8 +158,8 @@ def draft_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
     return {
         "--num-draft-tokens, --check-parity and --sequential-verify need "
         "--draft-model": needs_draft and not args.draft_model,
-        f"--num-draft-tokens must be 1 or more, got {number}": (
-            number is not None and number < 1
+        f"--num-draft-tokens must be 1 to {MAX_DRAFT_TOKENS}, got {number}": (
+            number is not None and not 1 <= number <= MAX_DRAFT_TOKENS
         ),
     }
 

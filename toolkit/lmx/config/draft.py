@@ -9,6 +9,8 @@ from .quantize import QuantizeConfig
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+# A generator with sliding windows can roll back this many tokens at any time.
+MAX_DRAFT_TOKENS = 32
 # Keys of `DrafterConfig` that only one architecture reads.
 DRAFTER_KEYS = {"draft_vocab_size": "eagle3", "mask_token_id": "dflash"}
 Architecture = Literal["model", "eagle3", "dflash"]
@@ -58,7 +60,7 @@ class DrafterConfig(ConfigModel):
     layer_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
     """Blocks of the target, from 0, whose outputs are read. Default: three blocks near
     the start, the middle and the end."""
-    num_draft_tokens: int = Field(5, ge=1, le=32)
+    num_draft_tokens: int = Field(5, ge=1, le=MAX_DRAFT_TOKENS)
     """Draft tokens per round in training. dflash drafts them in one pass."""
     draft_vocab_size: Count | None = None
     """eagle3: the most frequent tokens of the completions that it can draft. Default:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
+from ..errors import FAILED, UserError
 from ..run.logger import RunLogger
 from .chunked_loss import ChunkedLoss
 from .losses import token_log_probs
@@ -92,7 +93,7 @@ def reference_log_probs(
         members: indices of the examples that are used; the others get NaN.
 
     Raises:
-        UserError: the cache cannot be written.
+        UserError: the cache cannot be written, or the reference predicts NaN.
     """
     result = np.full(len(examples), np.nan, np.float32)
     blocks = np.split(members, range(BLOCK_SEQUENCES, len(members), BLOCK_SEQUENCES))
@@ -124,6 +125,12 @@ def _fill(sequences: InMemoryExamples, reference: Reference, bar, folder: Path) 
         count = len(batch.example_indices)
         sums[list(batch.example_indices)] = values[:count]
         bar.advance(count)
+    if np.isnan(sums).any():
+        raise UserError(
+            "the predictions of the reference are NaN",
+            hint="its weights are damaged, or too large for its compute dtype",
+            code=FAILED,
+        )
     np.save(folder / FILE, sums)
     return {"sequences": len(sequences)}
 
