@@ -356,6 +356,11 @@ def test_unsupported_models_are_refused(make_checkpoint, tmp_path, settings, mes
         export(gguf_exporter, make_checkpoint(**settings), tmp_path / "out")
 
 
+def test_model_without_tokenizer_json_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"it has no tokenizer\.json"):
+        gguf_tokenizer.to_metadata(tmp_path, {}, 320)
+
+
 def test_unknown_pre_tokenizer_is_refused(make_checkpoint, tmp_path):
     source = make_checkpoint()
     tokenizer = json.loads((source / "tokenizer.json").read_text())

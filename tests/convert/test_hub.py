@@ -200,3 +200,8 @@ def test_license_metadata_of_model_card(tmp_path):
     for text in ("# license: mit", "---\n- license\n---\n", "---\na: {b\n---\n"):
         card.write_text(text)
         assert license_metadata_of(card) == {}
+    # No such day, and no UTF-8: neither stops an export.
+    card.write_bytes(b"---\nlicense: mit\ndate: 2024-02-30\n---\n")
+    assert license_metadata_of(card) == {}
+    card.write_bytes(b"---\nlicense: mit\n---\n# Mod\xe8le\n")
+    assert license_metadata_of(card) == {"license": "mit"}

@@ -121,6 +121,8 @@ Q = "model.layers.0.self_attn.q_proj"
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights: pissa"),
         ({"layer_replication": [[0, 1]]}, {}, "layer_replication"),
         ({"something_new": True}, {}, "something_new: True"),
+        ({"alpha_pattern": {"(": 3}}, {}, "adapter_config.json is damaged"),
+        ({"lora_alpha": "six"}, {}, "adapter_config.json is damaged"),
         ({"use_dora": True}, {}, "is incomplete"),
         ({}, {f"{Q}.lora_magnitude_vector": np.ones(128)}, "is incomplete"),
         ({}, {"lm_head.weight": np.ones((2, 2))}, "lm_head.weight does not belong"),

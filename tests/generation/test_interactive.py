@@ -203,6 +203,19 @@ def test_saved_prompt_cache_is_reused(folder, run_json, tmp_path, monkeypatch):
     assert reused == [len(text)]
 
 
+def test_prompt_cache_does_not_replace_other_files(folder, run_json, tmp_path):
+    words = folder, "--json", "--prompt", "x", "--save-prompt-cache"
+    keepsake = tmp_path / "home" / "letter.txt"
+    keepsake.parent.mkdir()
+    keepsake.write_text("Dear")
+    for place in (keepsake.parent, keepsake):
+        with pytest.raises(UserError, match=r"letter\.txt is there"):
+            lmx(*words, place)
+    assert keepsake.read_text() == "Dear"
+    for _ in range(2):
+        run_json(*words, tmp_path / "cache")
+
+
 def test_prompt_cache_of_another_model_is_rejected(folder, draft, run_json, tmp_path):
     """The models have equal shapes, so configuration and sizes do not differ."""
     cache_folder = tmp_path / "prompt_cache"

@@ -1,14 +1,16 @@
 """A killed, stopped or damaged run ends with the weights of an undisturbed run."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import mlx.core as mx
 import pytest
 from lmx.cli import main
-from tiny_runs import EVALUATE, TRAIN, Run, resume_command
+from tiny_runs import EVALUATE, METRICS_ONLY, TRAIN, Run, resume_command
 
 LORA = {"type": "lora", "rank": 4}
 GRID = {"bits": 4, "group_size": 32}
@@ -232,3 +234,50 @@ def test_interrupted_run_has_curves(tmp_path, base):
         curves.read_bytes()
         == (undisturbed.output / "stages/1-train/curves.svg").read_bytes()
     )
+
+
+@pytest.mark.parametrize(
+    ("stage", "place", "call"),
+    [
+        ({"train": TRAIN | KINDS["lora-qat"]}, "step", 4),
+        ({"quantize": {"method": "gptq", "bits": 4, "group_size": 32}}, "save", 2),
+    ],
+)
+def test_another_model_is_not_mixed_into_an_interrupted_run(
+    stage, place, call, tmp_path, base, capsys
+):
+    model = tmp_path / "model"
+    shutil.copytree(base, model)
+    run = Run(tmp_path, stage, model=model)
+    assert run.run_with_signal("SIGKILL", place, call).returncode == -9
+    file = str(model / "model.safetensors")
+    weights = {name: 1.1 * value for name, value in mx.load(file).items()}
+    mx.eval(weights)
+    mx.save_safetensors(file, weights, {"format": "mlx"})
+    assert run() == 2
+    assert "the model has changed since this run started" in capsys.readouterr().err
+    assert run("--restart") == 0
+
+
+def test_train_stages_keep_their_own_adapters(tmp_path, base):
+    train = {"train": TRAIN | {"adapter": LORA, "steps": 2}}
+    run = Run(tmp_path, train, train, model=base)
+    assert run() == 0
+    first, second = (
+        run.output / "stages" / f"{number}-train/adapters/adapters.safetensors"
+        for number in (1, 2)
+    )
+    published = run.output / "adapters/adapters.safetensors"
+    assert published.read_bytes() == second.read_bytes() != first.read_bytes()
+    assert run() == 0
+    assert "runs again" not in run.log
+    assert run.log.count("already complete, skipping") == 2
+
+
+def test_evaluation_after_an_export_has_the_same_baseline(tmp_path, base):
+    train = {"train": TRAIN | {"adapter": LORA, "steps": 4}}
+    run = Run(tmp_path, train, "export", {"evaluate": METRICS_ONLY}, model=base)
+    assert run() == 0
+    models = run.json("report.json")["models"]
+    assert list(models) == ["base", "fine-tuned"]
+    assert models["fine-tuned"]["kl_mean"] > 1e-4

@@ -118,6 +118,30 @@ def test_norms_change_only_if_a_scale_was_applied(tmp_path):
     assert {name for name in tensors if "norm" in name} == scaled
 
 
+def test_only_affine_layers_are_clipped(make_checkpoint, tmp_path, monkeypatch):
+    loaded = load(make_checkpoint(dtype="float32", **SIZES), compute="stored")
+    config = quantize.AWQConfig(bits=2, group_size=32)
+    specs = select_layers(loaded.model, config).specs
+    floating = QuantSpec(bits=4, group_size=32, mode="mxfp4")
+    specs |= {path: floating for path in specs if path.endswith("down_proj")}
+    windows = windows_of(tokens_of(1))
+    context = PTQContext(
+        loaded.model, specs, mx.float32, lambda *_: windows, tmp_path, RecordingLogger()
+    )
+    method = METHODS["awq"](config, context)
+    choose, clipped = method._layers_to_clip, set()
+
+    def recorded(*arguments):
+        paths = choose(*arguments)
+        clipped.update(paths)
+        return paths
+
+    monkeypatch.setattr(method, "_layers_to_clip", recorded)
+    method.quantize()
+    assert clipped
+    assert {specs[path].mode for path in clipped} == {"affine"}
+
+
 def test_mixed_bits_in_stock_mlx_lm(make_checkpoint, tmp_path):
     source = make_checkpoint(dtype="float32", **SIZES)
     loaded = load(source, compute="stored")

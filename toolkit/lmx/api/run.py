@@ -51,7 +51,8 @@ class Run:
         """
         if (artifact := self.artifact) is None:
             raise FileNotFoundError(f"{self.path}: no stage is complete")
-        return artifact.model
+        exported = {path.name: path for path in artifact.published}
+        return exported.get("model", artifact.model)
 
     @property
     def reference_path(self) -> Path | None:

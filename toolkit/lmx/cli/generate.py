@@ -296,6 +296,7 @@ class InteractiveSession:
         self._generator, self._sampling = generator, sampling
         self._messages: list[dict[str, str]] = []
         self._output = terminal.StreamedText()
+        self._require_replaceable_cache()
         if args.prompt_cache_file:
             self._load()
         if args.system is not None and not self._messages:
@@ -364,6 +365,13 @@ class InteractiveSession:
             tokens=tokens,
             messages=self._messages if self._args.chat else [],
         )
+
+    def _require_replaceable_cache(self) -> None:
+        """Refuse other files before the generation, which would be lost."""
+        from ..generation.prefix_cache import require_replaceable
+
+        if folder := self._args.save_prompt_cache:
+            require_replaceable(Path(os.path.expanduser(folder)))
 
     def _load(self) -> None:
         from ..generation import prefix_cache

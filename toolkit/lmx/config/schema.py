@@ -117,6 +117,21 @@ class RecipeConfig(ConfigModel):
     """Python functions that the run needs. `lmx.train` writes this block, and such a
     recipe runs only with `lmx.train` and the same functions."""
 
+    @model_validator(mode="after")
+    def _check_published_once(self):
+        kinds = [stage.kind for stage in self.stages]
+        exports = [stage.config.formats for stage in self.stages if stage.export]
+        formats = [name for names in exports for name in names]
+        for name in set(formats):
+            if formats.count(name) > 1:
+                raise ValueError(
+                    f"two export stages have the format {name}, and the second one "
+                    "would replace what the first one wrote"
+                )
+        if kinds.count("draft") > 1:
+            raise ValueError("a recipe has at most one draft stage")
+        return self
+
     @field_validator("output")
     @classmethod
     def _check_output(cls, value: str | None) -> str | None:

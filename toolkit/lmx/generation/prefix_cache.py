@@ -1,6 +1,7 @@
 """Prefix cache: reuse of processed prompt prefixes, in memory and on disk."""
 
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,6 +83,24 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i in range(length) if a[i] != b[i]), length)
 
 
+def require_replaceable(folder: Path) -> None:
+    """Refuse a place for a prompt cache that has anything else.
+
+    Raises:
+        UserError: naming it.
+    """
+    if folder.is_dir():
+        others = {path.name for path in folder.iterdir()} - {ARRAYS_FILE, METADATA_FILE}
+    else:
+        others = {folder.name} if os.path.lexists(folder) else set()
+    if others:
+        raise UserError(
+            f"{min(others)} is there, which is no prompt cache",
+            place=str(folder),
+            hint="name a new folder",
+        )
+
+
 def save_prompt_cache(
     cache: CacheState,
     folder: Path,
@@ -95,7 +114,11 @@ def save_prompt_cache(
     Args:
         digest: hash of the model; only this model can load the cache.
         messages: the chat that was processed; see `load_messages`.
+
+    Raises:
+        UserError: the folder has other files.
     """
+    require_replaceable(folder)
     assert len(tokens) == cache.length
     kinds, states = zip(*cache.state, strict=True)
     arrays, scalars = {}, {}

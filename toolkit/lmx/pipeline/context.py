@@ -258,10 +258,6 @@ class StageContext:
         for folder in (self.folder, self.output):
             write_atomic(folder / REPORT, text)
 
-    def display_name(self, model: Path) -> str:
-        """A model's folder, or the recipe's name for it if it is the recipe's model."""
-        return self.source.path if model == self.base else str(model)
-
     def base_name(self, model: Path) -> str:
         """The name with which other programs load the base of an adapter.
 

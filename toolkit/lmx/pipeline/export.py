@@ -96,10 +96,11 @@ class ExportStage(Stage):
                     write_card(partial, facts, card)
         for name, target in targets.items():
             context.logger.info(f"exported {name}: {target}")
-        model = targets.get("mlx", current.model)
         if name := config.hub_repo_id:
-            hub.push(model, name, private=config.private, info=context.logger.info)
-        return replace(current, model=model, published=tuple(targets.values()))
+            hub.push(
+                targets["mlx"], name, private=config.private, info=context.logger.info
+            )
+        return replace(current, published=tuple(targets.values()))
 
     def _card_facts(self, context: StageContext) -> CardFacts:
         report = read_report(context.output / REPORT)

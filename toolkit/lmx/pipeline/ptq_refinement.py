@@ -44,7 +44,10 @@ TOKENS_AT_ONCE, TRAINED_TOKENS_AT_ONCE = 512, 1024
 
 
 class CalibrationData:
-    """Sequences of tokens for calibration and evaluation; no example is used in both.
+    """Sequences of tokens for calibration and evaluation; no token is used in both.
+
+    Without validation examples, one example may continue from the last evaluation
+    sequence into the first one for calibration.
 
     Args:
         holds_out: whether evaluation sequences are needed. If not, every example may

@@ -14,7 +14,9 @@ from ..config.recipe_text import without_schema_line
 from ..config.redaction import REDACTED
 from ..data.splits import Splits
 from ..errors import Interrupted, UserError
+from ..models.checkpoint import quick_digest
 from ..run.distributed import ProcessGroup, join
+from ..run.fs import write_atomic
 from ..run.html.page import NAME as PAGE
 from ..run.launcher import backend
 from ..run.logger import NullLogger, RunLogger
@@ -28,6 +30,9 @@ from .dry_run import require_resources
 from .extensions import Extensions
 from .plan import RunPlan, difference
 from .stage import Stage
+
+# In the folder of a stage: a hash of the model that it began with.
+INPUT_DIGEST = "input_digest"
 
 
 def run(
@@ -244,6 +249,8 @@ def _run_stage(
             current = ModelArtifact(context.base, context.base)
         folder = run_dir.stage_folder(stage.name)
         context = replace(context, folder=folder, current=current)
+        if ranks.is_first and current is not None:
+            _require_same_input(context)
     if stage.runs_on_all_ranks:
         artifact = stage.run(context)
     else:
@@ -257,6 +264,24 @@ def _run_stage(
                 stage.name, record, artifact.folders_in(run_dir.path)
             )
     return ranks.broadcast_object(record)
+
+
+def _require_same_input(context: StageContext) -> None:
+    """Refuse to resume a stage with another model than the one that it began with.
+
+    The manifest has the hashes of the models that the run itself has made.
+    """
+    model = context.current.model
+    if model.is_relative_to(context.output):
+        return
+    digest, file = quick_digest(model), context.folder / INPUT_DIGEST
+    if file.is_file() and file.read_text() != digest:
+        raise UserError(
+            "the model has changed since this run started",
+            place=str(model),
+            hint="restore it, or start over with --restart",
+        )
+    write_atomic(file, digest)
 
 
 def _local_artifact(record: dict, context: StageContext) -> ModelArtifact:

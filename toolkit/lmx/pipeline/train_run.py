@@ -19,7 +19,7 @@ from ..models.lora.io import init_adapter
 from ..models.quantized_layers import TENSORS
 from ..quantization.packing import dequantize
 from ..quantization.qat.fake_quant import FakeQuant, QALoRAWeights
-from ..run.fs import atomic_folder
+from ..run.fs import atomic_folder, copy_folder
 from ..training.grpo_loss import GRPOLoss
 from ..training.losses import cross_entropy_sum
 from ..training.optimizers import OptimizerConfig
@@ -375,7 +375,7 @@ class TrainRun:
 
     def _write_adapter(self) -> Path:
         adapter = self.config.adapter
-        target = self.context.output / "adapters"
+        target = self.context.folder / "adapters"
         layers = lora_model.adapted_layers(self.loaded.model)
         if unreadable := adapter_files.layers_mlx_lm_cannot_load(layers):
             self.context.logger.warning(
@@ -393,6 +393,9 @@ class TrainRun:
                 num_layers=adapter.num_layers or len(self.loaded.model.layers),
                 base=self.context.base_name(self.initial),
             )
+        # A later train stage replaces this copy, but not the stage's own one.
+        with atomic_folder(self.context.output / "adapters") as partial:
+            copy_folder(target, partial)
         return target
 
     def _facts(self, model: Path) -> dict:

@@ -10,6 +10,7 @@ import yaml
 from ...config.export import HUB_REPO_ID
 from ...errors import FAILED, UserError
 from ...models.checkpoint import check_weights, read_config
+from ...run.fs import read_text
 from ...version import __version__
 from .repository_name import repository_name
 
@@ -137,7 +138,7 @@ def suggested_repository(folder: Path) -> str:
     """
     title = repository_name(folder.absolute().name, folder)
     card = folder / "README.md"
-    if card.is_file() and (match := CARD_TITLE.search(card.read_text("utf-8"))):
+    if match := CARD_TITLE.search(read_text(card)):
         title = match[1]
     try:
         user = _user(f"user/{title}")
@@ -168,11 +169,10 @@ def license_metadata(name: str, revision: str | None) -> dict[str, str]:
 
 def license_metadata_of(card: Path) -> dict[str, str]:
     """License entries of a model card; empty if there are none, or no card."""
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    block = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+    block = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", read_text(card), re.DOTALL)
     try:
         metadata = yaml.safe_load(block[1]) if block else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # PyYAML's of dates such as 2024-02-30
         return {}
     metadata = metadata if isinstance(metadata, dict) else {}
     return {key: metadata[key] for key in LICENSE_KEYS if key in metadata}

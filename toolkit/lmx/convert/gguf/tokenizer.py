@@ -144,7 +144,10 @@ def to_metadata(folder: Path, config: dict, vocab_size: int) -> dict[str, Any]:
     """
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise _unsupported("it has no tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(file))
     serialized = json.loads(tokenizer.to_str())
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if max(vocabulary.values()) >= vocab_size:

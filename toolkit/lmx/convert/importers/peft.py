@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ...data import cache
-from ...errors import UserError
+from ...errors import UserError, library_errors
 from ...models.safetensors_io import read_header
 from ...run.fs import read_json
 
@@ -75,7 +75,8 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
             raise UserError(f"the adapter of {path} is incomplete", place=place)
     if not layers:
         raise UserError("this adapter has no matrices", place=place)
-    return _to_mlx_lm(layers, config)
+    with library_errors(f"{CONFIG} is damaged", place=place):
+        return _to_mlx_lm(layers, config)
 
 
 def _to_mlx_lm(layers: dict[str, dict[str, mx.array]], config: dict):

@@ -65,7 +65,12 @@ class AWQ(PTQMethod):
             result.weights, block.paths, self.scaler.quantizer(block)
         )
         best_error, clipped_paths = result.after, set()
-        for path in block.paths:
+        affine = (
+            path
+            for path in block.paths
+            if self.context.specs[block.prefix + path].mode == "affine"
+        )
+        for path in affine:
             statistics = _input_statistics(result.search, result.weights, path)
             if statistics is None:
                 continue
