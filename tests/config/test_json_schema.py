@@ -28,6 +28,8 @@ NOT_REJECTED = {
         "32_argument_against_file",
         "43_keys_of_another_optimizer",
         "70_other_quantization",
+        "81_published_twice",
+        "82_two_drafts",
     ],
     "files and data": [
         "19_missing_files",
