@@ -52,6 +52,11 @@ def test_run_ends_with_a_command_for_the_new_model(published, tmp_path, base):
     lines = published.log.splitlines()
     assert "done: " in lines[-2]
     assert "try it: " in lines[-1]
+    (tmp_path / "two").mkdir()
+    stages = "export", {"export": {"formats": ["hf"]}}
+    two = Run(tmp_path / "two", *stages, model=base)
+    assert two() == 0
+    assert tried(two.log) == [f'lmx generate {two.output}/model --prompt "..."']
     only_hf = Run(tmp_path, {"export": {"formats": ["hf"]}}, model=base)
     assert only_hf() == 0
     [command] = tried(only_hf.log)

@@ -45,7 +45,7 @@ class ModelArtifact:
         adapters: folder of the adapter that was trained, if any.
         facts: how the model was made, for the report and the model card.
         draft: folder of the draft model distilled from it, if any.
-        published: folders that an export left beside the model.
+        published: folders that exports left beside the model.
     """
 
     model: Path

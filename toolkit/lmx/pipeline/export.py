@@ -100,7 +100,7 @@ class ExportStage(Stage):
             hub.push(
                 targets["mlx"], name, private=config.private, info=context.logger.info
             )
-        return replace(current, published=tuple(targets.values()))
+        return replace(current, published=(*current.published, *targets.values()))
 
     def _card_facts(self, context: StageContext) -> CardFacts:
         report = read_report(context.output / REPORT)
