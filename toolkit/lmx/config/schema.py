@@ -122,7 +122,7 @@ class RecipeConfig(ConfigModel):
         kinds = [stage.kind for stage in self.stages]
         exports = [stage.config.formats for stage in self.stages if stage.export]
         formats = [name for names in exports for name in names]
-        for name in set(formats):
+        for name in dict.fromkeys(formats):
             if formats.count(name) > 1:
                 raise ValueError(
                     f"two export stages have the format {name}, and the second one "
