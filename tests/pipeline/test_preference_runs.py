@@ -101,7 +101,7 @@ def test_predictions_of_nan_are_refused_and_not_cached(tmp_path, base, capsys):
         run = make_run(tmp_path / folder, "dpo-lora", damaged)
         assert run() == 1
         error = capsys.readouterr().err
-        assert "the predictions of the reference are NaN" in error
+        assert "the reference's predictions are NaN" in error
 
 
 def test_reference_is_loaded_once_for_all_blocks(tmp_path, base, monkeypatch):

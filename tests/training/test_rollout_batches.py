@@ -39,10 +39,9 @@ def make_batches(folder, loss: GRPOLoss) -> RolloutBatches:
     """Batches of the completions above, as a run has left them."""
     record = {
         "digest": sha256(b"examples ").hexdigest(),
-        "samples": [],
+        "samples": [{"rewards": {"draw": reward}} for reward in REWARDS],
         "prompts": [PROMPT_TOKENS[row // GROUP] for row in range(COUNT)],
         "completions": [[t, p, True] for t, p in zip(COMPLETIONS, LOGPS, strict=True)],
-        "rewards": REWARDS.tolist(),
         "where": [f"rows.jsonl:{row}" for row in range(COUNT)],
     }
     # Not the first one, which compares log-probabilities.

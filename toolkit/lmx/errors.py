@@ -59,6 +59,15 @@ class Interrupted(Exception):
     """The user stopped the run; everything needed to resume is on disk."""
 
 
+def nan_predictions(model: str) -> UserError:
+    """The error for a model, such as "the reference", that predicts NaN."""
+    return UserError(
+        f"{model}'s predictions are NaN",
+        hint="its weights are damaged, or too large for its compute dtype",
+        code=FAILED,
+    )
+
+
 # Rust libraries raise their panics as an exception of this module, not an Exception.
 RUST_PANICS = "pyo3_runtime"
 MAX_DETAIL_LINES = 4

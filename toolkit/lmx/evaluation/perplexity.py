@@ -10,7 +10,7 @@ import numpy as np
 
 from ..data.batching import Batch
 from ..data.sequence_mean import mean_over_sequences
-from ..errors import FAILED, UserError
+from ..errors import nan_predictions
 
 # Logits in memory at once: 256 MB in float32.
 MAX_LOGITS = 1 << 26
@@ -74,11 +74,7 @@ def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity
     losses, counts = (np.concatenate(sums) for sums in zip(*pairs, strict=True))
     mean, stderr = mean_over_sequences(losses, counts)
     if isnan(mean):
-        raise UserError(
-            "the model's predictions are NaN",
-            hint="its weights are damaged, or too large for its compute dtype",
-            code=FAILED,
-        )
+        raise nan_predictions("the model")
     value = exp(min(mean, MAX_LOSS))
     return Perplexity(value, value * stderr, mean, int(counts.sum()), losses, counts)
 

@@ -186,7 +186,7 @@ class DraftData:
             logger=context.logger,
         )
 
-    @property
+    @cached_property
     def _vocab_size(self) -> int | None:
         """Logits of the draft model, if they are fewer than the target's; else None.
 

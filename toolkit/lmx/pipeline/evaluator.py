@@ -231,7 +231,10 @@ class Evaluator:
     def _exact_match_items(
         self, loaded: LoadedModel, generator: Generator
     ) -> list[ExactMatchItem]:
-        """The items of all models; the first one warns of what is too long."""
+        """The items that every model gets.
+
+        Warnings of long questions and answers are logged for the first model only.
+        """
         config = self.config
         chosen = choose_items(
             self.rows, config.exact_match_samples, config.exact_match_filter

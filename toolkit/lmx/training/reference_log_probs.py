@@ -16,7 +16,7 @@ import numpy as np
 
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
-from ..errors import FAILED, UserError
+from ..errors import nan_predictions
 from ..run.logger import RunLogger
 from .chunked_loss import ChunkedLoss
 from .losses import token_log_probs
@@ -126,11 +126,7 @@ def _fill(sequences: InMemoryExamples, reference: Reference, bar, folder: Path) 
         sums[list(batch.example_indices)] = values[:count]
         bar.advance(count)
     if np.isnan(sums).any():
-        raise UserError(
-            "the predictions of the reference are NaN",
-            hint="its weights are damaged, or too large for its compute dtype",
-            code=FAILED,
-        )
+        raise nan_predictions("the reference")
     np.save(folder / FILE, sums)
     return {"sequences": len(sequences)}
 

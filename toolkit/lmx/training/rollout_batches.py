@@ -181,9 +181,8 @@ class RolloutBatches:
                         self.logger.sample({"step": step + 1} | sample)
         record = ranks.broadcast_object(record)
         completions = [Completion(*values) for values in record["completions"]]
-        return _Rollout(
-            record["prompts"], completions, record["rewards"], record["where"]
-        )
+        rewards = [sum(each["rewards"].values()) for each in record["samples"]]
+        return _Rollout(record["prompts"], completions, rewards, record["where"])
 
     def _read_or_generate(self, number: int) -> dict:
         file, digest = self.folder / f"{number:08}.json", self._hash(self._rewards)
@@ -212,7 +211,6 @@ class RolloutBatches:
         return {
             "prompts": [each.prompt for each in rewarded],
             "completions": [[c.tokens, c.logps, c.is_finished] for c in completions],
-            "rewards": [each.reward for each in rewarded],
             "where": [each.sample.where for each in rewarded],
             "samples": [
                 {

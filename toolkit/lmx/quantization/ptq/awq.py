@@ -65,17 +65,14 @@ class AWQ(PTQMethod):
             result.weights, block.paths, self.scaler.quantizer(block)
         )
         best_error, clipped_paths = result.after, set()
-        affine = (
-            path
-            for path in block.paths
-            if self.context.specs[block.prefix + path].mode == "affine"
-        )
-        for path in affine:
+        for path in block.paths:
+            name, full_path = f"{path}.weight", block.prefix + path
+            spec, dtype = self.context.specs[full_path], self.context.dtype
+            if spec.mode != "affine":
+                continue
             statistics = _input_statistics(result.search, result.weights, path)
             if statistics is None:
                 continue
-            name, full_path = f"{path}.weight", block.prefix + path
-            spec, dtype = self.context.specs[full_path], self.context.dtype
             tensors = self._clip(full_path, result.weights[name], statistics)
             dense = dequantize(tensors, spec, dtype).astype(mx.float32)
             error = result.validation.error(weights | {name: dense})
