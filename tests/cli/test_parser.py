@@ -50,6 +50,15 @@ def test_known_option_gets_the_name_here(argv, hints, capsys):
     assert all(f"hint: {hint}" in error or hint in error for hint in hints)
 
 
+@pytest.mark.parametrize("lengths", ["a,b", "32,", "0", "-1", "1.5", ""])
+def test_invalid_lists_of_numbers_are_refused(lengths, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main.main(["bench", "m", f"--prompt-lengths={lengths}"])
+    assert caught.value.code == 2
+    expected = f"expected numbers from 1, such as 32,512; got {lengths!r}"
+    assert expected in capsys.readouterr().err
+
+
 def test_unknown_option_gets_no_hint(capsys):
     with pytest.raises(SystemExit):
         main.main(["train", "recipe", "--no-such-option"])

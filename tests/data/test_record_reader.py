@@ -249,7 +249,7 @@ def test_unknown_columns_are_refused(write):
     path = write([{"q": "?", "a": "!"}])
     with pytest.raises(UserError, match="columns names question, which is missing"):
         dataset.RecordReader(path, columns={"prompt": "question", "completion": "a"})
-    with pytest.raises(UserError, match="no column 'promt'") as error:
+    with pytest.raises(UserError, match="has a column 'promt'") as error:
         dataset.RecordReader(path, columns={"promt": "q"})
     assert error.value.hint == "did you mean 'prompt'?"
 

@@ -360,6 +360,13 @@ def test_input_file_errors_come_before_generation(
     assert capsys.readouterr().out == ""
 
 
+def test_input_file_without_requests_is_refused(folder, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n\n")
+    with pytest.raises(UserError, match="there are no requests"):
+        lmx(folder, "--input-file", file)
+
+
 def test_penalties_and_stop_options_are_applied(generator, folder, run_json):
     words = [folder, "--json", "--prompt", "hello", "--max-tokens", 30]
     penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.5}

@@ -564,7 +564,10 @@ def test_epochs_have_as_many_steps_for_every_loss(workspace, model):
     grpo = "stages.train.loss={type: grpo, rewards: [exact_match]}"
     # 40 examples in batches of 2, twice.
     assert steps() == 40
-    assert steps("stages.train.loss={type: dpo}") == 40
+    pairs = "data.train=pairs.jsonl"
+    pair = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
+    (workspace / "pairs.jsonl").write_text(json.dumps(pair))
+    assert steps(pairs, "stages.train.loss={type: dpo}") == 40
     assert steps(rollouts, grpo) == 40
 
 

@@ -31,7 +31,8 @@ def test_run_refuses_an_empty_dataset(run, capsys):
     path = run.folder / "train.jsonl"
     path.write_text("\n\n")
     error = error_of(run, capsys, 2)
-    assert error.startswith(f"{path}: the source has no examples")
+    assert f"{path}: the source has no examples" in error
+    assert not run.output.exists()
 
 
 def test_run_refuses_broken_json(run, capsys):
@@ -40,7 +41,16 @@ def test_run_refuses_broken_json(run, capsys):
     lines[4] = lines[4][:-2]
     path.write_text("\n".join(lines))
     error = error_of(run, capsys, 2)
-    assert error.startswith(f"{path}:5: line 5 is not JSON: ")
+    assert f"{path}:5: line 5 is not JSON: " in error
+    assert not run.output.exists()
+
+
+def test_run_refuses_broken_json_after_the_first_records(run, capsys):
+    path = run.folder / "train.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines * 6, lines[0][:-2]]))
+    error = error_of(run, capsys, 2)
+    assert error.startswith(f"{path}:241: line 241 is not JSON: ")
     assert run.json("manifest.json")["status"] == "failed"
 
 
@@ -120,7 +130,9 @@ def test_run_refuses_truncated_weights(tmp_path, model, capsys):
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-@pytest.mark.parametrize("stage", [{"quantize": {"bits": 4}}, "export"])
+@pytest.mark.parametrize(
+    "stage", [{"train": TRAIN}, {"quantize": {"bits": 4}}, "export"]
+)
 def test_run_refuses_weights_that_are_not_finite(tmp_path, model, capsys, value, stage):
     file = model / "model.safetensors"
     weights = mx.load(str(file))

@@ -37,15 +37,15 @@ def test_atomic_writes_keep_default_permissions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
+    ("number", "words", "hint"),
     [
-        (errno.ENOSPC, "no space left"),
-        (errno.EROFS, "read-only"),
-        (errno.EACCES, "no write permission"),
+        (errno.ENOSPC, "no space left", "free some space, or use another folder"),
+        (errno.EROFS, "read-only", "use another folder"),
+        (errno.EACCES, "no write permission", "use another folder"),
     ],
 )
 def test_write_atomic_keeps_the_old_file_on_disk_errors(
-    tmp_path, monkeypatch, number, words
+    tmp_path, monkeypatch, number, words, hint
 ):
     path = tmp_path / "a.txt"
     fs.write_atomic(path, "old")
@@ -59,6 +59,7 @@ def test_write_atomic_keeps_the_old_file_on_disk_errors(
             fs.write_atomic(path, "new")
     assert caught.value.code == 1
     assert caught.value.place == str(path)
+    assert caught.value.hint.startswith(hint)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["a.txt"]
 

@@ -98,7 +98,7 @@ def test_hanging_reward_ends_at_its_limit(folder):
     [
         ("exact", "there is no reward 'exact'"),
         ("exact_match:first", "there is no reward"),
-        ("other.py:length", "no such file"),
+        ("other.py:length", "there is no file other.py"),
         ("rewards.py:missing", "has no function missing"),
     ],
 )

@@ -24,7 +24,7 @@ def parse_requests(text: str, *, place: str) -> list[dict]:
     """The records of a JSONL file; empty lines are skipped.
 
     Raises:
-        UserError: with the line.
+        UserError: with the line, or that there is none.
     """
     records = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -38,6 +38,8 @@ def parse_requests(text: str, *, place: str) -> list[dict]:
         if message := _fault(record):
             raise UserError(message, place=position)
         records.append(record | {"place": position})
+    if not records:
+        raise UserError("there are no requests", place=place)
     return records
 
 

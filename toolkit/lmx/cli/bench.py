@@ -36,8 +36,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="model folder, run directory or Hub id")
     add("--compare", metavar="OTHER", help="a second model to compare with")
-    add("--prompt-lengths", type=_positive_list, default=[32, 512], metavar="N,N")
-    add("--batch-sizes", type=_positive_list, default=[1, 4, 16], metavar="N,N")
+    add("--prompt-lengths", type=_numbers, default=[32, 512], metavar="N,N")
+    add("--batch-sizes", type=_numbers, default=[1, 4, 16], metavar="N,N")
     add(
         "--tokens",
         type=int,
@@ -52,11 +52,12 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help="run the model's own Python")
 
 
-def _positive_list(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 1:
-        raise ValueError
-    return numbers
+def _numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        message = f"expected numbers from 1, such as 32,512; got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return [int(part) for part in parts]
 
 
 def bench(args: argparse.Namespace) -> int:

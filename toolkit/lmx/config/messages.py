@@ -165,7 +165,9 @@ def _home_hint(key: str, names: Iterable[str]) -> str | None:
     homes = [home for home, _ in keys(RecipeConfig) if home.rpartition(".")[2] == key]
     if not homes:
         return None
-    return f"'{key}' belongs to {homes[0].rpartition('.')[0] or 'the top level'}"
+    # lmx itself writes the block `python`.
+    home = min(homes, key=lambda name: (name.startswith("python."), name.count(".")))
+    return f"'{key}' belongs to {home.rpartition('.')[0] or 'the top level'}"
 
 
 def keys(
@@ -205,6 +207,9 @@ def _unknown_value(path: KeyPath, error: dict, data: Any) -> Problem:
 
 
 def _type_hint(path: KeyPath, error: dict) -> str | None:
+    value = error["input"]
+    if path[:-1] == ("stages",) and isinstance(value, str):
+        return f"write '- {value}:'" if value in fields(StageEntry) else None
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
         return "use quotes to make it text"
     if error["type"] == "bool_type":

@@ -105,6 +105,7 @@ def _with_stage_number(steps: list[str], data: dict) -> list[str]:
         return steps
     kind = steps[1]
     if kind.isdecimal():
+        _require_kind(steps, stages)
         return steps
     numbers = [n for n, s in enumerate(stages, 1) if isinstance(s, dict) and kind in s]
     if not numbers:
@@ -115,3 +116,15 @@ def _with_stage_number(steps: list[str], data: dict) -> list[str]:
         which = " or ".join(f"stages.{n}.{kind}" for n in numbers)
         raise _BadOverride(f"{len(numbers)} stages are '{kind}': use {which}")
     return ["stages", str(numbers[0]), *steps[1:]]
+
+
+def _require_kind(steps: list[str], stages: list) -> None:
+    """Refuse a key that would add a second kind to a stage."""
+    number = int(steps[1])
+    entry = stages[number - 1] if 1 <= number <= len(stages) else None
+    if not isinstance(entry, dict) or len(entry) != 1 or len(steps) == 2:
+        return
+    [kind] = entry
+    if steps[2] != kind:
+        hint = f"its keys begin with stages.{number}.{kind}"
+        raise _BadOverride(f"stage {number} is '{kind}', not '{steps[2]}'", hint)

@@ -162,12 +162,13 @@ def _written(place: Path) -> Iterator[None]:
             _create(root())
             yield
     except UserError as error:
-        if error.hint != fs.HINT:
+        if fs.OTHER_FOLDER not in (error.hint or ""):
             raise
+        hint = error.hint.replace(fs.OTHER_FOLDER, "set LMX_CACHE to another folder")
         raise UserError(
             error.message,
             place=error.place,
-            hint="free some space or set LMX_CACHE to another folder",
+            hint=hint,
             code=error.code,
         ) from error
 

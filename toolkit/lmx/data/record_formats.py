@@ -263,7 +263,8 @@ def check_columns(columns: dict[str, str]) -> None:
         if name not in COLUMNS:
             matches = difflib.get_close_matches(name, COLUMNS, n=1)
             raise UserError(
-                f"columns: there is no column {name!r}",
+                f"no dataset format has a column {name!r}",
+                place="data.columns",
                 hint=f"did you mean {matches[0]!r}?"
                 if matches
                 else f"columns are {', '.join(sorted(COLUMNS))}",

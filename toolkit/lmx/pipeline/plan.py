@@ -11,22 +11,21 @@ from typing import Any
 from ..config import yaml_io
 from ..config.errors import KeyPath
 from ..config.loader import LoadedRecipe, load_recipe, load_recipe_data
-from ..config.messages import Problem, nearest
+from ..config.messages import Problem
 from ..config.overrides import Override
 from ..config.quant_spec import QuantSpec
 from ..convert.importers import find_importable
-from ..data.builtin import BUILTINS
-from ..data.dataset import BUILTIN
 from ..errors import UserError
 from ..models.checkpoint import read_config
 from ..run.tables import OUTPUT_KEYS, one_line, recipe_values
 from ..run.trackers import TRACKERS, is_installed
+from .dataset_checks import check_datasets
 from .stage import (
     Find,
+    Formats,
     ModelState,
     RawStage,
     Stage,
-    is_missing,
     looks_local,
     missing_source,
     quantization_values,
@@ -168,11 +167,13 @@ def check_recipe(data: dict, find: Find) -> list[Problem]:
     Args:
         find: the path of a file that the recipe names; None if there is none.
     """
-    problems = [*_check_model(data, find), *_check_datasets(data, find)]
-    problems += _check_functions(data, find)
+    dataset_problems, formats = check_datasets(data.get("data"), find)
+    problems = [*_check_model(data, find), *dataset_problems]
+    stages = list(_raw_stages(data, find, formats))
+    problems += _check_functions(data, stages)
     problems += _check_trackers(data.get("tracker"))
     state = _initial_state(data, find)
-    for raw in _raw_stages(data, find):
+    for raw in stages:
         if stage := STAGES.get(raw.kind):
             problems += stage.check(raw, state)
             state = stage.next_state(raw, state)
@@ -182,14 +183,15 @@ def check_recipe(data: dict, find: Find) -> list[Problem]:
     return problems
 
 
-def _raw_stages(data: dict, find: Find) -> Iterator[RawStage]:
+def _raw_stages(data: dict, find: Find, formats: Formats) -> Iterator[RawStage]:
     stages, block = data.get("stages"), data.get("data")
     datasets = block if isinstance(block, dict) else {}
     for index, entry in enumerate(stages if isinstance(stages, list) else []):
         if isinstance(entry, dict) and len(entry) == 1:
             [(kind, block)] = entry.items()
             block = block if isinstance(block, dict) else {}
-            yield RawStage(("stages", index, kind), kind, block, datasets, find)
+            path = ("stages", index, kind)
+            yield RawStage(path, kind, block, datasets, find, formats)
 
 
 def _initial_state(data: dict, find: Find) -> ModelState:
@@ -268,21 +270,10 @@ def _is_checkpoint(place: Path) -> bool:
     return (place / "config.json").is_file() or any(place.glob(f"*{GGUF}"))
 
 
-def _check_datasets(data: dict, find: Find) -> Iterator[Problem]:
-    for path, source in _datasets(data.get("data")):
-        if source.startswith(BUILTIN):
-            if (name := source.removeprefix(BUILTIN)) not in BUILTINS:
-                hint = nearest(name, BUILTINS)
-                yield Problem(path, f"unknown built-in data '{name}'", hint)
-        elif is_missing(source, find):
-            yield missing_source(path, source, find)
-
-
-def _check_functions(data: dict, find: Find) -> Iterator[Problem]:
+def _check_functions(data: dict, stages: list[RawStage]) -> Iterator[Problem]:
     """Problems of Python functions that no stage would call."""
     block = data.get("python")
     block = block if isinstance(block, dict) else {}
-    stages = list(_raw_stages(data, find))
     pairs = [(raw, STAGES.get(raw.kind)) for raw in stages]
     trainings = [raw for raw, stage in pairs if stage and stage.calls == "loss"]
     measures = any(stage.calls == "metrics" for _, stage in pairs if stage)
@@ -307,14 +298,3 @@ def _check_trackers(value: Any) -> Iterator[Problem]:
         if isinstance(name, str) and name in TRACKERS and not is_installed(name):
             message = f"{TRACKERS[name].PACKAGE} is not installed"
             yield Problem(path, message, TRACKERS[name].INSTALL)
-
-
-def _datasets(block: Any) -> Iterator[tuple[KeyPath, str]]:
-    for split in ("train", "valid"):
-        sources = block.get(split) if isinstance(block, dict) else None
-        if isinstance(sources, str):
-            yield ("data", split), sources
-        elif isinstance(sources, list):
-            for index, source in enumerate(sources):
-                if isinstance(source, str):
-                    yield ("data", split, index), source

@@ -11,6 +11,7 @@ from ..config.quantize import PTQConfig
 from ..quantization.target_layers import select_layers
 from ..run import fs
 from .context import ModelArtifact, StageContext, write_model
+from .dataset_checks import check_source, known_columns
 from .estimate import ModelShape, StageResources, Workload
 from .quantize_cost import QuantizeCost
 from .stage import ModelState, RawStage, Stage, quantization_values
@@ -46,6 +47,12 @@ class QuantizeStage(Stage):
                     "--dequantize"
                 )
             yield Problem(raw.path, "the model is already quantized here", hint, "key")
+        if isinstance(source := raw.value("calibration", "dataset"), str):
+            path = (*raw.path, "calibration", "dataset")
+            columns = known_columns(raw.data)
+            problem, _ = check_source(path, source, "train", raw.find, columns)
+            if problem:
+                yield problem
 
     @classmethod
     def next_state(cls, raw: RawStage, state: ModelState) -> ModelState:

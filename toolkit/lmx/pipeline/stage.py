@@ -18,6 +18,8 @@ from .context import ModelArtifact, StageContext
 from .estimate import ModelShape, StageResources, Workload
 
 Find = Callable[[str], Path | None]
+# Formats of the sources of each split of a recipe; None = unknown.
+Formats = dict[str, list[str | None]]
 
 FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gguf", ".safetensors")
 
@@ -52,6 +54,7 @@ class RawStage:
         path: where the stage's block is in the recipe.
         data: the recipe's data block.
         find: the path of a file that the recipe names; None if there is none.
+        formats: of the sources of `data`.
     """
 
     path: KeyPath
@@ -59,6 +62,7 @@ class RawStage:
     block: dict
     data: dict
     find: Find
+    formats: Formats
 
     def value(self, *keys: str) -> Any:
         """The value at these keys of the stage's block; None if there is none."""

@@ -10,8 +10,10 @@ from ..config.messages import Problem
 from ..config.qat import CONTINUES_FROM_CODES, QATConfig
 from ..config.quant_spec import FLOAT_MODES
 from ..config.train import TrainConfig
+from ..errors import UserError
 from ..run.distributed import ProcessGroup
 from ..run.html.page import draw_curves
+from ..training.rewards import check_reward
 from .context import ModelArtifact, StageContext, create_from_scratch
 from .estimate import (
     BatchShape,
@@ -26,6 +28,11 @@ from .stage import ModelState, RawStage, Stage, needs_training_data, quantizatio
 CONTINUES = (
     f"quantizer {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"
 )
+# The dataset format that a loss needs, and its keys.
+EXAMPLES = dict.fromkeys(
+    ("dpo", "ipo", "cpo", "simpo", "orpo"),
+    ("preference", "prompt, chosen and rejected"),
+) | {"kto": ("unpaired_preference", "prompt, completion and label")}
 
 
 class TrainStage(Stage):
@@ -56,6 +63,8 @@ class TrainStage(Stage):
             hint = "leave data.loss_on out: it compares completions"
             message = "this loss needs loss_on: completions"
             yield Problem((*raw.path, "loss"), message, hint, "key")
+        yield from _check_formats(raw)
+        yield from _check_rewards(raw)
         adapter_path = (*raw.path, "adapter")
         if state.is_untrained and has_adapter:
             hint = "leave adapter out: a model from scratch is trained in full"
@@ -145,6 +154,11 @@ class TrainStage(Stage):
             training = TrainRun(config, context)
         try:
             training.run()
+        except UserError:
+            if ranks.is_first:
+                # NaN weights explain a loss that is not finite.
+                context.require_finite_base()
+            raise
         finally:
             # Also after an interruption or an error.
             if ranks.is_first:
@@ -205,6 +219,31 @@ class TrainStage(Stage):
 
 def _keeps_codes(raw: RawStage) -> bool:
     return raw.value("adapter", "type") == "qa_lora"
+
+
+def _check_formats(raw: RawStage) -> Iterator[Problem]:
+    """The problem of a loss whose examples are in no dataset."""
+    loss = raw.value("loss")
+    name = loss.get("type", "dpo") if isinstance(loss, dict) else loss
+    if not isinstance(name, str) or name not in EXAMPLES:
+        return
+    needed, keys = EXAMPLES[name]
+    for split, formats in raw.formats.items():
+        if formats and not {needed, None} & {*formats}:
+            kinds = ", ".join(dict.fromkeys(formats))
+            message = f"the loss {name} needs {needed} examples; these are {kinds}"
+            yield Problem(("data", split), message, f"an example has {keys}")
+
+
+def _check_rewards(raw: RawStage) -> Iterator[Problem]:
+    rewards = raw.value("loss", "rewards")
+    for index, name in enumerate(rewards if isinstance(rewards, list) else []):
+        try:
+            if isinstance(name, str):
+                check_reward(name, raw.find)
+        except UserError as error:
+            path = (*raw.path, "loss", "rewards", index)
+            yield Problem(path, error.message, error.hint)
 
 
 def _check_qat_of_codes(raw: RawStage, before: dict) -> Iterator[Problem]:

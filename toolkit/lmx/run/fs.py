@@ -30,7 +30,9 @@ _REASONS = {
     errno.ENOTSUP: "the disk does not support file locks",
     errno.ENAMETOOLONG: "the name is too long for the disk",
 }
-HINT = "free some space, or use another folder with output=..."
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OTHER_FOLDER = "use another folder with output=..."
+HINT = f"free some space, or {OTHER_FOLDER}"
 PARTIAL = ".partial"
 # Files of every run directory. Its owner locks the second one.
 MANIFEST, LOCK = "manifest.json", ".lock"
@@ -48,17 +50,19 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _REASONS:
             raise
-        raise _write_error(path, _REASONS[error.errno]) from error
+        hint = HINT if error.errno in _FULL else OTHER_FOLDER
+        raise _write_error(path, _REASONS[error.errno], hint) from error
     except RuntimeError as error:
         # MLX reports a failed write without the reason.
         if not str(error).startswith("[write]"):
             raise
         reason = f"MLX failed, with {free_bytes(path) / 1e6:,.0f} MB free"
-        raise _write_error(path, reason) from error
+        raise _write_error(path, reason, HINT) from error
 
 
-def _write_error(path: Path, reason: str) -> UserError:
-    return UserError(f"cannot write: {reason}", place=str(path), hint=HINT, code=FAILED)
+def _write_error(path: Path, reason: str, hint: str) -> UserError:
+    message = f"cannot write: {reason}"
+    return UserError(message, place=str(path), hint=hint, code=FAILED)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

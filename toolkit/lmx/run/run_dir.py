@@ -273,13 +273,13 @@ def _check_output(path: Path) -> None:
         folder = folder.parent
     if not folder.is_dir():
         kind = "a link that leads nowhere" if folder.is_symlink() else "a file"
-        raise UserError(f"cannot write: {folder} is {kind}", hint=fs.HINT)
+        raise UserError(f"cannot write: {folder} is {kind}", hint=fs.OTHER_FOLDER)
     try:
         # Permissions do not tell: a disk can be read-only, and /proc takes no folder.
         os.rmdir(tempfile.mkdtemp(prefix=".lmx-", dir=folder))
     except FileNotFoundError:
         message = f"cannot write: no folder can be made in {folder}"
-        raise UserError(message, hint=fs.HINT) from None
+        raise UserError(message, hint=fs.OTHER_FOLDER) from None
     if folder == path.absolute():
         if os.path.lexists(path / LOCK):
             os.close(_lock_file(path))

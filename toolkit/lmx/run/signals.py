@@ -8,9 +8,13 @@ from contextlib import contextmanager
 
 from ..errors import INTERRUPTED
 
+STDERR = 2
+
 
 @contextmanager
-def stop_requested(*kinds: signal.Signals) -> Iterator[Callable[[], bool]]:
+def stop_requested(
+    *kinds: signal.Signals, notice: str = ""
+) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether one of some signals has arrived.
 
     The first signal only sets this flag; a second one has its default effect. Outside
@@ -18,6 +22,7 @@ def stop_requested(*kinds: signal.Signals) -> Iterator[Callable[[], bool]]:
 
     Args:
         kinds: default: SIGINT and SIGTERM.
+        notice: a line for the terminal at the first signal.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -30,6 +35,9 @@ def stop_requested(*kinds: signal.Signals) -> Iterator[Callable[[], bool]]:
         received.append(kind)
         for each in kinds:
             signal.signal(each, before[each])
+        if notice and os.isatty(STDERR):
+            # Buffered streams cannot be written in a handler.
+            os.write(STDERR, f"\n{notice}\n".encode())
 
     for kind in kinds:
         signal.signal(kind, note)

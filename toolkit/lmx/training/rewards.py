@@ -15,6 +15,10 @@ from ..errors import FAILED, UserError
 from ..run.fs import hash_file
 
 EXACT_MATCH = "exact_match"
+# The answer filters of the rewards that need no Python file.
+MATCHES = {EXACT_MATCH: FILTERS["none"]} | {
+    f"{EXACT_MATCH}:{name}": answer_filter for name, answer_filter in FILTERS.items()
+}
 # Characters of a completion or an error in a message.
 MAX_SHOWN = 200
 
@@ -127,6 +131,25 @@ def resolve_rewards(
     ]
 
 
+def check_reward(name: str, find: Callable[[str], Path | None]) -> None:
+    """Refuse a reward function that does not exist. No Python code runs.
+
+    Raises:
+        UserError: there is no such function or file.
+    """
+    place, file = f"rewards: {name}", name.rpartition(":")[0]
+    if name in MATCHES:
+        return
+    if not file.endswith(".py"):
+        raise UserError(
+            f"there is no reward {name!r}",
+            place=place,
+            hint=f"use {', '.join(MATCHES)}, or FILE.py:FUNCTION",
+        )
+    if find(file) is None:
+        raise UserError(f"there is no file {file}", place=place)
+
+
 def _resolve(
     name: str,
     *,
@@ -134,19 +157,11 @@ def _resolve(
     allow_python: bool,
     timeout: float,
 ) -> Reward:
+    check_reward(name, find)
+    if name in MATCHES:
+        return Reward(name, partial(exact_match, answer_filter=MATCHES[name]))
     place = f"rewards: {name}"
-    if name == EXACT_MATCH:
-        return Reward(name, partial(exact_match, answer_filter=FILTERS["none"]))
     file, _, function = name.rpartition(":")
-    if file == EXACT_MATCH and function in FILTERS:
-        return Reward(name, partial(exact_match, answer_filter=FILTERS[function]))
-    if not file.endswith(".py"):
-        filters = ", ".join(f"{EXACT_MATCH}:{key}" for key in FILTERS)
-        raise UserError(
-            f"there is no reward {name!r}",
-            place=place,
-            hint=f"use {EXACT_MATCH}, {filters}, or FILE.py:FUNCTION",
-        )
     if not allow_python:
         raise UserError(
             "a recipe runs Python code only if you allow it",
@@ -154,8 +169,6 @@ def _resolve(
             hint=f"read {file}, then add --allow-python to the command",
         )
     path = find(file)
-    if path is None:
-        raise UserError("there is no such file", place=place)
     return Reward(name, _load(path, function, place), timeout, hash_file(path))
 
 

@@ -25,6 +25,7 @@ from .step import EvalOutput, StepOutput, TrainStep, metric_means
 
 # Seconds that a step and a checkpoint of several processes may take after SIGTERM.
 SHUTDOWN_SECONDS = 300
+STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again: at once, without"
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Trainer:
         config = self.config
         self._resume()
         with (
-            stop_requested() as signalled,
+            stop_requested(notice=STOPPING) as signalled,
             self.logger.progress(config.steps, "training") as bar,
             self.ranks.connection_errors(),
             exit_if_stuck(SHUTDOWN_SECONDS) if self.ranks.size > 1 else nullcontext(),
@@ -384,7 +385,7 @@ class Trainer:
         raise UserError(
             f"the loss or its gradient is NaN or infinite at step {running.number + 1}",
             place=", ".join(where[:4]),
-            hint=f"lower learning_rate; the batch is in {path}; "
-            "the same command resumes from the last checkpoint",
+            hint="lower learning_rate, with which the stage starts anew; the batch is "
+            f"in {path}",
             code=FAILED,
         )

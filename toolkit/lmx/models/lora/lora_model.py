@@ -87,18 +87,28 @@ def _match_targets(
     ranks = adapter.ranks.items()
     for pattern, rank in ranks:
         if not any(_matches(pattern, target, rank) for target in targets):
-            names = sorted({target.key for target in targets})
-            smaller = "a lower rank, or by name: " if pattern == AUTO else "there are: "
-            raise UserError(
-                f"no layer that {adapter.type} adapts here matches {pattern!r}",
-                hint=smaller + ", ".join(names),
-            )
+            raise _unmatched(adapter, pattern, rank, targets)
     matches = []
     for target in targets:
         matching = (rank for pattern, rank in ranks if _matches(pattern, target, rank))
         if rank := next(matching, None):
             matches.append((target, rank))
     return matches
+
+
+def _unmatched(
+    adapter: LoRAConfig, pattern: str, rank: int, targets: list[TargetModule]
+) -> UserError:
+    names = ", ".join(sorted({target.key for target in targets}))
+    if pattern == AUTO and any(target.in_block for target in targets):
+        return UserError(
+            f"rank {rank} is too large: an adapter would be no smaller than its layer",
+            hint=f"a lower rank, or layers by name: {names}",
+        )
+    return UserError(
+        f"no layer that {adapter.type} adapts here matches {pattern!r}",
+        hint=f"there are: {names}",
+    )
 
 
 def _matches(pattern: str, target: TargetModule, rank: int) -> bool:
