@@ -155,7 +155,7 @@ def test_data_without_pairs_is_refused(tmp_path, base, capsys):
     chats = [{"messages": r["prompt"] + r["chosen"]} for r in rows]
     path.write_text("".join(json.dumps(r) + "\n" for r in chats))
     assert run() == 2
-    assert "it has no rejected completion" in capsys.readouterr().err
+    assert "the loss dpo needs preference examples" in capsys.readouterr().err
 
 
 def test_kto_needs_both_labels(tmp_path, base, capsys):
