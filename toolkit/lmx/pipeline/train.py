@@ -29,7 +29,7 @@ CONTINUES = (
     f"quantizer {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"
 )
 # The dataset format that a loss needs, and its keys.
-EXAMPLES = dict.fromkeys(
+LOSS_FORMATS = dict.fromkeys(
     ("dpo", "ipo", "cpo", "simpo", "orpo"),
     ("preference", "prompt, chosen and rejected"),
 ) | {"kto": ("unpaired_preference", "prompt, completion and label")}
@@ -225,9 +225,9 @@ def _check_formats(raw: RawStage) -> Iterator[Problem]:
     """The problem of a loss whose examples are in no dataset."""
     loss = raw.value("loss")
     name = loss.get("type", "dpo") if isinstance(loss, dict) else loss
-    if not isinstance(name, str) or name not in EXAMPLES:
+    if not isinstance(name, str) or name not in LOSS_FORMATS:
         return
-    needed, keys = EXAMPLES[name]
+    needed, keys = LOSS_FORMATS[name]
     for split, formats in raw.formats.items():
         if formats and not {needed, None} & {*formats}:
             kinds = ", ".join(dict.fromkeys(formats))
