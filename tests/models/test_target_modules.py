@@ -117,9 +117,11 @@ def test_auto_skips_layers_smaller_than_their_adapter():
     assert "self_attn.k_proj" in adapted("llama", rank=10)
     assert "self_attn.k_proj" not in adapted("llama", rank=11)
     assert "self_attn.k_proj" in adapted("llama", ["*"], rank=11)
-    with pytest.raises(UserError, match="matches 'auto'") as caught:
+    with pytest.raises(UserError, match="rank 64 is too large") as caught:
         adapted("llama", rank=64)
-    assert caught.value.hint.startswith("a lower rank, or by name: lm_head, mlp.")
+    assert caught.value.hint.startswith(
+        "a lower rank, or layers by name: lm_head, mlp."
+    )
 
 
 def test_auto_skips_indexers_and_star_adapts_them():

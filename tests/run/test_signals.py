@@ -8,15 +8,22 @@ import pytest
 from lmx.run import signals
 
 
+@pytest.fixture(autouse=True)
+def default_handler():
+    """A process in the background may ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_first_signal_is_noted_and_the_second_acts():
-    before = signal.getsignal(signal.SIGINT)
     with signals.stop_requested() as is_requested:
         assert not is_requested()
         signal.raise_signal(signal.SIGINT)
         assert is_requested()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_notice_is_for_a_terminal(monkeypatch, capfd):
