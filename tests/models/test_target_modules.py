@@ -121,8 +121,6 @@ def test_auto_skips_layers_smaller_than_their_adapter():
         adapted("llama", rank=64)
     hint = "a lower rank, or layers by name: lm_head, mlp."
     assert caught.value.hint.startswith(hint)
-        "a lower rank, or layers by name: lm_head, mlp."
-    )
 
 
 def test_auto_skips_indexers_and_star_adapts_them():
