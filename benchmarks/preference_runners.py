@@ -202,7 +202,7 @@ def _lmx_grpo(folder: Path, settings: dict) -> dict:
         parameters = sum(value.size for value in adapter.values())
     counts = [0] * (clock.total + 1)
     for sample in samples:
-        counts[json.loads(sample)["step"]] += 1
+        counts[json.loads(sample)["step"] - 1] += 1
     return clock.result(
         parameters,
         completions=sum(clock.timed(counts)),
