@@ -68,7 +68,6 @@ def test_real_model_compares_all_methods(tmp_path):
     for part, names in parts.items():
         rows = " ".join(f'"{name}"' for name in names)
         printed = run("real_model.py", f"{options} --part {part} --rows {rows}")
-        assert run("real_model.py", f"{options} --part {part} --print-only") == printed
         cells = [
             line.strip("| ").split(" | ")
             for line in printed.splitlines()
@@ -78,6 +77,8 @@ def test_real_model_compares_all_methods(tmp_path):
             n.removesuffix(", run 1") for n in names
         ]
         if part == "quality":
+            again = run("real_model.py", f"{options} --part {part} --print-only")
+            assert again == printed
             errors = {row[0]: float(row[1].split()[0]) for row in cells[2:]}
             assert errors["lmx fast"] < errors["mlx gptq"] < errors["RTN"]
         if part == "activations":
