@@ -10,7 +10,7 @@ from lmx.config.model import ScratchModelConfig
 from lmx.data.dataset import RecordReader
 from lmx.data.tokenization import encode_all
 from lmx.models import checkpoint_writer, from_scratch, loader
-from lmx.pipeline import dry_run, largest_fit, resources
+from lmx.pipeline import dataset_checks, dry_run, largest_fit, resources
 
 LENGTH, BATCH = "data.max_seq_length", "stages.1.train.batch_size"
 POSITIONS = 1000
@@ -152,6 +152,20 @@ def test_longest_example_is_tokenized_also_if_it_is_not_sampled(workspace, monke
     assert "8 of 8" not in str(checked)
     assert "changes little" in str(checked)
     assert checked.largest == every
+
+
+def test_trials_do_not_read_the_data(workspace, monkeypatch):
+    """The recipe's sources are checked once, and not for each value that is tried."""
+    sources = []
+
+    def record(source, **settings):
+        sources.append(source)
+        return RecordReader(source, **settings)
+
+    monkeypatch.setattr(dataset_checks, "RecordReader", record)
+    assert find("max_seq_length")
+    # Negative control: the check does read it.
+    assert len(sources) == 1
 
 
 def test_longest_text_bounds_the_length(workspace):

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..config.loader import LoadedRecipe
+from ..config.loader import LoadedRecipe, load_recipe_data
 from ..errors import WILL_NOT_FIT, UserError
 from ..run.tables import aligned
 from .estimate import ModelShape
-from .plan import RunPlan, load_data, plan
+from .plan import RunPlan, plan
 from .resources import ResourceCheck, readable_size
 
 FitKey = Literal["max_seq_length", "batch_size", "batch_tokens"]
@@ -156,7 +156,8 @@ class FitFinder:
 
     def check(self, overrides: dict[str, int]) -> ResourceCheck:
         """What the recipe with other values needs of this machine."""
-        loaded = load_data(
+        # Without the checks of files and data, which the recipe has passed.
+        loaded = load_recipe_data(
             self._loaded.data,
             [*overrides.items()],
             name=self._loaded.name,

@@ -4,12 +4,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from ..config.data import DataConfig
 from ..config.messages import Problem
+from ..config.preference import KTOLossConfig, PreferenceLossConfig
 from ..config.qat import CONTINUES_FROM_CODES, QATConfig
 from ..config.quant_spec import FLOAT_MODES
 from ..config.train import TrainConfig
+from ..data.record_formats import FORMATS
 from ..errors import UserError
 from ..run.distributed import ProcessGroup
 from ..run.html.page import draw_curves
@@ -28,11 +31,13 @@ from .stage import ModelState, RawStage, Stage, needs_training_data, quantizatio
 CONTINUES = (
     f"quantizer {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"
 )
-# The dataset format that a loss needs, and its keys.
-LOSS_FORMATS = dict.fromkeys(
-    ("dpo", "ipo", "cpo", "simpo", "orpo"),
-    ("preference", "prompt, chosen and rejected"),
-) | {"kto": ("unpaired_preference", "prompt, completion and label")}
+# The dataset format that a preference loss needs.
+LOSS_FORMATS = {
+    loss.model_fields["type"].default: (
+        "unpaired_preference" if loss is KTOLossConfig else "preference"
+    )
+    for loss in get_args(PreferenceLossConfig)
+}
 
 
 class TrainStage(Stage):
@@ -227,12 +232,13 @@ def _check_formats(raw: RawStage) -> Iterator[Problem]:
     name = loss.get("type", "dpo") if isinstance(loss, dict) else loss
     if not isinstance(name, str) or name not in LOSS_FORMATS:
         return
-    needed, keys = LOSS_FORMATS[name]
+    needed = LOSS_FORMATS[name]
+    keys = [*FORMATS[needed].keys, *FORMATS[needed].optional]
     for split, formats in raw.formats.items():
         if formats and not {needed, None} & {*formats}:
             kinds = ", ".join(dict.fromkeys(formats))
             message = f"the loss {name} needs {needed} examples; these are {kinds}"
-            yield Problem(("data", split), message, f"an example has {keys}")
+            yield Problem(("data", split), message, f"an example has {', '.join(keys)}")
 
 
 def _check_rewards(raw: RawStage) -> Iterator[Problem]:
