@@ -1,4 +1,7 @@
-"""The GPU kernels of GPTQ: their bodies as C++, and the number of launches."""
+"""The GPU kernels of GPTQ, and the number of launches.
+
+Without a GPU, the bodies of the kernels run as C++.
+"""
 
 import ctypes
 import re
@@ -23,12 +26,31 @@ CONSTANTS = {
     "SHRINKS": len(SHRINK_FACTORS),
     "ITERS": LEAST_SQUARES_ITERS,
 }
+ON_GPU = gpu_kernels.on_gpu()
+DTYPES = {"float": mx.float32, "_Float16": mx.float16}
 VIEWS = {"Slice", "Transpose", "Reshape", "Broadcast", "ExpandDims", "Squeeze"}
+
+
+@pytest.fixture(autouse=True)
+def expect_numpy(monkeypatch):
+    """The functions that the kernels replace compute the expected values."""
+    monkeypatch.setattr(gpu_kernels, "on_gpu", lambda: False)
+
+
+def run_on_gpu(name, arrays, shapes, dtype="float", number=None, **constants):
+    constants = CONSTANTS | dict(gpu_kernels._steps(number)) | constants
+    template = [("T", DTYPES[dtype]), *constants.items()]
+    arrays = [mx.array(np.asarray(a, np.float32)) for a in arrays]
+    shapes = [shape if isinstance(shape, tuple) else (shape,) for shape in shapes]
+    results = gpu_kernels._launch(name, arrays, template, shapes)
+    return [np.array(result) for result in results]
 
 
 @pytest.fixture(scope="module")
 def run_kernel(tmp_path_factory):
-    """A function that runs the body of a kernel for every row, on the CPU."""
+    """A function that runs a kernel for every row."""
+    if ON_GPU:
+        return run_on_gpu
     if not shutil.which("g++"):
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("kernels")

@@ -1,6 +1,7 @@
 """What makes MLX fast on Linux CPUs, behind one call: `enable`. See docs/cpu.md.
 
-`LMX_CPU=off` leaves MLX as it is. Nothing here is used on macOS or on a GPU.
+`LMX_CPU=off` leaves MLX as it is. Nothing here is used on macOS. Beside a GPU, only
+the BLAS is, because MLX factors matrices on the CPU.
 """
 
 import os

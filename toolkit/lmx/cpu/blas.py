@@ -1,4 +1,4 @@
-"""OpenBLAS for MLX's matrix products on Linux CPUs.
+"""OpenBLAS for MLX's matrix products and factorizations on Linux CPUs.
 
 MLX's wheel links netlib's reference BLAS, which is 15 to 30 times slower. The dynamic
 linker writes the addresses of the BLAS functions into a table when Python imports
@@ -54,6 +54,7 @@ class Blas:
 def use_openblas() -> Blas:
     """Point MLX at the first usable OpenBLAS, once per process, at any time.
 
+    This holds on a machine with a GPU, too: MLX factors matrices on the CPU only.
     Never raises: after any error MLX keeps its own BLAS, with a warning. LMX_CPU=off
     turns it off; LMX_BLAS_THREADS, else OPENBLAS_NUM_THREADS, sets the threads. The
     processes of a run on one machine share its processors.
@@ -63,10 +64,6 @@ def use_openblas() -> Blas:
     if os.environ.get("LMX_CPU") == "off":
         return _unchanged("turned off by LMX_CPU=off")
     try:
-        import mlx.core as mx
-
-        if mx.default_device().type != mx.cpu:
-            return _unchanged("MLX computes on the GPU")
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", IDLE_TIMEOUT)
         return _replace()
     except (OSError, ImportError, AttributeError, ValueError, RuntimeError) as error:
@@ -179,9 +176,11 @@ def _mlx_uses(sgemm) -> bool:
     import mlx.core as mx
 
     rows, inner, columns = 16, 1024, 8
-    a = mx.sin(mx.arange(rows * inner, dtype=mx.float32)).reshape(rows, inner)
-    b = mx.cos(mx.arange(inner * columns, dtype=mx.float32)).reshape(inner, columns)
-    product = bytes(memoryview(mx.contiguous(a @ b)))
+    with mx.stream(mx.cpu):
+        a = mx.sin(mx.arange(rows * inner, dtype=mx.float32)).reshape(rows, inner)
+        b = mx.cos(mx.arange(inner * columns, dtype=mx.float32))
+        b = b.reshape(inner, columns)
+        product = bytes(memoryview(mx.contiguous(a @ b)))
     expected = (ctypes.c_float * (rows * columns))()
     left, right = (ctypes.create_string_buffer(bytes(memoryview(x))) for x in (a, b))
     sgemm(
