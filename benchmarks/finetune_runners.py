@@ -252,8 +252,12 @@ def _hf(folder: Path, settings: dict, _: str) -> dict:
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     torch.manual_seed(0)
+    # As MLX multiplies float32 on such GPUs.
+    torch.set_float32_matmul_precision("high")
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    model.config.use_cache = False
+    model.to(device).config.use_cache = False
     if settings["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if not settings["full"]:
@@ -272,6 +276,7 @@ def _hf(folder: Path, settings: dict, _: str) -> dict:
             order = list(LengthGroupedSampler(size, lengths=lengths))
         start = number % clock.warm * size
         batch = _padded([examples[i] for i in order[start : start + size]])
+        batch = {name: values.to(device) for name, values in batch.items()}
         mask = batch["attention_mask"]
         clock.batch(number, mask.numel(), int(mask.sum()))
         optimizer.zero_grad()
@@ -283,7 +288,8 @@ def _hf(folder: Path, settings: dict, _: str) -> dict:
         _merge(model, folder)
     size = sum(value.numel() for value in trained)
     threads = torch.get_num_threads()
-    return clock.result(size, f"{threads} torch {torch.__version__}")
+    peak = torch.cuda.max_memory_allocated() if on_gpu else None
+    return clock.result(size, f"{threads} torch {torch.__version__}", peak=peak)
 
 
 def _merge(model, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Compare generation with lmx and mlx-lm: prefill, decoding, batches, speculation.
 
-Both use the same random checkpoint, prompts and BLAS. Each run is a separate process;
-the libraries alternate. The last table has counts, not times.
+Both use the same checkpoint, prompts and BLAS. Each run is a separate process; the
+libraries alternate. The last table has counts, not times. The checkpoint is random, or
+that of `--model`, which is compared without a draft.
 """
 
 import argparse
@@ -36,7 +37,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = Path(folder)
-        prepare(arguments)
+        if arguments.model:
+            prepare_model(arguments)
+        else:
+            prepare(arguments)
         runs = compare(arguments)
         _print_times(runs, arguments)
         if arguments.sampled_tokens:
@@ -46,10 +50,11 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="folder of a dense model; default: random")
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--vocab-size", type=int, default=8192)
-    parser.add_argument("--bits", type=int, choices=(4, 8), help="default: float32")
+    parser.add_argument("--bits", type=int, choices=(4, 8), help="default: dense")
     parser.add_argument("--prompt-length", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=96, help="per prompt")
     parser.add_argument("--batch-size", type=int, default=16)
@@ -109,6 +114,24 @@ def prepare(arguments: argparse.Namespace) -> None:
         )
 
 
+def prepare_model(arguments: argparse.Namespace) -> None:
+    """Write the given model as the target, in its own dtype or quantized."""
+    from mlx_lm import convert
+
+    convert(
+        arguments.model,
+        str(arguments.folder / "model"),
+        quantize=arguments.bits is not None,
+        q_bits=arguments.bits,
+        q_group_size=64,
+    )
+    config = json.loads((arguments.folder / "model" / "config.json").read_text())
+    arguments.vocab_size = config["vocab_size"]
+    arguments.hidden_size = config["hidden_size"]
+    arguments.num_layers = config["num_hidden_layers"]
+    arguments.sampled_tokens = 0
+
+
 def compare(arguments: argparse.Namespace) -> dict[str, list[dict]]:
     """The results of all runs, by library."""
     runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
@@ -165,7 +188,7 @@ def measure(kind: type, arguments: argparse.Namespace) -> dict:
 
 
 def _print_times(runs: dict[str, list[dict]], arguments: argparse.Namespace) -> None:
-    weights = f"{arguments.bits} bits" if arguments.bits else "float32"
+    weights = f"{arguments.bits} bits" if arguments.bits else "dense"
     print(
         f"Llama, {arguments.num_layers} layers, hidden size {arguments.hidden_size}, "
         f"vocabulary {arguments.vocab_size}, {weights}; prompt of "
