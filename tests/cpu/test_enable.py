@@ -64,8 +64,9 @@ def test_enable_changes_nothing_on_macos():
     assert enable("darwin") == "0 QuantizedLinear False False Accelerate"
 
 
-def test_enable_changes_nothing_on_a_gpu(monkeypatch):
+def test_enable_leaves_functions_and_layers_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu, "on_cpu", lambda: False)
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
     model = nn.Sequential(nn.QuantizedLinear(64, 64))
     status = cpu.enable(model)
     assert type(model.layers[0]) is nn.QuantizedLinear

@@ -1,4 +1,4 @@
-"""The private folder of MLX's kernels: who may write it, and unfinished files."""
+"""The private folders of MLX's kernels: who may write them, and unfinished files."""
 
 import os
 import shutil
@@ -6,7 +6,9 @@ import subprocess
 import sys
 import tempfile
 
+import mlx.core as mx
 import pytest
+from lmx import cpu
 from lmx.cpu import kernel_cache
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="for Linux")
@@ -97,3 +99,55 @@ def test_files_that_are_being_written_stay(tmp_path):
     os.utime(file, (0, 0))
     kernel_cache.remove_unfinished(tmp_path)
     assert not file.exists()
+
+
+@pytest.fixture
+def cuda(base, monkeypatch):
+    """A machine whose GPU has an architecture."""
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "sm_90"})
+    monkeypatch.setattr(cpu, "on_cpu", lambda: False)
+    # Undone after the test, whatever it sets.
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "")
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+    return base
+
+
+def test_cuda_kernels_stay_below_the_home_folder(cuda):
+    private = cuda / "home" / ".cache" / f"lmx-{os.getuid()}"
+    cpu.enable()
+    expected = private / "cuda" / f"{mx.__version__}-sm_90"
+    assert os.environ["MLX_PTX_CACHE_DIR"] == str(expected)
+    assert private.stat().st_mode & 0o777 == 0o700
+
+
+def test_cuda_kernels_without_a_home_folder(cuda, monkeypatch):
+    monkeypatch.delenv("HOME")
+    folder = kernel_cache.keep_cuda_kernels()
+    assert folder.is_relative_to(cuda / f"lmx-{os.getuid()}")
+
+
+def test_cuda_kernels_go_where_the_user_says(cuda, monkeypatch):
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/elsewhere")
+    cpu.enable()
+    assert os.environ["MLX_PTX_CACHE_DIR"] == "/elsewhere"
+
+
+def test_lmx_cpu_off_leaves_cuda_kernels(cuda, monkeypatch):
+    monkeypatch.setenv("LMX_CPU", "off")
+    cpu.enable()
+    assert "MLX_PTX_CACHE_DIR" not in os.environ
+
+
+def test_cuda_modules_of_killed_processes_are_removed(cuda):
+    folder = kernel_cache.keep_cuda_kernels()
+    long_name = folder / "first-part-of-a-long-name"
+    long_name.mkdir(parents=True)
+    files = [folder / "a.ptx", long_name / "b.ptx", folder / "new.ptx"]
+    for file in files:
+        file.write_bytes(b"module")
+    (folder / "a.cu").write_text("source")
+    for file in files[:2]:
+        os.utime(file, (0, 0))
+    del os.environ["MLX_PTX_CACHE_DIR"]
+    kernel_cache.keep_cuda_kernels()
+    assert [file.exists() for file in files] == [True, False, True]

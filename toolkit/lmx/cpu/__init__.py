@@ -1,7 +1,7 @@
 """What makes MLX fast on Linux CPUs, behind one call: `enable`. See docs/cpu.md.
 
-`LMX_CPU=off` leaves MLX as it is. Nothing here is used on macOS. Beside a GPU, only
-the BLAS is, because MLX factors matrices on the CPU.
+`LMX_CPU=off` leaves MLX as it is. Nothing here is used on macOS. Beside an NVIDIA GPU,
+OpenBLAS is, because MLX factors matrices on the CPU, and a folder for compiled kernels.
 """
 
 import os
@@ -39,8 +39,12 @@ def on_cpu() -> bool:
 
 
 def replaces_functions() -> bool:
-    """Whether `enable` replaces anything: on a Linux CPU, without LMX_CPU=off."""
-    return sys.platform == "linux" and os.environ.get("LMX_CPU") != "off" and on_cpu()
+    """Whether `enable` replaces functions: on a Linux CPU, without LMX_CPU=off."""
+    return _may_change_mlx() and on_cpu()
+
+
+def _may_change_mlx() -> bool:
+    return sys.platform == "linux" and os.environ.get("LMX_CPU") != "off"
 
 
 def keep_dequantized(model: Any) -> int:
@@ -72,6 +76,8 @@ def enable(model: Any = None) -> CpuStatus:
     from .precompiled_header import precompile_header
 
     if not replaces_functions():
+        if _may_change_mlx():
+            kernel_cache.keep_cuda_kernels()
         return CpuStatus(blas.use_openblas(), False, False, None)
     kernel_cache.use_private_folder()
     keeps_memory = malloc.keep_freed_memory()

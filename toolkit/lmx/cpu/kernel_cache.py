@@ -1,4 +1,5 @@
-"""A private folder for the kernels that MLX compiles on a Linux CPU.
+"""A private folder for the kernels that MLX compiles on Linux: on a CPU with g++, on an
+NVIDIA GPU with NVRTC.
 
 MLX keeps them in the shared temporary folder under a predictable name, and loads the
 files it finds. Here MLX gets a folder that only this user can write, and files
@@ -50,6 +51,28 @@ def use_private_folder() -> Path | None:
     return None
 
 
+def keep_cuda_kernels() -> Path | None:
+    """Let MLX keep its CUDA kernels in a folder of this user, for the next processes.
+
+    A first run compiles for minutes, so the folder is below the home folder, else below
+    the temporary folder. MLX reads MLX_PTX_CACHE_DIR when it first compiles. A
+    kernel is for one version of MLX and one architecture; its file name has neither.
+
+    Returns:
+        The folder, or None if the user chose one, or if there is no place for one.
+    """
+    if "MLX_PTX_CACHE_DIR" in os.environ:
+        return None
+    for private in reversed(_candidates()):
+        if _make_private(private):
+            architecture = mx.device_info()["architecture"]
+            folder = private / "cuda" / f"{mx.__version__}-{architecture}"
+            os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
+            remove_unfinished_modules(folder)
+            return folder
+    return None
+
+
 def _candidates() -> list[Path]:
     """Below the temporary folder, else below the home folder."""
     name = f"lmx-{os.getuid()}"
@@ -82,6 +105,17 @@ def remove_unfinished(folder: Path) -> None:
             status = file.stat()
             age = time.time() - status.st_mtime
             if age > SETTLED and not _is_finished(file, status.st_size):
+                file.unlink()
+        except OSError:
+            continue  # Another process removed it.
+
+
+def remove_unfinished_modules(folder: Path) -> None:
+    """Delete CUDA modules without their source, which MLX writes last."""
+    for file in folder.rglob("*.ptx"):
+        try:
+            age = time.time() - file.stat().st_mtime
+            if age > SETTLED and not file.with_suffix(".cu").exists():
                 file.unlink()
         except OSError:
             continue  # Another process removed it.
