@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.cpu import blas
@@ -343,6 +344,31 @@ def test_generate_outputs_have_the_same_tokens():
         assert float(overlap) > 2 * float(product)
         assert float(lmx) == pytest.approx(float(lmx_expected), rel=0.2)
         assert float(mlx_lm) == pytest.approx(float(mlx_lm_expected), rel=0.2)
+
+
+def test_real_model_sums_are_equal_in_numpy_and_in_mlx(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from real_model_divergence import sums_in_mlx, sums_in_numpy
+
+    rng = np.random.default_rng(0)
+    p = mx.array(rng.normal(size=(7, 300)) * 4, mx.float32)
+    q = p + mx.array(rng.normal(size=p.shape), mx.float32)
+    targets = rng.integers(0, 300, 7)
+    expected = sums_in_numpy(p, q, targets)
+    assert expected["kl"] > 1
+    assert 0 < expected["agrees"] < 7
+    assert sums_in_mlx(p, q, targets) == pytest.approx(expected, rel=1e-5)
+
+
+def test_generate_takes_a_real_model():
+    text = run(
+        "generate.py",
+        f"--model {BENCHMARKS.parent / 'data/tiny-base'} --bits 4 --prompt-length 16 "
+        "--max-tokens 4 --batch-size 2 --repeats 1 --threads 1",
+    )
+    assert "hidden size 256, vocabulary 2048, 4 bits" in text
+    assert "3 of 3 outputs have the same tokens" in text
+    assert "draft" not in text
 
 
 def test_draft_quality_takes_questions_of_gsm8k(tmp_path, monkeypatch):
