@@ -60,9 +60,12 @@ class FloatFormat:
         return (values + rounder) - rounder
 
     def codes(self, values: mx.array) -> mx.array:
-        """Codes, uint8, of representable values: sign, exponent and fraction bits."""
+        """Codes, uint8, of representable values: sign, exponent and fraction bits.
+
+        Zero has one code. `nearest` makes negative zeros on a GPU.
+        """
         if self.bits == 8:
-            return mx.to_fp8(values)
+            return mx.to_fp8(mx.where(values == 0, 0.0, values))
         steps = mx.abs(values)
         # Codes 0 ... 7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6: the spacing doubles twice.
         codes = mx.minimum(2 * steps, mx.minimum(steps + 2, steps / 2 + 4))
