@@ -1,6 +1,7 @@
 """Packed sequences compared with their documents one by one."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from lmx.data.batching import Batch
@@ -160,16 +161,49 @@ def test_packing_refuses_absolute_positions():
         DocumentCaches(build_model(config))
 
 
-def test_packing_is_verified_with_the_tolerance_of_bfloat16(monkeypatch):
-    model, _ = llama()
+@pytest.mark.parametrize("num_layers", [2, 30])
+def test_packing_is_verified_with_the_tolerance_of_bfloat16(num_layers, monkeypatch):
+    model, _ = llama(num_hidden_layers=num_layers)
     model.set_dtype(mx.bfloat16)
     DocumentCaches(model)
     # Negative control: a mask that ignores the documents is refused.
+    ignore_documents(monkeypatch)
+    with pytest.raises(PackingUnsupported, match="are off by"):
+        DocumentCaches(model)
+
+
+def ignore_documents(monkeypatch):
     init = document_mask._DocumentMasks.__init__
     monkeypatch.setattr(
         document_mask._DocumentMasks,
         "__init__",
         lambda self, documents: init(self, mx.zeros_like(documents)),
     )
+
+
+class Rounded(nn.Module):
+    """A model whose logits are rounded as a GPU rounds the factors of products."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def __call__(self, *args, **kwargs):
+        logits = self.model(*args, **kwargs)
+        return logits * mx.random.uniform(1 - 1e-3, 1 + 1e-3, logits.shape)
+
+    @property
+    def layers(self):
+        return self.model.layers
+
+
+def test_float32_is_exact_on_a_cpu_only(monkeypatch):
+    model = Rounded(llama()[0])
+    monkeypatch.setattr(document_mask, "on_cpu", lambda: True)
+    with pytest.raises(PackingUnsupported, match="are off by"):
+        DocumentCaches(model)
+    monkeypatch.setattr(document_mask, "on_cpu", lambda: False)
+    DocumentCaches(model)
+    ignore_documents(monkeypatch)
     with pytest.raises(PackingUnsupported, match="are off by"):
         DocumentCaches(model)

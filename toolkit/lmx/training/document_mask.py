@@ -8,10 +8,17 @@ one.
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..cpu import on_cpu
 from ..models.loader import make_cache
 
 # Caches of attention over keys and values. Recurrent states have no mask.
 ATTENTION_CACHES = {"KVCache", "RotatingKVCache"}
+# How far the logits of a position may be off, relative to their norm: in float32, and
+# where products are rounded to bfloat16, or to TF32 on a GPU. A document moves the
+# logits of SmolLM2 by .12 in bfloat16 when its positions move; a wrong mask by 2.4.
+EXACT_TOLERANCE, ROUNDED_TOLERANCE = 1e-4, 0.25
+# The least norm of logits to compare with.
+MIN_NORM = 1e-3
 
 
 class PackingUnsupported(Exception):
@@ -65,13 +72,13 @@ class DocumentCaches:
         finally:
             model.train(training)
         is_float32 = packed.dtype == mx.float32 and alone.dtype == mx.float32
+        tolerance = EXACT_TOLERANCE if is_float32 and on_cpu() else ROUNDED_TOLERANCE
         alone, packed = alone.astype(mx.float32), packed.astype(mx.float32)
-        tolerance = 1e-4 if is_float32 else 2**-6
-        tolerance *= max(1.0, mx.abs(alone).max().item())
-        error = mx.abs(packed - alone).max().item()
+        norms = mx.maximum(mx.linalg.norm(alone, axis=-1), MIN_NORM)
+        error = (mx.linalg.norm(packed - alone, axis=-1) / norms).max().item()
         if not error <= tolerance:
             raise PackingUnsupported(
-                f"logits of a packed document are off by {error:.2g}"
+                f"logits of a packed document are off by {error:.0%}"
             )
 
 
