@@ -32,8 +32,8 @@ LOGIT_SCALE = 4.0
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.library:
-        print(json.dumps(measure(LIBRARIES[arguments.library], arguments)))
+    if arguments.runner:
+        print(json.dumps(measure(LIBRARIES[arguments.runner], arguments)))
         return
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = Path(folder)
@@ -66,7 +66,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=3, help="runs per library")
     parser.add_argument("--threads", type=int, help="BLAS threads; default: all cores")
-    parser.add_argument("--library", choices=LIBRARIES, help=argparse.SUPPRESS)
+    parser.add_argument("--runner", choices=LIBRARIES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -145,7 +145,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, list[dict]]:
 
 
 def _run(library: str, sampled: int, arguments: argparse.Namespace) -> dict:
-    command = [sys.executable, __file__, "--library", library]
+    command = [sys.executable, __file__, "--runner", library]
     command += ["--sampled-tokens", str(sampled)]
     for name in ("folder", "vocab_size", "prompt_length", "max_tokens", "batch_size"):
         command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]

@@ -28,8 +28,8 @@ STOCK_STEPS = 2
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.library:
-        run = _lmx if arguments.library == "lmx" else _mlx_lm
+    if arguments.runner:
+        run = _lmx if arguments.runner == "lmx" else _mlx_lm
         print(json.dumps(run(arguments)))
         return
     _print_header(arguments)
@@ -48,7 +48,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="runs per library")
     parser.add_argument("--threads", type=int, help="BLAS threads; default: all cores")
     parser.add_argument("--case", choices=CASES, help="default: all")
-    parser.add_argument("--library", choices=LIBRARIES, help=argparse.SUPPRESS)
+    parser.add_argument("--runner", choices=LIBRARIES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -66,7 +66,7 @@ def compare(case: str, arguments: argparse.Namespace) -> dict[str, list[dict]]:
 
 def _run(library: str, case: str, arguments: argparse.Namespace) -> dict:
     steps = min(arguments.steps, STOCK_STEPS) if library == "stock" else arguments.steps
-    command = [sys.executable, __file__, "--library", library, "--case", case]
+    command = [sys.executable, __file__, "--runner", library, "--case", case]
     for name in ("hidden_size", "num_layers", "vocab_size", "batch_size", "seq_length"):
         command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     environment = dict(os.environ)

@@ -84,3 +84,20 @@ def test_enable_replaces_swiglu_of_loaded_mlx_lm_models():
     assert activations.swiglu.__module__ == patches.__name__
     gate = mx.linspace(-3, 3, patches.MIN_GATE_VALUES)
     assert mx.allclose(activations.swiglu(gate, gate), nn.sigmoid(gate) * gate * gate)
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_exact_products_are_recognized(monkeypatch, is_rounded):
+    """On a GPU, whose products may have the ten bits of TF32."""
+    matmul = mx.matmul
+
+    def gpu_matmul(a, b, *, stream=None):
+        if is_rounded and stream is None:
+            a, b = (x.astype(mx.float16).astype(mx.float32) for x in (a, b))
+        return matmul(a, b, stream=stream)
+
+    monkeypatch.setattr(mx, "matmul", gpu_matmul)
+    monkeypatch.setattr(cpu, "on_cpu", lambda: False)
+    cpu.multiplies_exactly.cache_clear()
+    assert cpu.multiplies_exactly() is not is_rounded
+    cpu.multiplies_exactly.cache_clear()

@@ -197,12 +197,12 @@ class Rounded(nn.Module):
         return self.model.layers
 
 
-def test_float32_is_exact_on_a_cpu_only(monkeypatch):
+def test_float32_is_exact_where_products_are(monkeypatch):
     model = Rounded(llama()[0])
-    monkeypatch.setattr(document_mask, "on_cpu", lambda: True)
+    monkeypatch.setattr(document_mask, "multiplies_exactly", lambda: True)
     with pytest.raises(PackingUnsupported, match="are off by"):
         DocumentCaches(model)
-    monkeypatch.setattr(document_mask, "on_cpu", lambda: False)
+    monkeypatch.setattr(document_mask, "multiplies_exactly", lambda: False)
     DocumentCaches(model)
     ignore_documents(monkeypatch)
     with pytest.raises(PackingUnsupported, match="are off by"):

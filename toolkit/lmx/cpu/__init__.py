@@ -7,10 +7,14 @@ OpenBLAS is, because MLX factors matrices on the CPU, and a folder for compiled 
 import os
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from .blas import Blas
+
+# Relative error of a product. TF32 has 3e-4, float32 less than 1e-6.
+MAX_PRODUCT_ERROR = 1e-5
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,21 @@ def on_cpu() -> bool:
     import mlx.core as mx
 
     return mx.default_device() == mx.Device(mx.cpu)
+
+
+@cache
+def multiplies_exactly() -> bool:
+    """Whether products of float32 matrices keep float32's digits. Some GPUs round the
+    factors to TF32, unless MLX_ENABLE_TF32=0."""
+    import mlx.core as mx
+
+    if on_cpu():
+        return True
+    size = 64
+    factor = mx.sin(mx.arange(size * size, dtype=mx.float32)).reshape(size, size)
+    exact = mx.matmul(factor, factor, stream=mx.cpu)
+    error = mx.abs(mx.matmul(factor, factor) - exact).max() / mx.abs(exact).max()
+    return bool((error < MAX_PRODUCT_ERROR).item())
 
 
 def replaces_functions() -> bool:

@@ -43,12 +43,11 @@ def use_private_folder() -> Path | None:
     Returns:
         The folder, or None if there is no place for one: MLX then does as it does.
     """
-    for folder in _candidates():
-        if _make_private(folder):
-            os.environ["TMPDIR"] = str(folder)
-            remove_unfinished(kernel_cache())
-            return folder
-    return None
+    folder = next(filter(_make_private, _candidates()), None)
+    if folder:
+        os.environ["TMPDIR"] = str(folder)
+        remove_unfinished(kernel_cache())
+    return folder
 
 
 def keep_cuda_kernels() -> Path | None:
@@ -63,14 +62,14 @@ def keep_cuda_kernels() -> Path | None:
     """
     if "MLX_PTX_CACHE_DIR" in os.environ:
         return None
-    for private in reversed(_candidates()):
-        if _make_private(private):
-            architecture = mx.device_info()["architecture"]
-            folder = private / "cuda" / f"{mx.__version__}-{architecture}"
-            os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
-            remove_unfinished_modules(folder)
-            return folder
-    return None
+    private = next(filter(_make_private, reversed(_candidates())), None)
+    if private is None:
+        return None
+    architecture = mx.device_info()["architecture"]
+    folder = private / "cuda" / f"{mx.__version__}-{architecture}"
+    os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
+    remove_unfinished(folder)
+    return folder
 
 
 def _candidates() -> list[Path]:
@@ -99,29 +98,20 @@ def _make_private(folder: Path) -> bool:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete libraries that end before their last table."""
-    for file in folder.glob("*.so"):
-        try:
-            status = file.stat()
-            age = time.time() - status.st_mtime
-            if age > SETTLED and not _is_finished(file, status.st_size):
-                file.unlink()
-        except OSError:
-            continue  # Another process removed it.
-
-
-def remove_unfinished_modules(folder: Path) -> None:
-    """Delete CUDA modules without their source, which MLX writes last."""
-    for file in folder.rglob("*.ptx"):
+    """Delete the libraries and the CUDA modules that killed compilers left."""
+    for file in folder.rglob("*"):
+        if file.suffix not in IS_FINISHED:
+            continue
         try:
             age = time.time() - file.stat().st_mtime
-            if age > SETTLED and not file.with_suffix(".cu").exists():
+            if age > SETTLED and not IS_FINISHED[file.suffix](file):
                 file.unlink()
         except OSError:
             continue  # Another process removed it.
 
 
-def _is_finished(file: Path, size: int) -> bool:
+def _has_last_table(file: Path) -> bool:
+    size = file.stat().st_size
     with file.open("rb") as stream:
         header = stream.read(ELF_HEADER)
     if len(header) < ELF_HEADER or not header.startswith(ELF_MAGIC):
@@ -129,3 +119,11 @@ def _is_finished(file: Path, size: int) -> bool:
     (start,) = struct.unpack_from(SECTION_TABLE[1], header, SECTION_TABLE[0])
     width, count = struct.unpack_from(SECTION_ENTRIES[1], header, SECTION_ENTRIES[0])
     return size >= start + width * count
+
+
+def _has_source(file: Path) -> bool:
+    """MLX writes the source of a CUDA module after the module."""
+    return file.with_suffix(".cu").exists()
+
+
+IS_FINISHED = {".so": _has_last_table, ".ptx": _has_source}

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cpu import on_cpu
+from ..cpu import multiplies_exactly
 from .hooks import ModuleProxy, find_blocks, replace_module
 
 
@@ -72,8 +72,7 @@ class TrunkHeadSplit:
         if any(chunk.shape[-1:] != expected.shape[-1:] for chunk in chunks):
             raise NoTrunkHeadSplit("its head needs more than its trunk's output")
         logits = mx.concatenate(chunks).reshape(expected.shape).astype(mx.float32)
-        # GPUs round the factors of float32 products to TF32, for many tokens at once.
-        is_exact = hidden.dtype == mx.float32 and on_cpu()
+        is_exact = hidden.dtype == mx.float32 and multiplies_exactly()
         tolerance = 1e-4 if is_exact else 2**-7
         tolerance *= max(1.0, mx.abs(expected).max().item())
         error = mx.abs(logits - expected).max().item()

@@ -8,7 +8,7 @@ one.
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cpu import on_cpu
+from ..cpu import multiplies_exactly
 from ..models.loader import make_cache
 
 # Caches of attention over keys and values. Recurrent states have no mask.
@@ -72,7 +72,8 @@ class DocumentCaches:
         finally:
             model.train(training)
         is_float32 = packed.dtype == mx.float32 and alone.dtype == mx.float32
-        tolerance = EXACT_TOLERANCE if is_float32 and on_cpu() else ROUNDED_TOLERANCE
+        is_exact = is_float32 and multiplies_exactly()
+        tolerance = EXACT_TOLERANCE if is_exact else ROUNDED_TOLERANCE
         alone, packed = alone.astype(mx.float32), packed.astype(mx.float32)
         norms = mx.maximum(mx.linalg.norm(alone, axis=-1), MIN_NORM)
         error = (mx.linalg.norm(packed - alone, axis=-1) / norms).max().item()

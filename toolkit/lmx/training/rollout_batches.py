@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..config.grpo import RolloutConfig
-from ..cpu import on_cpu
+from ..cpu import multiplies_exactly
 from ..data.batching import Batch, BucketBatchSampler, bucket_lengths
 from ..data.tokenization import Example
 from ..errors import UserError
@@ -29,8 +29,7 @@ from .rewards import Reward, RewardSample
 from .step import EvalOutput, TrainStep
 
 # Largest difference between the log-probabilities of generation and training in
-# float32, which is checked in one of so many batches. GPUs round the factors of float32
-# products to TF32.
+# float32, or with products in TF32. It is checked in one of so many batches.
 MAX_LOGP_ERROR, MAX_LOGP_ERROR_TF32 = 1e-4, 0.05
 CHECK_INTERVAL = 8
 # Numbers of trained tokens that batches of one length may have; see `Batch`.
@@ -336,7 +335,7 @@ class RolloutBatches:
             errors = mx.abs(self.step.log_probs(batch) - batch.target[2])
             largest = mx.where(batch.mask, errors, 0.0).max().item()
             difference = max(difference, largest)
-        limit = MAX_LOGP_ERROR if on_cpu() else MAX_LOGP_ERROR_TF32
+        limit = MAX_LOGP_ERROR if multiplies_exactly() else MAX_LOGP_ERROR_TF32
         if difference <= limit:
             return
         self._has_warned = True
