@@ -41,7 +41,10 @@ def test_gptq_resumes_after_repeated_kills(make_checkpoint, tmp_path):
         assert not run.partial_files()
         [stage] = run.output.glob("stages/*")
         # The intermediate files are deleted.
-        assert {path.name for path in stage.iterdir()} == {"input_digest", "model"}
+        assert {path.name for path in stage.iterdir()} == {
+            "input_digests.json",
+            "model",
+        }
         hashes[name] = hash_folder(stage / "model")
     assert "model.safetensors" in hashes["undisturbed"]
     assert hashes["killed"] == hashes["undisturbed"]
@@ -59,4 +62,4 @@ def test_killed_search_leaves_no_folder(make_checkpoint, tmp_path):
     assert not scratch.exists()
     [stage] = run.output.glob("stages/*")
     files = {path.name for path in stage.iterdir()}
-    assert files == {"input_digest", "model", "sensitivity.json"}
+    assert files == {"input_digests.json", "model", "sensitivity.json"}

@@ -1,6 +1,7 @@
 """A killed, stopped or damaged run ends with the weights of an undisturbed run."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -236,26 +237,44 @@ def test_interrupted_run_has_curves(tmp_path, base):
     )
 
 
+LORA_QAT = {"train": TRAIN | KINDS["lora-qat"]}
+TEACHER = {"train": TRAIN | {"teacher": {"model": "changed"}}}
+FROM_CODES = {"train": TRAIN | {"adapter": LORA, "teacher": {}}}
+PRUNED = {
+    "draft_model": {"init_from": "changed", "num_layers": 1},
+    "data_generation": {"num_prompts": 8, "num_eval_prompts": 2, "max_tokens": 8},
+    "steps": 8,
+    "batch_tokens": 128,
+    "save_steps": 2,
+}
+
+
 @pytest.mark.parametrize(
-    ("stage", "place", "call"),
+    ("model", "stages", "place", "call"),
     [
-        ({"train": TRAIN | KINDS["lora-qat"]}, "step", 4),
-        ({"quantize": {"method": "gptq", "bits": 4, "group_size": 32}}, "save", 2),
+        ("changed", [LORA_QAT], "step", 4),
+        ("changed", [{"quantize": GRID | {"method": "gptq"}}], "save", 2),
+        ("changed", [{"quantize": GRID}, FROM_CODES], "step", 4),
+        ("base", [TEACHER], "step", 4),
+        ("base", [{"draft": PRUNED}], "step", 4),
     ],
+    ids=["model", "gptq", "reference", "teacher", "init_from"],
 )
 def test_another_model_is_not_mixed_into_an_interrupted_run(
-    stage, place, call, tmp_path, base, capsys
+    model, stages, place, call, tmp_path, base, monkeypatch, capsys
 ):
-    model = tmp_path / "model"
-    shutil.copytree(base, model)
-    run = Run(tmp_path, stage, model=model)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base, "base")
+    shutil.copytree(base, "changed")
+    run = Run(tmp_path, *stages, model=model)
     assert run.run_with_signal("SIGKILL", place, call).returncode == -9
-    file = str(model / "model.safetensors")
+    file = "changed/model.safetensors"
     weights = {name: 1.1 * value for name, value in mx.load(file).items()}
     mx.eval(weights)
     mx.save_safetensors(file, weights, {"format": "mlx"})
     assert run() == 2
-    assert "the model has changed since this run started" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert re.search(r"changed: .*the model has changed since this run started", error)
     assert run("--restart") == 0
 
 

@@ -1,5 +1,6 @@
 """Run a plan: every stage in its own folder, completed stages skipped, resumable."""
 
+import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from ..data.splits import Splits
 from ..errors import Interrupted, UserError
 from ..models.checkpoint import quick_digest
 from ..run.distributed import ProcessGroup, join
-from ..run.fs import write_atomic
+from ..run.fs import read_json, write_atomic
 from ..run.html.page import NAME as PAGE
 from ..run.launcher import backend
 from ..run.logger import NullLogger, RunLogger
@@ -31,8 +32,8 @@ from .extensions import Extensions
 from .plan import RunPlan, difference
 from .stage import Stage
 
-# In the folder of a stage: a hash of the model that it began with.
-INPUT_DIGEST = "input_digest"
+# In the folder of a stage: hashes of the models that it began with.
+INPUT_DIGESTS = "input_digests.json"
 
 
 def run(
@@ -249,8 +250,8 @@ def _run_stage(
             current = ModelArtifact(context.base, context.base)
         folder = run_dir.stage_folder(stage.name)
         context = replace(context, folder=folder, current=current)
-        if ranks.is_first and current is not None:
-            _require_same_input(context)
+        if ranks.is_first:
+            _require_same_inputs(stage, context)
     if stage.runs_on_all_ranks:
         artifact = stage.run(context)
     else:
@@ -266,22 +267,27 @@ def _run_stage(
     return ranks.broadcast_object(record)
 
 
-def _require_same_input(context: StageContext) -> None:
-    """Refuse to resume a stage with another model than the one that it began with.
+def _require_same_inputs(stage: Stage, context: StageContext) -> None:
+    """Refuse to resume a stage with other models than those that it began with.
 
     The manifest has the hashes of the models that the run itself has made.
     """
-    model = context.current.model
-    if model.is_relative_to(context.output):
-        return
-    digest, file = quick_digest(model), context.folder / INPUT_DIGEST
-    if file.is_file() and file.read_text() != digest:
-        raise UserError(
-            "the model has changed since this run started",
-            place=str(model),
-            hint="restore it, or start over with --restart",
-        )
-    write_atomic(file, digest)
+    models = {key: context.resolve(name) for key, name in stage.named_models.items()}
+    if context.current is not None:
+        current = context.current
+        models |= {"model": current.model, "reference": current.reference}
+    others = {k: m for k, m in models.items() if not m.is_relative_to(context.output)}
+    digests = {key: quick_digest(model) for key, model in others.items()}
+    file = context.folder / INPUT_DIGESTS
+    earlier = read_json(file) if file.is_file() else digests
+    for key, model in others.items():
+        if earlier.get(key) != digests[key]:
+            raise UserError(
+                "the model has changed since this run started",
+                place=str(model),
+                hint="restore it, or start over with --restart",
+            )
+    write_atomic(file, json.dumps(digests, indent=2) + "\n")
 
 
 def _local_artifact(record: dict, context: StageContext) -> ModelArtifact:

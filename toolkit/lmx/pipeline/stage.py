@@ -117,11 +117,22 @@ class Stage(ABC):
         """The start of an override of the stage's keys."""
         return f"stages.{self.index}.{self.kind}"
 
+    @property
+    def named_models(self) -> dict[str, str]:
+        """Further models that the stage's block names, by key."""
+        blocks = [
+            (key, getattr(self.config, key), name) for key, name in self.other_models
+        ]
+        models = {
+            f"{key}.{name}": getattr(block, name)
+            for key, block, name in blocks
+            if block is not None
+        }
+        return {key: model for key, model in models.items() if model}
+
     def inputs(self, data: DataConfig) -> list[str]:
         """The models that the stage names, then the datasets it reads."""
-        blocks = [(getattr(self.config, key), name) for key, name in self.other_models]
-        models = [getattr(block, name) for block, name in blocks if block is not None]
-        return [*filter(None, models), *self.datasets(data)]
+        return [*self.named_models.values(), *self.datasets(data)]
 
     def datasets(self, data: DataConfig) -> list[str]:
         """The datasets that the stage reads."""
