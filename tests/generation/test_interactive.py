@@ -339,11 +339,13 @@ def test_input_file_completion_ends_at_stop_string(
     ("line", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
         ("[]", "a request must be an object"),
         ('{"promt": "x"}', "unknown key 'promt'"),
         ("{}", "either prompt or messages"),
         ('{"prompt": 3}', "prompt has the wrong type: 3"),
         ('{"prompt": "x", "max_tokens": -1}', "0 or more"),
+        ('{"messages": []}', "messages is empty"),
         ('{"messages": [{"role": "user"}]}', "the texts role and content"),
         ('{"prompt": "x", "temperature": -1}', r"temperature is -1"),
         (json.dumps({"prompt": "x" * 500}), "400 positions"),

@@ -1,6 +1,5 @@
 """JSONL requests of `lmx generate --input-file`, generated in continuous batches."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from ..generation.engine import Generator
 from ..generation.prompt import encode_prompt
 from ..generation.requests import generate_requests, make_request
 from ..generation.sampling import Sampling
+from ..run.fs import parse_json
 
 KEYS = {
     "prompt": str,
@@ -31,10 +31,7 @@ def parse_requests(text: str, *, place: str) -> list[dict]:
         if not line.strip():
             continue
         position = f"{place}:{number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"not JSON: {error}", place=position) from error
+        record = parse_json(line, position)
         if message := _fault(record):
             raise UserError(message, place=position)
         records.append(record | {"place": position})
@@ -53,6 +50,8 @@ def _fault(record: Any) -> str | None:
             return f"{name} has the wrong type: {value!r}"
     if record.get("max_tokens", 0) < 0:
         return "max_tokens must be 0 or more"
+    if record.get("messages") == []:
+        return "messages is empty"
     if not all(map(_is_message, record.get("messages", []))):
         return "a message must be an object with the texts role and content"
     if ("prompt" in record) == ("messages" in record):
@@ -93,7 +92,7 @@ def answer_records(
         try:
             prompt = encode_prompt(
                 generator.tokenizer,
-                record.get("messages") or record["prompt"],
+                record["messages"] if "messages" in record else record["prompt"],
                 # Messages bring their own system message.
                 system=None if "messages" in record else system,
                 ignore_chat_template="prompt" in record and ignore_chat_template,

@@ -267,11 +267,11 @@ def require_regular_file(path: Path, max_bytes: int | None = None) -> None:
         )
 
 
-def parse_json(text: str | bytes, place: Path) -> Any:
+def parse_json(text: str | bytes, place: Path | str) -> Any:
     """The value of a JSON text.
 
     Args:
-        place: the file that an error names.
+        place: the file, or file and line, that an error names.
 
     Raises:
         UserError: the text is not JSON.
