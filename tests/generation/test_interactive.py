@@ -169,6 +169,40 @@ def test_chat_continues_from_saved_prompt_cache(generator, folder, run_json, tmp
     assert turn["text"] == chat(generator, ["one", "two"], 6)[1]
 
 
+@pytest.mark.parametrize("end", ["error", "interrupt"])
+def test_chat_that_ends_early_is_saved(
+    end, generator, folder, run_json, tmp_path, monkeypatch, capsys
+):
+    class Lines(io.StringIO):
+        def readline(self):
+            if line := super().readline():
+                return line
+            raise KeyboardInterrupt
+
+    too_long = "x" * 500 + "\n"
+    lines = "one\n" + too_long if end == "error" else "one\n"
+    monkeypatch.setattr("sys.stdin", Lines(lines))
+    cache_folder = tmp_path / "prompt_cache"
+    words = [folder, "--chat", "--json", "--max-tokens", 6]
+    if end == "error":
+        with pytest.raises(UserError, match="400 positions"):
+            lmx(*words, "--save-prompt-cache", cache_folder)
+    else:
+        assert lmx(*words, "--save-prompt-cache", cache_folder) == 130
+    capsys.readouterr()
+    (turn,) = run_json(*words, "--prompt-cache-file", cache_folder, stdin="two\n")
+    assert turn["text"] == chat(generator, ["one", "two"], 6)[1]
+
+
+def test_chat_that_ends_before_its_first_answer_saves_nothing(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("x" * 500 + "\n"))
+    with pytest.raises(UserError, match="400 positions"):
+        lmx(folder, "--chat", "--save-prompt-cache", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
 def test_saved_prompt_cache_is_reused(folder, run_json, tmp_path, monkeypatch):
     cache_folder = tmp_path / "prompt_cache"
     text = "the quick brown fox jumps over the lazy dog"

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -258,8 +258,10 @@ def _generate(args: argparse.Namespace, text: str) -> int:
             terminal.write_json(response)
         return 0
     session = InteractiveSession(args, loaded, generator, sampling)
-    for prompt in _chat_lines() if args.chat else [text]:
-        session.respond(prompt)
+    if args.chat:
+        session.chat(_chat_lines())
+    else:
+        session.respond(text)
     session.save()
     return 0
 
@@ -301,6 +303,23 @@ class InteractiveSession:
             self._load()
         if args.system is not None and not self._messages:
             self._messages = [{"role": "system", "content": args.system}]
+
+    def chat(self, turns: Iterator[str]) -> None:
+        """Respond to every turn. What was said before an error or Ctrl-C is saved.
+
+        Raises:
+            UserError: of a turn, such as one that is too long.
+        """
+        complete = [*self._messages]
+        try:
+            for text in turns:
+                self.respond(text)
+                complete = [*self._messages]
+        except (UserError, KeyboardInterrupt):
+            self._messages = complete
+            with suppress(UserError):
+                self.save()
+            raise
 
     def respond(self, text: str) -> None:
         """Generate the response to one prompt and print it."""
