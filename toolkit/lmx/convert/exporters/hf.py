@@ -64,8 +64,7 @@ def export(folder: Path, context: ExportContext) -> None:
 
     Raises:
         UserError: the model type is not supported, or mlx-lm reads other weights from
-        the
-            export.
+            the export.
     """
     loaded = context.load(context.model)
     check_supported(loaded.config)

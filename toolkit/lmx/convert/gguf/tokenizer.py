@@ -77,8 +77,7 @@ def write(metadata: dict[str, Any], folder: Path, *, source: Path) -> None:
 
     Args:
         source: the folder of the GGUF file. Its tokenizer files are copied if lmx
-        cannot
-            build the tokenizer.
+            cannot build the tokenizer.
 
     Raises:
         UserError: lmx cannot build the tokenizer and `source` has none.

@@ -39,7 +39,7 @@ def read_layer(tensors: dict[str, mx.array], settings: dict, name: str) -> Affin
 
     Raises:
         UserError: a code width that MLX lacks; tensors are missing or have wrong
-        shapes.
+            shapes.
     """
     packed = tensors[CODES]
     scales = require_tensor(tensors, name, "weight_scale")

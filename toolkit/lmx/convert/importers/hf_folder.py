@@ -36,8 +36,7 @@ def read(path: Path) -> tuple[dict, dict[str, mx.array], dict[str, AffineGroups]
 
     Raises:
         UserError: files are damaged, tensors do not fit together, or MLX lacks the
-        group
-            size.
+            group size.
     """
     config = read_config(path)
     module, settings = find_format(config), _quantization_config(config)
