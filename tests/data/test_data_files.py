@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from datetime import datetime
 
 import pytest
 from lmx.data import dataset
@@ -45,6 +46,19 @@ def test_parquet(tmp_path):
     reader = dataset.RecordReader(str(path))
     assert reader.format == "chat"
     assert list(reader)[1] == dataset.DataRecord(f"{path}[1]", messages=(USER, ANSWER))
+
+
+def test_parquet_messages_may_hold_dates_and_bytes(tmp_path):
+    """As those of chat logs on the Hub, which have the time of every turn."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    extra = {"timestamp": datetime(2024, 5, 1), "header": b"\xff"}
+    messages = [USER | extra, ANSWER | extra]
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), path)
+    [record] = dataset.RecordReader(str(path))
+    assert record.messages == tuple(messages)
 
 
 def test_line_separators_inside_json_do_not_end_a_line(write):

@@ -113,7 +113,7 @@ def _turn(message: object, number: int) -> dict:
     content = extra.pop("content", extra.pop("value", None))
     if content is None and not extra.get("tool_calls"):
         raise BadRecord(f"message {number} has no content")
-    if extra and not is_text(json.dumps(extra, ensure_ascii=False)):
+    if extra and not is_text(json.dumps(extra, ensure_ascii=False, default=str)):
         raise BadRecord(f"message {number} has half of a surrogate pair")
     content = "" if content is None else _string(content, f"message {number}")
     return {"role": ROLES[role], "content": content, **extra}
