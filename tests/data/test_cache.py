@@ -1,5 +1,6 @@
 """Cache entries are complete, created once, and created again after damage."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -284,3 +285,20 @@ def test_changed_facts_are_noticed(cache_folder):
     again = cache.get_or_create("test", "key", fill, warning=print)
     assert again.made
     assert again.facts == {"pair": [1, 2]}
+
+
+def test_code_covers_every_module_that_decides_on_tokens():
+    """Else a new release would train on the tokens of an older one."""
+    folder, waiting = Path(fingerprint.__file__).parent, ["token_store", "preference"]
+    waiting, reached = [*waiting, "splits"], set()
+    while waiting:
+        name = waiting.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                names = [node.module] if node.module else [a.name for a in node.names]
+                waiting += names
+    # They store tokens, or name the files of a tokenizer, which have their own hashes.
+    assert reached - {"cache", "fingerprint", "tokenizer_files"} == {*fingerprint.CODE}

@@ -39,6 +39,14 @@ def test_pairs_are_interleaved_and_equal_single_encoding(tokenizer):
         np.testing.assert_array_equal(example.mask, expected.mask)
 
 
+def test_records_of_a_source_that_is_named_twice_count_twice(tokenizer):
+    record = DataRecord("f:1", prompt="one plus", completion=" two", rejected=" six")
+    incomplete = DataRecord("f:2", prompt="one plus", completion=" two")
+    result = encode_pairs([record, incomplete] * 2, tokenizer, **SETTINGS)
+    assert len(result.examples) == 4
+    assert len(result.dropped) == 2
+
+
 def test_shared_turns_are_part_of_the_prompt(tokenizer):
     record = DataRecord(
         "f:1",

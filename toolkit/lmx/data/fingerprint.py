@@ -18,7 +18,7 @@ TOKENIZER_FILES = (
 CODE = (
     *("builtin", "readers", "dataset", "record_formats"),
     *("splits", "token_store", "tokenization", "token_edges", "chat_template"),
-    *("chat_spans", "chat_rendering", "template_limits"),
+    *("chat_spans", "chat_rendering", "template_limits", "preference"),
 )
 
 

@@ -24,15 +24,15 @@ def encode_pairs(
     Turns that both conversations begin with are a part of the prompt. A record is
     dropped if one of its completions has no trained token.
     """
-    result, pairs = EncodeResult(), {}
+    result, pairs = EncodeResult(), []
     for record in records:
         if record.rejected is None:
             result.dropped.append((record.where, "it has no rejected completion"))
         else:
-            pairs[record.where] = record, record.with_rejected()
+            pairs.append((record, record.with_rejected()))
     sides = [
         encode_block(
-            [pair[side] for pair in pairs.values()],
+            [pair[side] for pair in pairs],
             tokenizer,
             max_seq_length=max_seq_length,
             loss_on=loss_on,
@@ -41,7 +41,8 @@ def encode_pairs(
     ]
     reasons = dict(place for side in sides for place in side.dropped)
     encoded = [{e.where: e for e in side.examples} for side in sides]
-    for where, pair in pairs.items():
+    for pair in pairs:
+        where = pair[0].where
         if where not in reasons:
             examples = [side[where] for side in encoded]
             examples = _without_shared_turns(examples, pair)
