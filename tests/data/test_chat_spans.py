@@ -105,9 +105,9 @@ CASES = 8
 WORDS = ["2", "hello", " user", "thinking\n\n", "é\u2028", "<think>so</think>", "a b "]
 
 
-def every_prefix(messages, turns, text, tokenizer):
+def every_prefix(messages, turns, text, tokenizer, tools):
     """The spans by their definition: every prefix of the chat is rendered."""
-    view = chat_spans.ChatView(messages, text, None, tokenizer)
+    view = chat_spans.ChatView(messages, text, None, tokenizer, tools)
     last = messages[-1]["content"].strip()
     before, _, suffix = text.rpartition(last) if last else ("", "", "")
     spans = []

@@ -25,7 +25,10 @@ ROWS = [
             {"from": "gpt", "value": "x"},
         ]
     },
-    {"messages": [USER, ANSWER | {"tool_calls": [{"function": CALL}]}]},
+    {
+        "messages": [USER, ANSWER | {"tool_calls": [{"function": CALL}]}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    },
     {"prompt": "one plus", "completion": " two"},
     {"prompt": [USER], "completion": [ANSWER], "label": True},
     {"prompt": "one plus", "completion": " two", "label": False},

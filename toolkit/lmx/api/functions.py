@@ -128,8 +128,8 @@ def checked_metric(function: MetricFunction, name: str) -> Metric:
 def _example(record: DataRecord) -> dict[str, Any]:
     """The keys of an example that it has."""
     values = {key: value for key, value in vars(record).items() if value is not None}
-    if "messages" in values:
-        values["messages"] = [dict(message) for message in values["messages"]]
+    for key in {"messages", "tools"} & {*values}:
+        values[key] = [dict(each) for each in values[key]]
     return values
 
 

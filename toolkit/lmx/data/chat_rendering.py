@@ -1,6 +1,7 @@
 """Renders messages with the chat template of a tokenizer."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserError, error_detail, shorten
@@ -23,8 +24,17 @@ def has_template(tokenizer: Any) -> bool:
     return tokenizer.chat_template is not None if has is None else has
 
 
-def render_messages(messages: list[dict], tokenizer: Any, **options: Any) -> Any:
+def render_messages(
+    messages: list[dict],
+    tokenizer: Any,
+    *,
+    tools: Sequence[dict] | None = None,
+    **options: Any,
+) -> Any:
     """The text of messages, or what `apply_chat_template` returns with `options`.
+
+    Args:
+        tools: JSON schemas of the functions that the assistant may call.
 
     Raises:
         NoTrainableTokens: the template rejects the messages.
@@ -34,6 +44,8 @@ def render_messages(messages: list[dict], tokenizer: Any, **options: Any) -> Any
     from .template_limits import TemplateLimitError, limit_templates
 
     limit_templates()
+    if tools:
+        options["tools"] = [*tools]
     try:
         result = tokenizer.apply_chat_template(
             messages, **{"tokenize": False} | options

@@ -10,6 +10,7 @@ the text of the chat with one piece cut out.
 import re
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ class ChatView:
     Attributes:
         text: the text of the whole chat.
         suffix: what follows the content of the last message; None if it is not there.
+        tools: those of `render_messages`.
         head: number of messages before the skipped ones.
         at, cut: the start and the length of the text of the skipped messages.
     """
@@ -44,17 +46,24 @@ class ChatView:
     text: str
     suffix: str | None
     tokenizer: Any
+    tools: Sequence[dict] | None = None
     head: int = 0
     skipped: int = 0
     at: int = 0
     cut: int = 0
 
     @classmethod
-    def whole(cls, messages: list[dict], text: str, tokenizer: Any) -> "ChatView":
+    def whole(
+        cls,
+        messages: list[dict],
+        text: str,
+        tokenizer: Any,
+        tools: Sequence[dict] | None = None,
+    ) -> "ChatView":
         """A view without skipped messages."""
         last = messages[-1]["content"].strip()
         before, _, suffix = text.rpartition(last) if last else ("", "", "")
-        return cls(messages, text, suffix if before else None, tokenizer)
+        return cls(messages, text, suffix if before else None, tokenizer, tools)
 
     def render(self, end: int, *, add_generation_prompt: bool = False) -> str:
         """The text of the messages before message `end`.
@@ -66,6 +75,7 @@ class ChatView:
         return render_messages(
             self.messages[: self.head] + after,
             self.tokenizer,
+            tools=self.tools,
             add_generation_prompt=add_generation_prompt,
         )
 
@@ -91,7 +101,11 @@ class ChatView:
 
 
 def find_spans(
-    messages: list[dict], turns: list[int], text: str, tokenizer: Any
+    messages: list[dict],
+    turns: list[int],
+    text: str,
+    tokenizer: Any,
+    tools: Sequence[dict] | None = None,
 ) -> list[Span | None]:
     """The spans of assistant turns, in characters.
 
@@ -101,11 +115,12 @@ def find_spans(
 
     Args:
         turns: the indices of the turns; the last one is that of the last message.
+        tools: those of `render_messages`.
 
     Raises:
         NoTrainableTokens: the chat is too long for a template that windows do not fit.
     """
-    view = ChatView.whole(messages, text, tokenizer)
+    view = ChatView.whole(messages, text, tokenizer, tools)
     if len(turns) > EXACT_TURNS:
         spans = _find_in_windows(view, turns)
         if spans is not None:

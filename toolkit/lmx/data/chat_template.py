@@ -1,7 +1,7 @@
 """Renders records with the chat template and finds the assistant turns in the text."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import UserError
@@ -76,17 +76,19 @@ def _chat(
             hint="use an instruct model, or examples with prompt and completion",
             place=record.where,
         )
+    tools = record.tools
     if everything:
-        whole = render_messages(messages, tokenizer)
+        whole = render_messages(messages, tokenizer, tools=tools)
         return RenderedChat(record, whole, ((0, len(whole)),))
     turns = [i for i, message in enumerate(messages) if is_completion(message)]
     messages = messages[: turns[-1] + 1]
-    whole = render_messages(messages, tokenizer)
-    spans = find_spans(messages, turns, whole, tokenizer)
+    whole = render_messages(messages, tokenizer, tools=tools)
+    spans = find_spans(messages, turns, whole, tokenizer, tools)
     if all(spans):
         return RenderedChat(record, whole, tuple(spans))
     if _MARKERS.search(str(tokenizer.chat_template)):
-        return RenderedChat(record, whole, (), marked=_marked(messages, tokenizer))
+        marked = _marked(messages, tokenizer, tools)
+        return RenderedChat(record, whole, (), marked=marked)
     if spans[-1]:
         return RenderedChat(record, whole, (spans[-1],), last_only=True)
     raise NoTrainableTokens("the chat template changes the turns before the last one")
@@ -98,11 +100,13 @@ def is_completion(message: dict) -> bool:
     return message["role"] == "assistant" and bool(filled)
 
 
-def _marked(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]:
+def _marked(
+    messages: list[dict], tokenizer, tools: Sequence[dict] | None
+) -> tuple[list[int], list[bool]]:
     """Tokens and mask from the template's {% generation %} markers."""
     # mlx-lm's wrapper drops the dictionary that holds the mask.
     inner = getattr(tokenizer, "_tokenizer", None)
     bare = inner if hasattr(inner, "apply_chat_template") else tokenizer
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    encoding = render_messages(messages, bare, tokenize=True, **options)
+    encoding = render_messages(messages, bare, tools=tools, tokenize=True, **options)
     return list(encoding["input_ids"]), [bool(m) for m in encoding["assistant_masks"]]

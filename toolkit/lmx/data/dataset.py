@@ -190,6 +190,8 @@ def _parse(where: str, raw: object, name: str) -> DataRecord:
         raise record_formats.BadRecord(f"not {name}: it has {keys or 'no keys'}")
     skill = raw.get("skill")
     fields = record_formats.FORMATS[name].parse(raw)
+    if name != "text":
+        fields["tools"] = record_formats.tools_of(raw)
     return DataRecord(where, **fields, skill=skill if isinstance(skill, str) else None)
 
 
@@ -223,7 +225,7 @@ def _none_valid(source: str, name: str, count: int, first, keys: str) -> UserErr
     return UserError(
         f"no example is valid: all {count} are invalid as {name}; the first: "
         f"{reason} ({where}); its keys: {keys}",
-        hint=f"a {name} example needs {needed}",
+        hint=f"examples of the format {name} need {needed}",
         place=source,
     )
 
@@ -270,7 +272,7 @@ def _hub_opener(source: str, split: str, streaming: bool):
     def records() -> Iterator[readers.LocatedRecord]:
         try:
             for index, record in enumerate(dataset):
-                yield f"{source}/{name}[{index}]", record
+                yield f"{source}/{name}[{index}]", readers.without_nulls(record)
         except errors as error:
             raise _unreachable(source, error) from None
 

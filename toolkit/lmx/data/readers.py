@@ -237,11 +237,22 @@ def _table(path: Path) -> Iterator[LocatedRecord]:
             _check_table(path, table)
             for batch in table.iter_batches(batch_size=PARQUET_ROWS):
                 for row in batch.to_pylist():
-                    yield f"{path}[{index}]", row
+                    yield f"{path}[{index}]", without_nulls(row)
                     index += 1
     # ArrowInvalid is a ValueError too; damaged files give several kinds.
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise _error(path, f"is not a Parquet file: {error}") from None
+
+
+def without_nulls(row: dict) -> dict:
+    """A row of Arrow without the keys of objects that only other rows have."""
+    return {key: _without_nulls(value) for key, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def _check_table(path: Path, table: Any) -> None:

@@ -25,6 +25,7 @@ class DataRecord:
         rejected: the worse one of two completions: messages if the example has
             messages, else text.
         label: whether the completion is desirable, in data without pairs.
+        tools: JSON schemas of the functions that the assistant may call.
     """
 
     where: str
@@ -35,6 +36,7 @@ class DataRecord:
     skill: str | None = None
     rejected: tuple[dict, ...] | str | None = None
     label: bool | None = None
+    tools: tuple[dict, ...] | None = None
 
     def as_text(self) -> str:
         """The whole example as plain text."""
@@ -203,6 +205,27 @@ def _text(record: dict) -> dict:
     return {"text": _filled(record["text"], "text")}
 
 
+def tools_of(record: dict) -> tuple[dict, ...] | None:
+    """The tools of a record, which may be a list or its JSON text; None without any.
+
+    Raises:
+        BadRecord: they are neither.
+    """
+    tools = record.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError):
+            raise BadRecord("tools is text that is not JSON") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
+        raise BadRecord("tools is not a list of objects")
+    if not is_text(json.dumps(tools, ensure_ascii=False, default=str)):
+        raise BadRecord("tools has half of a surrogate pair")
+    return tuple(tools)
+
+
 @dataclass(frozen=True)
 class Format:
     """A dataset format: the keys that identify it, and its parser."""
@@ -223,7 +246,9 @@ FORMATS = {
     "instruction": Format(("instruction", "output"), _instruction, ("input",)),
     "text": Format(("text",), _text),
 }
-COLUMNS = {key for f in FORMATS.values() for key in (*f.keys, *f.optional)} | {"skill"}
+# Keys that examples of several formats may have.
+COMMON = ("skill", "tools")
+COLUMNS = {k for f in FORMATS.values() for k in (*f.keys, *f.optional)} | {*COMMON}
 
 SYNONYMS = {
     "messages": "dialog dialogue conversation turns chat history",
@@ -249,7 +274,7 @@ def apply_columns(record: object, columns: dict[str, str]) -> object:
     renamed = {name: record[key] for name, key in columns.items() if key in record}
     # The named columns decide the format, whatever other keys the record has.
     if format_of(renamed):
-        return {**({"skill": record["skill"]} if "skill" in record else {}), **renamed}
+        return {key: record[key] for key in COMMON if key in record} | renamed
     return {**record, **renamed}
 
 

@@ -44,10 +44,13 @@ def prompt_from_record(record: DataRecord, tokenizer: Any) -> list[int]:
         tokens = encode_text(tokenizer, record.text)
         return list(tokens[: len(tokens) // 2])
     if record.messages is None:
-        return list(encode_chat(tokenizer, record.prompt))
+        return list(encode_chat(tokenizer, record.prompt, tools=record.tools))
     roles = [message["role"] for message in record.messages]
     last = max((n for n, role in enumerate(roles) if role == "assistant"), default=0)
-    return list(encode_chat(tokenizer, [*record.messages[:last]])) if last else []
+    if not last:
+        return []
+    prompt = [*record.messages[:last]]
+    return list(encode_chat(tokenizer, prompt, tools=record.tools))
 
 
 def select_prompts(
@@ -128,7 +131,8 @@ def _copy_prompt(record: DataRecord, tokenizer: Any) -> list[int]:
     if not messages[last]["content"]:  # a tool call
         return []
     instruction = {"role": "user", "content": COPY_INSTRUCTION}
-    return encode_chat(tokenizer, [*messages[: last + 1], instruction])
+    prompt = [*messages[: last + 1], instruction]
+    return encode_chat(tokenizer, prompt, tools=record.tools)
 
 
 def generate_completions(

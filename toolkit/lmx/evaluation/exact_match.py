@@ -13,11 +13,16 @@ MAX_WRONG_SHOWN = 5
 
 @dataclass(frozen=True)
 class ExactMatchItem:
-    """A chat that ends with the user, its expected answer and its skill."""
+    """A chat that ends with the user, its expected answer, its skill and its tools."""
 
     messages: Messages
     answer: str
     skill: str
+    tools: tuple[dict, ...] | None = None
+
+    def prompt(self, generator: Generator) -> list[int]:
+        """The tokens of the question, without a chain of thought."""
+        return generator.encode_chat(self.messages, thinking=False, tools=self.tools)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def measure_exact_match(
             entry of `data.answer_filters.FILTERS`.
     """
     assert items, "no items"
-    prompts = [generator.encode_chat(item.messages, thinking=False) for item in items]
+    prompts = [item.prompt(generator) for item in items]
     completions = generator.batch_generate(prompts, max_tokens=max_tokens)
     by_skill, wrong, results = {}, [], []
     for item, completion in zip(items, completions, strict=True):

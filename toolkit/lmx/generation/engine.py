@@ -165,10 +165,14 @@ class Generator:
         return [texts[index] for index in range(len(prompts))]
 
     def encode_chat(
-        self, prompt: str | Messages, *, thinking: bool = True
+        self,
+        prompt: str | Messages,
+        *,
+        thinking: bool = True,
+        tools: Sequence[dict] | None = None,
     ) -> list[int]:
         """Token ids of a chat with the generation prompt; see `prompt.encode_chat`."""
-        return encode_chat(self.tokenizer, prompt, thinking=thinking)
+        return encode_chat(self.tokenizer, prompt, thinking=thinking, tools=tools)
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of raw text; see `prompt.encode_text`."""

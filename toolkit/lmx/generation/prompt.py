@@ -1,5 +1,6 @@
 """Prompt encoding: chat messages or raw text to token ids."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserError, library_errors
@@ -8,7 +9,11 @@ Messages = list[dict[str, str]]
 
 
 def encode_chat(
-    tokenizer: Any, prompt: str | Messages, *, thinking: bool = True
+    tokenizer: Any,
+    prompt: str | Messages,
+    *,
+    thinking: bool = True,
+    tools: Sequence[dict] | None = None,
 ) -> list[int]:
     """Token ids of a chat, including the generation prompt.
 
@@ -17,6 +22,7 @@ def encode_chat(
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
         thinking: enable the chain of thought in templates that have a switch for it.
+        tools: JSON schemas of the functions that the assistant may call.
 
     Raises:
         UserError: the chat template rejects the messages, or they are not UTF-8 text.
@@ -37,6 +43,7 @@ def encode_chat(
             prompt,
             add_generation_prompt=True,
             enable_thinking=thinking and tokenizer.has_thinking,
+            **({"tools": [*tools]} if tools else {}),
         )
 
 

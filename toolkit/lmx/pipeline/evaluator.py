@@ -239,11 +239,7 @@ class Evaluator:
         chosen = choose_items(
             self.rows, config.exact_match_samples, config.exact_match_filter
         )
-        items = [
-            item
-            for item in chosen
-            if _fits(generator.encode_chat(item.messages, thinking=False), generator)
-        ]
+        items = [item for item in chosen if _fits(item.prompt(generator), generator)]
         if self.metrics:
             return items
         if len(items) < len(chosen):
@@ -351,8 +347,9 @@ def choose_items(
             continue
         part = FILTERS[filter_name](answer["content"])
         if part is not None and (row.skill or filter_name != "none"):
-            item = ExactMatchItem(prompt, answer["content"], row.skill or "answers")
-            by_skill[item.skill].append(item)
+            skill = row.skill or "answers"
+            item = ExactMatchItem(prompt, answer["content"], skill, row.tools)
+            by_skill[skill].append(item)
     turns = zip_longest(*(by_skill[skill] for skill in sorted(by_skill)))
     return [item for turn in turns for item in turn if item][:count]
 
@@ -399,7 +396,8 @@ class SampleComparison:
             # As such rows are trained.
             messages = [{"role": "user", "content": self.row.prompt}]
         if messages:
-            prompt = generator.encode_chat(messages, thinking=False)
+            tools = self.row.tools
+            prompt = generator.encode_chat(messages, thinking=False, tools=tools)
         else:
             prompt = generator.encode_text(self.prompt)
         if _fits(prompt, generator):

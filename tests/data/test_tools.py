@@ -1,0 +1,174 @@
+"""Tools of a chat: read from every source, and rendered by the chat template."""
+
+import json
+
+import pytest
+from lmx.api import functions
+from lmx.data import cache, dataset, splits
+from lmx.data.preference import encode_pairs
+from lmx.data.record_formats import DataRecord
+from lmx.draft.dataset import prompt_from_record
+from lmx.generation.prompt import encode_chat
+from lmx.pipeline.evaluator import choose_items, choose_samples
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from test_tokenization import (
+    CHATML,
+    GENERATION_MARKERS,
+    build_tokenizer,
+    encode_one,
+    trained_texts,
+)
+
+NAMES_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+)
+CITY = {"type": "string", "description": "Name of a city"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": CITY}},
+    },
+}
+TIME = {"type": "function", "function": {"name": "time", "parameters": {}}}
+USER = {"role": "user", "content": "Is it warm in Rome?"}
+CALL = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
+ANSWER = {"role": "assistant", "content": "Yes."}
+CHAT = {"messages": [USER, ANSWER], "tools": [WEATHER]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(NAMES_TOOLS + CHATML)
+
+
+def read(path):
+    [record] = dataset.RecordReader(path)
+    return record
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [USER, ANSWER]},
+        {"prompt": "Is it warm?", "completion": "Yes."},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "?"}]},
+        {"instruction": "Is it warm?", "output": "Yes."},
+    ],
+)
+def test_examples_of_every_format_but_text_have_tools(write, record):
+    assert read(write([record | {"tools": [WEATHER, TIME]}])).tools == (WEATHER, TIME)
+    as_text = json.dumps([WEATHER])
+    assert read(write([record | {"tools": as_text}])).tools == (WEATHER,)
+    for nothing in (None, [], "", " "):
+        assert read(write([record | {"tools": nothing}])).tools is None
+    renamed = {f"my {key}": value for key, value in record.items()}
+    columns = {key: f"my {key}" for key in record}
+    path = write([renamed | {"functions": [TIME]}])
+    [record] = dataset.RecordReader(path, columns=columns | {"tools": "functions"})
+    assert record.tools == (TIME,)
+
+
+@pytest.mark.parametrize(
+    ("tools", "reason"),
+    [
+        ("a hammer", "tools is text that is not JSON"),
+        ('"a hammer"', "tools is not a list of objects"),
+        (["a hammer"], "tools is not a list of objects"),
+        ({"name": "weather"}, "tools is not a list of objects"),
+    ],
+)
+def test_tools_of_another_kind_skip_the_example(write, tools, reason):
+    reader = dataset.RecordReader(write([CHAT, CHAT | {"tools": tools}]))
+    assert len(list(reader)) == 1
+    assert reader.stats.first_skipped[0][1] == reason
+
+
+def test_tables_have_no_keys_of_other_rows(tmp_path):
+    """Arrow gives every object the keys of all objects in its column."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    calls = [USER, {"role": "assistant", "tool_calls": [CALL]}]
+    other = {"function": {"name": "time", "arguments": {"zone": "UTC"}}}
+    others = [USER, {"role": "assistant", "tool_calls": [other]}]
+    rows = [
+        {"messages": calls, "tools": [WEATHER]},
+        {"messages": others, "tools": [TIME | {"strict": True}]},
+    ]
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    first, second = dataset.RecordReader(str(path))
+    assert first.messages[1]["tool_calls"] == [CALL]
+    assert second.messages[1]["tool_calls"] == [other]
+    assert first.tools == (WEATHER,)
+
+
+def test_tools_are_a_part_of_the_prompt(write, tokenizer):
+    record = read(write([CHAT]))
+    expected = tokenizer.apply_chat_template(
+        list(record.messages), tools=[WEATHER], tokenize=False
+    )
+    for loss_on in ("completions", "all"):
+        example = encode_one(record, tokenizer, loss_on=loss_on)
+        assert tokenizer.decode(example.tokens) == expected.rstrip("\n") + "\n"
+    assert "Name of a city" in expected
+    example = encode_one(record, tokenizer)
+    assert trained_texts(example, tokenizer) == ["Yes.<|im_end|>"]
+
+
+def test_long_chats_and_generation_markers_have_tools(write, tokenizer):
+    long = [USER, ANSWER] * 40
+    marking = build_tokenizer(NAMES_TOOLS + GENERATION_MARKERS)
+    thinking = [USER, ANSWER | {"content": "<think>so</think>Yes."}, USER, ANSWER]
+    for messages, one in ((long, tokenizer), (thinking, marking)):
+        record = read(write([{"messages": messages, "tools": [WEATHER]}]))
+        example = encode_one(record, one, max_seq_length=4096)
+        assert "Name of a city" in one.decode(example.tokens)
+        turns = trained_texts(example, one)
+        assert turns == ["Yes.<|im_end|>"] * (len(messages) // 2)
+
+
+def test_both_completions_of_a_pair_have_tools(write, tokenizer):
+    pair = {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "No."}]}
+    record = read(write([pair | {"tools": [WEATHER]}]))
+    settings = {"max_seq_length": 512, "loss_on": "completions"}
+    for example in encode_pairs([record], tokenizer, **settings).examples:
+        assert "Name of a city" in tokenizer.decode(example.tokens)
+
+
+def test_prompts_of_drafts_and_evaluations_have_tools(write, tokenizer):
+    wrapper = TokenizerWrapper(tokenizer)
+
+    class Generator:
+        max_positions, tokenizer = None, wrapper
+
+        def encode_chat(self, messages, **options):
+            self.prompt = encode_chat(wrapper, messages, **options)
+            return self.prompt
+
+        def generate(self, prompt, *, max_tokens):
+            return DataRecord("", text="Yes.")
+
+    generator, record = Generator(), read(write([CHAT | {"skill": "weather"}]))
+    [item], [sample] = choose_items([record], 1, "none"), choose_samples([record], 1)
+    sample.generate("model", generator)
+    prompts = item.prompt(generator), generator.prompt
+    for prompt in (*prompts, prompt_from_record(record, wrapper)):
+        assert "Name of a city" in tokenizer.decode(prompt)
+
+
+def test_tools_survive_the_cache_and_reach_metric_functions(write, cache_folder):
+    record = read(write([CHAT]))
+    entry = cache.get_or_create(
+        "test",
+        "key",
+        lambda folder: splits.write_eval_split(folder, splits.EvalSplit([record], 0)),
+        warning=print,
+    )
+    assert splits.read_eval_split(entry).records == [record]
+    seen = []
+    functions.checked_metric(lambda model, rows: seen.extend(rows) or 0.0, "m")(
+        None, [record]
+    )
+    assert seen[0]["tools"] == [WEATHER]
