@@ -84,6 +84,44 @@ def test_tools_of_another_kind_skip_the_example(write, tools, reason):
     assert reader.stats.first_skipped[0][1] == reason
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "Rome"}', {"city": "Rome"}),
+        ({"city": "Rome"}, {"city": "Rome"}),
+        ("", ""),
+        ("{city}", "{city}"),
+        ('["Rome"]', '["Rome"]'),
+    ],
+)
+def test_arguments_in_json_text_are_objects_as_in_servers(write, arguments, expected):
+    """Files for OpenAI have text. mlx-lm's server and templates have objects."""
+    call = {"id": "1", "type": "function"}
+    call["function"] = {"name": "weather", "arguments": arguments}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    [parsed] = read(write([{"messages": messages}])).messages[1]["tool_calls"]
+    assert parsed == call | {"function": {"name": "weather", "arguments": expected}}
+
+
+def test_arguments_with_half_a_surrogate_pair_skip_the_example(write):
+    call = {"function": {"name": "weather", "arguments": r'{"city": "\ud800"}'}}
+    bad = {"messages": [USER, ANSWER | {"tool_calls": [call]}]}
+    reader = dataset.RecordReader(write([CHAT, bad]))
+    assert len(list(reader)) == 1
+    assert "surrogate" in reader.stats.first_skipped[0][1]
+
+
+def test_arguments_of_any_depth_are_read_or_skipped(write):
+    """Python reads a few levels more than it writes as a part of a message."""
+    rows = [CHAT]
+    for depth in range(900, 1000):
+        arguments = '{"a": ' * depth + "1" + "}" * depth
+        call = {"function": {"name": "weather", "arguments": arguments}}
+        rows.append({"messages": [USER, ANSWER | {"tool_calls": [call]}]})
+    reader = dataset.RecordReader(write(rows))
+    assert 1 <= len(list(reader)) <= len(rows)
+
+
 def test_tables_have_no_keys_of_other_rows(tmp_path):
     """Arrow gives every object the keys of all objects in its column."""
     pyarrow = pytest.importorskip("pyarrow")

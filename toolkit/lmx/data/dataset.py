@@ -20,6 +20,7 @@ from .record_formats import DataRecord
 # Records from which the format is detected, and skipped records that are logged.
 DETECTION_RECORDS, MAX_LOGGED = 200, 5
 BUILTIN = "builtin:"
+UNREADABLE = "more digits or levels than can be read"
 # Characters of the keys in a message.
 MAX_KEYS_SHOWN = 100
 # Resolves a relative path of the recipe; None = there is no such path.
@@ -183,15 +184,18 @@ def _opener(source: str, split: str, find: Find, streaming: bool):
 
 def _parse(where: str, raw: object, name: str) -> DataRecord:
     if isinstance(raw, record_formats.Unreadable):
-        raise record_formats.BadRecord("more digits or levels than can be read")
+        raise record_formats.BadRecord(UNREADABLE)
     if record_formats.format_of(raw) != name:
         keys = ", ".join(raw) if isinstance(raw, dict) else "no object"
         keys = keys[:MAX_KEYS_SHOWN].encode(errors="replace").decode()
         raise record_formats.BadRecord(f"not {name}: it has {keys or 'no keys'}")
     skill = raw.get("skill")
-    fields = record_formats.FORMATS[name].parse(raw)
-    if name != "text":
-        fields["tools"] = record_formats.tools_of(raw)
+    try:
+        fields = record_formats.FORMATS[name].parse(raw)
+        if name != "text":
+            fields["tools"] = record_formats.tools_of(raw)
+    except RecursionError:
+        raise record_formats.BadRecord(UNREADABLE) from None
     return DataRecord(where, **fields, skill=skill if isinstance(skill, str) else None)
 
 

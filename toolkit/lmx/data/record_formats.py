@@ -115,10 +115,31 @@ def _turn(message: object, number: int) -> dict:
     content = extra.pop("content", extra.pop("value", None))
     if content is None and not extra.get("tool_calls"):
         raise BadRecord(f"message {number} has no content")
+    if isinstance(calls := extra.get("tool_calls"), list):
+        extra["tool_calls"] = [*map(_with_arguments, calls)]
     if extra and not is_text(json.dumps(extra, ensure_ascii=False, default=str)):
         raise BadRecord(f"message {number} has half of a surrogate pair")
     content = "" if content is None else _string(content, f"message {number}")
     return {"role": ROLES[role], "content": content, **extra}
+
+
+def _with_arguments(call: object) -> object:
+    """A tool call whose arguments are an object.
+
+    Files for OpenAI have its JSON text. Chat templates expect the object, and mlx-lm's
+    server gives it to them.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(parsed, dict):
+        return call
+    return call | {"function": function | {"arguments": parsed}}
 
 
 def _turns(value: object, role: str) -> list[dict]:
