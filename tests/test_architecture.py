@@ -40,7 +40,7 @@ LAZY = {
     "mlx_lm": {"models/loader.py", "evaluation/lm_eval.py", "convert/exporters/"},
     "lm_eval": {"evaluation/lm_eval.py"},
     "transformers": {"models/loader.py", "convert/", "data/template_limits.py"},
-    "datasets": {"data/dataset.py"},
+    "datasets": {"data/hub_datasets.py"},
     "rich": {"run/logger.py"},
     "wandb": {"run/wandb_tracker.py"},
     "tensorboardX": {"run/tensorboard_tracker.py"},

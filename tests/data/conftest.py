@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from lmx.data import dataset
+from lmx.data import hub_datasets
 
 
 @pytest.fixture
@@ -52,17 +52,23 @@ def hub(monkeypatch):
         class info:
             splits = {"train": None, "validation": None}  # noqa: RUF012
 
-    def load_builder(source, *, revision):
+    def load_builder(source, *, name, revision):
+        if source == "someone/configured" and name is None:
+            raise ValueError("Config name is missing.\nPlease pick one: ['main']")
+        if source == "someone/configured":
+            return Builder
         if source != "someone/rows":
             raise FileNotFoundError(f"no dataset {source}")
         return Builder
 
-    def load(source, *, split, streaming, revision):
-        requests.append((split, streaming))
+    def load(source, *, name, split, streaming, revision):
+        options = {"name": name, "revision": revision}
+        given = [value for value in options.values() if value]
+        requests.append((split, streaming, *given))
         return Streamed(records) if streaming else records
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(dataset, "_online", lambda endpoint: True)
+    monkeypatch.setattr(hub_datasets, "_online", lambda endpoint: True)
     monkeypatch.setattr(datasets, "load_dataset_builder", load_builder)
     monkeypatch.setattr(datasets, "load_dataset", load)
     return requests

@@ -5,7 +5,7 @@ import json
 import tracemalloc
 
 import pytest
-from lmx.data import dataset
+from lmx.data import dataset, hub_datasets
 from lmx.errors import UserError
 
 USER, ANSWER = (
@@ -267,6 +267,53 @@ def test_hub_split_names_are_translated(hub):
     assert not dataset.has_split("someone/rows", "test")
 
 
+def test_hub_sources_name_configuration_and_split(hub):
+    source = "someone/configured@v1:main[validation]"
+    reader = dataset.RecordReader(source, split="train", limit=1)
+    [record] = reader
+    assert record.where == "someone/configured@v1:main/validation[0]"
+    assert hub == [("validation", False, "main", "v1")]
+    # Records of another split are another source.
+    assert dataset.source_fingerprint(source, "train")[1] == "validation"
+    assert not dataset.has_split(source, "valid")
+    assert dataset.has_split("someone/configured:main", "valid")
+    with pytest.raises(UserError, match="no split 'dev'; it has train, val") as error:
+        dataset.RecordReader("someone/rows[dev]")
+    assert error.value.hint == "name one, as in someone/rows[train]"
+    with pytest.raises(UserError, match=r"Config name is missing.*'main'") as error:
+        dataset.RecordReader("someone/configured[train]")
+    assert error.value.hint == "name a configuration, as in someone/configured:NAME"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("name", ("name", None, None, None)),
+        ("o/name@refs/pr/1", ("o/name", "refs/pr/1", None, None)),
+        ("o/name:en", ("o/name", None, "en", None)),
+        ("o/name[train]", ("o/name", None, None, "train")),
+        ("o/name@v1:en[train]", ("o/name", "v1", "en", "train")),
+        ("a/b/c", None),
+        ("./name", None),
+        ("name:rows.jsonl", None),
+        ("o/name:", None),
+        ("o/name[train", None),
+        ("o/name[]", None),
+    ],
+)
+def test_hub_names_are_parsed(source, expected):
+    parsed = hub_datasets.HubDataset.parse(source)
+    names = ("name", "revision", "config", "split")
+    assert (parsed and tuple(getattr(parsed, n) for n in names)) == expected
+
+
+def test_local_paths_are_no_hub_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("owner/name:en", "rows[1]"):
+        (tmp_path / name).mkdir(parents=True)
+        assert hub_datasets.HubDataset.parse(name) is None
+
+
 def test_hub_errors_are_translated(hub, monkeypatch):
     with pytest.raises(UserError, match="no split for 'test'"):
         dataset.RecordReader("someone/rows", split="test")
@@ -274,11 +321,11 @@ def test_hub_errors_are_translated(hub, monkeypatch):
         UserError, match=r"no such file or folder.*no dataset someone/else"
     ):
         dataset.RecordReader("someone/else")
-    monkeypatch.setattr(dataset, "_online", lambda endpoint: False)
+    monkeypatch.setattr(hub_datasets, "_online", lambda endpoint: False)
     with pytest.raises(UserError, match="the Hub cannot be reached"):
         dataset.RecordReader("someone/rows")
 
 
 def test_closed_port_is_offline(monkeypatch):
-    monkeypatch.setattr(dataset, "getproxies", dict)
-    assert not dataset._online("http://127.0.0.1:9")
+    monkeypatch.setattr(hub_datasets, "getproxies", dict)
+    assert not hub_datasets._online("http://127.0.0.1:9")

@@ -20,12 +20,18 @@ class DataConfig(ConfigModel):
     """The datasets, and which tokens have a loss."""
 
     train: DataSources = Field(
-        [], examples=["data/skills/train.jsonl", "builtin:stdlib", "owner/dataset"]
+        [],
+        examples=["data/skills/train.jsonl", "builtin:stdlib", "openai/gsm8k:main"],
     )
-    """Training data: a file, folder, Hub id (owner/name or owner/name@revision) or
-    builtin:<name>, or a list of them."""
+    """Training data: a file, folder, Hub id or builtin:<name>, or a list of them. A Hub
+    id is owner/name, owner/name@revision, and both with a configuration and a split, as
+    in openai/gsm8k:main[test]."""
     valid: DataSources = Field(
-        [], examples=["data/skills/valid.jsonl", ["valid.jsonl", "builtin:stdlib"]]
+        [],
+        examples=[
+            "data/skills/valid.jsonl",
+            ["valid.jsonl", "openai/gsm8k:main[test]"],
+        ],
     )
     """Validation data. Default: the split `valid` or `validation` of the training data,
     else examples split off from it."""

@@ -2,19 +2,16 @@
 
 import hashlib
 import json
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from ..errors import UserError
 from . import builtin, readers, record_formats
+from .hub_datasets import HubDataset
 from .record_formats import DataRecord
 
 # Records from which the format is detected, and skipped records that are logged.
@@ -59,7 +56,7 @@ class RecordReader:
     """The records of one source. Every iteration reads the source again.
 
     Args:
-        source: builtin:<name>, a file or folder, or a Hub dataset (see `hub_id`).
+        source: builtin:<name>, a file or folder, or a Hub dataset (see `HubDataset`).
         split: train, valid or test.
         find: resolves a relative path of the recipe.
         columns: lmx's name of a column -> the source's name.
@@ -127,22 +124,9 @@ def has_split(source: str, split: str, *, find: Find = Path) -> bool:
     """Whether `source` has a split of this name; a single file has none."""
     if source.startswith(BUILTIN):
         return split in builtin.SPLITS
-    if hub_id(source, find):
-        return _hub(source, split)[1] is not None
+    if hub := HubDataset.parse(source, find):
+        return hub.has_split(split)
     return readers.has_split(find(source) or Path(source), split)
-
-
-def hub_id(source: str, find: Find = Path) -> tuple[str, str | None] | None:
-    """Name and revision of a Hub dataset; None for another source.
-
-    The source is `name`, `owner/name` or `owner/name@revision`, and no local path has
-    this name.
-    """
-    name, _, revision = source.partition("@")
-    path = find(source) or Path(source)
-    if source.startswith(BUILTIN) or path.exists() or not _is_hub_name(name):
-        return None
-    return name, revision or None
 
 
 def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
@@ -154,9 +138,8 @@ def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
     if source.startswith(BUILTIN):
         text = json.dumps(builtin.read(source.removeprefix(BUILTIN), split))
         return [source, hashlib.sha256(text.encode()).hexdigest()]
-    if hub_id(source, find):
-        builder, name = _hub(source, split)
-        return [source, name, builder.hash, builder.config_id]
+    if hub := HubDataset.parse(source, find):
+        return hub.fingerprint(split)
     path = find(source) or Path(source)
     return [
         [str(p), readers.content_hash(p)] for p in readers.list_data_files(path, split)
@@ -176,8 +159,8 @@ def _opener(source: str, split: str, find: Find, streaming: bool):
     if source.startswith(BUILTIN):
         documents = builtin.read(source.removeprefix(BUILTIN), split)
         return lambda: ((f"{source}/{where}", {"text": t}) for where, t in documents)
-    if hub_id(source, find):
-        return _hub_opener(source, split, streaming)
+    if hub := HubDataset.parse(source, find):
+        return hub.opener(split, streaming=streaming)
     files = readers.list_data_files(find(source) or Path(source), split)
     return lambda: (record for file in files for record in readers.read_records(file))
 
@@ -230,76 +213,5 @@ def _none_valid(source: str, name: str, count: int, first, keys: str) -> UserErr
         f"no example is valid: all {count} are invalid as {name}; the first: "
         f"{reason} ({where}); its keys: {keys}",
         hint=f"examples of the format {name} need {needed}",
-        place=source,
-    )
-
-
-def _is_hub_name(name: str) -> bool:
-    """Whether it is name or owner/name, without the suffix of a data file."""
-    parts = name.split("/")
-    plain = all(part and part.strip(".~") and "\\" not in part for part in parts)
-    return (
-        plain and len(parts) <= 2 and readers.suffix(Path(name)) not in readers.SUFFIXES
-    )
-
-
-def _hub(source: str, split: str) -> tuple[Any, str | None]:
-    """The dataset's builder, and its name of `split`."""
-    import datasets
-
-    if not datasets.config.HF_HUB_OFFLINE and not _online(datasets.config.HF_ENDPOINT):
-        raise _unreachable(source, "the Hub cannot be reached")
-    try:
-        name, _, revision = source.partition("@")
-        builder = datasets.load_dataset_builder(name, revision=revision or None)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise _unreachable(source, error) from None
-    names = builder.info.splits or {"train": None}
-    return builder, next((n for n in readers.SPLITS[split] if n in names), None)
-
-
-def _hub_opener(source: str, split: str, streaming: bool):
-    import datasets
-
-    _, name = _hub(source, split)
-    if name is None:
-        raise UserError(f"this dataset has no split for {split!r}", place=source)
-    errors = (OSError, ValueError, datasets.exceptions.DatasetsError)
-    try:
-        repo_id, _, revision = source.partition("@")
-        dataset = datasets.load_dataset(
-            repo_id, split=name, streaming=streaming, revision=revision or None
-        )
-    except errors as error:
-        raise _unreachable(source, error) from None
-
-    def records() -> Iterator[readers.LocatedRecord]:
-        try:
-            for index, record in enumerate(dataset):
-                yield f"{source}/{name}[{index}]", readers.without_nulls(record)
-        except errors as error:
-            raise _unreachable(source, error) from None
-
-    return records
-
-
-def _online(endpoint: str) -> bool:
-    """Whether the Hub responds. Tested first, because its client retries for 25 s."""
-    if getproxies():
-        return True
-    url = urlsplit(endpoint)
-    try:
-        socket.create_connection((url.hostname, url.port or 443), timeout=10).close()
-    except OSError:
-        return False
-    return True
-
-
-def _unreachable(source: str, error: Exception | str) -> UserError:
-    return UserError(
-        "there is no such file or folder, and it cannot be read as a Hub dataset: "
-        f"{error}",
-        hint="check the name and the network, or name a local file; "
-        "HF_HUB_OFFLINE=1 reads a cached copy",
         place=source,
     )

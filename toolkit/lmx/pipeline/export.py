@@ -12,7 +12,7 @@ from ..convert.exporters import FORMATS, hub
 from ..convert.exporters.base import ExportContext
 from ..convert.exporters.model_card import CardFacts, write_card
 from ..convert.exporters.repository_name import repository_name, stored_as
-from ..data.dataset import hub_id
+from ..data.hub_datasets import HubDataset
 from ..errors import UserError
 from ..models.checkpoint import read_config
 from ..models.checkpoint_writer import QUANTIZE_ACTIVATIONS
@@ -106,7 +106,7 @@ class ExportStage(Stage):
         report = read_report(context.output / REPORT)
         path = context.source.path
         is_on_hub = path is not None and context.find(path) is None
-        ids = [hub_id(source, context.find) for source in context.data.train]
+        sources = [HubDataset.parse(s, context.find) for s in context.data.train]
         current = context.current
         trained = {
             "is_trained": path is not None and "trained_tokens" in current.facts,
@@ -121,7 +121,7 @@ class ExportStage(Stage):
             base=path if is_on_hub else None,
             origin=f"`{path}`" if path else "random weights",
             terms=self._license(context),
-            datasets=list(dict.fromkeys(name[0] for name in ids if name)),
+            datasets=list(dict.fromkeys(source.name for source in sources if source)),
             stored_as=stored_as(current.model),
             **trained,
             report=report,
@@ -149,7 +149,7 @@ def _of_adapter(facts: CardFacts, adapter: Path, context: StageContext) -> CardF
     name = read_json(adapter / ADAPTER_FILES[0]).get("model")
     if not name:
         return facts
-    is_on_hub = hub_id(name, context.find) is not None
+    is_on_hub = HubDataset.parse(name, context.find) is not None
     return replace(facts, base=name if is_on_hub else None, origin=f"`{name}`")
 
 
