@@ -294,6 +294,7 @@ def test_hub_sources_name_configuration_and_split(hub):
         ("o/name[train]", ("o/name", None, None, "train")),
         ("o/name@v1:en[train]", ("o/name", "v1", "en", "train")),
         ("a/b/c", None),
+        ("builtin:stdlib", None),
         ("./name", None),
         ("name:rows.jsonl", None),
         ("o/name:", None),

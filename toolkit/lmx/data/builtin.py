@@ -10,6 +10,8 @@ from pathlib import Path
 
 from ..errors import UserError
 
+# The start of the name of a built-in dataset in a recipe.
+PREFIX = "builtin:"
 SPLITS = ("train", "valid")
 VALID_SHARE = 0.04
 

@@ -16,7 +16,6 @@ from .record_formats import DataRecord
 
 # Records from which the format is detected, and skipped records that are logged.
 DETECTION_RECORDS, MAX_LOGGED = 200, 5
-BUILTIN = "builtin:"
 UNREADABLE = "more digits or levels than can be read"
 # Characters of the keys in a message.
 MAX_KEYS_SHOWN = 100
@@ -122,7 +121,7 @@ class RecordReader:
 
 def has_split(source: str, split: str, *, find: Find = Path) -> bool:
     """Whether `source` has a split of this name; a single file has none."""
-    if source.startswith(BUILTIN):
+    if source.startswith(builtin.PREFIX):
         return split in builtin.SPLITS
     if hub := HubDataset.parse(source, find):
         return hub.has_split(split)
@@ -135,8 +134,8 @@ def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
     Raises:
         UserError: the source is missing or cannot be read.
     """
-    if source.startswith(BUILTIN):
-        text = json.dumps(builtin.read(source.removeprefix(BUILTIN), split))
+    if source.startswith(builtin.PREFIX):
+        text = json.dumps(builtin.read(source.removeprefix(builtin.PREFIX), split))
         return [source, hashlib.sha256(text.encode()).hexdigest()]
     if hub := HubDataset.parse(source, find):
         return hub.fingerprint(split)
@@ -149,15 +148,15 @@ def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
 def source_size(source: str, split: str, *, find: Find = Path) -> int:
     """Bytes of the files of a local source; 0 for others, whose size is unknown."""
     path = find(source) or Path(source)
-    if source.startswith(BUILTIN) or not path.exists():
+    if source.startswith(builtin.PREFIX) or not path.exists():
         return 0
     return sum(file.stat().st_size for file in readers.list_data_files(path, split))
 
 
 def _opener(source: str, split: str, find: Find, streaming: bool):
     """A function that reads the source from its start at every call."""
-    if source.startswith(BUILTIN):
-        documents = builtin.read(source.removeprefix(BUILTIN), split)
+    if source.startswith(builtin.PREFIX):
+        documents = builtin.read(source.removeprefix(builtin.PREFIX), split)
         return lambda: ((f"{source}/{where}", {"text": t}) for where, t in documents)
     if hub := HubDataset.parse(source, find):
         return hub.opener(split, streaming=streaming)

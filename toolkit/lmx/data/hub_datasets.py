@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ..errors import UserError, error_detail
-from . import readers
+from . import builtin, readers
 
 # name, or owner/name; then the revision, the configuration and the split, as far as the
 # recipe names them. The name of a revision has neither : nor [ in git.
@@ -43,11 +43,13 @@ class HubDataset:
     def parse(
         cls, source: str, find: Callable[[str], Path | None] = Path
     ) -> "HubDataset | None":
-        """The dataset that a source names; None if it is a local path.
+        """The dataset that a source names; None if it is a local path, or built in.
 
         Args:
             find: resolves a relative path of the recipe; None = there is no such path.
         """
+        if source.startswith(builtin.PREFIX):
+            return None
         match, path = SOURCE.fullmatch(source), find(source) or Path(source)
         if match is None or path.exists() or not _is_hub_name(match["name"]):
             return None

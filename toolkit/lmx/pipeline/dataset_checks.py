@@ -5,8 +5,8 @@ from typing import Any
 
 from ..config.errors import KeyPath
 from ..config.messages import Problem, nearest
-from ..data.builtin import BUILTINS
-from ..data.dataset import BUILTIN, RecordReader
+from ..data.builtin import BUILTINS, PREFIX
+from ..data.dataset import RecordReader
 from ..data.record_formats import COLUMNS, check_columns
 from ..errors import UserError
 from .stage import Find, Formats, is_missing, missing_source
@@ -41,8 +41,8 @@ def check_source(
     Args:
         columns: as for `RecordReader`.
     """
-    if source.startswith(BUILTIN):
-        if (name := source.removeprefix(BUILTIN)) in BUILTINS:
+    if source.startswith(PREFIX):
+        if (name := source.removeprefix(PREFIX)) in BUILTINS:
             return None, "text"
         hint = nearest(name, BUILTINS)
         return Problem(path, f"unknown built-in data '{name}'", hint), None

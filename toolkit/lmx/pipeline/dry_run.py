@@ -7,7 +7,8 @@ from typing import Any
 
 from ..config.loader import LoadedRecipe
 from ..convert.importers import find_importable, gguf
-from ..data.dataset import BUILTIN, RecordReader
+from ..data import builtin
+from ..data.dataset import RecordReader
 from ..data.record_formats import DataRecord
 from ..data.tokenization import (
     LAST_ONLY,
@@ -210,7 +211,7 @@ def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
 def _is_local(loaded: LoadedRecipe) -> bool:
     """Whether all training data is on this disk."""
     sources = loaded.recipe.data.train
-    return all(s.startswith(BUILTIN) or loaded.find(s) for s in sources)
+    return all(s.startswith(builtin.PREFIX) or loaded.find(s) for s in sources)
 
 
 def _longest(
@@ -295,7 +296,7 @@ def _split(
     sample = RowReservoir()
     lines = []
     for source in getattr(data, split):
-        if not source.startswith(BUILTIN) and loaded.find(source) is None:
+        if not source.startswith(builtin.PREFIX) and loaded.find(source) is None:
             lines.append((split, f"{source}: on the Hub, not read by a dry run"))
             continue
         reader = RecordReader(
