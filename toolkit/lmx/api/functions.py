@@ -127,10 +127,11 @@ def checked_metric(function: MetricFunction, name: str) -> Metric:
 
 def _example(record: DataRecord) -> dict[str, Any]:
     """The keys of an example that it has."""
-    values = {key: value for key, value in vars(record).items() if value is not None}
-    for key in {"messages", "tools"} & {*values}:
-        values[key] = [dict(each) for each in values[key]]
-    return values
+    return {
+        key: [dict(each) for each in value] if isinstance(value, tuple) else value
+        for key, value in vars(record).items()
+        if value is not None
+    }
 
 
 def _captured(cell: Any) -> Any:

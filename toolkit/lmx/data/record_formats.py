@@ -86,6 +86,12 @@ def is_text(value: str) -> bool:
     return True
 
 
+def _require_text(value: list | dict, name: str) -> None:
+    # Parquet files may hold dates.
+    if value and not is_text(json.dumps(value, ensure_ascii=False, default=str)):
+        raise BadRecord(f"{name} has half of a surrogate pair")
+
+
 def _part(part: object, name: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text":
         return _string(part.get("text"), name)
@@ -117,8 +123,7 @@ def _turn(message: object, number: int) -> dict:
         raise BadRecord(f"message {number} has no content")
     if isinstance(calls := extra.get("tool_calls"), list):
         extra["tool_calls"] = [*map(_with_arguments, calls)]
-    if extra and not is_text(json.dumps(extra, ensure_ascii=False, default=str)):
-        raise BadRecord(f"message {number} has half of a surrogate pair")
+    _require_text(extra, f"message {number}")
     content = "" if content is None else _string(content, f"message {number}")
     return {"role": ROLES[role], "content": content, **extra}
 
@@ -242,8 +247,7 @@ def tools_of(record: dict) -> tuple[dict, ...] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
         raise BadRecord("tools is not a list of objects")
-    if not is_text(json.dumps(tools, ensure_ascii=False, default=str)):
-        raise BadRecord("tools has half of a surrogate pair")
+    _require_text(tools, "tools")
     return tuple(tools)
 
 

@@ -104,9 +104,8 @@ def read_eval_split(entry: CacheEntry) -> EvalSplit:
 
 
 def _tuples(record: DataRecord) -> dict[str, tuple]:
-    """The messages and tools, which JSON stores as lists, as tuples."""
-    values = {k: getattr(record, k) for k in ("messages", "rejected", "tools")}
-    return {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+    """The values that JSON stores as lists, as tuples."""
+    return {k: tuple(v) for k, v in vars(record).items() if isinstance(v, list)}
 
 
 def _split_document(record: DataRecord) -> tuple[DataRecord, DataRecord]:

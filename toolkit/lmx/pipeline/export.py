@@ -21,7 +21,14 @@ from ..run.report import REPORT, read_report
 from ..run.tables import table
 from .context import ModelArtifact, StageContext
 from .estimate import ModelShape, StageResources, Workload
-from .stage import Find, ModelState, RawStage, Stage, missing_source
+from .stage import (
+    Find,
+    ModelState,
+    RawStage,
+    Stage,
+    looks_local,
+    missing_source,
+)
 
 # Of an adapter of mlx-lm.
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
@@ -149,7 +156,7 @@ def _of_adapter(facts: CardFacts, adapter: Path, context: StageContext) -> CardF
     name = read_json(adapter / ADAPTER_FILES[0]).get("model")
     if not name:
         return facts
-    is_on_hub = HubDataset.parse(name, context.find) is not None
+    is_on_hub = context.find(name) is None and not looks_local(name, context.find)
     return replace(facts, base=name if is_on_hub else None, origin=f"`{name}`")
 
 

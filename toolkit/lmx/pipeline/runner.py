@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from .. import cpu
@@ -277,7 +277,9 @@ def _require_same_inputs(stage: Stage, context: StageContext) -> None:
         current = context.current
         models |= {"model": current.model, "reference": current.reference}
     others = {k: m for k, m in models.items() if not m.is_relative_to(context.output)}
-    digests = {key: quick_digest(model) for key, model in others.items()}
+    # The model is often its own reference.
+    digest = cache(quick_digest)
+    digests = {key: digest(model) for key, model in others.items()}
     file = context.folder / INPUT_DIGESTS
     earlier = read_json(file) if file.is_file() else digests
     for key, model in others.items():

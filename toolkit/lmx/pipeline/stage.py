@@ -120,15 +120,12 @@ class Stage(ABC):
     @property
     def named_models(self) -> dict[str, str]:
         """Further models that the stage's block names, by key."""
-        blocks = [
-            (key, getattr(self.config, key), name) for key, name in self.other_models
-        ]
-        models = {
-            f"{key}.{name}": getattr(block, name)
-            for key, block, name in blocks
-            if block is not None
-        }
-        return {key: model for key, model in models.items() if model}
+        models = {}
+        for key, name in self.other_models:
+            block = getattr(self.config, key)
+            if model := block and getattr(block, name):
+                models[f"{key}.{name}"] = model
+        return models
 
     def inputs(self, data: DataConfig) -> list[str]:
         """The models that the stage names, then the datasets it reads."""
