@@ -16,15 +16,19 @@ HALVED = (
 )
 
 
-def write_small_base(folder: Path, blocks: int = 2) -> Path:
-    """Write its first blocks, at half the width, with the same tokenizer."""
+def write_small_base(folder: Path, blocks: int = 2, half_width: bool = True) -> Path:
+    """Write its first blocks, with the same tokenizer."""
     shutil.copytree(BASE, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((folder / "config.json").read_text())
     deeper = tuple(f"model.layers.{n}." for n in range(blocks, config.pop(LAYERS)))
-    config |= {key: config[key] // 2 for key in HALVED} | {LAYERS: blocks}
+    config[LAYERS] = blocks
+    if half_width:
+        config |= {key: config[key] // 2 for key in HALVED}
     (folder / "config.json").write_text(json.dumps(config))
     weights = mx.load(str(BASE / "model.safetensors"))
-    weights = {k: halved(v) for k, v in weights.items() if not k.startswith(deeper)}
+    weights = {k: v for k, v in weights.items() if not k.startswith(deeper)}
+    if half_width:
+        weights = {k: halved(v) for k, v in weights.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
 

@@ -207,7 +207,7 @@ def without_timings(value):
 def test_disturbed_stages_resume(tmp_path, base, num_cases, fuzz_random, name):
     stage = DisturbedStage(tmp_path / "run", name, base)
     ends: Counter = Counter()
-    while ends.total() < num_cases(2):
+    while ends.total() < num_cases(1):
         stage.reset()
         in_a_row = fuzz_random.randint(1, MOST_IN_A_ROW)
         for _ in range(in_a_row):
