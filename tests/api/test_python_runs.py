@@ -55,6 +55,11 @@ def test_run_has_paths_metrics_and_history(run, recipe):
     assert "<td>perplexity</td>" in run._repr_html_()
 
 
+def test_changed_values_of_a_run_are_not_those_of_the_run(run):
+    run.resolved["model"].clear()
+    assert run.resolved["model"]
+
+
 def test_completed_run_is_not_repeated(run, recipe):
     recorder = Recorder()
     again = lmx.train(recipe, output=run.path, callbacks=[recorder], quiet=True)

@@ -1,7 +1,16 @@
 """Session fixtures: one tiny model, trained once, is the base of the other runs."""
 
 import pytest
+from lmx.draft import cost_model
 from tiny_runs import EVALUATE, TRAIN, Run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def short_measurements():
+    """Times of speculative decoding are taken once, because no test reads them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost_model, "REPEATS", 1)
+        yield
 
 
 @pytest.fixture(scope="session")

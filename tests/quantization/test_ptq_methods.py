@@ -42,7 +42,7 @@ GRIDS = [
     ({"mode": "nvfp4"}, EVEN),
     ({"mode": "mxfp8"}, AWKWARD),
 ]
-WINDOWS = windows_of(mx.random.randint(0, 320, (48, 24), key=mx.random.key(1)))
+WINDOWS = windows_of(mx.random.randint(0, 320, (24, 24), key=mx.random.key(1)))
 TOKENS = mx.random.randint(0, 320, (2, 12), key=mx.random.key(0))
 
 CONFIGS = {"rtn": RTNConfig, "gptq": GPTQConfig, "awq": AWQConfig}
@@ -91,7 +91,7 @@ def quantized(make_checkpoint, tmp_path_factory):
     def get_result(method, grid, model):
         key = method, *grid.items()
         if key not in results:
-            source = make_checkpoint(num_hidden_layers=2, **model)
+            source = make_checkpoint(num_hidden_layers=1, **model)
             folder = tmp_path_factory.mktemp("quantized") / "q"
             results[key] = folder, *quantize(method, source, folder, **grid)
         return results[key]
@@ -186,12 +186,11 @@ def test_checkpoint_gives_the_same_logits_in_stock_mlx_lm(
 
 def test_layers_with_indivisible_widths_are_unchanged(method, quantized):
     folder, plan, _, dense = quantized(method, *GRIDS[2])
-    skipped = [f"model.layers.{n}.mlp.down_proj" for n in range(2)]
-    assert sorted(plan.skipped) == skipped
+    path = "model.layers.0.mlp.down_proj"
+    assert [*plan.skipped] == [path]
     files = mx.load(str(folder / "model.safetensors"))
-    for path in skipped:
-        assert mx.array_equal(files[f"{path}.weight"], dense[f"{path}.weight"])
-        assert f"{path}.scales" not in files
+    assert mx.array_equal(files[f"{path}.weight"], dense[f"{path}.weight"])
+    assert f"{path}.scales" not in files
     mlx_lm.load(str(folder))
 
 
@@ -223,7 +222,7 @@ def test_experts_have_floating_point_modes(method, mode, make_checkpoint, tmp_pa
 def test_two_runs_write_the_same_bytes(method, quantized, make_checkpoint, tmp_path):
     grid, model = GRIDS[1]
     first_folder, *_ = quantized(method, grid, model)
-    source = make_checkpoint(num_hidden_layers=2, **model)
+    source = make_checkpoint(num_hidden_layers=1, **model)
     quantize(method, source, tmp_path / "second", **grid)
     digests = [
         {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}

@@ -1,7 +1,8 @@
 """SequentialPipeline: calibration inputs, order of the layers, and resume."""
 
-import inspect
 import shutil
+import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,8 +138,10 @@ def test_gptq_call_chain_has_seven_calls(tmp_path, monkeypatch):
     chains, update = [], gptq_solver.gptq_columns
 
     def record_chain(*args):
-        frames = [f for f in inspect.stack()[1:] if "/lmx/" in f.filename]
-        chains.append([frame.function for frame in reversed(frames)])
+        stack = traceback.walk_stack(sys._getframe(1))
+        codes = [frame.f_code for frame, _ in stack]
+        names = [code.co_name for code in codes if "/lmx/" in code.co_filename]
+        chains.append(names[::-1])
         return update(*args)
 
     monkeypatch.setattr(gptq_solver, "gptq_columns", record_chain)

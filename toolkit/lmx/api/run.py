@@ -2,6 +2,7 @@
 
 import html
 import os
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class Run:
     @property
     def resolved(self) -> dict[str, Any]:
         """All values of the recipe, as they were when the run started."""
-        values: dict[str, Any] = read_resolved(self.path)
+        values: dict[str, Any] = deepcopy(read_resolved(self.path))
         return values
 
     @property

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -177,6 +178,12 @@ def read(text: str) -> Document:
         if node is not None:
             document._read(node)
     return document
+
+
+@lru_cache(maxsize=8)
+def read_shared(text: str) -> Document:
+    """As `read`, but texts that are read again share a document: do not change it."""
+    return read(text)
 
 
 def write(data: Any) -> str:

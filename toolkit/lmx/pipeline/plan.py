@@ -135,7 +135,7 @@ def recipe_hash(resolved: str) -> str:
 
 
 def _result_values(resolved: str) -> dict:
-    data = yaml_io.read(resolved).data
+    data = yaml_io.read_shared(resolved).data
     return {key: value for key, value in data.items() if key not in OUTPUT_KEYS}
 
 
@@ -146,7 +146,7 @@ def _hash(values: Any) -> str:
 
 def difference(old: str, new: str) -> str:
     """The values in which two resolved recipes differ, one override per line."""
-    data = [yaml_io.read(text).data for text in (old, new)]
+    data = [yaml_io.read_shared(text).data for text in (old, new)]
     if not isinstance(data[0], dict):
         return "the values before are unknown: resolved.yaml is missing or damaged"
     before, after = map(recipe_values, data)

@@ -127,14 +127,13 @@ def _log_start(
 @contextmanager
 def tracked(loaded: LoadedRecipe, logger: RunLogger) -> Iterator[None]:
     """Send the logger's metrics to the recipe's trackers."""
-    recipe = yaml_io.read(loaded.resolved).data
     for config in loaded.recipe.tracker:
         start = partial(
             TRACKERS[config.type].start,
             config,
             folder=logger.folder,
             name=loaded.name,
-            recipe=recipe,
+            recipe=yaml_io.read(loaded.resolved).data,
         )
         logger.trackers.append(TrackerThread(config.type, start, logger.warning))
     code = 1

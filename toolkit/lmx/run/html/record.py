@@ -84,13 +84,15 @@ class Record:
 def read_resolved(path: Path) -> dict:
     """The values of resolved.yaml in a run directory; empty if there is no such file.
 
+    Later calls may return the same object.
+
     Raises:
         UserError: it is damaged.
     """
     file = path / RESOLVED
     if not (text := read_text(file)):
         return {}
-    document = yaml_io.read(text)
+    document = yaml_io.read_shared(text)
     data = document.data
     is_recipe = isinstance(data, dict) and not document.errors
     if (
