@@ -170,7 +170,9 @@ def test_exported_weights_equal_forward_weights(
         ("ternary", True),
     ],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow), "bfloat16"]
+)
 def test_exported_weights_equal_forward_weights_for_every_quantizer(
     make_checkpoint, tmp_path, dtype, grid, adapted
 ):
