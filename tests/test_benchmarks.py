@@ -102,6 +102,23 @@ def real_model_rows(text: str) -> dict[str, dict[str, list[str]]]:
     return tables
 
 
+def test_only_other_tools_may_fail(tmp_path, monkeypatch):
+    """A method that mlx-lm refuses is a row; a run of lmx that fails is a fault."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import ptq_runners
+
+    def refuses(*_):
+        raise AssertionError("no such bits")
+
+    for name in ("gptq", "lmx"):
+        monkeypatch.setitem(ptq_runners.RUNNERS, name, refuses)
+    (tmp_path / "settings.json").write_text("{}")
+    row = ptq_runners.run("gptq", tmp_path, tmp_path / "model", {})
+    assert row == {"failed": "no such bits"}
+    with pytest.raises(AssertionError):
+        ptq_runners.run("lmx", tmp_path, tmp_path / "model", {})
+
+
 def test_real_model_training_runs_all_libraries(tmp_path, small_base):
     for name, count in (("train", 24), ("test", 4)):
         rows = [
