@@ -29,11 +29,13 @@ ROWS = [
         "messages": [USER, ANSWER | {"tool_calls": [{"function": CALL}]}],
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     },
+    {"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER], "system": "Be brief."},
     {"prompt": "one plus", "completion": " two"},
     {"prompt": [USER], "completion": [ANSWER], "label": True},
     {"prompt": "one plus", "completion": " two", "label": False},
     {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"},
     {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "No."}]},
+    {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away", "system": "Be brief."},
     {"instruction": "Add", "input": "1 2", "output": "3"},
     {"text": "Once upon a time."},
 ]

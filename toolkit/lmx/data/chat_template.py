@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import UserError
 from .chat_rendering import NoTrainableTokens, has_template, render_messages
 from .chat_spans import Span, find_spans
-from .record_formats import DataRecord
+from .record_formats import DataRecord, is_completion
 
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -73,7 +73,8 @@ def _chat(
     if not has_template(tokenizer):
         raise UserError(
             "chat examples need a chat template, which this model's tokenizer lacks",
-            hint="use an instruct model, or examples with prompt and completion",
+            hint="use an instruct model, or examples with prompt and completion, and "
+            "without system",
             place=record.where,
         )
     tools = record.tools
@@ -86,18 +87,13 @@ def _chat(
     spans = find_spans(messages, turns, whole, tokenizer, tools)
     if all(spans):
         return RenderedChat(record, whole, tuple(spans))
-    if _MARKERS.search(str(tokenizer.chat_template)):
+    has_weights = any(message.get("weight") == 0 for message in messages)
+    if _MARKERS.search(str(tokenizer.chat_template)) and not has_weights:
         marked = _marked(messages, tokenizer, tools)
         return RenderedChat(record, whole, (), marked=marked)
     if spans[-1]:
         return RenderedChat(record, whole, (spans[-1],), last_only=True)
     raise NoTrainableTokens("the chat template changes the turns before the last one")
-
-
-def is_completion(message: dict) -> bool:
-    """Whether a message is a turn of the assistant that is not empty."""
-    filled = message["content"].strip() or message.get("tool_calls")
-    return message["role"] == "assistant" and bool(filled)
 
 
 def _marked(

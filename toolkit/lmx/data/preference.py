@@ -11,8 +11,7 @@ from itertools import groupby
 
 import numpy as np
 
-from .chat_template import is_completion
-from .record_formats import DataRecord
+from .record_formats import DataRecord, is_completion
 from .tokenization import EncodeResult, Example, LossOn, encode_block
 
 

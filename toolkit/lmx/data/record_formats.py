@@ -121,6 +121,8 @@ def _turn(message: object, number: int) -> dict:
     content = extra.pop("content", extra.pop("value", None))
     if content is None and not extra.get("tool_calls"):
         raise BadRecord(f"message {number} has no content")
+    if (weight := extra.get("weight", 1)) not in (0, 1):
+        raise BadRecord(f"message {number} has the weight {weight!r}, not 0 or 1")
     if isinstance(calls := extra.get("tool_calls"), list):
         extra["tool_calls"] = [*map(_with_arguments, calls)]
     _require_text(extra, f"message {number}")
@@ -154,9 +156,16 @@ def _turns(value: object, role: str) -> list[dict]:
     return [_turn(message, number) for number, message in enumerate(value, 1)]
 
 
+def is_completion(message: dict) -> bool:
+    """Whether a message is a turn of the assistant that is trained: it is not empty,
+    and has not the weight 0 of files for OpenAI."""
+    filled = message["content"].strip() or message.get("tool_calls")
+    is_trained = message.get("weight", 1) != 0
+    return message["role"] == "assistant" and is_trained and bool(filled)
+
+
 def _conversation(turns: list[dict]) -> dict:
-    replies = [turn for turn in turns if turn["role"] == "assistant"]
-    if not any(turn["content"].strip() or turn.get("tool_calls") for turn in replies):
+    if not any(map(is_completion, turns)):
         raise BadRecord("no assistant turn with content")
     return {"messages": tuple(turns)}
 
@@ -231,6 +240,28 @@ def _text(record: dict) -> dict:
     return {"text": _filled(record["text"], "text")}
 
 
+def with_system(fields: dict, record: dict) -> dict:
+    """The fields of an example, as messages if its record has a text `system`: that is
+    their first message, unless they have one."""
+    system = record.get("system")
+    if system is None or not (content := _string(system, "system")).strip():
+        return fields
+    fields, first = dict(fields), {"role": "system", "content": content}
+    if "messages" not in fields:
+        user = {"role": "user", "content": fields.pop("prompt")}
+        fields["messages"] = user, _answer(fields.pop("completion"))
+        if "rejected" in fields:
+            fields["rejected"] = user, _answer(fields["rejected"])
+    for name in {"messages", "rejected"} & fields.keys():
+        if fields[name][0]["role"] != "system":
+            fields[name] = first, *fields[name]
+    return fields
+
+
+def _answer(content: str) -> dict:
+    return {"role": "assistant", "content": content}
+
+
 def tools_of(record: dict) -> tuple[dict, ...] | None:
     """The tools of a record, which may be a list or its JSON text; None without any.
 
@@ -272,7 +303,7 @@ FORMATS = {
     "text": Format(("text",), _text),
 }
 # Keys that examples of several formats may have.
-COMMON = ("skill", "tools")
+COMMON = ("skill", "system", "tools")
 COLUMNS = {k for f in FORMATS.values() for k in (*f.keys, *f.optional)} | {*COMMON}
 
 SYNONYMS = {

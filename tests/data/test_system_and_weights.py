@@ -1,0 +1,168 @@
+"""The column `system`, and messages with a weight, as in files for OpenAI."""
+
+import pytest
+from lmx.data import dataset
+from lmx.data.chat_template import render
+from lmx.data.preference import encode_pairs
+from lmx.errors import UserError
+from test_tokenization import (
+    CHATML,
+    GENERATION_MARKERS,
+    build_tokenizer,
+    encode_one,
+    trained_texts,
+)
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Is it warm in Rome?"}
+ANSWER = {"role": "assistant", "content": "Yes."}
+WORSE = {"role": "assistant", "content": "Who knows?"}
+UNTRAINED = WORSE | {"weight": 0}
+RECORDS = {
+    "chat": {"messages": [USER, ANSWER]},
+    "ShareGPT": {
+        "conversations": [
+            {"from": "human", "value": USER["content"]},
+            {"from": "gpt", "value": ANSWER["content"]},
+        ]
+    },
+    "completion": {"prompt": USER["content"], "completion": ANSWER["content"]},
+    "instruction": {"instruction": USER["content"], "output": ANSWER["content"]},
+    "preference": {"prompt": [USER], "chosen": [ANSWER], "rejected": [WORSE]},
+    "preference of text": {
+        "prompt": USER["content"],
+        "chosen": ANSWER["content"],
+        "rejected": WORSE["content"],
+    },
+    "label": {
+        "prompt": USER["content"],
+        "completion": ANSWER["content"],
+        "label": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(CHATML)
+
+
+def read(path, **options):
+    [record] = dataset.RecordReader(path, **options)
+    return record
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_system_column_is_the_first_message(write, name):
+    record = read(write([RECORDS[name] | {"system": SYSTEM["content"]}]))
+    assert record.messages == (SYSTEM, USER, ANSWER)
+    assert record.prompt is record.completion is None
+    if name.startswith("preference"):
+        assert record.rejected == (SYSTEM, USER, WORSE)
+    assert record.label is (True if name == "label" else None)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("empty", [None, "", " "])
+def test_empty_system_column_changes_nothing(write, name, empty):
+    plain = RECORDS[name]
+    record = read(write([plain | {"system": empty}]))
+    assert record == read(write([plain]))
+
+
+def test_system_message_of_a_chat_comes_before_the_column(write):
+    record = read(write([{"messages": [SYSTEM, USER, ANSWER], "system": "Sing."}]))
+    assert record.messages == (SYSTEM, USER, ANSWER)
+
+
+def test_system_column_may_have_another_name(write):
+    """OpenOrca: system_prompt, question, response."""
+    row = {
+        "system_prompt": "Be brief.",
+        "question": USER["content"],
+        "response": "Yes.",
+    }
+    columns = {"prompt": "question", "completion": "response"}
+    path = write([row])
+    assert read(path, columns=columns).messages is None
+    record = read(path, columns=columns | {"system": "system_prompt"})
+    assert record.messages == (SYSTEM, USER, ANSWER)
+
+
+def test_system_column_is_rendered_and_not_trained(write, tokenizer):
+    path = write([RECORDS["completion"] | {"system": SYSTEM["content"]}])
+    example = encode_one(read(path), tokenizer)
+    assert tokenizer.decode(example.tokens.tolist()).startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>"
+    )
+    assert trained_texts(example, tokenizer) == ["Yes.<|im_end|>"]
+
+
+def test_system_column_that_is_no_text_skips_the_example(write):
+    rows = [RECORDS["chat"], RECORDS["chat"] | {"system": {"text": "Be brief."}}]
+    reader = dataset.RecordReader(write(rows))
+    assert len(list(reader)) == 1
+    assert reader.stats.first_skipped[0][1] == "system is an object, not text"
+
+
+def test_system_column_needs_a_chat_template(write):
+    path = write([RECORDS["completion"] | {"system": SYSTEM["content"]}])
+    with pytest.raises(UserError, match="chat template") as error:
+        render(read(path), build_tokenizer(None))
+    assert "without system" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("messages", "trained"),
+    [
+        ([USER, UNTRAINED, USER, ANSWER], ["Yes.<|im_end|>"]),
+        ([USER, ANSWER, USER, UNTRAINED], ["Yes.<|im_end|>"]),
+        (
+            [USER, ANSWER | {"weight": 1}, USER, WORSE],
+            ["Yes.<|im_end|>", "Who knows?<|im_end|>"],
+        ),
+        ([*[USER, UNTRAINED, USER, ANSWER] * 20], ["Yes.<|im_end|>"] * 20),
+    ],
+)
+def test_turn_of_weight_0_is_read_and_not_trained(write, tokenizer, messages, trained):
+    record = read(write([{"messages": messages}]))
+    example = encode_one(record, tokenizer, max_seq_length=5000)
+    assert trained_texts(example, tokenizer) == trained
+
+
+def test_turns_of_weight_0_alone_skip_the_example(write):
+    rows = [RECORDS["chat"], {"messages": [USER, UNTRAINED]}]
+    reader = dataset.RecordReader(write(rows))
+    assert len(list(reader)) == 1
+    assert reader.stats.first_skipped[0][1] == "no assistant turn with content"
+
+
+@pytest.mark.parametrize("weight", [0.5, 2, "0", [0]])
+def test_weight_is_0_or_1(write, weight):
+    rows = [RECORDS["chat"], {"messages": [USER, ANSWER | {"weight": weight}]}]
+    reader = dataset.RecordReader(write(rows))
+    assert len(list(reader)) == 1
+    assert reader.stats.first_skipped[0][1] == (
+        f"message 2 has the weight {weight!r}, not 0 or 1"
+    )
+
+
+def test_markers_of_a_template_train_no_turn_of_weight_0(write):
+    """This template marks all turns, and drops the thinking of earlier ones."""
+    tokenizer = build_tokenizer(GENERATION_MARKERS)
+    thinking = ANSWER | {"content": "<think>warm</think>Yes."}
+    last = [USER, thinking | {"weight": 0}, USER, thinking]
+    example = encode_one(read(write([{"messages": last}])), tokenizer)
+    assert trained_texts(example, tokenizer) == ["<think>warm</think>Yes.<|im_end|>"]
+    several = [USER, thinking, USER, thinking | {"weight": 0}, USER, thinking]
+    example = encode_one(read(write([{"messages": several}])), tokenizer)
+    assert trained_texts(example, tokenizer) == ["<think>warm</think>Yes.<|im_end|>"]
+
+
+def test_preference_pairs_share_turns_of_weight_0(write, tokenizer):
+    shared = [USER, UNTRAINED, USER, ANSWER, USER]
+    row = {"chosen": [*shared, ANSWER], "rejected": [*shared, WORSE]}
+    settings = {"max_seq_length": 500, "loss_on": "completions"}
+    encoded = encode_pairs([read(write([row]))], tokenizer, **settings)
+    texts = [trained_texts(example, tokenizer) for example in encoded.examples]
+    assert texts == [["Yes.<|im_end|>"], ["Who knows?<|im_end|>"]]
