@@ -77,8 +77,9 @@ RECIPE = {
     "model": "data/tiny-base",
     "data": {"train": "data/skills/train.jsonl", "valid": "data/skills/valid.jsonl"},
 }
+FEW_EXAMPLES = "data.max_samples=200"
 SMALL = [
-    "data.max_samples=200",
+    FEW_EXAMPLES,
     "stages.train.steps=2",
     "stages.train.batch_size=4",
     "stages.train.eval_batches=1",
@@ -172,6 +173,8 @@ def run(shown: str, folder: Path) -> subprocess.CompletedProcess:
     program, *arguments = shlex.split(command)
     if program == "lmx-train" and not any(a.startswith("--") for a in arguments):
         arguments += [a for a in SMALL if a.partition("=")[0] not in command]
+    if program == "lmx-train" and "--dry-run" in arguments:
+        arguments.append(FEW_EXAMPLES)
     if arguments[0] == "bench":
         arguments += SMALL_BENCH
     if program == "python":
@@ -238,8 +241,9 @@ def shown_programs() -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", shown_programs())
 def test_every_line_of_a_shown_program_runs(page, tmp_path):
-    shown = recorded(shown_programs()[page])
-    program = SMALL_RUNS.format(small=SMALL) + shown
+    model = write_small_base(tmp_path / "small-base")
+    shown = recorded(shown_programs()[page]).replace("data/tiny-base", str(model))
+    program = SMALL_RUNS.format(small=[f"model={model}", *SMALL]) + shown
     process = warm.run(program, cwd=tmp_path, timeout=400)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip()

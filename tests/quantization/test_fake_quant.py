@@ -36,7 +36,7 @@ LINEAR = [
     )
 ]
 LAYERS = ["self_attn.*", "mlp.*"]
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", pytest.param("float16", marks=pytest.mark.slow), "bfloat16")
 
 
 class RecordingStep(TrainStep):
@@ -170,9 +170,7 @@ def test_exported_weights_equal_forward_weights(
         ("ternary", True),
     ],
 )
-@pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow), "bfloat16"]
-)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_exported_weights_equal_forward_weights_for_every_quantizer(
     make_checkpoint, tmp_path, dtype, grid, adapted
 ):

@@ -126,6 +126,7 @@ def two_processes(tmp_path_factory, single_process):
     return [cases_of(folder / f"{rank}.npz") for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_fsdp_trains_like_one_process(two_processes, single_process, case):
     expected = single_process[case]
@@ -141,6 +142,7 @@ def test_fsdp_trains_like_one_process(two_processes, single_process, case):
     assert np.array_equal(two_processes[1][case]["steps"], result["steps"])
 
 
+@pytest.mark.slow
 def test_fsdp_without_reduce_scatter_differs(two_processes, single_process):
     """Negative control: the comparison detects the missing reduction."""
     with pytest.raises(AssertionError):
@@ -149,6 +151,7 @@ def test_fsdp_without_reduce_scatter_differs(two_processes, single_process):
         )
 
 
+@pytest.mark.slow
 def test_fsdp_sums_bfloat16_gradients_in_float32(two_processes):
     result, expected = two_processes[0]["shards"], two_processes[0]["no shards"]
     assert_same_training(result, expected, 1e-6)
@@ -160,6 +163,7 @@ def test_fsdp_sums_bfloat16_gradients_in_float32(two_processes):
         assert_same_training(exact, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "limit"), [("tied", 0.51), ("odd", 0.9)])
 def test_fsdp_rank_holds_only_its_shard(two_processes, case, limit):
     whole = state_bytes(new_step(case))
