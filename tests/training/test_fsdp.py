@@ -37,11 +37,14 @@ test_fsdp.{name}(ranks.join(), Path(sys.argv[1]))
 ADAMW = {"weight_decay": 0.1, "max_grad_norm": 1.0}
 CASES = {
     "tied": ({}, SGD),
+    "untied": ({"tie_word_embeddings": False}, SGD),
     "adamw": ({}, {"weight_decay": 0.1}),
     "8-bit moments": ({}, {"name": "adamw_8bit", "weight_decay": 0.1}),
     # The vocabulary and half of the matrices have odd sizes and are not sharded.
     "odd": ({"vocab_size": 321, "intermediate_size": 97}, SGD),
-    "untied, checkpointed, chunked": (
+    "checkpointed": ({}, SGD | {"gradient_checkpointing": True}),
+    "chunked": ({}, SGD | {"chunked": 5}),
+    "untied, all at once": (
         {"tie_word_embeddings": False},
         SGD | {"gradient_checkpointing": True, "chunked": 5},
     ),

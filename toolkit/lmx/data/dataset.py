@@ -175,7 +175,7 @@ def _parse(where: str, raw: object, name: str) -> DataRecord:
     try:
         fields = record_formats.FORMATS[name].parse(raw)
         if name != "text":
-            fields = record_formats.with_system(fields, raw)
+            record_formats.add_system(fields, raw)
             fields["tools"] = record_formats.tools_of(raw)
     except RecursionError:
         raise record_formats.BadRecord(UNREADABLE) from None

@@ -240,26 +240,21 @@ def _text(record: dict) -> dict:
     return {"text": _filled(record["text"], "text")}
 
 
-def with_system(fields: dict, record: dict) -> dict:
-    """The fields of an example, as messages if its record has a text `system`: that is
-    their first message, unless they have one."""
+def add_system(fields: dict, record: dict) -> None:
+    """Make messages of the fields of an example if its record has a text `system`: that
+    is their first message, unless they have one."""
     system = record.get("system")
     if system is None or not (content := _string(system, "system")).strip():
-        return fields
-    fields, first = dict(fields), {"role": "system", "content": content}
-    if "messages" not in fields:
-        user = {"role": "user", "content": fields.pop("prompt")}
-        fields["messages"] = user, _answer(fields.pop("completion"))
+        return
+    if "prompt" in fields:
+        prompt = fields.pop("prompt")
+        turns = _turns(prompt, "user") if prompt.strip() else []
+        fields["messages"] = *turns, *_turns(fields.pop("completion"), "assistant")
         if "rejected" in fields:
-            fields["rejected"] = user, _answer(fields["rejected"])
+            fields["rejected"] = *turns, *_turns(fields["rejected"], "assistant")
     for name in {"messages", "rejected"} & fields.keys():
         if fields[name][0]["role"] != "system":
-            fields[name] = first, *fields[name]
-    return fields
-
-
-def _answer(content: str) -> dict:
-    return {"role": "assistant", "content": content}
+            fields[name] = {"role": "system", "content": content}, *fields[name]
 
 
 def tools_of(record: dict) -> tuple[dict, ...] | None:
