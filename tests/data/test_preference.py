@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from lmx.data.batching import BucketBatchSampler
+from lmx.data.dataset import RecordReader
 from lmx.data.preference import encode_pairs, encode_unpaired
 from lmx.data.record_formats import DataRecord
 from lmx.data.tokenization import encode_block
@@ -47,27 +48,25 @@ def test_records_of_a_source_that_is_named_twice_count_twice(tokenizer):
     assert len(result.dropped) == 2
 
 
-def test_shared_turns_are_part_of_the_prompt(tokenizer):
-    record = DataRecord(
-        "f:1",
-        messages=(USER, ANSWER, AGAIN, GOOD),
-        rejected=(USER, ANSWER, AGAIN, BAD),
-    )
+def read_pair(write, chosen, rejected) -> DataRecord:
+    [record] = RecordReader(write([{"chosen": chosen, "rejected": rejected}]))
+    return record
+
+
+def test_shared_turns_are_part_of_the_prompt(write, tokenizer):
+    shared = [USER, ANSWER, AGAIN]
+    record = read_pair(write, [*shared, GOOD], [*shared, BAD])
     chosen, rejected = encode_pairs([record], tokenizer, **SETTINGS).examples
-    assert "Fine" not in texts(chosen, tokenizer) + texts(rejected, tokenizer)
-    assert "Better." in texts(chosen, tokenizer)
-    assert "Worse than before." in texts(rejected, tokenizer)
+    assert texts(chosen, tokenizer) == "Better.<|im_end|>"
+    assert texts(rejected, tokenizer) == "Worse than before.<|im_end|>"
+    # Also when a train stage learns from the chosen completion.
     [alone] = encode_block([record], tokenizer, **SETTINGS).examples
-    assert "Fine" in texts(alone, tokenizer)
+    assert texts(alone, tokenizer) == "Better.<|im_end|>"
 
 
-def test_different_earlier_turns_are_compared(tokenizer):
+def test_different_earlier_turns_are_compared(write, tokenizer):
     other = turn("assistant", "Not well.")
-    record = DataRecord(
-        "f:1",
-        messages=(USER, ANSWER, AGAIN, GOOD),
-        rejected=(USER, other, AGAIN, GOOD),
-    )
+    record = read_pair(write, [USER, ANSWER, AGAIN, GOOD], [USER, other, AGAIN, GOOD])
     chosen, rejected = encode_pairs([record], tokenizer, **SETTINGS).examples
     assert "Fine" in texts(chosen, tokenizer)
     assert "Not well." in texts(rejected, tokenizer)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import tracemalloc
 
 import pytest
@@ -40,19 +41,19 @@ CHAT = {"messages": [USER, ANSWER]}
             {"messages": (USER, ANSWER)},
         ),
         (
-            {"prompt": "1+1=", "completion": 2},
-            "completion",
-            {"prompt": "1+1=", "completion": "2"},
-        ),
-        (
             {"prompt": [USER], "completion": [ANSWER]},
             "completion",
-            {"messages": (USER, ANSWER)},
+            {"messages": (USER, ANSWER), "prompt_messages": 1},
         ),
         (
             {"instruction": "Hi", "input": "", "output": "Hello"},
             "instruction",
-            {"messages": (USER, ANSWER)},
+            {"messages": (USER, ANSWER), "prompt_messages": 1},
+        ),
+        (
+            {"instruction": "Hi", "output": "Hello", "history": [["Hi", "Hello"]] * 2},
+            "instruction",
+            {"messages": (USER, ANSWER) * 3, "prompt_messages": 5},
         ),
         (
             {"instruction": "Add", "input": "1 2", "output": "3"},
@@ -61,7 +62,8 @@ CHAT = {"messages": [USER, ANSWER]}
                 "messages": (
                     {"role": "user", "content": "Add\n\n1 2"},
                     {"role": "assistant", "content": "3"},
-                )
+                ),
+                "prompt_messages": 1,
             },
         ),
         (
@@ -75,6 +77,7 @@ CHAT = {"messages": [USER, ANSWER]}
             {
                 "messages": (USER, ANSWER),
                 "rejected": (USER, {**ANSWER, "content": "No"}),
+                "prompt_messages": 1,
             },
         ),
         (
@@ -85,7 +88,7 @@ CHAT = {"messages": [USER, ANSWER]}
         (
             {"prompt": "Hi", "chosen": [ANSWER], "rejected": []},
             "preference",
-            {"messages": (USER, ANSWER)},
+            {"messages": (USER, ANSWER), "prompt_messages": 1},
         ),
         (
             {"prompt": "Hi", "chosen": [USER, ANSWER]},
@@ -101,6 +104,7 @@ def test_every_format_is_parsed(write, record, name, fields):
     assert reader.format == name
     assert list(reader) == [dataset.DataRecord(f"{path}:1", **fields, skill="greeting")]
     assert reader.stats.skipped == 0
+    assert reader.stats.unknown == ("id",)
 
 
 def test_majority_decides_the_format_and_others_are_logged(write):
@@ -142,6 +146,9 @@ def test_invalid_chats_are_skipped(write, messages, reason):
         ({"prompt": "x", "completion": None}, "completion is empty, not text"),
         ({"prompt": {}, "completion": "y"}, "prompt is an object, not text"),
         ({"prompt": "x", "completion": True}, "completion is a boolean, not text"),
+        # Gaps of pandas.
+        ({"prompt": "x", "completion": math.nan}, "completion is a number, not text"),
+        ({"prompt": 2, "completion": "y"}, "prompt is a number, not text"),
     ],
 )
 def test_invalid_completions_are_skipped(write, record, reason):
@@ -169,7 +176,7 @@ SURROGATE = '"\\ud800"'
         ),
         (
             f'{{"messages": [{{"role": "assistant", "tool_calls": [{SURROGATE}]}}]}}',
-            "message 1 has half of a surrogate pair",
+            "message 1: a tool call is str, not an object",
         ),
     ],
     ids=range(8),

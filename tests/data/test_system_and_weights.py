@@ -2,12 +2,12 @@
 
 import pytest
 from lmx.data import dataset
-from lmx.data.chat_template import render
+from lmx.data.chat.rendering import ChatTemplate
 from lmx.data.preference import encode_pairs
+from lmx.data.record_text import texts_of
 from lmx.errors import UserError
 from test_tokenization import (
     CHATML,
-    GENERATION_MARKERS,
     build_tokenizer,
     encode_one,
     trained_texts,
@@ -108,7 +108,7 @@ def test_system_column_that_is_no_text_skips_the_example(write):
 def test_system_column_needs_a_chat_template(write):
     path = write([RECORDS["completion"] | {"system": SYSTEM["content"]}])
     with pytest.raises(UserError, match="chat template") as error:
-        render(read(path), build_tokenizer(None))
+        texts_of(read(path), ChatTemplate(build_tokenizer(None)))
     assert "without system" in error.value.hint
 
 
@@ -145,18 +145,6 @@ def test_weight_is_0_or_1(write, weight):
     assert reader.stats.first_skipped[0][1] == (
         f"message 2 has the weight {weight!r}, not 0 or 1"
     )
-
-
-def test_markers_of_a_template_train_no_turn_of_weight_0(write):
-    """This template marks all turns, and drops the thinking of earlier ones."""
-    tokenizer = build_tokenizer(GENERATION_MARKERS)
-    thinking = ANSWER | {"content": "<think>warm</think>Yes."}
-    last = [USER, thinking | {"weight": 0}, USER, thinking]
-    example = encode_one(read(write([{"messages": last}])), tokenizer)
-    assert trained_texts(example, tokenizer) == ["<think>warm</think>Yes.<|im_end|>"]
-    several = [USER, thinking, USER, thinking | {"weight": 0}, USER, thinking]
-    example = encode_one(read(write([{"messages": several}])), tokenizer)
-    assert trained_texts(example, tokenizer) == ["<think>warm</think>Yes.<|im_end|>"]
 
 
 def test_preference_pairs_share_turns_of_weight_0(write, tokenizer):

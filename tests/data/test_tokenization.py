@@ -147,36 +147,42 @@ def test_trailing_user_turns_and_empty_replies_are_not_trained(chatml):
     assert "c?" not in chatml.decode(example.tokens)
 
 
-def test_template_that_drops_reasoning_trains_the_last_turn():
-    tokenizer = build_tokenizer(DROPS_REASONING)
+@pytest.mark.parametrize("template", [DROPS_REASONING, GENERATION_MARKERS])
+def test_template_that_drops_reasoning_gives_a_sequence_per_turn(template):
+    tokenizer = build_tokenizer(template)
     record = chat("1+1?", THINKING, "again?", THINKING)
     encoded = tokenization.encode_all([record], tokenizer, max_seq_length=512)
-    assert trained_texts(encoded.examples[0], tokenizer) == [THINKING + "<|im_end|>"]
-    assert encoded.last_only == 1
-    # Without thinking, the template drops nothing and every turn is trained.
+    for example in encoded.examples:
+        assert trained_texts(example, tokenizer) == [THINKING + "<|im_end|>"]
+    later = tokenizer.decode(encoded.examples[1].tokens)
+    assert "<|im_start|>assistant\n2<|im_end|>" in later
+    assert (encoded.split, encoded.sequences) == (1, 2)
+    [text] = tokenization.template_messages(vars(encoded))
+    assert text.startswith("1 chats became 2 sequences")
+    # Without thinking, the template drops nothing, and the turns are one sequence.
     encoded = tokenization.encode_all(
         [chat("a?", "A", "b?", "B")], tokenizer, max_seq_length=99
     )
-    assert trained_texts(encoded.examples[0], tokenizer) == [
-        "A<|im_end|>",
-        "B<|im_end|>",
-    ]
-    assert encoded.last_only == 0
+    [example] = encoded.examples
+    assert trained_texts(example, tokenizer) == ["A<|im_end|>", "B<|im_end|>"]
+    assert (encoded.split, encoded.sequences) == (0, 0)
 
 
 def test_thinking_blocks_that_the_template_inserts_are_not_trained():
     """NeMo Automodel #3738: the model would learn not to think."""
     tokenizer = build_tokenizer(INSERTS_THINKING)
-    record = chat("1+1?", "2", "2+2?", "2", "3+3?", "6")
+    record = chat("1+1?", "2", "2+2?", "4", "3+3?", "6")
     encoded = tokenization.encode_all([record], tokenizer, max_seq_length=512)
-    [example] = encoded.examples
-    full_text = tokenizer.apply_chat_template(list(record.messages), tokenize=False)
-    assert "<think>\n\n</think>\n\n6" in full_text
-    assert tokenizer.decode(example.tokens) == full_text
-    turns = ["2<|im_end|>", "2<|im_end|>", "6<|im_end|>"]
-    assert trained_texts(example, tokenizer) == turns
-    # Earlier turns have no such block, and are trained all the same.
-    assert encoded.last_only == 0
+    # A server asks without thinking. Earlier turns have no block.
+    for number, example in enumerate(encoded.examples):
+        full_text = tokenizer.apply_chat_template(
+            list(record.messages)[: 2 * number + 2], tokenize=False
+        )
+        assert full_text.count("<think>\n\n</think>\n\n") == 1
+        assert tokenizer.decode(example.tokens) == full_text
+        answer = "246"[number] + "<|im_end|>"
+        assert trained_texts(example, tokenizer) == [answer]
+    assert len(encoded.examples) == 3
     # What the row itself holds is trained.
     for content in (THINKING, "<think>\n\n</think>\n\n6"):
         example = encode_one(chat("1+1?", content), tokenizer)
@@ -196,17 +202,10 @@ def test_thinking_blocks_on_lines_of_their_own_are_not_trained():
     assert trained_texts(example, tokenizer) == ["\n" + THINKING + "<|im_end|>"]
 
 
-def test_generation_markers_of_the_template_are_used():
-    tokenizer = build_tokenizer(GENERATION_MARKERS)
-    record = chat("1+1?", THINKING, "again?", THINKING)
-    example = encode_one(record, tokenizer)
-    assert trained_texts(example, tokenizer) == ["2<|im_end|>", THINKING + "<|im_end|>"]
-    full_text = tokenizer.apply_chat_template(list(record.messages), tokenize=False)
-    assert tokenizer.decode(example.tokens) == full_text
-
-
 def test_template_that_changes_earlier_turns_is_refused():
-    with pytest.raises(UserError, match=r"nothing to train.*changes the turns before"):
+    with pytest.raises(
+        UserError, match=r"nothing to train.*changes the prompt: it asks with '1 mess"
+    ):
         tokenization.encode_all(
             [chat("a", "b")], build_tokenizer(CHANGES_HISTORY), max_seq_length=99
         )
@@ -228,7 +227,8 @@ def test_token_across_the_boundary_is_split():
     assert example.tokens[: len(prompt)].tolist() == prompt
     assert not example.mask[: len(prompt)].any()
     assert example.mask[len(prompt) :].all()
-    assert tokenizer.decode(example.tokens) == full_text
+    # The template writes no end of a turn.
+    assert tokenizer.decode(example.tokens) == full_text + "<|im_end|>"
 
 
 def test_completion_that_merges_with_the_prompt():
@@ -347,6 +347,3 @@ def test_slow_tokenizer_and_mlx_lm_wrapper(chatml):
         for expected_example, actual_example in zip(expected, examples, strict=True):
             assert expected_example.tokens.tolist() == actual_example.tokens.tolist()
             assert expected_example.mask.tolist() == actual_example.mask.tolist()
-    wrapped = utils.TokenizerWrapper(build_tokenizer(GENERATION_MARKERS))
-    example = encode_one(chat("1+1?", THINKING, "again?", THINKING), wrapped)
-    assert trained_texts(example, wrapped) == ["2<|im_end|>", THINKING + "<|im_end|>"]

@@ -13,7 +13,6 @@ from lmx.pipeline.evaluator import choose_items, choose_samples
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from test_tokenization import (
     CHATML,
-    GENERATION_MARKERS,
     build_tokenizer,
     encode_one,
     trained_texts,
@@ -155,16 +154,11 @@ def test_tools_are_a_part_of_the_prompt(write, tokenizer):
     assert trained_texts(example, tokenizer) == ["Yes.<|im_end|>"]
 
 
-def test_long_chats_and_generation_markers_have_tools(write, tokenizer):
-    long = [USER, ANSWER] * 40
-    marking = build_tokenizer(NAMES_TOOLS + GENERATION_MARKERS)
-    thinking = [USER, ANSWER | {"content": "<think>so</think>Yes."}, USER, ANSWER]
-    for messages, one in ((long, tokenizer), (thinking, marking)):
-        record = read(write([{"messages": messages, "tools": [WEATHER]}]))
-        example = encode_one(record, one, max_seq_length=4096)
-        assert "Name of a city" in one.decode(example.tokens)
-        turns = trained_texts(example, one)
-        assert turns == ["Yes.<|im_end|>"] * (len(messages) // 2)
+def test_long_chats_have_tools(write, tokenizer):
+    record = read(write([{"messages": [USER, ANSWER] * 40, "tools": [WEATHER]}]))
+    example = encode_one(record, tokenizer, max_seq_length=4096)
+    assert "Name of a city" in tokenizer.decode(example.tokens)
+    assert trained_texts(example, tokenizer) == ["Yes.<|im_end|>"] * 40
 
 
 def test_both_completions_of_a_pair_have_tools(write, tokenizer):

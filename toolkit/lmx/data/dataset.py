@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-from ..errors import UserError
+from ..errors import UserError, shorten
 from . import builtin, readers, record_formats
 from .hub_datasets import HubDataset
 from .record_formats import DataRecord
@@ -42,6 +42,7 @@ class ReadStats:
         records: number of valid records.
         skipped: number of invalid records.
         first_skipped: (where, reason) of the first invalid records.
+        unknown: columns, and keys of messages, that lmx does not know.
     """
 
     source: str
@@ -49,6 +50,24 @@ class ReadStats:
     records: int
     skipped: int
     first_skipped: tuple[tuple[str, str], ...]
+    unknown: tuple[str, ...] = ()
+
+    def counts(self) -> Iterator[str]:
+        """What was read, in the words of the log."""
+        yield f"{self.source}: {self.records:,} examples, format {self.format}"
+        if self.unknown:
+            names = ", ".join(self.unknown)
+            yield (
+                f"{self.source}: lmx does not use {shorten(names)}; the chat template "
+                "sees the keys of messages"
+            )
+
+    def problems(self) -> Iterator[str]:
+        """What was skipped, in the words of the log."""
+        for where, reason in self.first_skipped:
+            yield f"{where}: example skipped: {reason}"
+        if more := self.skipped - len(self.first_skipped):
+            yield f"{self.source}: {more:,} more examples skipped"
 
 
 class RecordReader:
@@ -97,7 +116,7 @@ class RecordReader:
         self.format = formats.most_common(1)[0][0]
 
     def __iter__(self) -> Iterator[DataRecord]:
-        valid, skipped, logged, keys = 0, 0, [], "none"
+        valid, skipped, logged, keys, unknown = 0, 0, [], "none", set()
         for where, raw in self._records():
             try:
                 record = _parse(where, raw, self.format)
@@ -109,10 +128,12 @@ class RecordReader:
                     keys = ", ".join(raw)
                 continue
             valid += 1
+            unknown.update(record_formats.unknown_keys(raw))
             yield record
         if not valid:
             raise _none_valid(self.source, self.format, skipped, logged[0], keys)
-        self.stats = ReadStats(self.source, self.format, valid, skipped, tuple(logged))
+        counts = (valid, skipped, tuple(logged), tuple(sorted(unknown)))
+        self.stats = ReadStats(self.source, self.format, *counts)
 
     def _records(self) -> Iterator[readers.LocatedRecord]:
         for where, record in islice(self._open(), self._limit):
@@ -173,10 +194,7 @@ def _parse(where: str, raw: object, name: str) -> DataRecord:
         raise record_formats.BadRecord(f"not {name}: it has {keys or 'no keys'}")
     skill = raw.get("skill")
     try:
-        fields = record_formats.FORMATS[name].parse(raw)
-        if name != "text":
-            record_formats.add_system(fields, raw)
-            fields["tools"] = record_formats.tools_of(raw)
+        fields = record_formats.parse_record(raw, name)
     except RecursionError:
         raise record_formats.BadRecord(UNREADABLE) from None
     return DataRecord(where, **fields, skill=skill if isinstance(skill, str) else None)

@@ -17,8 +17,9 @@ TOKENIZER_FILES = (
 # The modules of this folder that decide which tokens a source gives.
 CODE = (
     *("builtin", "readers", "dataset", "hub_datasets", "record_formats"),
-    *("splits", "token_store", "tokenization", "token_edges", "chat_template"),
-    *("chat_spans", "chat_rendering", "template_limits", "preference"),
+    *("splits", "token_store", "tokenization", "token_edges", "record_text"),
+    *("preference", "chat/rendering", "chat/sequences", "chat/windows"),
+    *("chat/completeness", "chat/messages"),
 )
 
 
@@ -39,5 +40,5 @@ def code() -> str:
     """Sha256 of the modules in `CODE`."""
     total = hashlib.sha256()
     for name in CODE:
-        total.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+        total.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return total.hexdigest()

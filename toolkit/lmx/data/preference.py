@@ -7,11 +7,10 @@ estimates how far the model has moved from its reference.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import groupby
 
 import numpy as np
 
-from .record_formats import DataRecord, is_completion
+from .record_formats import DataRecord
 from .tokenization import EncodeResult, Example, LossOn, encode_block
 
 
@@ -20,8 +19,8 @@ def encode_pairs(
 ) -> EncodeResult:
     """The chosen and the rejected completion of every record, in turns.
 
-    Turns that both conversations begin with are a part of the prompt. A record is
-    dropped if one of its completions has no trained token.
+    A record is dropped if one of its completions has no trained token, or becomes
+    several sequences.
     """
     result, pairs = EncodeResult(), []
     for record in records:
@@ -35,6 +34,7 @@ def encode_pairs(
             tokenizer,
             max_seq_length=max_seq_length,
             loss_on=loss_on,
+            for_preference=True,
         )
         for side in (0, 1)
     ]
@@ -43,15 +43,10 @@ def encode_pairs(
     for pair in pairs:
         where = pair[0].where
         if where not in reasons:
-            examples = [side[where] for side in encoded]
-            examples = _without_shared_turns(examples, pair)
-            if all(example.mask.any() for example in examples):
-                result.examples += examples
-                continue
-            reasons[where] = "max_seq_length cuts off a completion"
+            result.examples += [side[where] for side in encoded]
     result.dropped += reasons.items()
     result.truncated = max(side.truncated for side in sides)
-    result.last_only = max(side.last_only for side in sides)
+    result.ended = max(side.ended for side in sides)
     return result
 
 
@@ -66,7 +61,7 @@ def encode_unpaired(
         tokenizer,
         max_seq_length=max_seq_length,
         loss_on=loss_on,
-        include_undesirable=True,
+        for_preference=True,
     )
     result.dropped += [
         (record.where, "it has no label") for record in records if record.label is None
@@ -101,34 +96,3 @@ def _last_completion(example: Example) -> slice:
     breaks = np.flatnonzero(np.diff(trained) > 1)
     first = trained[breaks[-1] + 1] if len(breaks) else trained[0]
     return slice(int(first), int(trained[-1]) + 1)
-
-
-def _without_shared_turns(
-    examples: list[Example], pair: tuple[DataRecord, DataRecord]
-) -> list[Example]:
-    """The examples without a loss on the turns that both conversations begin with."""
-    if pair[0].messages is None:
-        return examples
-    shared = 0
-    for one, other in zip(*(record.messages for record in pair), strict=False):
-        if one != other:
-            break
-        shared += is_completion(one)
-    return [
-        _without_turns(example, shared, sum(map(is_completion, record.messages)))
-        for example, record in zip(examples, pair, strict=True)
-    ]
-
-
-def _without_turns(example: Example, count: int, turns: int) -> Example:
-    """The example without a loss on the first `count` of its `turns`."""
-    runs = [(trained, len(list(run))) for trained, run in groupby(example.mask)]
-    # The template may have left only the last turn trainable.
-    left = count - (turns - sum(bool(trained) for trained, _ in runs))
-    mask, start = example.mask.copy(), 0
-    for trained, length in runs:
-        if trained and left > 0:
-            mask[start : start + length] = False
-            left -= 1
-        start += length
-    return replace(example, mask=mask)

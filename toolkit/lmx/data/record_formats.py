@@ -1,17 +1,30 @@
 """The dataset formats: detection by keys, and parsing of records."""
 
 import difflib
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ..errors import UserError, shorten
+from ..errors import UserError
+from .chat.messages import KEYS as MESSAGE_KEYS
+from .chat.messages import (
+    TRAIN_FLAGS,
+    BadRecord,
+    filled,
+    is_completion,
+    json_value,
+    kind_of,
+    parse_turns,
+    refuse_media,
+    require_text,
+    string,
+)
 
-ROLES = {
-    **{role: role for role in ("system", "user", "assistant", "tool")},
-    **{"human": "user", "developer": "system"},
-    **{"gpt": "assistant", "model": "assistant", "bot": "assistant"},
-    **{"chatgpt": "assistant", "function": "tool", "observation": "tool"},
+# Arguments of a chat template that come from lmx or from other columns.
+RESERVED = {
+    *("messages", "conversation", "tools", "chat_template", "tokenize", "padding"),
+    *("add_generation_prompt", "continue_final_message", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
 }
 
 
@@ -26,6 +39,8 @@ class DataRecord:
             messages, else text.
         label: whether the completion is desirable, in data without pairs.
         tools: JSON schemas of the functions that the assistant may call.
+        prompt_messages: number of messages at the start that are not trained.
+        chat_template_kwargs: further arguments of the chat template.
     """
 
     where: str
@@ -37,6 +52,8 @@ class DataRecord:
     rejected: tuple[dict, ...] | str | None = None
     label: bool | None = None
     tools: tuple[dict, ...] | None = None
+    prompt_messages: int = 0
+    chat_template_kwargs: dict | None = None
 
     def as_text(self) -> str:
         """The whole example as plain text."""
@@ -58,133 +75,29 @@ class Unreadable:
     """In place of a row that Python's JSON reader gives up on."""
 
 
-class BadRecord(ValueError):
-    """A record that does not fit its format; it is skipped, counted and logged."""
-
-    def __init__(self, reason: str):
-        super().__init__(shorten(reason))
-
-
-def _string(value: object, name: str) -> str:
-    if isinstance(value, list):
-        value = "".join(_part(part, name) for part in value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str):
-        raise BadRecord(f"{name} is {_kind_of(value)}, not text")
-    if not is_text(value):
-        raise BadRecord(f"{name} has half of a surrogate pair")
-    return value
-
-
-def is_text(value: str) -> bool:
-    """Whether a string has only whole characters, which tokenizers and files take."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _require_text(value: list | dict, name: str) -> None:
-    # Parquet files may hold dates.
-    if value and not is_text(json.dumps(value, ensure_ascii=False, default=str)):
-        raise BadRecord(f"{name} has half of a surrogate pair")
-
-
-def _part(part: object, name: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text":
-        return _string(part.get("text"), name)
-    raise BadRecord(f"{name} has a part that is not text")
-
-
-def _kind_of(value: object) -> str:
-    names = {type(None): "empty", dict: "an object", list: "a list", bool: "a boolean"}
-    return names.get(type(value), type(value).__name__)
-
-
-def _filled(value: object, name: str) -> str:
-    text = _string(value, name)
-    if not text.strip():
-        raise BadRecord(f"{name} is empty")
-    return text
-
-
-def _turn(message: object, number: int) -> dict:
-    """One message with lmx's names of keys and roles, and its other keys."""
-    if not isinstance(message, dict):
-        raise BadRecord(f"message {number} is {_kind_of(message)}, not an object")
-    extra = {key: value for key, value in message.items() if value is not None}
-    role = extra.pop("role", extra.pop("from", None))
-    if not isinstance(role, str) or role not in ROLES:
-        raise BadRecord(f"message {number} has the role {role!r}")
-    content = extra.pop("content", extra.pop("value", None))
-    if content is None and not extra.get("tool_calls"):
-        raise BadRecord(f"message {number} has no content")
-    if (weight := extra.get("weight", 1)) not in (0, 1):
-        raise BadRecord(f"message {number} has the weight {weight!r}, not 0 or 1")
-    if isinstance(calls := extra.get("tool_calls"), list):
-        extra["tool_calls"] = [*map(_with_arguments, calls)]
-    _require_text(extra, f"message {number}")
-    content = "" if content is None else _string(content, f"message {number}")
-    return {"role": ROLES[role], "content": content, **extra}
-
-
-def _with_arguments(call: object) -> object:
-    """A tool call whose arguments are an object.
-
-    Files for OpenAI have its JSON text. Chat templates expect the object, and mlx-lm's
-    server gives it to them.
-    """
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(arguments, str):
-        return call
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(parsed, dict):
-        return call
-    return call | {"function": function | {"arguments": parsed}}
-
-
-def _turns(value: object, role: str) -> list[dict]:
-    """A list of messages, or text as one message of `role`."""
-    if not isinstance(value, list):
-        return [{"role": role, "content": _filled(value, role)}]
-    return [_turn(message, number) for number, message in enumerate(value, 1)]
-
-
-def is_completion(message: dict) -> bool:
-    """Whether a message is a turn of the assistant that is trained: it is not empty,
-    and has not the weight 0 of files for OpenAI."""
-    filled = message["content"].strip() or message.get("tool_calls")
-    is_trained = message.get("weight", 1) != 0
-    return message["role"] == "assistant" and is_trained and bool(filled)
-
-
-def _conversation(turns: list[dict]) -> dict:
-    if not any(map(is_completion, turns)):
+def _conversation(turns: list[dict], prompt_messages: int = 0) -> dict:
+    if not any(map(is_completion, turns[prompt_messages:])):
         raise BadRecord("no assistant turn with content")
-    return {"messages": tuple(turns)}
+    return {"messages": tuple(turns), "prompt_messages": prompt_messages}
 
 
 def _chat(record: dict) -> dict:
     messages = record.get("messages", record.get("conversations"))
     if not isinstance(messages, list):
-        raise BadRecord(f"messages is {_kind_of(messages)}, not a list")
-    return _conversation(_turns(messages, "user"))
+        raise BadRecord(f"messages is {kind_of(messages)}, not a list")
+    if isinstance(record.get("label"), bool):
+        raise BadRecord("it has a label; data for kto has prompt, completion and label")
+    return _conversation(parse_turns(messages, "user"))
 
 
 def _prompt_and_completion(prompt: object, completion: object, name: str) -> dict:
     """Prompt and completion, each text or messages."""
     if isinstance(prompt, list) or isinstance(completion, list):
-        turns = _turns(prompt, "user") if prompt else []
-        return _conversation(turns + _turns(completion, "assistant"))
+        turns = parse_turns(prompt, "user") if prompt else []
+        return _conversation(turns + parse_turns(completion, "assistant"), len(turns))
     return {
-        "prompt": _string(prompt, "prompt"),
-        "completion": _filled(completion, name),
+        "prompt": string(prompt, "prompt"),
+        "completion": filled(completion, name),
     }
 
 
@@ -194,19 +107,32 @@ def _preference(record: dict) -> dict:
         # The chosen completion alone can be fine-tuned on.
         return chosen
     rejected = _preferred(record, "rejected")
-    if chosen.keys() != rejected.keys():
+    if ("messages" in chosen) != ("messages" in rejected):
         raise BadRecord("chosen and rejected are not both text or both messages")
     name = "messages" if "messages" in chosen else "completion"
     if chosen[name] == rejected[name]:
         raise BadRecord("chosen and rejected are equal")
+    if name == "messages":
+        chosen["prompt_messages"] = _shared(chosen[name], rejected[name])
     return chosen | {"rejected": rejected[name]}
+
+
+def _shared(chosen: tuple[dict, ...], rejected: tuple[dict, ...]) -> int:
+    """The number of messages that two conversations begin with: their prompt."""
+    pairs = zip(chosen, rejected, strict=False)
+    shared = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+    if shared is None:
+        raise BadRecord("one of chosen and rejected is the start of the other")
+    if {chosen[shared]["role"], rejected[shared]["role"]} != {"assistant"}:
+        raise BadRecord("chosen and rejected have different prompts")
+    return shared
 
 
 def _preferred(record: dict, name: str) -> dict:
     """The prompt with the completion `name`."""
     prompt, completion = record.get("prompt"), record[name]
     if isinstance(completion, list):
-        turns = _turns(completion, "assistant")
+        turns = parse_turns(completion, "assistant")
         # Many datasets repeat the prompt at the start of both conversations.
         if turns and turns[0]["role"] != "assistant":
             return _conversation(turns)
@@ -218,7 +144,7 @@ def _preferred(record: dict, name: str) -> dict:
 def _unpaired_preference(record: dict) -> dict:
     label = record["label"]
     if label not in (True, False):
-        raise BadRecord(f"label is {_kind_of(label)}, not true or false")
+        raise BadRecord(f"label is {kind_of(label)}, not true or false")
     return _completion(record) | {"label": bool(label)}
 
 
@@ -227,37 +153,71 @@ def _completion(record: dict) -> dict:
 
 
 def _instruction(record: dict) -> dict:
-    parts = [_filled(record["instruction"], "instruction")]
+    parts = [filled(record["instruction"], "instruction")]
     if record.get("input"):
-        parts.append(_string(record["input"], "input"))
+        parts.append(string(record["input"], "input"))
     user = {"role": "user", "content": "\n\n".join(parts)}
-    return _conversation(
-        [user, *_turns(_filled(record["output"], "output"), "assistant")]
-    )
+    prompt = [*_history(record.get("history") or []), user]
+    return _prompt_and_completion(prompt, filled(record["output"], "output"), "output")
+
+
+def _history(pairs: object) -> Iterator[dict]:
+    """The earlier turns of an instruction: pairs of question and answer."""
+    if not isinstance(pairs, list):
+        raise BadRecord(f"history is {kind_of(pairs)}, not a list")
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRecord("history is not a list of pairs")
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            yield {"role": role, "content": string(text, "history")}
 
 
 def _text(record: dict) -> dict:
-    return {"text": _filled(record["text"], "text")}
+    return {"text": filled(record["text"], "text")}
 
 
-def add_system(fields: dict, record: dict) -> None:
+def parse_record(record: dict, name: str) -> dict:
+    """The fields of a `DataRecord` of the format `name`.
+
+    Raises:
+        BadRecord: the record does not fit the format, or has what lmx does not train.
+    """
+    refuse_media(record)
+    if record.get("weight", 1) not in (None, 1):
+        raise BadRecord(f"it has the weight {record['weight']!r}; lmx has no weights")
+    for flag in TRAIN_FLAGS:
+        if record.get(flag) is False:
+            raise BadRecord(f"it has {flag}: false")
+    if record.get("history") and name != "instruction":
+        raise BadRecord("it has history, which only instruction examples may have")
+    fields = FORMATS[name].parse(record)
+    if name != "text":
+        _add_system(fields, record)
+        fields["tools"] = _tools(record)
+        fields["chat_template_kwargs"] = _chat_template_kwargs(record)
+    return fields
+
+
+def _add_system(fields: dict, record: dict) -> None:
     """Make messages of the fields of an example if its record has a text `system`: that
     is their first message, unless they have one."""
     system = record.get("system")
-    if system is None or not (content := _string(system, "system")).strip():
+    if system is None or not (content := string(system, "system")).strip():
         return
     if "prompt" in fields:
         prompt = fields.pop("prompt")
-        turns = _turns(prompt, "user") if prompt.strip() else []
-        fields["messages"] = *turns, *_turns(fields.pop("completion"), "assistant")
+        turns = parse_turns(prompt, "user") if prompt.strip() else []
+        fields["prompt_messages"] = len(turns)
+        fields["messages"] = *turns, *parse_turns(fields.pop("completion"), "assistant")
         if "rejected" in fields:
-            fields["rejected"] = *turns, *_turns(fields["rejected"], "assistant")
-    for name in {"messages", "rejected"} & fields.keys():
-        if fields[name][0]["role"] != "system":
+            fields["rejected"] = *turns, *parse_turns(fields["rejected"], "assistant")
+    if fields["messages"][0]["role"] != "system":
+        fields["prompt_messages"] += fields["prompt_messages"] > 0
+        for name in {"messages", "rejected"} & fields.keys():
             fields[name] = {"role": "system", "content": content}, *fields[name]
 
 
-def tools_of(record: dict) -> tuple[dict, ...] | None:
+def _tools(record: dict) -> tuple[dict, ...] | None:
     """The tools of a record, which may be a list or its JSON text; None without any.
 
     Raises:
@@ -265,16 +225,42 @@ def tools_of(record: dict) -> tuple[dict, ...] | None:
     """
     tools = record.get("tools")
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (ValueError, RecursionError):
-            raise BadRecord("tools is text that is not JSON") from None
+        tools = json_value(tools, "tools") if tools.strip() else None
+    if not tools and isinstance(functions := record.get("functions"), list):
+        # Older files for OpenAI.
+        tools = [{"type": "function", "function": value} for value in functions]
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
         raise BadRecord("tools is not a list of objects")
-    _require_text(tools, "tools")
+    require_text(tools, "tools")
     return tuple(tools)
+
+
+def _chat_template_kwargs(record: dict) -> dict | None:
+    options = record.get("chat_template_kwargs")
+    if isinstance(options, str):
+        options = json_value(options, "chat_template_kwargs")
+    if not options:
+        return None
+    if not isinstance(options, dict):
+        raise BadRecord(f"chat_template_kwargs is {kind_of(options)}, not an object")
+    options = {key: value for key, value in options.items() if value is not None}
+    if taken := RESERVED & options.keys():
+        raise BadRecord(f"chat_template_kwargs has {min(taken)}, which lmx sets")
+    require_text(options, "chat_template_kwargs")
+    return options
+
+
+def unknown_keys(record: dict) -> Iterator[str]:
+    """The columns and the keys of messages that lmx does not use, if they hold
+    something. Those of messages reach the chat template."""
+    for key, value in record.items():
+        if key not in KNOWN and value not in (None, "", [], {}):
+            yield key
+        if key in ("messages", "conversations", "prompt", "chosen", "completion"):
+            for message in value if isinstance(value, list) else ():
+                yield from (f"{key}.{name}" for name in message.keys() - MESSAGE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -294,12 +280,15 @@ FORMATS = {
         ("prompt", "completion", "label"), _unpaired_preference
     ),
     "completion": Format(("prompt", "completion"), _completion),
-    "instruction": Format(("instruction", "output"), _instruction, ("input",)),
+    "instruction": Format(
+        ("instruction", "output"), _instruction, ("input", "history")
+    ),
     "text": Format(("text",), _text),
 }
 # Keys that examples of several formats may have.
-COMMON = ("skill", "system", "tools")
+COMMON = ("skill", "system", "tools", "chat_template_kwargs")
 COLUMNS = {k for f in FORMATS.values() for k in (*f.keys, *f.optional)} | {*COMMON}
+KNOWN = COLUMNS | {"functions", "weight", *TRAIN_FLAGS}
 
 SYNONYMS = {
     "messages": "dialog dialogue conversation turns chat history",

@@ -269,9 +269,7 @@ class Splits:
 
 def log_read_stats(split: str, stats: ReadStats, info, warning) -> None:
     """Log the counts of a source, and the first skipped examples."""
-    source = stats.source
-    info(f"{split}: {source}: {stats.records:,} examples, format {stats.format}")
-    for where, reason in stats.first_skipped:
-        warning(f"{where}: example skipped: {reason}")
-    if more := stats.skipped - len(stats.first_skipped):
-        warning(f"{source}: {more:,} more examples skipped")
+    for text in stats.counts():
+        info(f"{split}: {text}")
+    for text in stats.problems():
+        warning(text)

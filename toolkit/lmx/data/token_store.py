@@ -12,6 +12,7 @@ import numpy as np
 from .cache import CacheEntry
 from .record_formats import DataRecord
 from .tokenization import (
+    COUNTS,
     EncodeResult,
     Example,
     LossOn,
@@ -107,7 +108,7 @@ def write_token_store(
     Raises:
         UserError: no record has a trained token.
     """
-    facts = {"records": 0, "examples": 0, "truncated": 0, "last_only": 0, "dropped": 0}
+    facts = dict.fromkeys(("records", "examples", "dropped", *COUNTS), 0)
     logged: list[tuple[str, str]] = []
     total = hashlib.sha256()
     progress = _ProgressLogger(info)
@@ -132,9 +133,9 @@ def write_token_store(
 def _count(facts: dict, records: int, encoded: EncodeResult) -> None:
     facts["records"] += records
     facts["examples"] += len(encoded.examples)
-    facts["truncated"] += encoded.truncated
-    facts["last_only"] += encoded.last_only
     facts["dropped"] += len(encoded.dropped)
+    for name in COUNTS:
+        facts[name] += getattr(encoded, name)
 
 
 def _append(

@@ -1,22 +1,25 @@
 """Tokenization of records, with the loss mask."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Literal
+from itertools import groupby, islice
+from typing import Any, Literal
 
 import numpy as np
 
 from ..errors import UserError
-from . import chat_template
-from .chat_rendering import NoTrainableTokens
+from .chat.rendering import ChatTemplate, NoTrainableTokens
 from .record_formats import DataRecord
+from .record_text import RecordText, texts_of
 from .token_edges import EncodedText, encode_with_edges
 
 LossOn = Literal["completions", "all"]
 
-LAST_ONLY = "examples train on the last turn only: the template changes earlier ones"
-"""The log text for `EncodeResult.last_only`."""
+SEVERAL = (
+    "with this chat template, its completion of several turns is no single sequence"
+)
+# Characters of texts that are encoded together.
+BLOCK_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,38 @@ class EncodeResult:
     """The examples of many records, and counts of the others.
 
     Attributes:
-        truncated: number of records cut at max_seq_length.
-        last_only: number of records that train on the last turn only, because the
-            template changes earlier turns.
+        truncated: number of records of which max_seq_length cuts something off.
+        split, sequences: number of chats that became several sequences, because the
+            chat template changes earlier turns, and of these sequences.
+        ended: number of records whose turns end with the tokenizer's end-of-sequence
+            token, because the chat template writes none.
         dropped: (where, reason) of records without a trained token.
     """
 
     examples: list[Example] = field(default_factory=list)
     truncated: int = 0
-    last_only: int = 0
+    split: int = 0
+    sequences: int = 0
+    ended: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
+
+
+COUNTS = ("truncated", "split", "sequences", "ended")
+"""The counts of an `EncodeResult`."""
+
+
+def template_messages(counts: Mapping[str, int]) -> Iterator[str]:
+    """What the chat template changed, by the counts of an `EncodeResult`."""
+    if count := counts["split"]:
+        yield (
+            f"{count:,} chats became {counts['sequences']:,} sequences, because the "
+            "chat template changes earlier turns when more turns follow"
+        )
+    if count := counts["ended"]:
+        yield (
+            f"{count:,} examples end with the end-of-sequence token, because the chat "
+            "template writes no token that ends a turn"
+        )
 
 
 def encode(
@@ -80,8 +105,9 @@ def encode_all(
     Text is cut into windows of `max_seq_length` tokens that overlap by one token: the
     first token of a window is not predicted in it, but as the last token of the
     previous window. So every token of a document except its first is trained exactly
-    once. Other records are truncated at the end. All assistant turns are trained,
-    including the end-of-turn token.
+    once. Other records are truncated at the end. All assistant turns are trained as
+    they are served, up to and with the token that ends the turn. A chat becomes several
+    sequences if the chat template changes earlier turns when more turns follow.
 
     Args:
         encode: makes the examples of the records; None = `encode_block`.
@@ -117,39 +143,48 @@ def encode_block(
     *,
     max_seq_length: int,
     loss_on: LossOn,
-    include_undesirable: bool = False,
+    for_preference: bool = False,
 ) -> EncodeResult:
     """`encode_all` for some of the records; none of them needs a trained token.
 
     Args:
-        include_undesirable: encode records with a false label, too.
+        for_preference: a record is one sequence, and may have a false label. Others
+            are dropped.
     """
-    encoded = EncodeResult()
-    plans, everything = [], loss_on == "all"
+    everything = loss_on == "all"
+    encoder = _Encoder(tokenizer, _bos(tokenizer), max_seq_length, everything)
+    encoded, template, texts = EncodeResult(), ChatTemplate(tokenizer), []
     for record in records:
-        if record.label is False and not include_undesirable:
+        if record.label is False and not for_preference:
             reason = "its label is false; a preference loss such as kto learns from it"
             encoded.dropped.append((record.where, reason))
             continue
         try:
-            plans.append(chat_template.render(record, tokenizer, everything=everything))
+            parts = texts_of(record, template, everything=everything)
+            if for_preference and len(parts) > 1:
+                raise NoTrainableTokens(SEVERAL)
+            texts.append(parts)
         except NoTrainableTokens as error:
             encoded.dropped.append((record.where, str(error)))
-    texts = [("" if plan.marked else plan.text, plan.edges) for plan in plans]
-    texts = encode_with_edges(texts, tokenizer)
-    bos, eos = _bos(tokenizer), tokenizer.eos_token_id
-    for plan, text in zip(plans, texts, strict=True):
-        try:
-            tokens, mask = _masked(plan, text, tokenizer)
-        except NoTrainableTokens as error:
-            encoded.dropped.append((plan.record.where, str(error)))
-            continue
-        if plan.bare:
-            tokens, mask = _add_bos_eos(tokens, mask, bos, eos)
-        if everything:
-            mask = [True] * len(tokens)
-        _add(encoded, plan, tokens, mask, max_seq_length)
+    for block in _blocks(texts):
+        pairs = [(text.text, text.edges) for group in block for text in group]
+        tokens = iter(encode_with_edges(pairs, tokenizer))
+        for group in block:
+            encoder.add(encoded, group, list(islice(tokens, len(group))))
     return encoded
+
+
+def _blocks(groups: list[list[RecordText]]) -> Iterator[list[list[RecordText]]]:
+    """The texts of records in lists that fit in memory together."""
+    block, characters = [], 0
+    for group in groups:
+        block.append(group)
+        characters += sum(len(text.text) for text in group)
+        if characters > BLOCK_CHARACTERS:
+            yield block
+            block, characters = [], 0
+    if block:
+        yield block
 
 
 def render_mask(example: Example, tokenizer) -> list[tuple[str, bool]]:
@@ -161,49 +196,90 @@ def render_mask(example: Example, tokenizer) -> list[tuple[str, bool]]:
     ]
 
 
-def _masked(
-    plan: chat_template.RenderedChat, encoded: EncodedText, tokenizer
-) -> tuple[list[int], list[bool]]:
-    """The tokens of the whole text, and a mask with edges between tokens."""
-    if plan.marked:
-        return plan.marked
-    tokens, edges = encoded.ids, encoded.edges
-    if edges is None:
-        return _by_segment(plan, tokens, tokenizer)
-    mask = [False] * len(tokens)
-    for start, end in zip(edges[::2], edges[1::2], strict=True):
-        mask[start:end] = [True] * (end - start)
-    return tokens, _until_end_of_turn(plan, tokens, mask, tokenizer)
+@dataclass(frozen=True)
+class _Encoder:
+    """Makes examples of texts.
 
-
-def _by_segment(plan, tokens: list[int], tokenizer) -> tuple[list[int], list[bool]]:
-    """Encode prompts and completions separately, as generation does.
-
-    Used if a token would span the edge between a prompt and a completion.
+    Attributes:
+        bos: see `_bos`.
+        everything: whether all tokens are trained.
     """
-    joined: list[int] = []
-    mask: list[bool] = []
-    for text, trained in plan.segments():
-        ids = list(tokenizer.encode(text, add_special_tokens=False))
-        joined += ids
-        mask += [trained] * len(ids)
-    if tokenizer.decode(joined) != tokenizer.decode(tokens):
-        raise NoTrainableTokens("no token boundary lies at the start of the completion")
-    return joined, _until_end_of_turn(plan, joined, mask, tokenizer)
 
+    tokenizer: Any
+    bos: int | None
+    max_seq_length: int
+    everything: bool
 
-def _until_end_of_turn(plan, tokens, mask: list[bool], tokenizer) -> list[bool]:
-    """Exclude what follows an end-of-turn token, where generation stops."""
-    if plan.bare:
-        return mask
-    # A set in mlx-lm's wrapper; transformers has a single id.
-    ids = getattr(tokenizer, "eos_token_ids", None)
-    ids = ids if isinstance(ids, set | list) else {tokenizer.eos_token_id}
-    ended, result = False, []
-    for token, trained in zip(tokens, mask, strict=True):
-        result.append(trained and not ended)
-        ended = trained and (ended or token in ids)
-    return result
+    def add(
+        self, encoded: EncodeResult, texts: list[RecordText], tokens: list[EncodedText]
+    ) -> None:
+        """Add the examples of one record, or the reason why it has none."""
+        record, examples, longest, mask = texts[0].record, [], 0, []
+        for text, part in zip(texts, tokens, strict=True):
+            try:
+                ids, mask = self._masked(text, part)
+            except NoTrainableTokens as error:
+                encoded.dropped.append((record.where, str(error)))
+                return
+            longest = max(longest, len(ids))
+            examples += self._windows(record, ids, mask)
+        if not examples:
+            reason = _skip_reason(mask, self.max_seq_length)
+            encoded.dropped.append((record.where, reason))
+            return
+        encoded.examples += examples
+        encoded.truncated += record.text is None and longest > self.max_seq_length
+        encoded.split += len(texts) > 1
+        encoded.sequences += len(texts) if len(texts) > 1 else 0
+        encoded.ended += any(text.add_eos for text in texts)
+
+    def _masked(
+        self, text: RecordText, encoded: EncodedText
+    ) -> tuple[list[int], list[bool]]:
+        """The tokens of a text, and a mask with edges between tokens."""
+        tokens, edges, eos = encoded.ids, encoded.edges, self.tokenizer.eos_token_id
+        if edges is None:
+            tokens, mask = self._by_segment(text, tokens)
+        else:
+            mask = [False] * len(tokens)
+            for start, end in zip(edges[::2], edges[1::2], strict=True):
+                mask[start:end] = [True] * (end - start)
+        if text.bare:
+            tokens, mask = _add_bos_eos(tokens, mask, self.bos, eos)
+        elif text.add_eos:
+            tokens, mask = [*tokens, eos], [*mask, True]
+        return tokens, [True] * len(tokens) if self.everything else mask
+
+    def _by_segment(
+        self, text: RecordText, tokens: list[int]
+    ) -> tuple[list[int], list[bool]]:
+        """Encode prompts and completions separately, as generation does.
+
+        Used if a token would span the edge between a prompt and a completion.
+        """
+        joined: list[int] = []
+        mask: list[bool] = []
+        for part, trained in text.segments():
+            ids = list(self.tokenizer.encode(part, add_special_tokens=False))
+            joined += ids
+            mask += [trained] * len(ids)
+        if self.tokenizer.decode(joined) != self.tokenizer.decode(tokens):
+            reason = "no token boundary lies at the start of the completion"
+            raise NoTrainableTokens(reason)
+        return joined, mask
+
+    def _windows(
+        self, record: DataRecord, tokens: list[int], mask: list[bool]
+    ) -> Iterator[Example]:
+        """The windows of a long text, or the start of another record."""
+        length = self.max_seq_length
+        starts = range(0, max(len(tokens) - 1, 1), length - 1)
+        for start in starts if record.text is not None else [0]:
+            ids = np.array(tokens[start : start + length], np.int32)
+            trained = np.array(mask[start : start + length], bool)
+            trained[:1] = False
+            if trained.any():
+                yield Example(ids, trained, record.where, record.skill)
 
 
 def _add_bos_eos(tokens, mask, bos: int | None, eos: int | None) -> tuple[list, list]:
@@ -219,31 +295,6 @@ def _bos(tokenizer) -> int | None:
     """The BOS token, if this tokenizer adds one to every text."""
     bos = tokenizer.bos_token_id
     return bos if bos is not None and tokenizer.encode("a")[:1] == [bos] else None
-
-
-def _add(
-    encoded: EncodeResult,
-    plan: chat_template.RenderedChat,
-    tokens,
-    mask,
-    max_seq_length: int,
-) -> None:
-    record, count = plan.record, len(tokens)
-    step = max_seq_length - 1
-    starts = range(0, max(count - 1, 1), step) if record.text is not None else [0]
-    examples = []
-    for start in starts:
-        ids = np.array(tokens[start : start + max_seq_length], np.int32)
-        trained = np.array(mask[start : start + max_seq_length], bool)
-        trained[:1] = False
-        if trained.any():
-            examples.append(Example(ids, trained, record.where, record.skill))
-    if not examples:
-        encoded.dropped.append((record.where, _skip_reason(mask, max_seq_length)))
-        return
-    encoded.examples += examples
-    encoded.truncated += record.text is None and count > max_seq_length
-    encoded.last_only += plan.last_only
 
 
 def _skip_reason(mask: list[bool], max_seq_length: int) -> str:

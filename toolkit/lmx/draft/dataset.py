@@ -15,7 +15,7 @@ from ..data.batching import Batch, BucketBatchSampler, InMemoryExamples
 from ..data.record_formats import DataRecord
 from ..data.tokenization import Example
 from ..generation.completions import CachedGenerator, completion_example
-from ..generation.prompt import encode_chat, encode_text
+from ..generation.prompt import Messages, encode_chat, encode_text
 from ..run.logger import RunLogger
 from ..training.teacher_cache import PartTargets, cache_part_targets
 from ..training.teacher_targets import (
@@ -44,13 +44,23 @@ def prompt_from_record(record: DataRecord, tokenizer: Any) -> list[int]:
         tokens = encode_text(tokenizer, record.text)
         return list(tokens[: len(tokens) // 2])
     if record.messages is None:
-        return list(encode_chat(tokenizer, record.prompt, tools=record.tools))
+        return _encode(record, record.prompt, tokenizer)
     roles = [message["role"] for message in record.messages]
     last = max((n for n, role in enumerate(roles) if role == "assistant"), default=0)
     if not last:
         return []
-    prompt = [*record.messages[:last]]
-    return list(encode_chat(tokenizer, prompt, tools=record.tools))
+    return _encode(record, [*record.messages[:last]], tokenizer)
+
+
+def _encode(record: DataRecord, prompt: str | Messages, tokenizer: Any) -> list[int]:
+    """A prompt with the tools and the template's arguments of its record."""
+    tokens = encode_chat(
+        tokenizer,
+        prompt,
+        tools=record.tools,
+        template_kwargs=record.chat_template_kwargs,
+    )
+    return list(tokens)
 
 
 def select_prompts(
@@ -132,7 +142,7 @@ def _copy_prompt(record: DataRecord, tokenizer: Any) -> list[int]:
         return []
     instruction = {"role": "user", "content": COPY_INSTRUCTION}
     prompt = [*messages[: last + 1], instruction]
-    return encode_chat(tokenizer, prompt, tools=record.tools)
+    return _encode(record, prompt, tokenizer)
 
 
 def generate_completions(

@@ -13,16 +13,23 @@ MAX_WRONG_SHOWN = 5
 
 @dataclass(frozen=True)
 class ExactMatchItem:
-    """A chat that ends with the user, its expected answer, its skill and its tools."""
+    """A chat that ends with the user, its expected answer, its skill, and what the chat
+    template gets with it."""
 
     messages: Messages
     answer: str
     skill: str
     tools: tuple[dict, ...] | None = None
+    template_kwargs: dict | None = None
 
     def prompt(self, generator: Generator) -> list[int]:
         """The tokens of the question, without a chain of thought."""
-        return generator.encode_chat(self.messages, thinking=False, tools=self.tools)
+        return generator.encode_chat(
+            self.messages,
+            thinking=False,
+            tools=self.tools,
+            template_kwargs=self.template_kwargs,
+        )
 
 
 @dataclass(frozen=True)

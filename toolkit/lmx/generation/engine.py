@@ -164,15 +164,9 @@ class Generator:
                 texts |= zip(batch, map(self._detokenize_all, completions), strict=True)
         return [texts[index] for index in range(len(prompts))]
 
-    def encode_chat(
-        self,
-        prompt: str | Messages,
-        *,
-        thinking: bool = True,
-        tools: Sequence[dict] | None = None,
-    ) -> list[int]:
+    def encode_chat(self, prompt: str | Messages, **options: Any) -> list[int]:
         """Token ids of a chat with the generation prompt; see `prompt.encode_chat`."""
-        return encode_chat(self.tokenizer, prompt, thinking=thinking, tools=tools)
+        return encode_chat(self.tokenizer, prompt, **options)
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of raw text; see `prompt.encode_text`."""

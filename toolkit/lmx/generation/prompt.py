@@ -14,6 +14,7 @@ def encode_chat(
     *,
     thinking: bool = True,
     tools: Sequence[dict] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a chat, including the generation prompt.
 
@@ -23,6 +24,8 @@ def encode_chat(
         tokenizer: mlx-lm's TokenizerWrapper.
         thinking: enable the chain of thought in templates that have a switch for it.
         tools: JSON schemas of the functions that the assistant may call.
+        template_kwargs: further arguments of the chat template, as vLLM's
+            chat_template_kwargs.
 
     Raises:
         UserError: the chat template rejects the messages, or they are not UTF-8 text.
@@ -42,8 +45,9 @@ def encode_chat(
         return tokenizer.apply_chat_template(
             prompt,
             add_generation_prompt=True,
-            enable_thinking=thinking and tokenizer.has_thinking,
-            **({"tools": [*tools]} if tools else {}),
+            **{"enable_thinking": thinking and tokenizer.has_thinking}
+            | ({"tools": [*tools]} if tools else {})
+            | (template_kwargs or {}),
         )
 
 

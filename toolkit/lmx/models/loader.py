@@ -339,7 +339,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         UserError: the folder has no tokenizer, or it cannot be read.
     """
     # Imports jinja2.
-    from ..data.template_limits import limit_templates
+    from ..data.chat.rendering import limit_templates
 
     limit_templates()
     settings = check_tokenizer_files(path)

@@ -8,7 +8,7 @@ from ..data.dataset import ReadStats
 from ..data.packing import PackedBatchSampler, packed
 from ..data.splits import log_read_stats
 from ..data.token_store import Encode
-from ..data.tokenization import LAST_ONLY, encode_all
+from ..data.tokenization import encode_all, template_messages
 from ..models.checkpoint import config_int
 from ..models.loader import LoadedModel
 from ..models.trunk_head import NoTrunkHeadSplit
@@ -182,8 +182,8 @@ def _log_changed(context: StageContext, split: str, counts: dict, named) -> None
     info, longest = context.logger.info, context.data.max_seq_length
     if counts["truncated"]:
         info(f"{split}: {counts['truncated']:,} examples truncated to {longest} tokens")
-    if counts["last_only"]:
-        info(f"{split}: {counts['last_only']:,} {LAST_ONLY}")
+    for text in template_messages(counts):
+        info(f"{split}: {text}")
     for where, reason in named:
         context.logger.warning(f"{where}: example skipped: {reason}")
     if counts["dropped"] > len(named):

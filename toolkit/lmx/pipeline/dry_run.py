@@ -11,12 +11,12 @@ from ..data import builtin
 from ..data.dataset import RecordReader
 from ..data.record_formats import DataRecord
 from ..data.tokenization import (
-    LAST_ONLY,
     EncodeResult,
     Example,
     encode_all,
     encode_block,
     render_mask,
+    template_messages,
 )
 from ..errors import UserError
 from ..run import terminal
@@ -309,12 +309,7 @@ def _split(
         for row in reader:
             sample.add(row)
         stats = reader.stats
-        text = f"{source}: {stats.records:,} examples, format {stats.format}"
-        lines.append((split, text))
-        for where, reason in stats.first_skipped:
-            lines.append((split, f"skipped: {where}: {reason}"))
-        if stats.skipped > len(stats.first_skipped):
-            lines.append((split, f"{stats.skipped:,} examples skipped in total"))
+        lines += [(split, text) for text in (*stats.counts(), *stats.problems())]
     return (sample if sample.total else default), lines
 
 
@@ -359,8 +354,8 @@ def _lengths(encoded: EncodeResult, sampled: int, total: int) -> Iterator[Line]:
         f"{lengths[len(lengths) // 2]}; {trained / sum(lengths):.0%} are trained",
     )
     yield "tokens", f"{encoded.truncated:,} truncated, {len(encoded.dropped):,} skipped"
-    if encoded.last_only:
-        yield "tokens", f"{encoded.last_only:,} {LAST_ONLY}"
+    for text in template_messages(vars(encoded)):
+        yield "tokens", text
     for where, reason in encoded.dropped[:MAX_NAMES]:
         yield "tokens", f"skipped: {where}: {reason}"
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..config.evaluate import EvaluateConfig
 from ..data.answer_filters import FILTERS
 from ..data.batching import Batch, BucketBatchSampler
-from ..data.chat_template import has_template
+from ..data.chat.rendering import ChatTemplate
 from ..data.record_formats import DataRecord
 from ..data.tokenization import encode_all
 from ..errors import FAILED, UserError
@@ -348,7 +348,8 @@ def choose_items(
         part = FILTERS[filter_name](answer["content"])
         if part is not None and (row.skill or filter_name != "none"):
             skill = row.skill or "answers"
-            item = ExactMatchItem(prompt, answer["content"], skill, row.tools)
+            chat = row.tools, row.chat_template_kwargs
+            item = ExactMatchItem(prompt, answer["content"], skill, *chat)
             by_skill[skill].append(item)
     turns = zip_longest(*(by_skill[skill] for skill in sorted(by_skill)))
     return [item for turn in turns for item in turn if item][:count]
@@ -392,12 +393,16 @@ class SampleComparison:
         A prompt that is longer than the model's context has no answer.
         """
         messages = [*(self.row.messages or ())][:-1]
-        if self.row.prompt and has_template(generator.tokenizer):
+        if self.row.prompt and ChatTemplate(generator.tokenizer).exists:
             # As such rows are trained.
             messages = [{"role": "user", "content": self.row.prompt}]
         if messages:
-            tools = self.row.tools
-            prompt = generator.encode_chat(messages, thinking=False, tools=tools)
+            prompt = generator.encode_chat(
+                messages,
+                thinking=False,
+                tools=self.row.tools,
+                template_kwargs=self.row.chat_template_kwargs,
+            )
         else:
             prompt = generator.encode_text(self.prompt)
         if _fits(prompt, generator):

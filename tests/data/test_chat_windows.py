@@ -1,11 +1,14 @@
-"""Long chats have the tokens and masks that encoding every prefix of them gives."""
+"""Long chats have the sequences that rendering every prefix of them gives."""
 
 import random
 import time
 
 import pytest
-from lmx.data import chat_spans, chat_template, tokenization
-from lmx.data.chat_rendering import NoTrainableTokens
+from lmx.data import tokenization
+from lmx.data.chat import windows
+from lmx.data.chat.messages import is_completion
+from lmx.data.chat.rendering import ChatTemplate, NoTrainableTokens
+from lmx.data.chat.sequences import Chat, find_turn, join_turns
 from lmx.data.record_formats import DataRecord
 from lmx.data.token_edges import encode_with_edges
 from test_tokenization import (
@@ -72,7 +75,7 @@ ALTERNATES = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% if m.role == 'user' %}<|im_start|>{{ first ~ m.content if loop.first "
-    "else m.content }}<|im_end|>{% else %} {{ m.content | trim }}<|endoftext|>"
+    "else m.content }}<|im_end|>{% else %} {{ m.content | trim }}<|im_end|>"
     "{% endif %}{% endfor %}"
 )
 COUNTS_TURNS = CHATML.replace(
@@ -85,15 +88,15 @@ DROPS_OLD_REASONING = DROPS_REASONING.replace(
 # Windows fit these; they do not fit the others.
 LOCAL = {
     "CHATML": CHATML,
-    "INSERTS_THINKING": INSERTS_THINKING,
     "INSERTS_THINKING_LINES": INSERTS_THINKING_LINES,
-    "NO_MARKERS": NO_MARKERS,
     "WITH_BOS": WITH_BOS,
-    "QWEN3": QWEN3,
     "TRIMS": TRIMS,
     "ALTERNATES": ALTERNATES,
 }
 TEMPLATES = LOCAL | {
+    "INSERTS_THINKING": INSERTS_THINKING,
+    "NO_MARKERS": NO_MARKERS,
+    "QWEN3": QWEN3,
     "CHANGES_HISTORY": CHANGES_HISTORY,
     "COUNTS_TURNS": COUNTS_TURNS,
     "DROPS_REASONING": DROPS_REASONING,
@@ -105,63 +108,25 @@ CASES = 8
 WORDS = ["2", "hello", " user", "thinking\n\n", "é\u2028", "<think>so</think>", "a b "]
 
 
-def every_prefix(messages, turns, text, tokenizer, tools):
-    """The spans by their definition: every prefix of the chat is rendered."""
-    view = chat_spans.ChatView(messages, text, None, tokenizer, tools)
-    last = messages[-1]["content"].strip()
-    before, _, suffix = text.rpartition(last) if last else ("", "", "")
-    spans = []
-    for index in turns:
-        start = view.end_of(index, add_generation_prompt=True) if index else None
-        if start is None:
-            spans.append(None)
-            continue
-        content, end = messages[index]["content"].strip(), len(text)
-        if not content.startswith("<think>"):
-            inserted = chat_spans.EMPTY_THINKING.match(text[start:]).group()
-            start += len(inserted)
-        if index < len(messages) - 1:
-            end = view.end_of(index + 1) or 0
-            if not end and before and text.startswith(content + suffix, start):
-                end = start + len(content + suffix)
-        spans.append((start, end) if start < end else None)
-    return spans
+def chat_and_turns(record, tokenizer):
+    """As `record_text` calls the functions under test."""
+    messages = list(record.messages)
+    turns = [n for n, message in enumerate(messages) if is_completion(message)]
+    return Chat(ChatTemplate(tokenizer), messages, None, {}), turns
 
 
-def encode_every_prefix(record, tokenizer):
-    """Tokens, mask and `last_only` by their definition; the reason if it is skipped."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_template, "find_spans", every_prefix)
-        try:
-            plan = chat_template.render(record, tokenizer)
-            tokens, mask = plan.marked or mask_every_prefix(plan, tokenizer)
-        except NoTrainableTokens as error:
-            return str(error)
-    mask = [False, *mask[1:]]
-    return (tokens, mask, plan.last_only) if any(mask) else "it has no trainable token"
+def every_prefix(chat, turns):
+    """The sequences by their definition: every prefix of the chat is rendered."""
+    return join_turns([find_turn(chat, index) for index in turns])
 
 
-def mask_every_prefix(plan, tokenizer):
-    tokens, *edges = (
-        tokenizer.encode(text, add_special_tokens=False)
-        for text in [plan.text, *(plan.text[:edge] for edge in plan.edges)]
-    )
-    if any(tokens[: len(edge)] != edge for edge in edges):
-        return tokenization._by_segment(plan, tokens, tokenizer)
-    mask = [False] * len(tokens)
-    for start, end in zip(edges[::2], edges[1::2], strict=True):
-        mask[len(start) : len(end)] = [True] * (len(end) - len(start))
-    return tokens, tokenization._until_end_of_turn(plan, tokens, mask, tokenizer)
-
-
-def encode(record, tokenizer):
-    encoded = tokenization.encode_block(
-        [record], tokenizer, max_seq_length=1 << 20, loss_on="completions"
-    )
-    for example in encoded.examples:
-        mask = example.mask.tolist()
-        return example.tokens.tolist(), mask, bool(encoded.last_only)
-    return encoded.dropped[0][1]
+def outcome(find, chat, turns):
+    """The texts and spans up to the last turn; None if the chat is refused."""
+    try:
+        sequences = find(chat, turns)
+    except NoTrainableTokens:
+        return None
+    return [(s.text[: s.spans[-1][1]], s.spans, s.add_eos) for s in sequences]
 
 
 def random_chat(rng, length):
@@ -186,16 +151,20 @@ def random_chat(rng, length):
 @pytest.fixture(params=TEMPLATES)
 def templated(request, monkeypatch):
     """A tokenizer, and windows so small that short chats have many."""
-    monkeypatch.setattr(chat_spans, "EXACT_TURNS", 2)
-    monkeypatch.setattr(chat_spans, "BLOCK", 3)
+    monkeypatch.setattr(windows, "EXACT_TURNS", 2)
+    monkeypatch.setattr(windows, "BLOCK", 3)
     return build_tokenizer(TEMPLATES[request.param], bos=request.param == "WITH_BOS")
 
 
 def test_windows_give_what_every_prefix_gives(templated):
-    rng = random.Random(templated.chat_template)
+    rng, refused = random.Random(templated.chat_template), 0
     for _ in range(CASES):
-        record = random_chat(rng, rng.randint(6, 40))
-        assert encode(record, templated) == encode_every_prefix(record, templated)
+        chat, turns = chat_and_turns(random_chat(rng, rng.randint(6, 40)), templated)
+        expected = outcome(every_prefix, chat, turns)
+        assert outcome(windows.find_sequences, chat, turns) == expected
+        refused += expected is None
+    always = templated.chat_template in (CHANGES_HISTORY, KEEPS_THE_END)
+    assert refused < CASES or always
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -203,30 +172,31 @@ def test_windows_are_used_where_they_fit(name, monkeypatch):
     """So that the test above compares two ways."""
     tokenizer = build_tokenizer(TEMPLATES[name], bos=name == "WITH_BOS")
     reply = "A" if name in LOCAL else "<think>so</think>A"
-    messages = list(chat(*["a?", reply, "b?", "B"] * 20).messages)
-    turns = [index for index, turn in enumerate(messages) if index % 2]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    view = chat_spans.ChatView.whole(messages, text, tokenizer)
+    record = chat(*["a?", reply, "b?", "B"] * 20)
+    long, turns = chat_and_turns(record, tokenizer)
     calls = []
-    render = chat_spans.render_messages
+    render = Chat.render_messages
     monkeypatch.setattr(
-        chat_spans,
+        Chat,
         "render_messages",
-        lambda part, *args, **options: (
-            calls.append(len(part)) or render(part, *args, **options)
+        lambda self, part, **options: (
+            calls.append(len(part)) or render(self, part, **options)
         ),
     )
-    spans = chat_spans._find_in_windows(view, turns)
+    text = long.render(len(long.messages))
+    try:
+        sequence = windows._in_windows(long, turns, text)
+    except NoTrainableTokens:
+        sequence = None
+    assert (sequence is not None) == (name in LOCAL)
     if name in LOCAL:
-        assert all(spans)
+        assert len(sequence.spans) == len(turns)
         assert sum(calls) < 3_000  # every prefix: 80 renderings, 40 messages each
-    else:
-        assert spans is None or spans[0] is None
 
 
 def test_long_chat_takes_seconds():
     """2,000 turns took 102 s and 4.6 GB when every prefix was encoded."""
-    tokenizer = build_tokenizer(QWEN3)
+    tokenizer = build_tokenizer(TRIMS)
     record = chat(*["how are you?", "I am fine, thank you."] * 1_000)
     start = time.process_time()
     [example] = tokenization.encode(record, tokenizer, max_seq_length=1 << 20)
@@ -239,10 +209,9 @@ def test_chat_too_long_for_its_template_is_skipped(monkeypatch):
     tokenizer = build_tokenizer(COUNTS_TURNS)
     record = chat(*["a?", "A"] * 40)
     assert len(tokenization.encode(record, tokenizer, max_seq_length=9999)) == 1
-    monkeypatch.setattr(chat_spans, "MAX_CHARACTERS", 1_000)
-    reason = encode(record, tokenizer)
-    assert "the chat has 40 turns and" in reason
-    assert "at most 1,000" in reason
+    monkeypatch.setattr(windows, "MAX_CHARACTERS", 1_000)
+    with pytest.raises(NoTrainableTokens, match="the chat has 40 turns and"):
+        windows.find_sequences(*chat_and_turns(record, tokenizer))
 
 
 def test_edges_need_the_tokens_of_the_text_before_them_alone():

@@ -1,0 +1,1 @@
+"""Chats: messages of datasets, rendering by chat templates, and the trained turns."""

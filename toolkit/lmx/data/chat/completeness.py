@@ -1,0 +1,96 @@
+"""Whether the text of a turn holds all that the data says in it.
+
+Some templates print no tool calls, drop reasoning or cut the content. A model that is
+trained on such a text learns to leave these out.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# The tags of the chain of thought: those of Qwen and DeepSeek, Seed-OSS, EXAONE,
+# Mistral, Cohere and Apertus.
+OPENING = (
+    r"(?:<think>|<seed:think>|<thought>|\[THINK\]|<\|START_THINKING\|>"
+    r"|<\|inner_prefix\|>)"
+)
+CLOSING = (
+    r"(?:</think>|</seed:think>|</thought>|\[/THINK\]|<\|END_THINKING\|>"
+    r"|<\|inner_suffix\|>)"
+)
+TAG = re.compile(f"{OPENING}|{CLOSING}")
+
+
+def missing_part(message: dict, target: str) -> str | None:
+    """What a message of the assistant has and its text has not; None if it has all.
+
+    The content, the reasoning, and the name, keys and values of every tool call must
+    be in the text, each in a place of its own.
+
+    Args:
+        target: the text of the turn.
+    """
+    pieces = [*_content(message, target), *_calls(message)]
+    # A short piece may be a part of a longer one, which has another place.
+    for name, forms in sorted(pieces, key=lambda piece: -len(piece[1][0])):
+        form = next((form for form in forms if form in target), None)
+        if form is None:
+            return name
+        target = target.replace(form, "\0", 1)
+    return None
+
+
+def reasoning_of(message: dict) -> str | None:
+    """The chain of thought that a message has apart from its content."""
+    texts = (message.get(name) for name in REASONING)
+    return next((t for t in texts if isinstance(t, str) and t.strip()), None)
+
+
+Piece = tuple[str, list[str]]
+"""A name for messages, and the texts of which one must be there."""
+
+
+def _content(message: dict, target: str) -> Iterator[Piece]:
+    content = message["content"].strip()
+    # Templates write the tags of the chain of thought in their own way.
+    parts = [content] if content in target else TAG.split(content)
+    for text in parts:
+        if text.strip():
+            yield "content", [text.strip()]
+    if reasoning := reasoning_of(message):
+        yield "reasoning", [reasoning.strip()]
+
+
+def _calls(message: dict) -> Iterator[Piece]:
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        yield "tool_calls", [function["name"]]
+        for value in _leaves(function.get("arguments")):
+            if forms := _forms(value):
+                yield "tool_calls", forms
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The keys and the values of objects and lists, at any depth."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield key
+            yield from _leaves(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _forms(value: Any) -> list[str]:
+    """A value as templates print it: as text, and as JSON."""
+    if isinstance(value, str):
+        texts = [value.strip()]
+        texts += [
+            json.dumps(value, ensure_ascii=a)[1:-1].strip() for a in (False, True)
+        ]
+        return texts if texts[0] else []
+    return [str(value), json.dumps(value, default=str)]
