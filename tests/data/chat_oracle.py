@@ -132,12 +132,12 @@ def _has_value(text: str, value: Any) -> bool:
 
 def missing_parts(message: dict, target: str) -> frozenset[str]:
     """The parts of a turn that do not occur in its target."""
-    reasoning, content, _ = split_reasoning(message)
+    reasoning, content, is_inline = split_reasoning(message)
     missing = set()
     if content not in target:
         missing.add("content")
     if reasoning not in target:
-        missing.add("reasoning")
+        missing.add("content" if is_inline else "reasoning")
     for call in message.get("tool_calls", []):
         values = [call["function"]["name"], *_leaves(call["function"]["arguments"])]
         if not all(_has_value(target, value) for value in values):
@@ -257,15 +257,20 @@ class Oracle:
         stop = self._first_stop(answer)
         if stop is not None:
             return {answer[:stop]}
-        after = [AFTER, *messages[index + 1 : index + 2]]
-        after += [RESULT] * bool(messages[index].get("tool_calls"))
-        ends = set()
-        for message in after:
-            longer = self.text([*messages[: index + 1], message], tools, options)
-            if longer and longer.startswith(whole):
-                rest = longer[len(whole) :]
-                ends |= {stop for stop in self.stops if rest.startswith(stop)}
-        return {answer + end for end in ends or {self.stops[0]}}
+        before = messages[: index + 1]
+        ends = self._following(before, AFTER, tools, options, whole) or {self.stops[0]}
+        # What follows in the data, or would follow, is right in any case.
+        others = messages[index + 1 : index + 2]
+        others += [RESULT] * bool(messages[index].get("tool_calls"))
+        for message in others:
+            ends |= self._following(before, message, tools, options, whole)
+        return {answer + end for end in ends}
+
+    def _following(self, before, message, tools, options, whole) -> set[str]:
+        """The stop token that follows the text of `before` when `message` follows."""
+        longer = self.text([*before, message], tools, options) or ""
+        rest = longer[len(whole) :] if longer.startswith(whole) else ""
+        return {stop for stop in self.stops if rest.startswith(stop)}
 
     def _first_stop(self, text: str) -> int | None:
         """The end of the first stop token."""

@@ -187,3 +187,5 @@ CHATS = {
     },
     "ends_with_user": {"messages": [HELLO, AHOY, user("Are you still there?")]},
 }
+# More turns than lmx looks at one by one. The content of some occurs in others.
+LONG = {"messages": _many(*(f"Number {n * n % 64} of {n % 7}?" for n in range(40)))}

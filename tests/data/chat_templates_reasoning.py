@@ -51,6 +51,10 @@ QWEN3_THINKING = QWEN3.replace(
     r"{{- '<think>\n' }}",
 )
 
+QWEN3_INSTRUCT = QWEN3.replace(
+    "loop.index0 > ns.last and (loop.last or thought)", "false"
+).replace("'</think>' in text and not thought", "false")
+
 # The prompt opens a block, and no turn has one.
 QWQ = r"""
 {%- for m in messages %}
@@ -406,6 +410,7 @@ _HUNYUAN = (
 REASONING = {
     "qwen3": Family(QWEN3, *_QWEN3),
     "qwen3_thinking": Family(QWEN3_THINKING, *_QWEN3),
+    "qwen3_instruct": Family(QWEN3_INSTRUCT, *_QWEN3),
     "qwq": Family(QWQ, *_QWEN3),
     "deepseek_r1": Family(DEEPSEEK_R1, *DEEPSEEK),
     "deepseek_v31": Family(DEEPSEEK_V31, *DEEPSEEK),

@@ -1,4 +1,4 @@
-"""Chat templates of 60 kinds x 23 chats: every turn is trained as it is served, or the
+"""Chat templates of 61 kinds x 23 chats: every turn is trained as it is served, or the
 example is refused with its reason. The oracle has no code of lmx."""
 
 import json
@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 from chat_oracle import Cell, Oracle, build_tokenizer
-from chat_rows import CHATS
+from chat_rows import CHATS, LONG
 from chat_templates import PLAIN
 from chat_templates_channels import CHANNELS
 from chat_templates_reasoning import REASONING
@@ -20,6 +20,8 @@ from lmx.errors import UserError
 FAMILIES = PLAIN | TOOLS | REASONING | CHANNELS
 CALLS = "call call_with_content two_calls tool_result tools_many_turns"
 REASONS = "reasoning reasoning_many_turns some_reasoning reasoning_and_calls"
+# Turns that nest, that do not, that have no end, and that need another option.
+LONG_FAMILIES = ["chatml", "llama2", "glm4", "qwen3", "gpt_oss", "nemotron_3"]
 INLINE = "inline_reasoning inline_reasoning_many_turns"
 ADJACENT = "adjacent_assistants adjacent_users"
 # The reason, the families and the chats of which every cell must be refused.
@@ -36,9 +38,9 @@ REFUSED = (
     ("calls", "gpt_oss", "two_calls"),
     ("reasoning", " ".join(PLAIN | TOOLS), REASONS),
     ("reasoning", "qwq deepseek_r1 deepseek_v31 granite3 smollm3", REASONS),
-    ("reasoning", "hunyuan nemotron_h", REASONS),
+    ("reasoning", "hunyuan nemotron_h qwen3_instruct", REASONS),
     # They drop it from the content, and their prompts open no block for it.
-    ("reasoning", "marked hunyuan", INLINE),
+    ("content", "marked hunyuan", INLINE),
     # A call replaces the content.
     ("content", "llama31 mistral_v3 mistral_v7", "call_with_content"),
     # Roles must alternate.
@@ -92,7 +94,7 @@ def tokenizer(name: str):
 def records(tmp_path_factory) -> dict:
     """The record of every chat, or the reason why it has none."""
     folder, records = tmp_path_factory.mktemp("chats"), {}
-    for name, row in CHATS.items():
+    for name, row in (CHATS | {"long": LONG}).items():
         path = folder / f"{name}.jsonl"
         path.write_text(json.dumps(row) + "\n", encoding="utf-8")
         try:
@@ -125,11 +127,18 @@ def problem_of(cell: Cell, record: DataRecord | str, tokenizer) -> str:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_turns_are_trained_as_served_or_refused(name, records):
     problems = {
-        chat: problem_of(cell(name, chat), record, tokenizer(name))
-        for chat, record in records.items()
+        chat: problem_of(cell(name, chat), records[chat], tokenizer(name))
+        for chat in CHATS
     }
     wrong = [f"{chat}: {problem}" for chat, problem in problems.items() if problem]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(CHATS)} chats", *wrong])
+
+
+@pytest.mark.parametrize("name", LONG_FAMILIES)
+def test_turns_of_a_long_chat_are_trained_as_served(name, records):
+    cell = oracle(name).cell(LONG)
+    assert not cell.reasons
+    assert problem_of(cell, records["long"], tokenizer(name)) == ""
 
 
 def test_refusals_have_a_cause_in_the_family():
