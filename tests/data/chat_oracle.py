@@ -126,7 +126,9 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _has_value(text: str, value: Any) -> bool:
     """Whether a text has a value in the writing of JSON or Python."""
-    writings = {str(value), repr(value), json.dumps(value).strip('"')}
+    writings = {str(value), repr(value), json.dumps(value)}
+    if isinstance(value, str):
+        writings |= {json.dumps(value, ensure_ascii=a)[1:-1] for a in (False, True)}
     return any(writing in text for writing in writings)
 
 
@@ -193,15 +195,17 @@ class Oracle:
                 exact += [(options, border, whole) for border in borders]
                 # Thinking that is switched on is a way to ask, but not a usual one.
                 has_exact |= True not in options.values()
+                border = len(prompt)
             elif (border := self._before_block(prompt, whole)) is not None:
                 cut.append((options, border, whole))
+            if border is not None:
                 verbatim += self._verbatim(turn, prompt, whole, border)
         found = [
             Pair(whole[:border], target, missing_parts(turn, target))
             for options, border, whole in exact + ([] if has_exact else cut)
             for target in self._ended(messages, tools, index, options, border, whole)
         ]
-        return found + verbatim
+        return found + (verbatim if all(pair.missing for pair in found) else [])
 
     def _borders(self, messages, tools, index, options, prompt: str) -> list[int]:
         """Where the target may begin.

@@ -196,11 +196,28 @@ def test_the_oracle_takes_its_own_sequences(name):
             assert judged(name, chat, right_examples(name, chat)) == ""
 
 
-def test_the_oracle_takes_turns_that_nest_in_one_sequence():
-    for name in ("chatml", "glm4", "deepseek_v2"):
-        examples = one_sequence(name, "many_turns")
-        assert sum(examples[0][1]) > 10
-        assert judged(name, "many_turns", examples) == ""
+@pytest.mark.parametrize(
+    ("name", "chat"),
+    [
+        *((name, "many_turns") for name in ("chatml", "glm4", "deepseek_v2")),
+        # Nothing lies between the two turns.
+        ("mistral_v7", "adjacent_assistants"),
+    ],
+)
+def test_the_oracle_takes_turns_that_nest_in_one_sequence(name, chat):
+    examples = one_sequence(name, chat)
+    assert sum(examples[0][1]) > 10
+    assert judged(name, chat, examples) == ""
+
+
+def test_the_oracle_finds_an_end_that_no_prompt_has():
+    """Alpaca prints no end of turn, so no sequence has two turns."""
+    examples = right_examples("alpaca", "many_turns")
+    (first, trained), (second, also), *others = examples
+    length = len(first) - 1
+    assert first[:length] == second[:length]
+    joined = first + second[length:], trained + also[length:]
+    assert "silent" in judged("alpaca", "many_turns", [joined, *others])
 
 
 def without_stop(tokens, mask):

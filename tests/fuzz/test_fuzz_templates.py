@@ -36,7 +36,7 @@ PIECES = (
     "{{- loop.index }}",
     "{%- set messages = messages[-3:] %}",
     "{%- if loop.last %}{{- '!' }}{%- endif %}",
-    "{{- 'a' * 10**6 }}",
+    "{{- 'a' * 30000 }}",
     "{{- m.content | upper }}",
     "{{- raise_exception('no') if loop.index > 3 }}",
     "{{- m.unknown.unknown }}",
