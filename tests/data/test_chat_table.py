@@ -211,13 +211,13 @@ def test_the_oracle_takes_turns_that_nest_in_one_sequence(name, chat):
 
 
 def test_the_oracle_finds_an_end_that_no_prompt_has():
-    """Alpaca prints no end of turn, so no sequence has two turns."""
-    examples = right_examples("alpaca", "many_turns")
+    """The template prints no end of turn, so no sequence has two turns."""
+    examples = right_examples("no_end_of_turn", "many_turns")
     (first, trained), (second, also), *others = examples
     length = len(first) - 1
     assert first[:length] == second[:length]
     joined = first + second[length:], trained + also[length:]
-    assert "silent" in judged("alpaca", "many_turns", [joined, *others])
+    assert "silent" in judged("no_end_of_turn", "many_turns", [joined, *others])
 
 
 def without_stop(tokens, mask):
