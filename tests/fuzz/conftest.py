@@ -11,6 +11,7 @@ FOLDER = Path(__file__).parent
 sys.path.append(str(FOLDER.parent / "pipeline"))
 # Some fuzzers use the fixtures of other folders.
 sys.path.append(str(FOLDER.parent / "convert"))
+sys.path.append(str(FOLDER.parent / "data"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -46,7 +46,11 @@ def run_cases(
     Raises:
         AssertionError: with the seeds and the tracebacks of the cases that failed.
     """
-    paths = [str(FOLDER), str(TESTS), str(TESTS / "convert")]
+    paths = [
+        str(FOLDER),
+        str(TESTS),
+        *(str(TESTS / name) for name in ("convert", "data")),
+    ]
     program = PROGRAM.format(paths=paths)
     waiting, outcomes, failures = list(seeds), Counter(), []
     environment = os.environ | {"MLX_DISABLE_COMPILE": "1"}

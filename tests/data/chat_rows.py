@@ -1,0 +1,191 @@
+"""Chats as rows of a user's file, for the table of chat templates."""
+
+import json
+
+
+def user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str | None, **keys) -> dict:
+    return {"role": "assistant", "content": content} | keys
+
+
+def call(number: int, name: str, arguments: dict | str) -> dict:
+    """A call as programs for OpenAI write it. Mistral needs ids of nine characters."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"callid{number:03}", "type": "function", "function": function}
+
+
+def result(number: int, name: str, content: str) -> dict:
+    key = f"callid{number:03}"
+    return {"role": "tool", "tool_call_id": key, "name": name, "content": content}
+
+
+def _tool(name: str, **properties: str) -> dict:
+    parameters = {
+        "type": "object",
+        "properties": {key: {"type": kind} for key, kind in properties.items()},
+    }
+    function = {"name": name, "description": "A tool.", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+SYSTEM = {"role": "system", "content": "Answer as a sailor would."}
+HELLO = user("Hello there, who are you?")
+AHOY = assistant("Ahoy, I am the cook.")
+TOOLS = [
+    _tool("get_weather", city="string", days="integer", metric="boolean"),
+    _tool("find_pages", query="string", limits="object"),
+]
+WEATHER = call(1, "get_weather", {"city": "Zürich", "days": 3, "metric": True})
+PAGES_ARGUMENTS = {
+    "query": 'fresh "powder"',
+    "limits": {"most": 7.5, "tags": ["alps", "ski"]},
+}
+PAGES = call(2, "find_pages", PAGES_ARGUMENTS)
+PAGES_AS_TEXT = call(2, "find_pages", json.dumps(PAGES_ARGUMENTS))
+COLD = result(1, "get_weather", '{"degrees": -4}')
+FOUND = result(2, "find_pages", "Three pages about skiing.")
+ASK_WEATHER = user("What is the weather in Zurich?")
+REASON = "The user greets me. I play a cook on a ship."
+REASONS = ("Count to one first.", "Then add one\n\nmore to it.", "Now three are left.")
+
+
+def _many(*contents: str) -> list[dict]:
+    return [(user, assistant)[n % 2](text) for n, text in enumerate(contents)]
+
+
+def _inline(reason: str, content: str) -> dict:
+    return assistant(f"<think>\n{reason}\n</think>\n\n{content}")
+
+
+CHATS = {
+    "one_turn": {"messages": [HELLO, AHOY]},
+    "many_turns": {
+        "messages": _many(
+            *("Name a fish.", "Cod.", "Another one?", "Herring."),
+            *("And a bird?", "An albatross.\n\nOr a gull.", "Thanks!", "Aye aye."),
+        )
+    },
+    "system": {"messages": [SYSTEM, HELLO, AHOY]},
+    "system_many_turns": {
+        "messages": [SYSTEM, *_many("Name a fish.", "Cod.", "Why?", "It is tasty.")]
+    },
+    "call": {
+        "messages": [ASK_WEATHER, assistant(None, tool_calls=[WEATHER])],
+        "tools": TOOLS,
+    },
+    "call_with_content": {
+        "messages": [
+            ASK_WEATHER,
+            assistant("I look it up at once.", tool_calls=[WEATHER]),
+        ],
+        "tools": TOOLS,
+    },
+    "two_calls": {
+        "messages": [ASK_WEATHER, assistant("", tool_calls=[WEATHER, PAGES_AS_TEXT])],
+        "tools": TOOLS,
+    },
+    "tool_result": {
+        "messages": [
+            ASK_WEATHER,
+            assistant("", tool_calls=[WEATHER]),
+            COLD,
+            assistant("It is four below zero."),
+        ],
+        "tools": TOOLS,
+    },
+    "tools_many_turns": {
+        "messages": [
+            SYSTEM,
+            ASK_WEATHER,
+            assistant("", tool_calls=[WEATHER]),
+            COLD,
+            assistant("It is four below zero."),
+            user("Find me some slopes."),
+            assistant("", tool_calls=[PAGES]),
+            FOUND,
+            assistant("There are three pages."),
+        ],
+        "tools": TOOLS,
+    },
+    "reasoning": {"messages": [HELLO, AHOY | {"reasoning_content": REASON}]},
+    "reasoning_many_turns": {
+        "messages": [
+            user("One?"),
+            assistant("Uno.", reasoning_content=REASONS[0]),
+            user("Two?"),
+            assistant("Due.", reasoning_content=REASONS[1]),
+            user("Three?"),
+            assistant("Tre.", reasoning_content=REASONS[2]),
+        ]
+    },
+    "reasoning_and_calls": {
+        "messages": [
+            ASK_WEATHER,
+            assistant("", reasoning_content=REASONS[0], tool_calls=[WEATHER]),
+            COLD,
+            assistant("Four below.", reasoning_content=REASONS[1]),
+            user("And the slopes?"),
+            assistant("Open.", reasoning_content=REASONS[2]),
+        ],
+        "tools": TOOLS,
+    },
+    "inline_reasoning": {"messages": [HELLO, _inline(REASON, "Ahoy, I am the cook.")]},
+    "inline_reasoning_many_turns": {
+        "messages": [
+            SYSTEM,
+            user("One?"),
+            _inline(REASONS[0], "Uno."),
+            user("Two?"),
+            _inline(REASONS[1], "Due."),
+            user("Three?"),
+            _inline(REASONS[2], "Tre."),
+        ]
+    },
+    "some_reasoning": {
+        "messages": [
+            user("One?"),
+            assistant("Uno.", reasoning_content=REASONS[0]),
+            user("Two?"),
+            assistant("Due."),
+        ]
+    },
+    "adjacent_assistants": {
+        "messages": [HELLO, AHOY, assistant("And you, sir?"), user("A guest."), AHOY]
+    },
+    "adjacent_users": {
+        "messages": [HELLO, user("Anybody at home?"), AHOY, user("Good."), AHOY]
+    },
+    "empty_turn": {
+        "messages": [HELLO, assistant(""), user("Are you still there?"), AHOY]
+    },
+    "unicode": {
+        "messages": _many(
+            "Cafe\u0301 \u2028 שלום 👩‍👩‍👧 東京?",
+            "Ja: e\u0301\u0327, 🙂🏽 \u2029 مرحبا \u200f… ﬁ",
+            "と\u3099",
+            "\ufeffどうも \u0085 𝒳",
+        )
+    },
+    "code": {
+        "messages": _many(
+            "{{ x }} {% for i in y %}\n  {name: 1} {% endfor %}\n",
+            "    print({{ '{{' }})\n\treturn {\"a\": {}} {# no #} {% raw %}\n\n  ",
+            "  and }} now %}?\n\n",
+            "\n\n```jinja\n{{ messages[0].content }}\n```\n",
+        )
+    },
+    "repeats": {
+        "messages": _many(
+            *("Echo: ping", "Echo: ping", "ping", "ping", "ping", "Echo: ping"),
+        )
+    },
+    "assistant_first": {
+        "messages": [AHOY, user("Good morning, cook."), assistant("Morning, sir.")]
+    },
+    "ends_with_user": {"messages": [HELLO, AHOY, user("Are you still there?")]},
+}
+# More turns than lmx looks at one by one. The content of some occurs in others.
+LONG = {"messages": _many(*(f"Number {n * n % 64} of {n % 7}?" for n in range(40)))}

@@ -1,0 +1,326 @@
+"""Chat templates of 61 kinds x 23 chats: every turn is trained as it is served, or the
+example is refused with its reason. The oracle has no code of lmx."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+from chat_oracle import Cell, Oracle, build_tokenizer
+from chat_rows import CHATS, LONG
+from chat_templates import PLAIN
+from chat_templates_channels import CHANNELS
+from chat_templates_reasoning import REASONING
+from chat_templates_tools import TOOLS
+from lmx.data import tokenization
+from lmx.data.dataset import DataRecord, RecordReader
+from lmx.errors import UserError
+
+FAMILIES = PLAIN | TOOLS | REASONING | CHANNELS
+CALLS = "call call_with_content two_calls tool_result tools_many_turns"
+REASONS = "reasoning reasoning_many_turns some_reasoning reasoning_and_calls"
+# Turns that nest, that do not, that have no end, and that need another option.
+LONG_FAMILIES = ["chatml", "llama2", "glm4", "qwen3", "gpt_oss", "nemotron_3"]
+INLINE = "inline_reasoning inline_reasoning_many_turns"
+ADJACENT = "adjacent_assistants adjacent_users"
+# The reason, the families and the chats of which every cell must be refused.
+REFUSED = (
+    # No system message.
+    ("raises", "mistral_v1 gemma2", "system system_many_turns tools_many_turns"),
+    ("raises", "mistral_v1 gemma2", "inline_reasoning_many_turns"),
+    # These print neither calls nor reasoning.
+    ("calls", " ".join(PLAIN), f"{CALLS} reasoning_and_calls"),
+    ("calls", "lfm2 granite3 smollm3", f"{CALLS} reasoning_and_calls"),
+    # Its ids are to hold the names of the functions.
+    ("calls", "kimi_k2", f"{CALLS} reasoning_and_calls"),
+    # It prints one call of a turn.
+    ("calls", "gpt_oss", "two_calls"),
+    ("reasoning", " ".join(PLAIN | TOOLS), REASONS),
+    ("reasoning", "qwq deepseek_r1 deepseek_v31 granite3 smollm3", REASONS),
+    ("reasoning", "hunyuan nemotron_h qwen3_instruct", REASONS),
+    # They drop it from the content, and their prompts open no block for it.
+    ("content", "marked hunyuan", INLINE),
+    # A call replaces the content.
+    ("content", "llama31 mistral_v3 mistral_v7", "call_with_content"),
+    # Roles must alternate.
+    (
+        "raises",
+        "llama2 mistral_v1 mixtral gemma2 gemma3 command_r mistral_v3",
+        ADJACENT,
+    ),
+    # Only one call; an answer must not be empty.
+    ("raises", "llama31", "two_calls"),
+    ("raises", "mistral_v13", "empty_turn"),
+    # The end of a turn depends on what follows: a newline, or an empty block.
+    ("changes", "olmo2 falcon3 qwen3 qwen3_thinking", "adjacent_assistants"),
+    # An answer removes the reasoning from the calls before it.
+    ("changes", "gpt_oss", "reasoning_and_calls"),
+)
+# One of these is in the reason that lmx gives.
+WORDS = {
+    "raises": ["rejects"],
+    "content": ["content"],
+    "reasoning": ["reasoning"],
+    "calls": ["tool_calls"],
+    "changes": ["changes", "differ"],
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An example, as lmx makes them."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+
+
+@cache
+def oracle(name: str) -> Oracle:
+    return Oracle(FAMILIES[name])
+
+
+@cache
+def cell(name: str, chat: str) -> Cell:
+    return oracle(name).cell(CHATS[chat])
+
+
+@cache
+def tokenizer(name: str):
+    return build_tokenizer(FAMILIES[name])
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory) -> dict:
+    """The record of every chat, or the reason why it has none."""
+    folder, records = tmp_path_factory.mktemp("chats"), {}
+    for name, row in (CHATS | {"long": LONG}).items():
+        path = folder / f"{name}.jsonl"
+        path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+        try:
+            [records[name]] = RecordReader(str(path))
+        except UserError as error:
+            records[name] = str(error)
+    return records
+
+
+def problem_of(cell: Cell, record: DataRecord | str, tokenizer) -> str:
+    """What is wrong with what lmx makes of a cell."""
+    examples, reason = [], record
+    if not isinstance(record, str):
+        result = tokenization.encode_block(
+            [record], tokenizer, max_seq_length=1 << 20, loss_on="completions"
+        )
+        examples, reason = result.examples, "".join(why for _, why in result.dropped)
+    if not reason:
+        wrong = cell.judge(examples, tokenizer)
+        return f"{wrong}\n  it must be refused" if wrong and cell.reasons else wrong
+    if examples:
+        return f"trained and refused: {reason}"
+    if not cell.may_be_refused:
+        return f"wrongly refused: {reason}"
+    words = [word for why in cell.reasons for word in WORDS.get(why, [""])]
+    is_named = not words or any(word in reason for word in words)
+    return "" if is_named else f"refused, but not for {cell.reasons}: {reason}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_turns_are_trained_as_served_or_refused(name, records):
+    problems = {
+        chat: problem_of(cell(name, chat), records[chat], tokenizer(name))
+        for chat in CHATS
+    }
+    wrong = [f"{chat}: {problem}" for chat, problem in problems.items() if problem]
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(CHATS)} chats", *wrong])
+
+
+@pytest.mark.parametrize("name", LONG_FAMILIES)
+def test_turns_of_a_long_chat_are_trained_as_served(name, records):
+    cell = oracle(name).cell(LONG)
+    assert not cell.reasons
+    assert problem_of(cell, records["long"], tokenizer(name)) == ""
+
+
+def test_refusals_have_a_cause_in_the_family():
+    """What must be refused is in the table, and nothing else."""
+    table = {
+        (name, chat): reason
+        for reason, names, chats in reversed(REFUSED)
+        for name in names.split()
+        for chat in chats.split()
+    }
+    cells = {
+        (name, chat): cell(name, chat).reasons
+        for name in FAMILIES
+        for chat in CHATS
+        if chat != "assistant_first"
+    }
+    must = {cell: reasons for cell, reasons in cells.items() if reasons}
+    assert must.keys() == table.keys()
+    other = {cell: must[cell] for cell in must if table[cell] not in must[cell]}
+    assert not other
+
+
+def right_examples(name: str, chat: str) -> list[tuple[list[int], list[bool]]]:
+    """One sequence per turn: its first pair."""
+    examples = []
+    for pairs in cell(name, chat).complete.values():
+        prompt, target = (
+            tokenizer(name).encode(text, add_special_tokens=False)
+            for text in (pairs[0].prompt, pairs[0].target)
+        )
+        mask = [False] * len(prompt) + [True] * len(target)
+        examples.append((prompt + target, mask))
+    return examples
+
+
+def judged(name: str, chat: str, examples) -> str:
+    made = [Trained(np.array(tokens), np.array(mask)) for tokens, mask in examples]
+    return cell(name, chat).judge(made, tokenizer(name))
+
+
+def one_sequence(name: str, chat: str) -> list[tuple[list[int], list[bool]]]:
+    """The sequence of the last turn, in which the earlier turns are trained, too."""
+    examples = right_examples(name, chat)
+    tokens, mask = examples[-1]
+    for earlier, spans in examples[:-1]:
+        assert tokens[: len(earlier)] == earlier
+        mask = [a or b for a, b in zip(mask, spans, strict=False)] + mask[len(spans) :]
+    return [(tokens, mask)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_oracle_takes_its_own_sequences(name):
+    for chat in CHATS:
+        if not cell(name, chat).reasons:
+            assert judged(name, chat, right_examples(name, chat)) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "chat"),
+    [
+        *((name, "many_turns") for name in ("chatml", "glm4", "deepseek_v2")),
+        # Nothing lies between the two turns.
+        ("mistral_v7", "adjacent_assistants"),
+    ],
+)
+def test_the_oracle_takes_turns_that_nest_in_one_sequence(name, chat):
+    examples = one_sequence(name, chat)
+    assert sum(examples[0][1]) > 10
+    assert judged(name, chat, examples) == ""
+
+
+def test_the_oracle_finds_an_end_that_no_prompt_has():
+    """The template prints no end of turn, so no sequence has two turns."""
+    examples = right_examples("no_end_of_turn", "many_turns")
+    (first, trained), (second, also), *others = examples
+    length = len(first) - 1
+    assert first[:length] == second[:length]
+    joined = first + second[length:], trained + also[length:]
+    assert "silent" in judged("no_end_of_turn", "many_turns", [joined, *others])
+
+
+def without_stop(tokens, mask):
+    return tokens[:-1], mask[:-1]
+
+
+def untrained_stop(tokens, mask):
+    return tokens, [*mask[:-1], False]
+
+
+def trained_past_the_stop(tokens, mask):
+    return [*tokens, tokens[2]], [*mask, True]
+
+
+def later_border(tokens, mask):
+    start = mask.index(True)
+    return tokens, [*mask[:start], False, *mask[start + 1 :]]
+
+
+def earlier_border(tokens, mask):
+    start = mask.index(True)
+    return tokens, [*mask[: start - 1], True, *mask[start:]]
+
+
+def trained_user(tokens, mask):
+    return tokens, [False, *[True] * 5, *mask[6:]]
+
+
+def prompt_in_pieces(tokens, mask):
+    """The tokens of the prompt's characters, as if no text were merged."""
+    start, fast = mask.index(True), tokenizer("chatml")
+    added = set(fast.get_added_vocab().values())
+    prompt = []
+    for token in tokens[:start]:
+        text = fast.decode([token])
+        letters = [text] if token in added else text
+        prompt += [t for part in letters for t in fast.encode(part)]
+    return prompt + tokens[start:], [False] * len(prompt) + mask[start:]
+
+
+def nothing_trained(tokens, mask):
+    return tokens, [False] * len(mask)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        without_stop,
+        untrained_stop,
+        trained_past_the_stop,
+        later_border,
+        earlier_border,
+        trained_user,
+        prompt_in_pieces,
+        nothing_trained,
+    ],
+)
+def test_the_oracle_finds_a_damaged_turn(damage):
+    first, *others = right_examples("chatml", "many_turns")
+    assert judged("chatml", "many_turns", [damage(*first), *others])
+
+
+def test_the_oracle_finds_turns_that_are_missing_or_repeated():
+    examples = right_examples("chatml", "many_turns")
+    assert "untrained" in judged("chatml", "many_turns", examples[:-1])
+    assert judged("chatml", "many_turns", [*examples, examples[0]])
+    assert judged("chatml", "many_turns", right_examples("chatml", "repeats"))
+
+
+@pytest.mark.parametrize(
+    ("name", "chat", "prompt", "target"),
+    [
+        # Without the reasoning.
+        (
+            "qwen3",
+            "reasoning",
+            "<|im_start|>assistant\n",
+            "Ahoy, I am the cook.<|im_end|>",
+        ),
+        # An empty block of the template is trained.
+        (
+            *("qwen3", "one_turn", "<|im_start|>assistant\n"),
+            "<think>\n\n</think>\n\nAhoy, I am the cook.<|im_end|>",
+        ),
+        # No request has a prompt that ends within the block.
+        (
+            *("qwen3", "one_turn", "<|im_start|>assistant\n<think>\n"),
+            "\n</think>\n\nAhoy, I am the cook.<|im_end|>",
+        ),
+        # No stop token, and the wrong one.
+        ("glm4", "one_turn", "<|assistant|>\n", "Ahoy, I am the cook."),
+        ("glm4", "one_turn", "<|assistant|>\n", "Ahoy, I am the cook.<|endoftext|>"),
+        # The whole content and no call.
+        ("chatml", "call", "<|im_start|>assistant\n", "<|im_end|>"),
+    ],
+)
+def test_the_oracle_finds_a_wrong_pair(name, chat, prompt, target):
+    before = oracle(name).text(
+        CHATS[chat]["messages"][:1], CHATS[chat].get("tools"), {}
+    )
+    ids = [
+        tokenizer(name).encode(text, add_special_tokens=False)
+        for text in (before + prompt, target)
+    ]
+    mask = [False] * len(ids[0]) + [True] * len(ids[1])
+    assert "silent" in judged(name, chat, [(ids[0] + ids[1], mask)])
