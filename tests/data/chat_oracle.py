@@ -157,7 +157,9 @@ class Oracle:
         if family.bos:
             self._specials["bos_token"] = family.bos
         opening, closing = (re.escape(tag) for tag in family.think)
-        self._empty = re.compile(rf"\s*{opening}\s*{closing}")
+        # The block of another family, too: the fuzzer inserts one.
+        block = rf"(?:{opening}\s*{closing}|<think>\s*</think>)"
+        self._empty = re.compile(rf"\s*{block}")
         self._opened = re.compile(rf"(\s*){opening}\s*({closing}\s*)?\Z")
         self._opening = family.think[0]
         switches = [s for s in SWITCHES if re.search(rf"\b{s}\b", family.template)]

@@ -59,7 +59,7 @@ REFUSED = (
 )
 # One of these is in the reason that lmx gives.
 WORDS = {
-    "raises": ["rejects"],
+    "raises": ["rejects", "starts with the assistant"],
     "content": ["content"],
     "reasoning": ["reasoning"],
     "calls": ["tool_calls"],

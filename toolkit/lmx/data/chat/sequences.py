@@ -151,6 +151,8 @@ def _ask(chat: Chat, index: int, way: dict[str, bool]) -> Turn:
     prompt = chat.render(index, add_generation_prompt=True, **way)
     text = chat.render(index + 1, **way)
     turn = _with_end(chat, index, way, _start(prompt, text, message))
+    if turn.start == 0:
+        raise NoTrainableTokens("the chat template writes no prompt")
     missing = missing_part(message, turn.text[turn.start : turn.end])
     if missing is None and turn.is_exact:
         return turn
@@ -192,7 +194,10 @@ def skip_empty_block(text: str, start: int, message: dict) -> int:
         return start
     block = _prompt_block(text[max(0, start - MAX_BLOCK) : start])
     inserted = EMPTY_REST if block and not block.group(2) else EMPTY_BLOCK
-    return inserted.match(text, start).end()
+    skipped, content = inserted.match(text, start).group(), message["content"]
+    # The space before the content is not that of the block.
+    space = content[: len(content) - len(content.lstrip())]
+    return start + len(skipped) - (len(space) if skipped.endswith(space) else 0)
 
 
 def _prompt_block(prompt: str) -> re.Match | None:

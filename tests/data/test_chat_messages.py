@@ -1,0 +1,165 @@
+"""Columns and keys that carry meaning are used, or the example is skipped with the
+reason."""
+
+import json
+
+import pytest
+from lmx.data import dataset, splits, tokenization
+from lmx.data.record_formats import unknown_keys
+from lmx.errors import UserError
+from test_tokenization import CHATML, build_tokenizer, trained_texts
+
+USER = {"role": "user", "content": "Is it warm?"}
+ANSWER = {"role": "assistant", "content": "Yes."}
+OTHER = {"role": "assistant", "content": "No."}
+CHAT = {"messages": [USER, ANSWER]}
+EARLIER = [USER, OTHER, USER]
+FUNCTION = {"name": "weather", "arguments": {"in": "Rome"}}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": FUNCTION}],
+}
+AS_TEXT = json.dumps(FUNCTION)
+
+
+def read(write, record, **options):
+    [record] = dataset.RecordReader(write([record]), **options)
+    return record
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": EARLIER, "completion": [ANSWER]},
+        {"prompt": EARLIER, "completion": "Yes."},
+        {"prompt": EARLIER, "completion": [ANSWER], "label": True},
+        {"prompt": EARLIER, "chosen": [ANSWER], "rejected": [OTHER]},
+        {"chosen": [*EARLIER, ANSWER], "rejected": [*EARLIER, OTHER]},
+        {"prompt": EARLIER, "chosen": [ANSWER]},
+        {"instruction": "Is it warm?", "output": "Yes.", "history": [["Hi", "Ho"]]},
+        {"messages": [USER, OTHER | {"training": False}, USER, ANSWER]},
+        {"messages": [USER, OTHER | {"train": False}, USER, ANSWER]},
+        {"messages": [USER, OTHER | {"weight": 0}, USER, ANSWER]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_only_completions_are_trained(write, record, system):
+    tokenizer = build_tokenizer(CHATML)
+    record = read(write, record | {"system": system})
+    [example] = tokenization.encode(record, tokenizer, max_seq_length=512)
+    assert trained_texts(example, tokenizer) == ["Yes.<|im_end|>"]
+    assert len(record.messages) == 4 + (system is not None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CALLED,
+        CALLED | {"content": None},
+        {"role": "assistant", "tool_calls": json.dumps(CALLED["tool_calls"])},
+        {"role": "assistant", "tool_calls": AS_TEXT},
+        {"role": "assistant", "tool_calls": [FUNCTION]},
+        {"role": "assistant", "content": None, "function_call": FUNCTION},
+        {"from": "gpt", "function_call": FUNCTION | {"arguments": '{"in":"Rome"}'}},
+        {"from": "function_call", "value": AS_TEXT},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_calls_of_all_kinds_become_tool_calls(write, message):
+    assert read(write, {"messages": [USER, message]}).messages == (USER, CALLED)
+
+
+def test_functions_of_older_files_become_tools(write):
+    functions = [{"name": "weather", "parameters": {}}]
+    record = read(write, CHAT | {"functions": functions})
+    assert record.tools == ({"type": "function", "function": functions[0]},)
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"label": False}, "it has a label; data for kto has prompt, completion and"),
+        ({"label": True}, "it has a label; data for kto has prompt, completion and"),
+        ({"images": ["a.png"]}, "it has images; lmx trains on text"),
+        ({"video": "a.mp4"}, "it has video; lmx trains on text"),
+        ({"weight": 0.5}, "it has the weight 0.5; lmx has no weights"),
+        ({"train": False}, "it has train: false"),
+        ({"history": [["a", "b"]]}, "it has history, which only instruction"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs is a list, not an obj"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has tools"),
+        ({"messages": [USER, ANSWER | {"image": "a"}]}, "message 2: it has image; lmx"),
+        (
+            {"messages": [USER, ANSWER | {"training_detail": [{}]}]},
+            "message 2 has training_detail; lmx trains whole turns",
+        ),
+        (
+            {"messages": [USER, ANSWER | {"training": "no"}]},
+            "message 2 has training: 'no', not true or false",
+        ),
+        (
+            {"messages": [USER, ANSWER | {"tool_calls": "weather"}]},
+            "message 2: tool_calls is text that is not JSON",
+        ),
+        (
+            {"messages": [USER, ANSWER | {"tool_calls": [{"function": {}}]}]},
+            "message 2: a tool call has no function with a name",
+        ),
+        ({"messages": [USER, ANSWER | {"content": 4}]}, "message 2 is a number, not"),
+    ],
+)
+def test_what_lmx_does_not_train_skips_the_example(write, extra, reason):
+    reader = dataset.RecordReader(write([CHAT, CHAT | extra]))
+    assert len(list(reader)) == 1
+    assert reader.stats.first_skipped[0][1].startswith(reason)
+    with pytest.raises(UserError, match="no example is valid"):
+        list(dataset.RecordReader(write([CHAT | extra])))
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"history": ["a"]}, "history is not a list of pairs"),
+        ({"history": {"a": "b"}}, "history is an object, not a list"),
+    ],
+)
+def test_history_is_a_list_of_pairs(write, extra, reason):
+    instruction = {"instruction": "a", "output": "b"}
+    reader = dataset.RecordReader(write([instruction, instruction | extra]))
+    assert len(list(reader)) == 1
+    assert reader.stats.first_skipped[0][1] == reason
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "reason"),
+    [
+        ([USER, ANSWER], [USER | {"content": "?"}, OTHER], "have different prompts"),
+        ([USER, ANSWER], [USER, ANSWER, USER, OTHER], "is the start of the other"),
+    ],
+)
+def test_pairs_have_one_prompt(write, chosen, rejected, reason):
+    good = {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+    bad = {"chosen": chosen, "rejected": rejected}
+    reader = dataset.RecordReader(write([good, bad]))
+    assert len(list(reader)) == 1
+    assert reason in reader.stats.first_skipped[0][1]
+
+
+def test_unknown_columns_and_keys_are_named_once(write):
+    row = {"messages": [USER | {"time": 3}, ANSWER], "id": 7, "source": "web"}
+    reader = dataset.RecordReader(write([row | {"id": None, "empty": []}, row]))
+    list(reader)
+    assert reader.stats.unknown == ("id", "messages.time", "source")
+    lines = []
+    splits.log_read_stats("train", reader.stats, lines.append, lines.append)
+    assert "lmx does not use id, messages.time, source" in lines[1]
+    assert len(lines) == 2
+    assert not list(unknown_keys(CHAT))
+
+
+def test_chat_template_kwargs_reach_the_template(write):
+    tokenizer = build_tokenizer("{{ tone }}" + CHATML)
+    record = read(write, CHAT | {"chat_template_kwargs": {"tone": "Kind"}})
+    [example] = tokenization.encode(record, tokenizer, max_seq_length=99)
+    assert tokenizer.decode(example.tokens).startswith("Kind<|im_start|>")
