@@ -1,18 +1,21 @@
 """Tokenization of preference data: two sequences for each example.
 
 For pairs these are the chosen and the rejected completion of a prompt. For KTO they are
-a completion, and the same prompt with the completion of the example before it, which
-estimates how far the model has moved from its reference.
+a completion, and the same prompt with the completion of another prompt, which estimates
+how far the model has moved from its reference.
 """
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 import numpy as np
 
-from .record_formats import DataRecord, is_completion
+from .record_formats import BadRecord, DataRecord
 from .tokenization import EncodeResult, Example, LossOn, encode_block
+
+# Completions are encoded whole, to see which ones are cut.
+WHOLE = sys.maxsize
 
 
 def encode_pairs(
@@ -21,7 +24,8 @@ def encode_pairs(
     """The chosen and the rejected completion of every record, in turns.
 
     Turns that both conversations begin with are a part of the prompt. A record is
-    dropped if one of its completions has no trained token.
+    dropped if one of its completions is cut or has no trained token, if they are equal,
+    or if they answer different prompts.
     """
     result, pairs = EncodeResult(), []
     for record in records:
@@ -33,66 +37,137 @@ def encode_pairs(
         encode_block(
             [pair[side] for pair in pairs],
             tokenizer,
-            max_seq_length=max_seq_length,
+            max_seq_length=WHOLE,
             loss_on=loss_on,
         )
         for side in (0, 1)
     ]
     reasons = dict(place for side in sides for place in side.dropped)
     encoded = [{e.where: e for e in side.examples} for side in sides]
-    for pair in pairs:
-        where = pair[0].where
+    for where in (record.where for record, _ in pairs):
         if where not in reasons:
-            examples = [side[where] for side in encoded]
-            examples = _without_shared_turns(examples, pair)
-            if all(example.mask.any() for example in examples):
-                result.examples += examples
-                continue
-            reasons[where] = "max_seq_length cuts off a completion"
+            chosen, rejected = (side[where] for side in encoded)
+            try:
+                result.examples += _compared(chosen, rejected, max_seq_length)
+            except BadRecord as fault:
+                reasons[where] = str(fault)
     result.dropped += reasons.items()
-    result.truncated = max(side.truncated for side in sides)
     result.last_only = max(side.last_only for side in sides)
     return result
 
 
 def encode_unpaired(
-    records: Iterable[DataRecord], tokenizer, *, max_seq_length: int, loss_on: LossOn
+    records: Iterable[DataRecord],
+    tokenizer,
+    *,
+    max_seq_length: int,
+    loss_on: LossOn,
+    lent: Sequence[Example] = (),
 ) -> EncodeResult:
-    """Every labelled record, each followed by its prompt with another completion."""
+    """Every labelled record, each followed by its prompt with another's completion.
+
+    A record is dropped if its completion is cut, or if no other has another prompt.
+
+    Args:
+        lent: more examples that may be the other one.
+    """
     records = list(records)
-    labelled = [record for record in records if record.label is not None]
+    labels = {r.where: r.label for r in records if r.label is not None}
     result = encode_block(
-        labelled,
+        [record for record in records if record.where in labels],
         tokenizer,
-        max_seq_length=max_seq_length,
+        max_seq_length=WHOLE,
         loss_on=loss_on,
         include_undesirable=True,
     )
     result.dropped += [
         (record.where, "it has no label") for record in records if record.label is None
     ]
-    labels = {record.where: record.label for record in labelled}
-    examples = [replace(e, label=labels[e.where]) for e in result.examples]
-    # The first one follows the last one.
-    others = [examples[number - 1] for number in range(len(examples))]
-    result.examples = [
-        sequence
-        for example, other in zip(examples, others, strict=True)
-        for sequence in (example, _mismatched(example, other, max_seq_length))
-    ]
+    examples = []
+    for example in result.examples:
+        try:
+            whole = _whole(example, max_seq_length)
+            examples.append(replace(whole, label=labels[example.where]))
+        except BadRecord as fault:
+            result.dropped.append((example.where, str(fault)))
+    result.examples = []
+    others = _with_other_prompts([*examples, *lent])
+    for example, other in zip(examples, others, strict=False):
+        if other:
+            mismatched = _mismatched(example, other, max_seq_length)
+            result.examples += [example, mismatched]
+        else:
+            reason = "no example beside it has another prompt, which kto compares with"
+            result.dropped.append((example.where, reason))
     return result
 
 
+def _compared(chosen: Example, rejected: Example, max_seq_length: int) -> list[Example]:
+    """Both sequences without a loss on the turns that they begin with.
+
+    Raises:
+        BadRecord: they cannot be compared.
+    """
+    pairs = zip(chosen.tokens.tolist(), rejected.tokens.tolist(), strict=False)
+    first = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
+    if first is None:
+        raise BadRecord("chosen and rejected are equal, or one begins with the other")
+    sides = chosen, rejected
+    if not any(side.mask[first] for side in sides):
+        raise BadRecord("chosen and rejected have different prompts")
+    starts = [np.flatnonzero(~side.mask[:first])[-1] for side in sides]
+    return [
+        _whole(side, max_seq_length, start)
+        for side, start in zip(sides, starts, strict=True)
+    ]
+
+
+def _whole(example: Example, max_seq_length: int, start: int = 0) -> Example:
+    """The example, of at most `max_seq_length` tokens, with no loss before `start`.
+
+    Raises:
+        BadRecord: that cuts its completion.
+    """
+    mask = example.mask & (np.arange(len(example.mask)) >= start)
+    if not mask.any():
+        raise BadRecord("chosen or rejected has no completion of its own")
+    if mask[max_seq_length:].any():
+        raise BadRecord("max_seq_length cuts off a completion")
+    tokens = example.tokens[:max_seq_length]
+    return replace(example, tokens=tokens, mask=mask[:max_seq_length])
+
+
+def _with_other_prompts(examples: list[Example]) -> list[Example | None]:
+    """For every example one with another prompt; None if all prompts are equal.
+
+    Each is used once, unless most have the same prompt. So the good and the bad
+    completions of one prompt count alike.
+    """
+    prompts = {e.where: e.tokens[: _last_completion(e).start] for e in examples}
+    groups: dict[bytes, list[int]] = {}
+    for number in reversed(range(len(examples))):
+        prompt = prompts[examples[number].where].tobytes()
+        groups.setdefault(prompt, []).append(number)
+    order = [n for g in sorted(groups.values(), key=len, reverse=True) for n in g]
+    largest = max(map(len, groups.values()), default=0)
+    others: list[Example | None] = [None] * len(order)
+    if rest := len(order) - largest:
+        # A shift by the size of the largest group leaves every group.
+        for place, number in enumerate(order):
+            place = place % rest if place < largest else place
+            others[number] = examples[order[(place + largest) % len(order)]]
+    return others
+
+
 def _mismatched(example: Example, other: Example, max_seq_length: int) -> Example:
-    """The prompt of an example with the last completion of another one."""
+    """The prompt of an example with the last completion of another one.
+
+    Its end may be cut: it has no gradient.
+    """
     prompt = example.tokens[: _last_completion(example).start]
-    completion = other.tokens[_last_completion(other)]
-    # At least one token of the completion is left.
-    prompt = prompt[: max_seq_length - 1]
-    tokens = np.concatenate([prompt, completion])[:max_seq_length]
-    return replace(
-        example, tokens=tokens, mask=np.arange(len(tokens)) >= max(1, len(prompt))
-    )
+    tokens = np.concatenate([prompt, other.tokens[_last_completion(other)]])
+    mask = np.arange(len(tokens)) >= len(prompt)
+    return replace(example, tokens=tokens[:max_seq_length], mask=mask[:max_seq_length])
 
 
 def _last_completion(example: Example) -> slice:
@@ -101,34 +176,3 @@ def _last_completion(example: Example) -> slice:
     breaks = np.flatnonzero(np.diff(trained) > 1)
     first = trained[breaks[-1] + 1] if len(breaks) else trained[0]
     return slice(int(first), int(trained[-1]) + 1)
-
-
-def _without_shared_turns(
-    examples: list[Example], pair: tuple[DataRecord, DataRecord]
-) -> list[Example]:
-    """The examples without a loss on the turns that both conversations begin with."""
-    if pair[0].messages is None:
-        return examples
-    shared = 0
-    for one, other in zip(*(record.messages for record in pair), strict=False):
-        if one != other:
-            break
-        shared += is_completion(one)
-    return [
-        _without_turns(example, shared, sum(map(is_completion, record.messages)))
-        for example, record in zip(examples, pair, strict=True)
-    ]
-
-
-def _without_turns(example: Example, count: int, turns: int) -> Example:
-    """The example without a loss on the first `count` of its `turns`."""
-    runs = [(trained, len(list(run))) for trained, run in groupby(example.mask)]
-    # The template may have left only the last turn trainable.
-    left = count - (turns - sum(bool(trained) for trained, _ in runs))
-    mask, start = example.mask.copy(), 0
-    for trained, length in runs:
-        if trained and left > 0:
-            mask[start : start + length] = False
-            left -= 1
-        start += length
-    return replace(example, mask=mask)
