@@ -82,7 +82,11 @@ class TrainRun:
         self._require_same_model()
         if self.config.fsdp:
             self._free_full_weights()
-        self.eval_loss = self.trainer.train()
+        try:
+            self.eval_loss = self.trainer.train()
+        finally:
+            if self.rollouts:
+                self.rollouts.close()
         if self.teacher or self.config.loss or self.context.extensions.loss:
             # The trainer's loss is another one.
             self.eval_loss = self._cross_entropy(self.step.materialize())
