@@ -1,5 +1,8 @@
 """The batches of a train stage, and how it cuts them into documents and chunks."""
 
+from functools import partial
+from typing import Any
+
 from ..config.train import TrainConfig
 from ..cpu import on_cpu
 from ..data import cache, fingerprint, token_store
@@ -8,7 +11,7 @@ from ..data.dataset import ReadStats
 from ..data.packing import PackedBatchSampler, packed
 from ..data.splits import log_read_stats
 from ..data.token_store import Encode
-from ..data.tokenization import LAST_ONLY, encode_all
+from ..data.tokenization import LAST_ONLY, EncodeResult, encode_all, encode_block
 from ..models.checkpoint import config_int
 from ..models.loader import LoadedModel
 from ..models.trunk_head import NoTrunkHeadSplit
@@ -59,25 +62,45 @@ def validation_batches(
     config: TrainConfig,
     context: StageContext,
     loaded: LoadedModel,
-    *,
-    encode: Encode | None = None,
+    **settings: Any,
 ) -> BucketBatchSampler:
     """Batches of the validation examples, all in memory.
 
     Args:
-        encode: makes the examples of records; None = one of each record.
+        settings: those of `encode_valid`.
     """
-    data = context.data
-    encoded = encode_all(
-        context.rows.valid,
-        loaded.tokenizer,
+    encoded = encode_valid(context, loaded.tokenizer, **settings)
+    counts = vars(encoded) | {"dropped": len(encoded.dropped)}
+    _log_changed(context, "valid", counts, encoded.dropped[: token_store.MAX_LOGGED])
+    return _padded_batches(encoded.examples, config, context, settings.get("encode"))
+
+
+def encode_valid(
+    context: StageContext,
+    tokenizer,
+    *,
+    encode: Encode | None = None,
+    undesirable: bool = False,
+) -> EncodeResult:
+    """The validation examples.
+
+    Args:
+        encode: makes the examples of records; None = one of each record.
+        undesirable: take those with a false label if there are no others.
+    """
+    data, records = context.data, context.rows.valid
+    if undesirable and all(record.label is False for record in records):
+        context.logger.warning(
+            "valid: all labels are false, so its loss is that of bad completions"
+        )
+        encode = partial(encode_block, include_undesirable=True)
+    return encode_all(
+        records,
+        tokenizer,
         max_seq_length=data.max_seq_length,
         loss_on=data.loss_on,
         encode=encode,
     )
-    counts = vars(encoded) | {"dropped": len(encoded.dropped)}
-    _log_changed(context, "valid", counts, encoded.dropped[: token_store.MAX_LOGGED])
-    return _padded_batches(encoded.examples, config, context, encode)
 
 
 def document_caches(

@@ -240,7 +240,8 @@ class TrainRun:
             packing=caches is not None,
             encode=encode,
         )
-        valid = validation_batches(config, context, loaded, encode=encode)
+        encode_valid = self.preference and self.preference.encode_valid(batches)
+        valid = validation_batches(config, context, loaded, encode=encode_valid)
         eval_batches = list(valid.in_order(config.eval_batches))
         self.cross_entropy_batches = eval_batches
         num_batches = config.batches(batches.per_epoch)
@@ -255,7 +256,7 @@ class TrainRun:
             teacher_loss, batches = self.teacher.prepare(batches, num_batches)
             eval_batches = self.teacher.prepare_eval(valid.examples, eval_batches)
         if self.preference:
-            chosen = validation_batches(config, context, loaded)
+            chosen = validation_batches(config, context, loaded, undesirable=True)
             self.cross_entropy_batches = list(chosen.in_order(config.eval_batches))
             batches = self.preference.prepare(batches, num_batches, compute_dtype)
             eval_batches = self.preference.prepare_eval(
