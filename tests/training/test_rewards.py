@@ -12,7 +12,7 @@ import pytest
 from lmx.errors import UserError
 from lmx.training import reward_worker
 from lmx.training.reward_worker import RewardWorker
-from lmx.training.rewards import RewardSample, resolve_rewards
+from lmx.training.rewards import RewardSample, resolve_reward
 
 SAMPLE = RewardSample("Add 2 and 3.", " The sum is 5. ", "5", "train.jsonl:7")
 FUNCTIONS = """
@@ -117,11 +117,12 @@ IMPORTS = {
 
 
 def resolve(*names, allow_python=True, timeout=5.0, folder=None):
-    return resolve_rewards(
-        names,
-        find=lambda name: path if (path := folder / name).is_file() else None,
-        worker=RewardWorker(timeout) if allow_python else None,
-    )
+    worker = RewardWorker(timeout) if allow_python else None
+
+    def find(name):
+        return path if (path := folder / name).is_file() else None
+
+    return [resolve_reward(name, find, worker) for name in names]
 
 
 @pytest.fixture

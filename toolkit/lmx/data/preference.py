@@ -14,8 +14,8 @@ import numpy as np
 from .record_formats import BadRecord, DataRecord
 from .tokenization import EncodeResult, Example, LossOn, encode_block
 
-# Completions are encoded whole, to see which ones are cut.
-WHOLE = sys.maxsize
+# Of `encode_block`: completions are encoded whole, to see which ones are cut.
+WHOLE = {"max_seq_length": sys.maxsize, "include_undesirable": True}
 
 
 def encode_pairs(
@@ -35,10 +35,7 @@ def encode_pairs(
             pairs.append((record, record.with_rejected()))
     sides = [
         encode_block(
-            [pair[side] for pair in pairs],
-            tokenizer,
-            max_seq_length=WHOLE,
-            loss_on=loss_on,
+            [pair[side] for pair in pairs], tokenizer, loss_on=loss_on, **WHOLE
         )
         for side in (0, 1)
     ]
@@ -73,13 +70,8 @@ def encode_unpaired(
     """
     records = list(records)
     labels = {r.where: r.label for r in records if r.label is not None}
-    result = encode_block(
-        [record for record in records if record.where in labels],
-        tokenizer,
-        max_seq_length=WHOLE,
-        loss_on=loss_on,
-        include_undesirable=True,
-    )
+    labelled = [record for record in records if record.where in labels]
+    result = encode_block(labelled, tokenizer, loss_on=loss_on, **WHOLE)
     result.dropped += [
         (record.where, "it has no label") for record in records if record.label is None
     ]
@@ -94,8 +86,7 @@ def encode_unpaired(
     others = _with_other_prompts([*examples, *lent])
     for example, other in zip(examples, others, strict=False):
         if other:
-            mismatched = _mismatched(example, other, max_seq_length)
-            result.examples += [example, mismatched]
+            result.examples += [example, _mismatched(example, other, max_seq_length)]
         else:
             reason = "no example beside it has another prompt, which kto compares with"
             result.dropped.append((example.where, reason))
@@ -115,19 +106,16 @@ def _compared(chosen: Example, rejected: Example, max_seq_length: int) -> list[E
     sides = chosen, rejected
     if not any(side.mask[first] for side in sides):
         raise BadRecord("chosen and rejected have different prompts")
-    starts = [np.flatnonzero(~side.mask[:first])[-1] for side in sides]
-    return [
-        _whole(side, max_seq_length, start)
-        for side, start in zip(sides, starts, strict=True)
-    ]
+    return [_whole(side, max_seq_length, first) for side in sides]
 
 
-def _whole(example: Example, max_seq_length: int, start: int = 0) -> Example:
-    """The example, of at most `max_seq_length` tokens, with no loss before `start`.
+def _whole(example: Example, max_seq_length: int, shared: int = 1) -> Example:
+    """The example, without a loss on turns that end in its first `shared` tokens.
 
     Raises:
-        BadRecord: that cuts its completion.
+        BadRecord: `max_seq_length` cuts its completion.
     """
+    start = np.flatnonzero(~example.mask[:shared])[-1]
     mask = example.mask & (np.arange(len(example.mask)) >= start)
     if not mask.any():
         raise BadRecord("chosen or rejected has no completion of its own")

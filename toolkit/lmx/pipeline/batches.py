@@ -1,7 +1,6 @@
 """The batches of a train stage, and how it cuts them into documents and chunks."""
 
 from functools import partial
-from typing import Any
 
 from ..config.train import TrainConfig
 from ..cpu import on_cpu
@@ -62,24 +61,22 @@ def validation_batches(
     config: TrainConfig,
     context: StageContext,
     loaded: LoadedModel,
-    **settings: Any,
+    *,
+    encode: Encode | None = None,
+    undesirable: bool = False,
 ) -> BucketBatchSampler:
-    """Batches of the validation examples, all in memory.
-
-    Args:
-        settings: those of `encode_valid`.
-    """
-    encoded = encode_valid(context, loaded.tokenizer, **settings)
+    """Batches of the validation examples, all in memory; see `encode_valid`."""
+    encoded = encode_valid(context, loaded, encode, undesirable=undesirable)
     counts = vars(encoded) | {"dropped": len(encoded.dropped)}
     _log_changed(context, "valid", counts, encoded.dropped[: token_store.MAX_LOGGED])
-    return _padded_batches(encoded.examples, config, context, settings.get("encode"))
+    return _padded_batches(encoded.examples, config, context, encode)
 
 
 def encode_valid(
     context: StageContext,
-    tokenizer,
-    *,
+    loaded: LoadedModel,
     encode: Encode | None = None,
+    *,
     undesirable: bool = False,
 ) -> EncodeResult:
     """The validation examples.
@@ -96,7 +93,7 @@ def encode_valid(
         encode = partial(encode_block, include_undesirable=True)
     return encode_all(
         records,
-        tokenizer,
+        loaded.tokenizer,
         max_seq_length=data.max_seq_length,
         loss_on=data.loss_on,
         encode=encode,

@@ -6,7 +6,7 @@ from ..data.batching import BucketBatchSampler
 from ..models.loader import LoadedModel
 from ..training.grpo_loss import GRPOLoss
 from ..training.reward_worker import RewardWorker
-from ..training.rewards import resolve_rewards
+from ..training.rewards import resolve_reward
 from ..training.rollout_batches import Policy, RewardEvaluator, RolloutBatches
 from ..training.step import TrainStep
 from .context import StageContext
@@ -78,9 +78,10 @@ class RolloutSetup:
     def _policy(self, loss: PolicyLossConfig) -> Policy:
         if self.context.extensions.allow_python:
             self.worker = RewardWorker(loss.reward_timeout)
-        rewards = resolve_rewards(
-            loss.rewards, find=self.context.find, worker=self.worker
-        )
+        rewards = [
+            resolve_reward(name, self.context.find, self.worker)
+            for name in loss.rewards
+        ]
         rollouts = self.config.rollouts
         return Policy(
             GRPOLoss(

@@ -231,17 +231,17 @@ class TrainRun:
         caches = None
         if config.packing:
             caches = document_caches(loaded, context, self.teacher)
-        encode = self.preference and self.preference.encode
+        preference = self.preference
         batches = training_batches(
             config,
             context,
             loaded,
             self.teacher,
             packing=caches is not None,
-            encode=encode,
+            encode=preference and preference.encode,
         )
-        encode_valid = self.preference and self.preference.encode_valid(batches)
-        valid = validation_batches(config, context, loaded, encode=encode_valid)
+        encode = preference and preference.encode_valid(batches)
+        valid = validation_batches(config, context, loaded, encode=encode)
         eval_batches = list(valid.in_order(config.eval_batches))
         self.cross_entropy_batches = eval_batches
         num_batches = config.batches(batches.per_epoch)
@@ -255,13 +255,11 @@ class TrainRun:
         if self.teacher:
             teacher_loss, batches = self.teacher.prepare(batches, num_batches)
             eval_batches = self.teacher.prepare_eval(valid.examples, eval_batches)
-        if self.preference:
+        if preference:
             chosen = validation_batches(config, context, loaded, undesirable=True)
             self.cross_entropy_batches = list(chosen.in_order(config.eval_batches))
-            batches = self.preference.prepare(batches, num_batches, compute_dtype)
-            eval_batches = self.preference.prepare_eval(
-                valid, eval_batches, compute_dtype
-            )
+            batches = preference.prepare(batches, num_batches, compute_dtype)
+            eval_batches = preference.prepare_eval(valid, eval_batches, compute_dtype)
         if self.rollouts:
             batches = self.rollouts.prepare(batches)
         step = self._make_step(

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import traceback
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,8 +34,8 @@ class RewardError(Exception):
 class RewardWorker:
     """Calls functions of Python files in a process, which starts when it is needed.
 
-    The process ends with this one, however that ends, and with a call that takes too
-    long; the next call starts another one.
+    The process ends with this object, whose end of the socket it reads, and with a call
+    that takes too long. The next call starts another one.
 
     Args:
         timeout: seconds that a call may take.
@@ -47,17 +46,13 @@ class RewardWorker:
         self._process: subprocess.Popen | None = None
 
     def load(self, path: Path, name: str) -> None:
-        """Import a file for its function `name`.
-
-        Raises:
-            RewardError: the file fails, takes too long or has no such function.
-        """
+        """Import the file of a function, if this was not done. Raises as `call`."""
         if self._process is None:
             self._start()
         self._exchange(max(self.timeout, LOAD_SECONDS), str(path), name)
 
     def call(self, path: Path, name: str, **arguments: str) -> float:
-        """The number that a function returns.
+        """The number that a function of a file returns.
 
         Raises:
             RewardError: it fails, takes too long, or returns anything else.
@@ -69,7 +64,14 @@ class RewardWorker:
     def close(self) -> int | None:
         """End the process and what it has started; returns its exit code."""
         process, self._process = self._process, None
-        return process and self._end()
+        if process is None:
+            return None
+        self._channel.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
 
     def _start(self) -> None:
         self._channel, theirs = socket.socketpair()
@@ -84,10 +86,9 @@ class RewardWorker:
                 # Ctrl-C is for the run, and what a function starts ends with it.
                 start_new_session=True,
             )
-        self._end = weakref.finalize(self, _end, self._process, self._channel)
 
     def _exchange(self, seconds: float, *request: str | dict) -> float | None:
-        line = code = ""
+        line = ""
         try:
             self._channel.settimeout(seconds)
             with suppress(ConnectionError), self._channel.makefile() as replies:
@@ -104,15 +105,6 @@ class RewardWorker:
         if isinstance(reply := json.loads(line), str):
             raise RewardError(reply)
         return reply
-
-
-def _end(process: subprocess.Popen, channel: socket.socket) -> int:
-    channel.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(END_SECONDS)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
 
 
 def serve() -> None:
@@ -133,7 +125,7 @@ def serve() -> None:
 
 
 def _limit(seconds: float) -> None:
-    """End this process in `seconds`, whatever it does; 0 = never."""
+    """End this process in `seconds`, whatever it does then; 0 = never."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 

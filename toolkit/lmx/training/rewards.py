@@ -1,6 +1,6 @@
 """Reward functions: numbers for sampled completions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,25 +70,6 @@ class Reward:
             ) from error
 
 
-def resolve_rewards(
-    names: Sequence[str],
-    *,
-    find: Callable[[str], Path | None],
-    worker: RewardWorker | None,
-) -> list[Reward]:
-    """The reward functions of a recipe.
-
-    Args:
-        find: resolves a relative path of the recipe.
-        worker: runs Python files; None = the user does not allow them.
-
-    Raises:
-        UserError: there is no such function, its file fails, or Python files are not
-            allowed.
-    """
-    return [_resolve(name, find, worker) for name in names]
-
-
 def check_reward(name: str, find: Callable[[str], Path | None]) -> None:
     """Refuse a reward function that does not exist. No Python code runs.
 
@@ -108,9 +89,18 @@ def check_reward(name: str, find: Callable[[str], Path | None]) -> None:
         raise UserError(f"there is no file {file}", place=place)
 
 
-def _resolve(
+def resolve_reward(
     name: str, find: Callable[[str], Path | None], worker: RewardWorker | None
 ) -> Reward:
+    """A reward function of a recipe.
+
+    Args:
+        find: resolves a relative path of the recipe.
+        worker: runs Python files; None = the user does not allow them.
+
+    Raises:
+        UserError: there is no such function, or its file fails or is not allowed.
+    """
     check_reward(name, find)
     if name in MATCHES:
         return Reward(name, partial(exact_match, answer_filter=MATCHES[name]))
