@@ -166,9 +166,10 @@ def test_kto_needs_both_labels(tmp_path, base, capsys):
     assert "all examples have the label true" in capsys.readouterr().err
 
 
-def test_kto_is_validated_on_bad_completions_if_there_are_no_others(tmp_path, base):
+@pytest.mark.parametrize("loss", [{"type": "kto"}, None], ids=["kto", "fine-tuning"])
+def test_validation_has_bad_completions_if_there_are_no_others(loss, tmp_path, base):
     """As in a small part that is held out by chance."""
-    run = make_run(tmp_path / "run", "kto-full", base)
+    run = make_run(tmp_path / "run", "kto-full", base, loss=loss, steps=2)
     run.stages.append({"evaluate": METRICS_ONLY})
     run.write()
     path = run.folder / "valid.jsonl"
@@ -177,8 +178,8 @@ def test_kto_is_validated_on_bad_completions_if_there_are_no_others(tmp_path, ba
     assert run() == 0
     assert run.log.count("valid: all labels are false, so its loss is that of bad") == 2
     last = [r for r in run.records() if r["kind"] == "valid"][-1]
-    assert {"rewards/rejected", "kl"} <= last.keys()
-    assert "rewards/chosen" not in last
+    measured = {k for k in last if k in ("rewards/chosen", "rewards/rejected", "kl")}
+    assert measured == ({"rewards/rejected", "kl"} if loss else set())
     assert all(s["expected"] is None for s in run.json("report.json")["samples"])
 
 

@@ -63,41 +63,30 @@ def validation_batches(
     loaded: LoadedModel,
     *,
     encode: Encode | None = None,
-    undesirable: bool = False,
 ) -> BucketBatchSampler:
-    """Batches of the validation examples, all in memory; see `encode_valid`."""
-    encoded = encode_valid(context, loaded, encode, undesirable=undesirable)
+    """Batches of the validation examples, all in memory.
+
+    Args:
+        encode: makes the examples of records; None = one of each record.
+    """
+    encoded = encode_valid(context, loaded.tokenizer, encode)
     counts = vars(encoded) | {"dropped": len(encoded.dropped)}
     _log_changed(context, "valid", counts, encoded.dropped[: token_store.MAX_LOGGED])
     return _padded_batches(encoded.examples, config, context, encode)
 
 
 def encode_valid(
-    context: StageContext,
-    loaded: LoadedModel,
-    encode: Encode | None = None,
-    *,
-    undesirable: bool = False,
+    context: StageContext, tokenizer, encode: Encode | None = None
 ) -> EncodeResult:
-    """The validation examples.
-
-    Args:
-        encode: makes the examples of records; None = one of each record.
-        undesirable: take those with a false label if there are no others.
-    """
+    """The validation examples: those with a false label if there are no others."""
     data, records = context.data, context.rows.valid
-    if undesirable and all(record.label is False for record in records):
+    if encode is None and all(record.label is False for record in records):
         context.logger.warning(
             "valid: all labels are false, so its loss is that of bad completions"
         )
         encode = partial(encode_block, include_undesirable=True)
-    return encode_all(
-        records,
-        loaded.tokenizer,
-        max_seq_length=data.max_seq_length,
-        loss_on=data.loss_on,
-        encode=encode,
-    )
+    settings = {"max_seq_length": data.max_seq_length, "loss_on": data.loss_on}
+    return encode_all(records, tokenizer, encode=encode, **settings)
 
 
 def document_caches(

@@ -287,7 +287,7 @@ class Evaluator:
     def _eval_batches(self, loaded: LoadedModel) -> list[Batch]:
         """The batches of every model: all models of a run share one tokenizer."""
         if self._batches is None:
-            encoded = encode_valid(self.context, loaded, undesirable=True)
+            encoded = encode_valid(self.context, loaded.tokenizer)
             batches = BucketBatchSampler(
                 encoded.examples,
                 max_seq_length=self.context.data.max_seq_length,

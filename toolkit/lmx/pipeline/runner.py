@@ -85,14 +85,11 @@ def run(
             logger.debug(str(error))
             raise
         except SystemExit as error:
-            # The caller's exit code must not say that the run is done.
+            # An exit code of 0 would say that the run is done.
             [*_, last] = traceback.extract_tb(error.__traceback__)
-            raise UserError(
-                f"the run was ended by sys.exit({error.code!r})",
-                place=f"{last.filename}:{last.lineno}",
-                hint="a function of a run raises an error, or calls state.stop()",
-                code=FAILED,
-            ) from error
+            place = f"{last.filename}:{last.lineno}"
+            text = f"the run was ended by sys.exit({error.code!r})"
+            raise UserError(text, place=place, code=FAILED) from error
         run_dir.set_status("done")
         logger.info(f"done: {run_dir.path / PAGE}")
         if command := _generate_command(last, run_dir.path):

@@ -256,7 +256,7 @@ class TrainRun:
             teacher_loss, batches = self.teacher.prepare(batches, num_batches)
             eval_batches = self.teacher.prepare_eval(valid.examples, eval_batches)
         if preference:
-            chosen = validation_batches(config, context, loaded, undesirable=True)
+            chosen = validation_batches(config, context, loaded)
             self.cross_entropy_batches = list(chosen.in_order(config.eval_batches))
             batches = preference.prepare(batches, num_batches, compute_dtype)
             eval_batches = preference.prepare_eval(valid, eval_batches, compute_dtype)
