@@ -166,7 +166,9 @@ def test_kto_needs_both_labels(tmp_path, base, capsys):
     assert "all examples have the label true" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("loss", [{"type": "kto"}, None], ids=["kto", "fine-tuning"])
+@pytest.mark.parametrize(
+    "loss", [{"type": "kto"}, pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_validation_has_bad_completions_if_there_are_no_others(loss, tmp_path, base):
     """As in a small part that is held out by chance."""
     run = make_run(tmp_path / "run", "kto-full", base, loss=loss, steps=2)

@@ -108,8 +108,7 @@ IMPORTS = {
     "import sys; sys.exit(0)": r"failed with SystemExit: 0 \(line 1\)",
     "import os; os._exit(0)": "ended its process with exit code 0",
     "import os; os.abort()": "ended its process with exit code -6",
-    "while True: pass": r"took longer than 0\.5 s",
-    "import re; re.match('(a+)+$', 'a' * 40 + 'b')": r"took longer than 0\.5 s",
+    "import re; re.match('(a+)+$', 'a' * 40 + 'b')": "took longer than 1 s",
     "def length(:": "failed with SyntaxError",
     "length = 5": "has no function length",
     "raise KeyboardInterrupt": "failed with KeyboardInterrupt",
@@ -186,10 +185,10 @@ def test_broken_reward_names_itself_and_the_sample(folder, name, message):
 @pytest.mark.parametrize("name", ["hangs", "holds_the_interpreter"])
 def test_hanging_reward_ends_at_its_limit_and_others_go_on(folder, name):
     names = [f"rewards.py:{each}" for each in (name, "length")]
-    hanging, length = resolve(*names, timeout=0.5, folder=folder)
+    hanging, length = resolve(*names, timeout=0.7, folder=folder)
     assert length(SAMPLE) == 15
     start = time.monotonic()
-    with pytest.raises(UserError, match=r"took longer than 0\.5 s"):
+    with pytest.raises(UserError, match=r"took longer than 0\.7 s"):
         hanging(SAMPLE)
     assert time.monotonic() - start < 5
     assert length(SAMPLE) == 15
@@ -197,7 +196,8 @@ def test_hanging_reward_ends_at_its_limit_and_others_go_on(folder, name):
 
 @pytest.mark.parametrize(("text", "message"), IMPORTS.items(), ids=range(len(IMPORTS)))
 def test_file_that_cannot_be_imported_is_refused(tmp_path, monkeypatch, text, message):
-    monkeypatch.setattr(reward_worker, "LOAD_SECONDS", 0.5)
+    if "took longer" in message:
+        monkeypatch.setattr(reward_worker, "LOAD_SECONDS", 1.0)
     (tmp_path / "rewards.py").write_text(text)
     with pytest.raises(UserError, match=message) as error:
         resolve("rewards.py:length", folder=tmp_path, timeout=0.1)

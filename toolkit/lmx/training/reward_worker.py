@@ -95,11 +95,12 @@ class RewardWorker:
                 self._channel.sendall(json.dumps([seconds, *request]).encode() + b"\n")
                 line = replies.readline()
         except TimeoutError:
-            self._process.kill()
             raise RewardError(f"took longer than {seconds:g} s") from None
         finally:
-            # The next call must not read the answer to this one.
-            code = line or self.close()
+            if not line:
+                # The next call must not read the answer to this one.
+                self._process.kill()
+                code = self.close()
         if not line:
             raise RewardError(f"ended its process with exit code {code}")
         if isinstance(reply := json.loads(line), str):
