@@ -62,6 +62,9 @@ class ShyError(Exception):
 def shy(**sample):
     return Shy()
 
+def liar(**sample):
+    return type("Liar", (float,), {"__abs__": lambda self: 0})("inf")
+
 def shy_error(**sample):
     raise ShyError
 
@@ -161,6 +164,7 @@ def test_function_of_a_file(folder):
         ("huger", "returned something without a text, not a number"),
         ("least", r"returned -1e\+308, not a number from -1e\+09 to"),
         ("shy", "returned something without a text, not a number"),
+        ("liar", "returned inf, not a number from"),
         ("shy_error", "failed with something without a text"),
         ("surrogate", r"failed with ValueError: \? \(line"),
         ("numbers", r"returned \[1\.0\], not a number"),

@@ -144,8 +144,9 @@ def _answer(
         if arguments is None:
             return None
         value = function(**arguments)
-        if isinstance(value, numbers.Real) and abs(value) <= MAX_REWARD:
-            return float(value)
+        is_number = isinstance(value, numbers.Real) and abs(value) <= MAX_REWARD
+        if is_number and abs(value := float(value)) <= MAX_REWARD:
+            return value
     except BaseException as error:
         places = traceback.walk_tb(error.__traceback__)
         lines = [line for frame, line in places if frame.f_code.co_filename == file]
