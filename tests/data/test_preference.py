@@ -5,7 +5,7 @@ import pytest
 from lmx.data.batching import BucketBatchSampler
 from lmx.data.preference import encode_pairs, encode_unpaired
 from lmx.data.record_formats import DataRecord
-from lmx.data.tokenization import encode_all, encode_block
+from lmx.data.tokenization import EncodeResult, Example, encode_all, encode_block
 from lmx.errors import UserError
 from lmx.models.loader import load_tokenizer
 
@@ -123,6 +123,38 @@ def test_pairs_that_cannot_be_compared_are_dropped(record, reason, tokenizer):
     [(where, text)] = result.dropped
     assert where == "f:1"
     assert reason in text
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "reason"),
+    [
+        # A token is a letter, and a capital letter is trained.
+        ("uA", "uB", None),
+        ("uAB", "uAC", None),
+        ("uAt", "uAB", None),
+        ("uEvA", "uEvB", None),
+        ("uA", "uvB", "different prompts"),
+        ("uEA", "uEvB", None),
+        ("uEvA", "uEwA", "different prompts"),
+        ("uEv", "uEw", "different prompts"),
+        ("uA", "wA", "different prompts"),
+        ("uA", "uAB", "one begins with the other"),
+        ("uA", "uA", "are equal"),
+    ],
+)
+def test_sequences_are_compared_from_one_prompt_on(
+    chosen, rejected, reason, monkeypatch
+):
+    def encode(records, *_, **__):
+        text = chosen if records[0].rejected else rejected
+        mask = np.array([letter.isupper() for letter in text])
+        return EncodeResult([Example(np.array([*map(ord, text)]), mask, "f:1")])
+
+    monkeypatch.setattr("lmx.data.preference.encode_block", encode)
+    record = DataRecord("f:1", prompt="u", completion="A", rejected="B")
+    result = encode_pairs([record], None, **SETTINGS)
+    assert len(result.examples) == 2 * (reason is None)
+    assert [reason in text for _, text in result.dropped] == [True] * bool(reason)
 
 
 def test_completions_that_just_fit_are_whole(tokenizer):

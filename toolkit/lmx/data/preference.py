@@ -104,7 +104,9 @@ def _compared(chosen: Example, rejected: Example, max_seq_length: int) -> list[E
     if first is None:
         raise BadRecord("chosen and rejected are equal, or one begins with the other")
     sides = chosen, rejected
-    if not any(side.mask[first] for side in sides):
+    # Both completions have begun, and at least one has not ended.
+    begun = all(side.mask[: first + 1][-2:].any() for side in sides)
+    if not (begun and any(side.mask[first] for side in sides)):
         raise BadRecord("chosen and rejected have different prompts")
     return [_whole(side, max_seq_length, first) for side in sides]
 
@@ -131,11 +133,10 @@ def _with_other_prompts(examples: list[Example]) -> list[Example | None]:
     Each is used once, unless most have the same prompt. So the good and the bad
     completions of one prompt count alike.
     """
-    prompts = {e.where: e.tokens[: _last_completion(e).start] for e in examples}
+    prompts = {e.where: _last_turn(e)[0].tobytes() for e in examples}
     groups: dict[bytes, list[int]] = {}
     for number in reversed(range(len(examples))):
-        prompt = prompts[examples[number].where].tobytes()
-        groups.setdefault(prompt, []).append(number)
+        groups.setdefault(prompts[examples[number].where], []).append(number)
     order = [n for g in sorted(groups.values(), key=len, reverse=True) for n in g]
     largest = max(map(len, groups.values()), default=0)
     others: list[Example | None] = [None] * len(order)
@@ -148,19 +149,17 @@ def _with_other_prompts(examples: list[Example]) -> list[Example | None]:
 
 
 def _mismatched(example: Example, other: Example, max_seq_length: int) -> Example:
-    """The prompt of an example with the last completion of another one.
+    """The prompt of an example with the completion of another one.
 
     Its end may be cut: it has no gradient.
     """
-    prompt = example.tokens[: _last_completion(example).start]
-    tokens = np.concatenate([prompt, other.tokens[_last_completion(other)]])
-    mask = np.arange(len(tokens)) >= len(prompt)
-    return replace(example, tokens=tokens[:max_seq_length], mask=mask[:max_seq_length])
+    prompt, completion = _last_turn(example)[0], _last_turn(other)[1]
+    tokens = np.concatenate([prompt, completion])[:max_seq_length]
+    return replace(example, tokens=tokens, mask=np.arange(len(tokens)) >= len(prompt))
 
 
-def _last_completion(example: Example) -> slice:
-    """The last run of trained tokens."""
-    (trained,) = np.nonzero(example.mask)
-    breaks = np.flatnonzero(np.diff(trained) > 1)
-    first = trained[breaks[-1] + 1] if len(breaks) else trained[0]
-    return slice(int(first), int(trained[-1]) + 1)
+def _last_turn(example: Example) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens before the last run of trained ones, and that run."""
+    end = np.flatnonzero(example.mask)[-1] + 1
+    start = np.flatnonzero(~example.mask[:end])[-1] + 1
+    return example.tokens[:start], example.tokens[start:end]
