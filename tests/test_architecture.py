@@ -47,9 +47,9 @@ LAZY = {
     "trackio": {"run/trackio_tracker.py"},
     "mlflow": {"run/mlflow_tracker.py"},
 }
-# The first calls foreign programs, whose errors must not stop a run. The second keeps
-# the error of a function that runs in a thread, and raises its own.
-TOLERANT = {"run/trackers.py", "training/rewards.py"}
+# The first calls foreign programs, whose errors must not stop a run. The second sends
+# the error of a function to another process, which raises its own.
+TOLERANT = {"run/trackers.py", "training/reward_worker.py"}
 
 
 def modules(root: Path) -> dict[str, Path]:

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import sys
 import threading
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 import lmx
 import mlx.core as mx
@@ -117,6 +119,24 @@ def test_callback_class_instead_of_an_instance_is_refused(recipe):
         lmx.train(recipe, callbacks=[Recorder])
 
 
+def test_exit_of_a_callback_is_an_error(recipe, tmp_path):
+    class Exit(lmx.Callback):
+        def on_step(self, state):
+            sys.exit(0)
+
+    recipe["stages"] = recipe["stages"][:1]
+    with pytest.raises(lmx.UserError, match=r"ended by sys\.exit\(0\)") as caught:
+        lmx.train(recipe, output=tmp_path / "r", callbacks=[Exit()], quiet=True)
+    assert caught.value.code == 1
+    assert Path(__file__).name in caught.value.place
+    assert lmx.open_run(tmp_path / "r").status == "failed"
+
+
+def test_exit_of_a_metric_is_an_error(run):
+    with pytest.raises(lmx.UserError, match="the metric m fails: SystemExit: 0"):
+        lmx.evaluate(run, metrics={"m": lambda *_: sys.exit(0)}, quiet=True)
+
+
 def test_interrupt_saves_and_raises(recipe, tmp_path):
     class Interrupt(lmx.Callback):
         def on_step(self, state):
@@ -183,6 +203,7 @@ def test_loss_from_python_trains_and_is_part_of_the_recipe(
     [
         (lambda logits, targets, mask: logits.sum(axis=-1), r"must return the sum"),
         (lambda logits, targets, mask: logits.nothing, r"fails: AttributeError"),
+        (lambda logits, targets, mask: sys.exit(0), r"fails: SystemExit: 0"),
     ],
 )
 def test_wrong_loss_is_named(uncompiled, loss, message, recipe, tmp_path):

@@ -6,7 +6,8 @@ from lmx.data.batching import BucketBatchSampler
 from lmx.data.dataset import RecordReader
 from lmx.data.preference import encode_pairs, encode_unpaired
 from lmx.data.record_formats import DataRecord
-from lmx.data.tokenization import encode_block
+from lmx.data.tokenization import encode_all, encode_block
+from lmx.errors import UserError
 from lmx.models.loader import load_tokenizer
 
 SETTINGS = {"max_seq_length": 96, "loss_on": "completions"}
@@ -24,6 +25,7 @@ def turn(role: str, content: str) -> dict:
 USER, ANSWER = turn("user", "How are you?"), turn("assistant", "Fine, thank you.")
 AGAIN, GOOD = turn("user", "And now?"), turn("assistant", "Better.")
 BAD = turn("assistant", "Worse than before.")
+NAMED, SYSTEM = GOOD | {"name": "Ann"}, turn("system", "Be brief.")
 
 
 def texts(example, tokenizer) -> str:
@@ -83,6 +85,103 @@ def test_incomplete_pairs_are_dropped_whole(tokenizer):
     assert [example.where for example in result.examples] == ["f:3", "f:3"]
     assert dict(result.dropped).keys() == {"f:1", "f:2"}
     assert dict(result.dropped)["f:1"] == "it has no rejected completion"
+
+
+LONG = "word " * 90
+CHAT = (USER, ANSWER, AGAIN)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"prompt": "a", "completion": LONG, "rejected": "b"}, "max_seq_length cuts"),
+        ({"prompt": "a", "completion": "b", "rejected": LONG}, "max_seq_length cuts"),
+        # They differ only where both are cut.
+        ({"prompt": "a", "completion": LONG, "rejected": LONG + "x"}, "max_seq_length"),
+        ({"prompt": LONG, "completion": "b", "rejected": "c"}, "max_seq_length cuts"),
+        (
+            {"messages": (*CHAT, turn("assistant", LONG)), "rejected": (*CHAT, BAD)},
+            "cut",
+        ),
+        # The template does not write the name.
+        ({"messages": (*CHAT, GOOD), "rejected": (*CHAT, NAMED)}, "are equal"),
+        ({"messages": (USER, ANSWER), "rejected": (*CHAT, BAD)}, "one begins with the"),
+    ],
+)
+def test_pairs_that_cannot_be_compared_are_dropped(record, reason, tokenizer):
+    good = DataRecord("f:2", prompt="a", completion="b", rejected="c")
+    records = [DataRecord("f:1", **record), good]
+    result = encode_pairs(records, tokenizer, **SETTINGS)
+    assert [example.where for example in result.examples] == ["f:2", "f:2"]
+    [(where, text)] = result.dropped
+    assert where == "f:1"
+    assert reason in text
+
+
+def test_completions_that_just_fit_are_whole(tokenizer):
+    record = DataRecord("f:1", prompt="a", completion="b" * 20, rejected="c")
+    chosen, _ = encode_pairs([record], tokenizer, **SETTINGS).examples
+    length = int(np.flatnonzero(chosen.mask)[-1]) + 1
+    limits = {length: 2, length - 1: 0}
+    for limit, count in limits.items():
+        settings = SETTINGS | {"max_seq_length": limit}
+        result = encode_pairs([record], tokenizer, **settings)
+        assert len(result.examples) == count
+        labelled = [
+            DataRecord(f"f:{n}", prompt=f"{n}", completion="b" * 20, label=True)
+            for n in range(2)
+        ]
+        result = encode_unpaired(labelled, tokenizer, **settings)
+        assert len(result.examples) == 2 * count
+        assert len(result.dropped) == 2 - count
+        assert all("max_seq_length cuts" in reason for _, reason in result.dropped)
+
+
+def prompt_of(example) -> bytes:
+    return example.tokens[: int(np.argmax(example.mask))].tobytes()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2,) * 6, (1, 1), (2, 1), (5, 1), (3, 1, 1, 1), (4, 2), (1, 4, 1), (2, 3, 2, 3)],
+    ids=str,
+)
+def test_mismatched_completions_are_of_other_prompts(sizes, tokenizer):
+    """Each completion is used once if no prompt has more than half of the examples."""
+    prompts = [number for number, size in enumerate(sizes) for _ in range(size)]
+    records = [
+        DataRecord(f"f:{n}", prompt=f"{p} is", completion=f" c{n}.", label=n % 2 == 0)
+        for n, p in enumerate(prompts)
+    ]
+    result = encode_unpaired(records, tokenizer, **SETTINGS)
+    assert not result.dropped
+    used = []
+    for n, p in enumerate(prompts):
+        example, mismatched = result.examples[2 * n : 2 * n + 2]
+        assert prompt_of(example) == prompt_of(mismatched)
+        text = texts(mismatched, tokenizer)
+        used.append(int(text.partition("c")[2].partition(".")[0]))
+        assert prompts[used[-1]] != p
+    if 2 * max(sizes) <= len(prompts):
+        assert sorted(used) == [*range(len(prompts))]
+
+
+def test_examples_of_one_prompt_need_completions_of_others(tokenizer):
+    records = [
+        DataRecord(f"f:{n}", prompt="one", completion=f" {n}", label=n == 0)
+        for n in range(3)
+    ]
+    result = encode_unpaired(records, tokenizer, **SETTINGS)
+    assert result.examples == []
+    assert [where for where, _ in result.dropped] == ["f:0", "f:1", "f:2"]
+    assert "another prompt" in result.dropped[0][1]
+    with pytest.raises(UserError, match="another prompt, which kto compares with"):
+        encode_all(records, tokenizer, **SETTINGS, encode=encode_unpaired)
+    other = DataRecord("g:1", prompt="two", completion=" lent", label=True)
+    lent = encode_block([other], tokenizer, **SETTINGS).examples
+    result = encode_unpaired(records, tokenizer, **SETTINGS, lent=lent)
+    assert [e.where for e in result.examples[::2]] == ["f:0", "f:1", "f:2"]
+    assert {texts(e, tokenizer)[:5] for e in result.examples[1::2]} == {" lent"}
 
 
 def test_unpaired_examples_are_followed_by_another_completion(tokenizer):

@@ -25,7 +25,7 @@ class Generator:
     def __init__(self, chat_template=None):
         self.tokenizer = SimpleNamespace(chat_template=chat_template)
 
-    def encode_chat(self, messages, *, thinking, tools):
+    def encode_chat(self, messages, *, thinking, tools, template_kwargs):
         assert not thinking
         text = messages[-1]["content"]
         return [*(f"<{text}>" if self.tokenizer.chat_template else text)]

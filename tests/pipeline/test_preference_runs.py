@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from lmx.config.errors import ConfigErrors
 from lmx.config.loader import load_recipe
-from tiny_runs import TRAIN, Run
+from tiny_runs import METRICS_ONLY, TRAIN, Run
 
 LORA = {"type": "lora", "rank": 4}
 GRID = {"bits": 4, "group_size": 32}
@@ -164,3 +164,47 @@ def test_kto_needs_both_labels(tmp_path, base, capsys):
     path.write_text(path.read_text().replace("false", "true"))
     assert run() == 2
     assert "all examples have the label true" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "loss", [{"type": "kto"}, pytest.param(None, marks=pytest.mark.slow)]
+)
+def test_validation_has_bad_completions_if_there_are_no_others(loss, tmp_path, base):
+    """As in a small part that is held out by chance."""
+    run = make_run(tmp_path / "run", "kto-full", base, loss=loss, steps=2)
+    run.stages.append({"evaluate": METRICS_ONLY})
+    run.write()
+    path = run.folder / "valid.jsonl"
+    rows = [row(n, "kto") for n in range(100, 108)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows if not r["label"]))
+    assert run() == 0
+    assert run.log.count("valid: all labels are false, so its loss is that of bad") == 2
+    last = [r for r in run.records() if r["kind"] == "valid"][-1]
+    measured = {k for k in last if k in ("rewards/chosen", "rewards/rejected", "kl")}
+    assert measured == ({"rewards/rejected", "kl"} if loss else set())
+    assert all(s["expected"] is None for s in run.json("report.json")["samples"])
+
+
+def test_kto_with_one_held_out_example_gets_completions_of_the_training(tmp_path, base):
+    run = make_run(tmp_path / "run", "kto-full", base, steps=1)
+    del run.data["valid"]
+    run.write()
+    path = run.folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row(n, "kto")) + "\n" for n in range(12)))
+    assert run() == 0
+    assert "valid: 1 examples held out from train" in run.log
+    assert any("kl" in r for r in run.records() if r["kind"] == "valid")
+
+
+def test_skipped_pairs_are_counted(tmp_path, base):
+    run = make_run(tmp_path / "run", "dpo-lora", base, steps=1)
+    path = run.folder / "train.jsonl"
+    rows = [row(n, "dpo") for n in range(24)]
+    rows[3]["rejected"][0]["content"] = "word " * 90
+    rows[4]["chosen"] = [{"role": "user", "content": "1"}, *rows[4]["chosen"]]
+    rows[4]["rejected"] = [{"role": "user", "content": "2"}, *rows[4]["rejected"]]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert run() == 0
+    assert "train.jsonl:4: example skipped: max_seq_length cuts off a" in run.log
+    assert "train.jsonl:5: example skipped: chosen and rejected have differ" in run.log
+    assert "22 examples, " in run.log

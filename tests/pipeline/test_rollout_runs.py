@@ -94,6 +94,29 @@ def test_broken_reward_loses_nothing(tmp_path, base, capsys):
     assert run(PYTHON) == 0
 
 
+def test_reward_file_that_exits_does_not_end_the_run_well(tmp_path, base, capsys):
+    run = make_run(tmp_path, "grpo-lora", base)
+    (tmp_path / "rewards.py").write_text("import sys\nsys.exit(0)\n")
+    assert run(PYTHON) == 2
+    error = capsys.readouterr().err
+    assert "rewards: rewards.py:vowels: " in error
+    assert "failed with SystemExit: 0 (line 2)" in error
+    assert run.json("manifest.json")["status"] == "failed"
+
+
+def test_reward_that_holds_the_interpreter_ends_at_its_limit(tmp_path, base, capfd):
+    loss = GRPO | {"reward_timeout": 0.3}
+    run = make_run(tmp_path, "grpo-lora", base, loss=loss)
+    noise = "print('noise')\nimport os, re\nos.system('echo noise; echo noise >&2')\n"
+    function = "    print('noise')\n    re.match('(a+)+$', 'a' * 40 + 'b')\n"
+    text = f"{noise}def vowels(**sample):\n{function}"
+    (tmp_path / "rewards.py").write_text(text)
+    assert run(PYTHON) == 1
+    output, error = capfd.readouterr()
+    assert "rewards.py:vowels took longer than 0.3 s" in error
+    assert "noise" not in output + error
+
+
 def test_reward_that_fails_late_is_corrected_and_the_training_goes_on(tmp_path, base):
     run = make_run(tmp_path, "grpo-lora", base, steps=6)
     file = tmp_path / "rewards.py"

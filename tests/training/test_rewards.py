@@ -1,13 +1,25 @@
 """Reward functions: built in, of a Python file, and broken ones."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from lmx.errors import UserError
-from lmx.training.rewards import RewardSample, resolve_rewards
+from lmx.training import reward_worker
+from lmx.training.reward_worker import RewardWorker
+from lmx.training.rewards import RewardSample, resolve_reward
 
 SAMPLE = RewardSample("Add 2 and 3.", " The sum is 5. ", "5", "train.jsonl:7")
 FUNCTIONS = """
+import os
+import re
+import subprocess
+import sys
 import time
 
 def length(prompt, completion, answer):
@@ -27,16 +39,92 @@ def text(**sample):
 
 def nothing(**sample):
     pass
+
+def holds_the_interpreter(**sample):
+    re.match("(a+)+$", "a" * 40 + "b")
+
+def huge(**sample):
+    return 10**400
+
+def huger(**sample):
+    return 10**5000
+
+def least(**sample):
+    return -1e308
+
+class Shy:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+class ShyError(Exception):
+    __str__ = Shy.__repr__
+
+def shy(**sample):
+    return Shy()
+
+def liar(**sample):
+    return type("Liar", (float,), {"__abs__": lambda self: 0})("inf")
+
+def shy_error(**sample):
+    raise ShyError
+
+def surrogate(**sample):
+    raise ValueError("\\ud800")
+
+def numbers(**sample):
+    return [1.0]
+
+def generator(**sample):
+    yield 1.0
+
+def exits(**sample):
+    sys.exit(0)
+
+def quits(**sample):
+    os._exit(0)
+
+def crashes(**sample):
+    os.kill(os.getpid(), 11)
+
+def closes(**sample):
+    os.closerange(0, 99)
+    return 1.0
+
+def noisy(**sample):
+    print("noise")
+    os.system("echo noise; echo noise >&2; cat")
+    assert sys.stdin.read() == ""
+    return 0.5
+
+def forks(prompt, completion, answer):
+    os.fork()
+    return len(completion)
+
+def starts_a_program(**sample):
+    return subprocess.Popen(["sleep", "60"]).pid
+
+def exact(**sample):
+    return True
 """
+# Files that never become functions: what they do, and what is said of it.
+IMPORTS = {
+    "import sys; sys.exit(0)": r"failed with SystemExit: 0 \(line 1\)",
+    "import os; os._exit(0)": "ended its process with exit code 0",
+    "import os; os.abort()": "ended its process with exit code -6",
+    "import re; re.match('(a+)+$', 'a' * 40 + 'b')": "took longer than 1 s",
+    "def length(:": "failed with SyntaxError",
+    "length = 5": "has no function length",
+    "raise KeyboardInterrupt": "failed with KeyboardInterrupt",
+}
 
 
 def resolve(*names, allow_python=True, timeout=5.0, folder=None):
-    return resolve_rewards(
-        names,
-        find=lambda name: path if (path := folder / name).is_file() else None,
-        allow_python=allow_python,
-        timeout=timeout,
-    )
+    worker = RewardWorker(timeout) if allow_python else None
+
+    def find(name):
+        return path if (path := folder / name).is_file() else None
+
+    return [resolve_reward(name, find, worker) for name in names]
 
 
 @pytest.fixture
@@ -72,6 +160,19 @@ def test_function_of_a_file(folder):
         ("nan", "returned nan, not a number"),
         ("text", "returned 'good', not a number"),
         ("nothing", "returned None, not a number"),
+        ("huge", "returned 1000.*, not a number from"),
+        ("huger", "returned something without a text, not a number"),
+        ("least", r"returned -1e\+308, not a number from -1e\+09 to"),
+        ("shy", "returned something without a text, not a number"),
+        ("liar", "returned inf, not a number from"),
+        ("shy_error", "failed with something without a text"),
+        ("surrogate", r"failed with ValueError: \? \(line"),
+        ("numbers", r"returned \[1\.0\], not a number"),
+        ("generator", "returned <generator object .*, not a number"),
+        ("exits", "failed with SystemExit: 0"),
+        ("quits", "ended its process with exit code 0"),
+        ("crashes", "ended its process with exit code -11"),
+        ("closes", "ended its process with exit code"),
     ],
 )
 def test_broken_reward_names_itself_and_the_sample(folder, name, message):
@@ -85,12 +186,126 @@ def test_broken_reward_names_itself_and_the_sample(folder, name, message):
     assert error.value.code == 1
 
 
-def test_hanging_reward_ends_at_its_limit(folder):
-    [reward] = resolve("rewards.py:hangs", timeout=0.2, folder=folder)
+@pytest.mark.parametrize("name", ["hangs", "holds_the_interpreter"])
+def test_hanging_reward_ends_at_its_limit_and_others_go_on(folder, name):
+    names = [f"rewards.py:{each}" for each in (name, "length")]
+    hanging, length = resolve(*names, timeout=0.7, folder=folder)
+    assert length(SAMPLE) == 15
     start = time.monotonic()
-    with pytest.raises(UserError, match=r"took longer than 0\.2 s"):
-        reward(SAMPLE)
+    with pytest.raises(UserError, match=r"took longer than 0\.7 s"):
+        hanging(SAMPLE)
     assert time.monotonic() - start < 5
+    assert length(SAMPLE) == 15
+
+
+@pytest.mark.parametrize(("text", "message"), IMPORTS.items(), ids=range(len(IMPORTS)))
+def test_file_that_cannot_be_imported_is_refused(tmp_path, monkeypatch, text, message):
+    if "took longer" in message:
+        monkeypatch.setattr(reward_worker, "LOAD_SECONDS", 1.0)
+    (tmp_path / "rewards.py").write_text(text)
+    with pytest.raises(UserError, match=message) as error:
+        resolve("rewards.py:length", folder=tmp_path, timeout=0.1)
+    assert error.value.place == "rewards: rewards.py:length"
+
+
+def test_output_of_a_function_does_not_reach_the_run(folder, capfd):
+    [noisy] = resolve("rewards.py:noisy", folder=folder)
+    assert [noisy(SAMPLE), noisy(SAMPLE)] == [0.5, 0.5]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_fork_that_returns_answers_no_other_call(folder):
+    forks, length = resolve("rewards.py:forks", "rewards.py:length", folder=folder)
+    other = RewardSample("", "four", "", "")
+    for _ in range(5):
+        assert (forks(SAMPLE), length(other)) == (15, 4)
+
+
+def test_true_is_a_number(folder):
+    [exact] = resolve("rewards.py:exact", folder=folder)
+    assert exact(SAMPLE) == 1.0
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    # A container may have nobody who waits for a program that has lost its parent.
+    return not (state.exists() and state.read_text().rpartition(")")[2][1] == "Z")
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_a_function_has_started_ends_with_the_worker(folder):
+    worker = RewardWorker(5.0)
+    program = int(worker.call(folder / "rewards.py", "starts_a_program"))
+    process = worker._process.pid
+    assert is_running(program)
+    assert worker.close() == 0
+    wait_for_end(program)
+    assert not is_running(process)
+
+
+@contextmanager
+def interrupted(seconds: float):
+    """Ctrl-C after some time, as in a run that it does not only ask to stop."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_ctrl_c_ends_a_function_that_holds_the_interpreter(folder):
+    names = ("rewards.py:length", "rewards.py:holds_the_interpreter")
+    length, holding = resolve(*names, timeout=60.0, folder=folder)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interrupted(0.2):
+        holding(SAMPLE)
+    assert time.monotonic() - start < 5
+    assert length(SAMPLE) == 15
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from lmx.training.reward_worker import RewardWorker
+worker = RewardWorker(0.5)
+worker.load(Path(sys.argv[1]), "length")
+print(worker._process.pid, flush=True)
+if sys.argv[2] == "busy":
+    # Nobody waits for the answer, as after SIGKILL.
+    worker._channel.sendall(b'[0.5, "%s", "holds_the_interpreter", {}]\\n'
+                            % sys.argv[1].encode())
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_worker_ends_with_a_run_that_is_killed(folder, state):
+    command = [sys.executable, "-c", PARENT, str(folder / "rewards.py"), state]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(reward_worker.__file__).parents[2])
+    }
+    with subprocess.Popen(command, **pipes, env=environment, text=True) as parent:
+        worker = int(parent.stdout.readline())
+        assert is_running(worker)
+        time.sleep(0.1)
+        parent.kill()
+    wait_for_end(worker)
 
 
 @pytest.mark.parametrize(

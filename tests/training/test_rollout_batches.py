@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import asdict
 from hashlib import sha256
 from types import SimpleNamespace
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from lmx.config.train import TrainConfig
 from lmx.data.batching import Batch, bucket_lengths
+from lmx.generation.rollouts import Completion
 from lmx.run.logger import RunLogger
 from lmx.training.grpo_loss import GRPOLoss, group_advantages
-from lmx.training.rollout_batches import Policy, RolloutBatches
+from lmx.training.rewards import RewardSample
+from lmx.training.rollout_batches import Policy, RewardedCompletion, RolloutBatches
 from tiny_llamas import VOCABULARY, llama
 from tiny_steps import make_step
 
@@ -37,12 +40,18 @@ def policy_loss(name: str) -> GRPOLoss:
 
 def make_batches(folder, loss: GRPOLoss) -> RolloutBatches:
     """Batches of the completions above, as a run has left them."""
+    completions = [
+        RewardedCompletion(
+            PROMPT_TOKENS[row // GROUP],
+            Completion(COMPLETIONS[row], LOGPS[row], True),
+            RewardSample("", "", "", f"rows.jsonl:{row}"),
+            {"draw": REWARDS[row]},
+        )
+        for row in range(COUNT)
+    ]
     record = {
         "digest": sha256(b"examples ").hexdigest(),
-        "samples": [{"rewards": {"draw": reward}} for reward in REWARDS],
-        "prompts": [PROMPT_TOKENS[row // GROUP] for row in range(COUNT)],
-        "completions": [[t, p, True] for t, p in zip(COMPLETIONS, LOGPS, strict=True)],
-        "where": [f"rows.jsonl:{row}" for row in range(COUNT)],
+        "completions": [*map(asdict, completions)],
     }
     # Not the first one, which compares log-probabilities.
     (folder / "00000001.json").write_text(json.dumps(record))

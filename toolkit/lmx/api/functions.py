@@ -87,7 +87,7 @@ def checked_loss(function: Loss) -> Loss:
     def loss(logits: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
         try:
             total = function(logits, targets, mask)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(
                 f"the loss {name} fails: {type(error).__name__}: {error}", code=FAILED
             ) from error
@@ -117,7 +117,7 @@ def checked_metric(function: MetricFunction, name: str) -> Metric:
             return float(function(Model(loaded), examples))
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(
                 f"the metric {name} fails: {type(error).__name__}: {error}", code=FAILED
             ) from error

@@ -35,7 +35,7 @@ class PolicyLossConfig(ConfigModel):
     """Reward functions, whose values are added. exact_match: 1 if a completion equals
     that of the example. exact_match:flexible-extract: 1 if the last numbers are equal.
     FILE.py:NAME: a Python function, only with --allow-python (docs/preference.md)."""
-    reward_timeout: float = Field(10.0, gt=0)
+    reward_timeout: float = Field(10.0, gt=0, le=86_400)
     """Seconds that a reward function may take for one completion."""
     beta: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the model before the training, per token."""

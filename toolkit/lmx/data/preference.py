@@ -1,17 +1,22 @@
 """Tokenization of preference data: two sequences for each example.
 
 For pairs these are the chosen and the rejected completion of a prompt. For KTO they are
-a completion, and the same prompt with the completion of the example before it, which
-estimates how far the model has moved from its reference.
+a completion, and the same prompt with the completion of another prompt, which estimates
+how far the model has moved from its reference.
 """
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from .chat.messages import BadRecord
 from .record_formats import DataRecord
 from .tokenization import EncodeResult, Example, LossOn, encode_block
+
+# Of `encode_block`: completions are encoded whole, to see which ones are cut.
+WHOLE = {"max_seq_length": sys.maxsize, "for_preference": True}
 
 
 def encode_pairs(
@@ -19,8 +24,8 @@ def encode_pairs(
 ) -> EncodeResult:
     """The chosen and the rejected completion of every record, in turns.
 
-    A record is dropped if one of its completions has no trained token, or becomes
-    several sequences.
+    A record is dropped if one of its completions is cut, has no trained token or
+    becomes several sequences, or if they are equal.
     """
     result, pairs = EncodeResult(), []
     for record in records:
@@ -30,69 +35,121 @@ def encode_pairs(
             pairs.append((record, record.with_rejected()))
     sides = [
         encode_block(
-            [pair[side] for pair in pairs],
-            tokenizer,
-            max_seq_length=max_seq_length,
-            loss_on=loss_on,
-            for_preference=True,
+            [pair[side] for pair in pairs], tokenizer, loss_on=loss_on, **WHOLE
         )
         for side in (0, 1)
     ]
     reasons = dict(place for side in sides for place in side.dropped)
     encoded = [{e.where: e for e in side.examples} for side in sides]
-    for pair in pairs:
-        where = pair[0].where
+    for where in (record.where for record, _ in pairs):
         if where not in reasons:
-            result.examples += [side[where] for side in encoded]
+            chosen, rejected = (side[where] for side in encoded)
+            try:
+                result.examples += _compared(chosen, rejected, max_seq_length)
+            except BadRecord as fault:
+                reasons[where] = str(fault)
     result.dropped += reasons.items()
-    result.truncated = max(side.truncated for side in sides)
     result.ended = max(side.ended for side in sides)
     return result
 
 
 def encode_unpaired(
-    records: Iterable[DataRecord], tokenizer, *, max_seq_length: int, loss_on: LossOn
+    records: Iterable[DataRecord],
+    tokenizer,
+    *,
+    max_seq_length: int,
+    loss_on: LossOn,
+    lent: Sequence[Example] = (),
 ) -> EncodeResult:
-    """Every labelled record, each followed by its prompt with another completion."""
+    """Every labelled record, each followed by its prompt with another's completion.
+
+    A record is dropped if its completion is cut, or if no other has another prompt.
+
+    Args:
+        lent: more examples that may be the other one.
+    """
     records = list(records)
-    labelled = [record for record in records if record.label is not None]
-    result = encode_block(
-        labelled,
-        tokenizer,
-        max_seq_length=max_seq_length,
-        loss_on=loss_on,
-        for_preference=True,
-    )
+    labels = {r.where: r.label for r in records if r.label is not None}
+    labelled = [record for record in records if record.where in labels]
+    result = encode_block(labelled, tokenizer, loss_on=loss_on, **WHOLE)
     result.dropped += [
         (record.where, "it has no label") for record in records if record.label is None
     ]
-    labels = {record.where: record.label for record in labelled}
-    examples = [replace(e, label=labels[e.where]) for e in result.examples]
-    # The first one follows the last one.
-    others = [examples[number - 1] for number in range(len(examples))]
-    result.examples = [
-        sequence
-        for example, other in zip(examples, others, strict=True)
-        for sequence in (example, _mismatched(example, other, max_seq_length))
-    ]
+    examples = []
+    for example in result.examples:
+        try:
+            whole = _whole(example, max_seq_length)
+            examples.append(replace(whole, label=labels[example.where]))
+        except BadRecord as fault:
+            result.dropped.append((example.where, str(fault)))
+    result.examples = []
+    others = _with_other_prompts([*examples, *lent])
+    for example, other in zip(examples, others, strict=False):
+        if other:
+            result.examples += [example, _mismatched(example, other, max_seq_length)]
+        else:
+            reason = "no example beside it has another prompt, which kto compares with"
+            result.dropped.append((example.where, reason))
     return result
 
 
+def _compared(chosen: Example, rejected: Example, max_seq_length: int) -> list[Example]:
+    """Both sequences of a pair.
+
+    Raises:
+        BadRecord: they cannot be compared.
+    """
+    size = min(len(chosen.tokens), len(rejected.tokens))
+    if (chosen.tokens[:size] == rejected.tokens[:size]).all():
+        raise BadRecord("chosen and rejected are equal, or one begins with the other")
+    return [_whole(side, max_seq_length) for side in (chosen, rejected)]
+
+
+def _whole(example: Example, max_seq_length: int) -> Example:
+    """The example without untrained tokens above `max_seq_length`.
+
+    Raises:
+        BadRecord: `max_seq_length` cuts its completion.
+    """
+    tokens, mask = example.tokens[:max_seq_length], example.mask[:max_seq_length]
+    if mask.sum() < example.mask.sum():
+        raise BadRecord("max_seq_length cuts off a completion")
+    return replace(example, tokens=tokens, mask=mask)
+
+
+def _with_other_prompts(examples: list[Example]) -> list[Example | None]:
+    """For every example one with another prompt; None if all prompts are equal.
+
+    Each is used once, unless most have the same prompt. So the good and the bad
+    completions of one prompt count alike.
+    """
+    prompts = {e.where: _last_turn(e)[0].tobytes() for e in examples}
+    groups: dict[bytes, list[int]] = {}
+    for number in reversed(range(len(examples))):
+        groups.setdefault(prompts[examples[number].where], []).append(number)
+    order = [n for g in sorted(groups.values(), key=len, reverse=True) for n in g]
+    largest = max(map(len, groups.values()), default=0)
+    others: list[Example | None] = [None] * len(order)
+    if rest := len(order) - largest:
+        # A shift by the size of the largest group leaves every group.
+        for place, number in enumerate(order):
+            place = place % rest if place < largest else place
+            others[number] = examples[order[(place + largest) % len(order)]]
+    return others
+
+
 def _mismatched(example: Example, other: Example, max_seq_length: int) -> Example:
-    """The prompt of an example with the last completion of another one."""
-    prompt = example.tokens[: _last_completion(example).start]
-    completion = other.tokens[_last_completion(other)]
-    # At least one token of the completion is left.
-    prompt = prompt[: max_seq_length - 1]
+    """The prompt of an example with the completion of another one.
+
+    Its end may be cut: it has no gradient.
+    """
+    prompt, completion = _last_turn(example)[0], _last_turn(other)[1]
     tokens = np.concatenate([prompt, completion])[:max_seq_length]
-    return replace(
-        example, tokens=tokens, mask=np.arange(len(tokens)) >= max(1, len(prompt))
-    )
+    return replace(example, tokens=tokens, mask=np.arange(len(tokens)) >= len(prompt))
 
 
-def _last_completion(example: Example) -> slice:
-    """The last run of trained tokens."""
-    (trained,) = np.nonzero(example.mask)
-    breaks = np.flatnonzero(np.diff(trained) > 1)
-    first = trained[breaks[-1] + 1] if len(breaks) else trained[0]
-    return slice(int(first), int(trained[-1]) + 1)
+def _last_turn(example: Example) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens before the last run of trained ones, and that run."""
+    end = np.flatnonzero(example.mask)[-1] + 1
+    start = np.flatnonzero(~example.mask[:end])[-1] + 1
+    return example.tokens[:start], example.tokens[start:end]

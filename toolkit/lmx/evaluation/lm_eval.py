@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import FAILED, UserError
 from ..models.loader import LoadedModel
 
-HARNESS_ERRORS = (KeyError, ValueError, OSError, NotImplementedError)
+HARNESS_ERRORS = (KeyError, ValueError, OSError, NotImplementedError, SystemExit)
 SUFFIXES = (".yaml", ".yml")
 
 Scores = dict[str, dict[str, float]]

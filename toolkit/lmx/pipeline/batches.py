@@ -1,5 +1,7 @@
 """The batches of a train stage, and how it cuts them into documents and chunks."""
 
+from functools import partial
+
 from ..config.train import TrainConfig
 from ..cpu import on_cpu
 from ..data import cache, fingerprint, token_store
@@ -8,7 +10,12 @@ from ..data.dataset import ReadStats
 from ..data.packing import PackedBatchSampler, packed
 from ..data.splits import log_read_stats
 from ..data.token_store import Encode
-from ..data.tokenization import encode_all, template_messages
+from ..data.tokenization import (
+    EncodeResult,
+    encode_all,
+    encode_block,
+    template_messages,
+)
 from ..models.checkpoint import config_int
 from ..models.loader import LoadedModel
 from ..models.trunk_head import NoTrunkHeadSplit
@@ -67,17 +74,24 @@ def validation_batches(
     Args:
         encode: makes the examples of records; None = one of each record.
     """
-    data = context.data
-    encoded = encode_all(
-        context.rows.valid,
-        loaded.tokenizer,
-        max_seq_length=data.max_seq_length,
-        loss_on=data.loss_on,
-        encode=encode,
-    )
+    encoded = encode_valid(context, loaded.tokenizer, encode)
     counts = vars(encoded) | {"dropped": len(encoded.dropped)}
     _log_changed(context, "valid", counts, encoded.dropped[: token_store.MAX_LOGGED])
     return _padded_batches(encoded.examples, config, context, encode)
+
+
+def encode_valid(
+    context: StageContext, tokenizer, encode: Encode | None = None
+) -> EncodeResult:
+    """The validation examples: those with a false label if there are no others."""
+    data, records = context.data, context.rows.valid
+    if encode is None and all(record.label is False for record in records):
+        context.logger.warning(
+            "valid: all labels are false, so its loss is that of bad completions"
+        )
+        encode = partial(encode_block, for_preference=True)
+    settings = {"max_seq_length": data.max_seq_length, "loss_on": data.loss_on}
+    return encode_all(records, tokenizer, encode=encode, **settings)
 
 
 def document_caches(

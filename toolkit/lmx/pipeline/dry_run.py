@@ -240,7 +240,7 @@ def _longest(
         tokenizer,
         max_seq_length=positions or MOST_TOKENS,
         loss_on=data.loss_on,
-        include_undesirable=True,
+        for_preference=True,
     )
     return max(len(example.tokens) for example in [*whole, *others.examples])
 

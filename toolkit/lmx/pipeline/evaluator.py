@@ -13,7 +13,6 @@ from ..data.answer_filters import FILTERS
 from ..data.batching import Batch, BucketBatchSampler
 from ..data.chat.rendering import ChatTemplate
 from ..data.record_formats import DataRecord
-from ..data.tokenization import encode_all
 from ..errors import FAILED, UserError
 from ..evaluation import lm_eval
 from ..evaluation.divergence import measure_divergence
@@ -35,6 +34,7 @@ from ..models.checkpoint import checkpoint_size
 from ..models.loader import LoadedModel
 from ..models.qq_linear import full_precision_inputs, has_quantized_inputs
 from ..run.tables import table
+from .batches import encode_valid
 from .context import StageContext
 
 LATENCY_PROMPTS = 2
@@ -287,16 +287,10 @@ class Evaluator:
     def _eval_batches(self, loaded: LoadedModel) -> list[Batch]:
         """The batches of every model: all models of a run share one tokenizer."""
         if self._batches is None:
-            data = self.context.data
-            encoded = encode_all(
-                self.rows,
-                loaded.tokenizer,
-                max_seq_length=data.max_seq_length,
-                loss_on=data.loss_on,
-            )
+            encoded = encode_valid(self.context, loaded.tokenizer)
             batches = BucketBatchSampler(
                 encoded.examples,
-                max_seq_length=data.max_seq_length,
+                max_seq_length=self.context.data.max_seq_length,
                 batch_tokens=eval_batch_tokens(loaded.tokenizer.vocab_size),
             )
             self._batches = _batches_with_tokens(batches, self.config.num_tokens)
@@ -343,7 +337,7 @@ def choose_items(
     by_skill: dict[str, list[ExactMatchItem]] = defaultdict(list)
     for row in rows:
         *prompt, answer = row.messages or _as_messages(row) or (None,)
-        if not prompt or answer["role"] != "assistant":
+        if not prompt or answer["role"] != "assistant" or row.label is False:
             continue
         part = FILTERS[filter_name](answer["content"])
         if part is not None and (row.skill or filter_name != "none"):
@@ -383,8 +377,10 @@ class SampleComparison:
 
     @property
     def expected(self) -> str | None:
-        """The example's own answer; None for a text."""
+        """The example's own answer; None for a text, or if it is undesirable."""
         row = self.row
+        if row.label is False:
+            return None
         return row.messages[-1]["content"] if row.messages else row.completion
 
     def generate(self, name: str, generator: Generator) -> None:

@@ -1,7 +1,7 @@
 """The preference loss of a train stage: its examples and its reference."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +21,9 @@ from ..training.reference_log_probs import (
 from .batches import chunked_loss
 from .context import StageContext
 from .qat_setup import QATModel
+
+# Training sequences, of which every second lends its completion.
+LENT = 200
 
 
 class PreferenceSetup:
@@ -44,6 +47,13 @@ class PreferenceSetup:
     def encode(self) -> Encode:
         """Makes two sequences of every example."""
         return encode_pairs if self.loss.is_paired else encode_unpaired
+
+    def encode_valid(self, batches: BucketBatchSampler) -> Encode:
+        """`encode` for few examples; for KTO, those of `batches` lend completions."""
+        if self.loss.is_paired:
+            return self.encode
+        lent = [batches.examples[n] for n in range(len(batches.examples))[:LENT:2]]
+        return partial(encode_unpaired, lent=lent)
 
     def prepare(
         self, batches: BucketBatchSampler, num_batches: int, dtype: mx.Dtype

@@ -5,7 +5,8 @@ from ..config.train import TrainConfig
 from ..data.batching import BucketBatchSampler
 from ..models.loader import LoadedModel
 from ..training.grpo_loss import GRPOLoss
-from ..training.rewards import resolve_rewards
+from ..training.reward_worker import RewardWorker
+from ..training.rewards import resolve_reward
 from ..training.rollout_batches import Policy, RewardEvaluator, RolloutBatches
 from ..training.step import TrainStep
 from .context import StageContext
@@ -30,6 +31,7 @@ class RolloutSetup:
         self.config = config
         self.context = context
         self.loaded = loaded
+        self.worker: RewardWorker | None = None
         self.policy = self._policy(config.loss) if config.loss else None
 
     def prepare(self, batches: BucketBatchSampler) -> RolloutBatches:
@@ -68,13 +70,18 @@ class RolloutSetup:
         ]
         return RewardEvaluator(batches, [valid.examples[index] for index in used])
 
+    def close(self) -> None:
+        """End the process of the reward functions."""
+        if self.worker:
+            self.worker.close()
+
     def _policy(self, loss: PolicyLossConfig) -> Policy:
-        rewards = resolve_rewards(
-            loss.rewards,
-            find=self.context.find,
-            allow_python=self.context.extensions.allow_python,
-            timeout=loss.reward_timeout,
-        )
+        if self.context.extensions.allow_python:
+            self.worker = RewardWorker(loss.reward_timeout)
+        rewards = [
+            resolve_reward(name, self.context.find, self.worker)
+            for name in loss.rewards
+        ]
         rollouts = self.config.rollouts
         return Policy(
             GRPOLoss(

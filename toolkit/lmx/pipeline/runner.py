@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ..config.loader import LoadedRecipe
 from ..config.recipe_text import without_schema_line
 from ..config.redaction import REDACTED
 from ..data.splits import Splits
-from ..errors import Interrupted, UserError
+from ..errors import FAILED, Interrupted, UserError
 from ..models.checkpoint import quick_digest
 from ..run.distributed import ProcessGroup, join
 from ..run.fs import read_json, write_atomic
@@ -83,6 +84,12 @@ def run(
         except UserError as error:
             logger.debug(str(error))
             raise
+        except SystemExit as error:
+            # An exit code of 0 would say that the run is done.
+            [*_, last] = traceback.extract_tb(error.__traceback__)
+            place = f"{last.filename}:{last.lineno}"
+            text = f"the run was ended by sys.exit({error.code!r})"
+            raise UserError(text, place=place, code=FAILED) from error
         run_dir.set_status("done")
         logger.info(f"done: {run_dir.path / PAGE}")
         if command := _generate_command(last, run_dir.path):

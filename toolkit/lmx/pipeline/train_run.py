@@ -82,7 +82,11 @@ class TrainRun:
         self._require_same_model()
         if self.config.fsdp:
             self._free_full_weights()
-        self.eval_loss = self.trainer.train()
+        try:
+            self.eval_loss = self.trainer.train()
+        finally:
+            if self.rollouts:
+                self.rollouts.close()
         if self.teacher or self.config.loss or self.context.extensions.loss:
             # The trainer's loss is another one.
             self.eval_loss = self._cross_entropy(self.step.materialize())
@@ -227,15 +231,16 @@ class TrainRun:
         caches = None
         if config.packing:
             caches = document_caches(loaded, context, self.teacher)
-        encode = self.preference and self.preference.encode
+        preference = self.preference
         batches = training_batches(
             config,
             context,
             loaded,
             self.teacher,
             packing=caches is not None,
-            encode=encode,
+            encode=preference and preference.encode,
         )
+        encode = preference and preference.encode_valid(batches)
         valid = validation_batches(config, context, loaded, encode=encode)
         eval_batches = list(valid.in_order(config.eval_batches))
         self.cross_entropy_batches = eval_batches
@@ -250,13 +255,11 @@ class TrainRun:
         if self.teacher:
             teacher_loss, batches = self.teacher.prepare(batches, num_batches)
             eval_batches = self.teacher.prepare_eval(valid.examples, eval_batches)
-        if self.preference:
+        if preference:
             chosen = validation_batches(config, context, loaded)
             self.cross_entropy_batches = list(chosen.in_order(config.eval_batches))
-            batches = self.preference.prepare(batches, num_batches, compute_dtype)
-            eval_batches = self.preference.prepare_eval(
-                valid, eval_batches, compute_dtype
-            )
+            batches = preference.prepare(batches, num_batches, compute_dtype)
+            eval_batches = preference.prepare_eval(valid, eval_batches, compute_dtype)
         if self.rollouts:
             batches = self.rollouts.prepare(batches)
         step = self._make_step(

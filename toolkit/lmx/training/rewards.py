@@ -1,26 +1,20 @@
 """Reward functions: numbers for sampled completions."""
 
-import math
-import numbers
-import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 from ..data.answer_filters import FILTERS
 from ..errors import FAILED, UserError
 from ..run.fs import hash_file
+from .reward_worker import MAX_SHOWN, RewardError, RewardWorker
 
 EXACT_MATCH = "exact_match"
 # The answer filters of the rewards that need no Python file.
 MATCHES = {EXACT_MATCH: FILTERS["none"]} | {
     f"{EXACT_MATCH}:{name}": answer_filter for name, answer_filter in FILTERS.items()
 }
-# Characters of a completion or an error in a message.
-MAX_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -47,13 +41,11 @@ class Reward:
     Attributes:
         name: as in the recipe.
         function: from the keywords prompt, completion and answer to a number.
-        timeout: seconds that a call may take; None = no limit.
         digest: changes with the function's file.
     """
 
     name: str
-    function: Callable[..., Any]
-    timeout: float | None = None
+    function: Callable[..., float]
     digest: str = ""
 
     def __call__(self, sample: RewardSample) -> float:
@@ -63,72 +55,19 @@ class Reward:
             UserError: the function fails, takes too long, or returns no finite number
                 (exit code 1).
         """
-        arguments = {
-            "prompt": sample.prompt,
-            "completion": sample.completion,
-            "answer": sample.answer,
-        }
-        value = self._call(arguments, sample)
-        is_number = isinstance(value, numbers.Real)
-        if not is_number or not math.isfinite(value):
-            raise self._error(f"returned {value!r:.{MAX_SHOWN}}, not a number", sample)
-        return float(value)
-
-    def _call(self, arguments: dict[str, str], sample: RewardSample) -> Any:
-        if self.timeout is None:
-            return self.function(**arguments)
-        outcome: list[Any] = []
-
-        def call() -> None:
-            try:
-                outcome.append((self.function(**arguments), None))
-            except BaseException as error:
-                outcome.append((None, error))
-
-        # A function that never returns keeps its thread; the run ends without it.
-        thread = Thread(target=call, daemon=True)
-        thread.start()
-        thread.join(self.timeout)
-        if not outcome:
-            raise self._error(f"took longer than {self.timeout:g} s", sample)
-        value, error = outcome[0]
-        if error is not None:
-            text = f"{type(error).__name__}: {error}"[:MAX_SHOWN]
-            raise self._error(f"failed with {text}", sample) from error
-        return value
-
-    def _error(self, what: str, sample: RewardSample) -> UserError:
-        return UserError(
-            f"the reward {self.name} {what}, for the completion "
-            f"{sample.completion[:MAX_SHOWN]!r}",
-            place=sample.where,
-            hint="correct the function; the same command goes on from the last "
-            "checkpoint",
-            code=FAILED,
-        )
-
-
-def resolve_rewards(
-    names: Sequence[str],
-    *,
-    find: Callable[[str], Path | None],
-    allow_python: bool,
-    timeout: float,
-) -> list[Reward]:
-    """The reward functions of a recipe.
-
-    Args:
-        find: resolves a relative path of the recipe.
-        allow_python: whether the user allows Python files.
-        timeout: seconds that a function of a Python file may take.
-
-    Raises:
-        UserError: there is no such function, or Python files are not allowed.
-    """
-    return [
-        _resolve(name, find=find, allow_python=allow_python, timeout=timeout)
-        for name in names
-    ]
+        try:
+            return self.function(
+                prompt=sample.prompt, completion=sample.completion, answer=sample.answer
+            )
+        except RewardError as error:
+            raise UserError(
+                f"the reward {self.name} {error}, for the completion "
+                f"{sample.completion[:MAX_SHOWN]!r}",
+                place=sample.where,
+                hint="correct the function; the same command goes on from the last "
+                "checkpoint",
+                code=FAILED,
+            ) from error
 
 
 def check_reward(name: str, find: Callable[[str], Path | None]) -> None:
@@ -150,38 +89,35 @@ def check_reward(name: str, find: Callable[[str], Path | None]) -> None:
         raise UserError(f"there is no file {file}", place=place)
 
 
-def _resolve(
-    name: str,
-    *,
-    find: Callable[[str], Path | None],
-    allow_python: bool,
-    timeout: float,
+def resolve_reward(
+    name: str, find: Callable[[str], Path | None], worker: RewardWorker | None
 ) -> Reward:
+    """A reward function of a recipe.
+
+    Args:
+        find: resolves a relative path of the recipe.
+        worker: runs Python files; None = the user does not allow them.
+
+    Raises:
+        UserError: there is no such function, or its file fails or is not allowed.
+    """
     check_reward(name, find)
     if name in MATCHES:
         return Reward(name, partial(exact_match, answer_filter=MATCHES[name]))
     place = f"rewards: {name}"
     file, _, function = name.rpartition(":")
-    if not allow_python:
+    if worker is None:
         raise UserError(
             "a recipe runs Python code only if you allow it",
             place=place,
             hint=f"read {file}, then add --allow-python to the command",
         )
-    path = find(file)
-    return Reward(name, _load(path, function, place), timeout, hash_file(path))
-
-
-def _load(path: Path, name: str, place: str) -> Callable[..., Any]:
+    path = find(file).absolute()
     try:
-        function = runpy.run_path(str(path)).get(name)
-    except Exception as error:
-        raise UserError(
-            f"{path} fails: {type(error).__name__}: {error}"[:MAX_SHOWN], place=place
-        ) from error
-    if not callable(function):
-        raise UserError(f"{path} has no function {name}", place=place)
-    return function
+        worker.load(path, function)
+    except RewardError as error:
+        raise UserError(f"{path} {error}", place=place) from error
+    return Reward(name, partial(worker.call, path, function), hash_file(path))
 
 
 def exact_match(

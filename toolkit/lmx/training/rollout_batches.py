@@ -8,7 +8,7 @@ them as there are prompts, of similar length.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -58,16 +58,6 @@ class Policy:
         return " ".join(f"{reward.name} {reward.digest}" for reward in self.rewards)
 
 
-@dataclass
-class _Rollout:
-    """Completions of prompts, one after the other, and their rewards."""
-
-    prompts: list[list[int]]
-    completions: list[Completion]
-    rewards: list[float]
-    where: list[str]
-
-
 @dataclass(frozen=True)
 class RewardedCompletion:
     """A completion, what reward functions saw of it, and their values by name."""
@@ -81,6 +71,17 @@ class RewardedCompletion:
     def reward(self) -> float:
         """The sum of all rewards."""
         return sum(self.rewards.values())
+
+    @property
+    def sequence(self) -> list[int]:
+        """The tokens of prompt and completion."""
+        return self.prompt + self.completion.tokens
+
+    @classmethod
+    def from_json(cls, record: dict) -> "RewardedCompletion":
+        """The object that `asdict` made the record of."""
+        parts = {"completion": Completion, "sample": RewardSample}
+        return cls(**record | {k: part(**record[k]) for k, part in parts.items()})
 
 
 class RolloutBatches:
@@ -170,58 +171,47 @@ class RolloutBatches:
             self._last = number, batches
         return self._last[1][part]
 
-    def _rollout(self, number: int, step: int, *, is_first_use: bool) -> _Rollout:
-        """The completions of a batch, from its file or from the model."""
-        ranks, record = self.step.ranks, None
+    def _rollout(
+        self, number: int, step: int, *, is_first_use: bool
+    ) -> list[RewardedCompletion]:
+        """The completions of a batch, from their file or from the model."""
+        ranks, records = self.step.ranks, None
         with ranks.collective_errors():
             if ranks.is_first:
-                record = self._read_or_generate(number)
+                records = self._read_or_generate(number)
                 if is_first_use:
                     # Here, because a resumed run repeats the records.
-                    for sample in record["samples"]:
-                        self.logger.sample({"step": step + 1} | sample)
-        record = ranks.broadcast_object(record)
-        completions = [Completion(*values) for values in record["completions"]]
-        rewards = [sum(each["rewards"].values()) for each in record["samples"]]
-        return _Rollout(record["prompts"], completions, rewards, record["where"])
+                    for record in records:
+                        row = {"step": step + 1, "prompt": record["sample"]["prompt"]}
+                        row["completion"] = record["sample"]["completion"]
+                        self.logger.sample(row | {"rewards": record["rewards"]})
+        records = ranks.broadcast_object(records)
+        return [RewardedCompletion.from_json(record) for record in records]
 
-    def _read_or_generate(self, number: int) -> dict:
+    def _read_or_generate(self, number: int) -> list[dict]:
         file, digest = self.folder / f"{number:08}.json", self._hash(self._rewards)
         if file.is_file():
-            record = json.loads(file.read_text())
-            if record["digest"] == digest:
-                return record
-        record = {"digest": digest} | self._generate(number)
+            saved = json.loads(file.read_text())
+            if saved["digest"] == digest:
+                return saved["completions"]
+        completions = [asdict(each) for each in self._generate(number)]
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, json.dumps(record) + "\n")
+        saved = {"digest": digest, "completions": completions}
+        write_atomic(file, json.dumps(saved) + "\n")
         old = number - self.kept * self.accumulation
         (self.folder / f"{old:08}.json").unlink(missing_ok=True)
-        return record
+        return completions
 
-    def _generate(self, number: int) -> dict:
+    def _generate(self, number: int) -> list[RewardedCompletion]:
         config = self.config
         indices = self.batches(number).example_indices
         seed = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
-        rewarded = self.complete(
+        return self.complete(
             [self.batches.examples[index] for index in indices],
             num_generations=config.num_generations,
             temperature=config.temperature,
             seed=int(seed),
         )
-        completions = [each.completion for each in rewarded]
-        return {
-            "prompts": [each.prompt for each in rewarded],
-            "completions": [[c.tokens, c.logps, c.is_finished] for c in completions],
-            "where": [each.sample.where for each in rewarded],
-            "samples": [
-                {
-                    "prompt": each.sample.prompt,
-                    "completion": each.sample.completion,
-                    "rewards": each.rewards,
-                }
-                for each in rewarded
-            ],
-        }
 
     def complete(
         self,
@@ -271,56 +261,52 @@ class RolloutBatches:
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def _to_batches(self, rollout: _Rollout) -> list[Batch]:
+    def _to_batches(self, rollout: list[RewardedCompletion]) -> list[Batch]:
         """Batches of one sequence per prompt, the shortest sequences first."""
         count = self.config.num_generations
-        groups = np.array(rollout.rewards, np.float32).reshape(-1, count)
-        lengths = [
-            len(prompt) + len(completion.tokens)
-            for prompt, completion in zip(
-                rollout.prompts, rollout.completions, strict=True
-            )
-        ]
         # Little padding, and the activations of few sequences in memory.
+        lengths = [len(each.sequence) for each in rollout]
         parts = np.argsort(lengths, kind="stable").reshape(count, -1)
         advantages = None
         if self.policy:
+            rewards = np.array([each.reward for each in rollout], np.float32)
             scale = self.policy.loss.config.type != "dr_grpo"
-            advantages = group_advantages(mx.array(groups), scale=scale).reshape(-1)
-        return [self._to_batch(rollout, rows, advantages) for rows in parts]
+            groups = mx.array(rewards.reshape(-1, count))
+            advantages = group_advantages(groups, scale=scale).reshape(-1)
+        return [
+            self._to_batch(
+                [rollout[row] for row in rows],
+                None if advantages is None else advantages[mx.array(rows)],
+            )
+            for rows in parts
+        ]
 
     def _to_batch(
-        self, rollout: _Rollout, rows: np.ndarray, advantages: mx.array | None
+        self, rollout: list[RewardedCompletion], advantages: mx.array | None
     ) -> Batch:
         """The batch of some completions; with advantages it has a target."""
-        prompts = [rollout.prompts[row] for row in rows]
-        completions = [rollout.completions[row] for row in rows]
-        sequences = [
-            (*prompt, *completion.tokens)
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-        longest = max(map(len, sequences)) - 1
+        longest = max(len(each.sequence) for each in rollout) - 1
         # MLX keeps a trace of every length.
         lengths = bucket_lengths(self.max_seq_length + self.config.max_tokens)
         length = next(n for n in lengths if n >= longest)
-        tokens = np.zeros((len(rows), length + 1), np.int32)
-        mask = np.zeros((len(rows), length), bool)
-        sampled = np.zeros((len(rows), length), np.float32)
-        for row, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
-            tokens[row, : len(sequence)] = sequence
-            trained = slice(len(prompt) - 1, len(sequence) - 1)
+        tokens = np.zeros((len(rollout), length + 1), np.int32)
+        mask = np.zeros((len(rollout), length), bool)
+        sampled = np.zeros((len(rollout), length), np.float32)
+        for row, each in enumerate(rollout):
+            tokens[row, : len(each.sequence)] = each.sequence
+            trained = slice(len(each.prompt) - 1, len(each.sequence) - 1)
             mask[row, trained] = True
-            sampled[row, trained] = completions[row].logps
+            sampled[row, trained] = each.completion.logps
         batch = Batch(
             mx.array(tokens),
             mx.array(mask),
-            tuple(rollout.where[row] for row in rows),
+            tuple(each.sample.where for each in rollout),
             head_fractions=HEAD_FRACTIONS,
         )
         if advantages is None:
             return batch
-        rewards = mx.array([rollout.rewards[row] for row in rows])
-        target = [advantages[mx.array(rows)], rewards, mx.array(sampled)]
+        rewards = mx.array([each.reward for each in rollout])
+        target = [advantages, rewards, mx.array(sampled)]
         if self.policy.loss.config.beta:
             target.append(self.step.log_probs(batch, self._initial))
         return replace(batch, target=tuple(target))
