@@ -10,13 +10,15 @@ from ..data.cache import file_hash
 from ..errors import UserError
 from ..run.fs import read_json
 from .config_check import check_config, check_sizes
-from .safetensors_io import DTYPE_NAMES, MAX_HEADER_BYTES, read_header
+from .safetensors_io import DTYPE_NAMES, read_header
 
 # Tensors of a quantized layer besides its codes.
 GRID_TENSORS = ("scales", "biases", "global_scale")
 INDEX_FILE = "model.safetensors.index.json"
 # Bytes at the end of a weight file that tell it from others of the same shapes.
 DIGEST_TAIL_BYTES = 1 << 20
+# The longest header that the library of the format reads.
+MAX_HEADER_BYTES = 100_000_000
 # Types of codes, which belong to scales of another type.
 INTEGERS = {name for name in DTYPE_NAMES.values() if name[0] in "UI"} | {"BOOL"}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -99,13 +101,13 @@ def check_weights(path: Path, config: dict) -> None:
     if files := tensor_files(path):
         headers = [read_header(file) for file in dict.fromkeys(files.values())]
         tensors = {name: t for header in headers for name, t in header.items()}
-        if not any(tensor["dtype"] not in INTEGERS for tensor in tensors.values()):
+        if not any(tensor.dtype not in INTEGERS for tensor in tensors.values()):
             raise UserError(
                 "all tensors are integers, so these are no weights of a model",
                 place=str(next(iter(files.values()))),
                 hint="copy the weight files again",
             )
-        shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
         check_sizes(config, shapes, str(path / "config.json"))
         return
     files = [file.name for file in path.iterdir()]
@@ -227,12 +229,12 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
     parameters = float_values = 0
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
-        if tensor["dtype"] not in INTEGERS:
-            float_values += math.prod(tensor["shape"])
+        count = math.prod(tensor.shape)
+        if tensor.dtype not in INTEGERS:
+            float_values += count
         is_packed = f"{path}.scales" in tensors
         if is_packed and leaf in GRID_TENSORS:
             continue
-        count = math.prod(tensor["shape"])
         if is_packed and leaf == "weight":
             layer = quantization.get(path)
             grid = quantization | (layer if isinstance(layer, dict) else {})
@@ -243,6 +245,5 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
                 )
             count = count * 32 // grid["bits"]
         parameters += count
-    ranges = [tensor["data_offsets"] for tensor in tensors.values()]
-    size = sum(end - start for start, end in ranges)
+    size = sum(tensor.nbytes for tensor in tensors.values())
     return CheckpointSize(parameters, size, float_values)
