@@ -1,6 +1,8 @@
 """The export stage publishes all formats or none, and refuses early."""
 
+import json
 import re
+import shutil
 
 import mlx.core as mx
 import pytest
@@ -35,6 +37,26 @@ def test_every_export_format_is_the_same_model(published):
     assert "PARAMETER stop" in modelfile
     for name in FORMATS:
         assert f"exported {name}:" in published.log
+
+
+def test_all_chat_templates_are_exported(tmp_path, base):
+    model = shutil.copytree(base, tmp_path / "model")
+    files = {"chat_template.jinja": "{{ messages }}"}
+    files["additional_chat_templates/tool_use.jinja"] = "{{ messages }}{{ tools }}"
+    for name, text in files.items():
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text(text)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    names = [{"name": name, "template": "{{ messages }}"} for name in ("default", "b")]
+    settings |= {"chat_template": names}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    quantize = {"quantize": {"bits": 4, "group_size": 32}}
+    run = Run(tmp_path, quantize, {"export": {"formats": ["mlx", "hf"]}}, model=model)
+    assert run() == 0
+    for folder in ("stages/1-quantize/model", "model", "hf"):
+        for name in [*files, "tokenizer_config.json"]:
+            written = (run.output / folder / name).read_bytes()
+            assert written == (model / name).read_bytes(), folder
 
 
 def tried(log):

@@ -165,7 +165,7 @@ def import_cached(source: Path) -> Path:
     folder = source if source.is_dir() else source.parent
     inputs = sorted({file for name in names for file in folder.glob(name)})
     _check_headers(source, inputs)
-    facts = {file.name: cache.file_hash(file) for file in inputs}
+    facts = {str(f.relative_to(folder)): cache.file_hash(f) for f in inputs}
     size = sum(file.stat().st_size for file in inputs)
 
     def fill(folder: Path) -> dict:
