@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.loader import find
+from ..errors import UserError
 from ..pipeline.context import ModelArtifact
 from ..run import manifest
 from ..run.fs import read_metrics
@@ -89,8 +90,14 @@ class Run:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """All values of the recipe, as they were when the run started."""
+        """All values of the recipe, as they were when the run started.
+
+        Raises:
+            UserError: the file with them is missing or damaged.
+        """
         values: dict[str, Any] = deepcopy(read_resolved(self.path))
+        if not values:
+            raise UserError("this run has no resolved.yaml", place=str(self.path))
         return values
 
     @property
