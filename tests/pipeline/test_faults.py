@@ -246,7 +246,7 @@ def test_run_recovers_from_full_disk_in_model_write(tmp_path, base, capsys):
 def test_run_refuses_output_below_a_file(run, capsys):
     (run.folder / "file").write_text("")
     run.output = run.folder / "file" / "out"
-    error = error_of(run, capsys, 1)
+    error = error_of(run, capsys, 2)
     assert "cannot write: a part of the path is a file, not a folder" in error
 
 

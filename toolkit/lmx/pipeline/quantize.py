@@ -86,6 +86,20 @@ class QuantizeStage(Stage):
         config = self.config
         return bool(config.scale_tuning) or config.compares_with_rtn
 
+    @property
+    def _holds_out(self) -> bool:
+        """Whether something is measured on held-out tokens."""
+        return self._refines or self.config.kv_cache is not None
+
+    def data_read(self, data: dict) -> dict:
+        config = self.config
+        if self._holds_out:
+            return data
+        if config.method == "rtn" and not (config.smoothing or config.mixed_precision):
+            return {}
+        # Without validation data, some of the training data is not calibrated on.
+        return data | {"valid": bool(data["valid"])}
+
     def run(self, context: StageContext) -> ModelArtifact:
         """Quantize the current model, which becomes the full-precision reference."""
         # Imported here, so that a recipe is checked without the libraries of a run.
@@ -104,7 +118,7 @@ class QuantizeStage(Stage):
             config.calibration,
             context,
             loaded.tokenizer,
-            holds_out=self._refines or config.kv_cache is not None,
+            holds_out=self._holds_out,
         )
         task = PTQContext(
             loaded.model,

@@ -63,7 +63,7 @@ def run(
     cpu.enable()
     ranks = join()
     with ranks.connection_errors():
-        _check(loaded, plan, ranks, ignore_limits)
+        _check(loaded, replace(plan, restart=restart), ranks, ignore_limits)
         with ranks.collective_errors():
             opened = _open(loaded, plan, command, restart, ranks)
     with opened as run_dir:
@@ -195,7 +195,7 @@ def _open(
             recipe_text=without_schema_line(loaded.text),
             resolved=loaded.resolved,
             recipe_hash=plan.recipe_hash,
-            plan={planned.name: planned.identity for planned in plan.stages},
+            plan=plan.identities,
             difference=difference,
             restart=restart,
         )
