@@ -248,7 +248,7 @@ def overwritten(folder):
     content = bytearray(file.read_bytes())
     content[:64] = bytes(np.random.default_rng(0).integers(0, 256, 64, np.uint8))
     file.write_bytes(content)
-    return file, "no safetensors file: "
+    return file, "or none that MLX reads: "
 
 
 def two_models(folder):

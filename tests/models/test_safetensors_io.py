@@ -89,8 +89,6 @@ def test_damaged_files_are_explained(tmp_path, kind):
 
 def test_sound_files_are_read(file):
     tensors = safetensors_io.read_tensors(file)
-    header = safetensors_io.read_header(file)
-    assert {n: t.shape for n, t in tensors.items()} == {
-        n: t.shape for n, t in header.items()
-    }
-    assert all(tensors[name].nbytes == t.nbytes for name, t in header.items())
+    names = safetensors_io.DTYPE_NAMES
+    expected = {n: (names[t.dtype], t.shape) for n, t in tensors.items()}
+    assert safetensors_io.read_header(file) == expected

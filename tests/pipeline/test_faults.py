@@ -137,7 +137,7 @@ def test_run_refuses_damaged_weights(tmp_path, model, capsys, damage, stage):
     damaged_safetensors.damage(file, damage)
     run = make_run(tmp_path, model, STAGES[stage])
     error = error_of(run, capsys, 2, "--ignore-limits")
-    assert error.startswith(f"{file}: the file is damaged, cut short or no ")
+    assert error.startswith(f"{file}: the file is damaged, cut short or none ")
 
 
 # Grids that give NaN a code: their training would not fail.

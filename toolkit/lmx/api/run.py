@@ -90,11 +90,7 @@ class Run:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """All values of the recipe, as they were when the run started.
-
-        Raises:
-            UserError: the file with them is missing or damaged.
-        """
+        """All values of the recipe, as they were when the run started."""
         values: dict[str, Any] = deepcopy(read_resolved(self.path))
         if not values:
             raise UserError("this run has no resolved.yaml", place=str(self.path))

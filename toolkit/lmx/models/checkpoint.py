@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ..data.cache import file_hash
 from ..errors import UserError
-from ..run.fs import read_json
+from ..run.fs import read_json, require_own_entries
 from .config_check import check_config, check_sizes
-from .safetensors_io import DTYPE_NAMES, read_header
+from .safetensors_io import DTYPE_BYTES, DTYPE_NAMES, read_header
 
 # Tensors of a quantized layer besides its codes.
 GRID_TENSORS = ("scales", "biases", "global_scale")
@@ -58,32 +58,14 @@ def read_config(path: Path) -> dict:
 
 
 def require_own_files(folder: Path) -> None:
-    """Refuse links that leave a model folder: their targets would be published.
-
-    The Hub's cache keeps the files of its folders in another folder, which is allowed.
-    Pipes and devices are refused too: a library would wait for them for ever.
+    """Refuse links that leave a model folder, except to the blobs of the Hub's cache.
 
     Raises:
-        UserError: naming the file.
+        UserError: see `require_own_entries`.
     """
-    root = folder.resolve()
-    places = [root]
-    if root.parent.name == "snapshots":
-        places.append(root.parent.parent / "blobs")
-    for path in root.rglob("*"):
-        place = str(folder / path.relative_to(root))
-        # Unlike Path.resolve, this accepts a link to itself.
-        target = Path(os.path.realpath(path))
-        if path.is_symlink() and not any(map(target.is_relative_to, places)):
-            raise UserError(
-                "this link leaves the model folder",
-                place=place,
-                hint="put a copy of the file there",
-            )
-        if not path.exists():
-            raise UserError("this link has no target", place=place, hint="remove it")
-        if not (path.is_file() or path.is_dir()):
-            raise UserError("this is a pipe or a device, not a file", place=place)
+    snapshots = folder.resolve().parent
+    blobs = [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
+    require_own_entries(folder, "model folder", more=blobs)
 
 
 def config_int(config: dict, name: str) -> int:
@@ -245,5 +227,5 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
                 )
             count = count * 32 // grid["bits"]
         parameters += count
-    size = sum(tensor.nbytes for tensor in tensors.values())
+    size = sum(math.prod(t.shape) * DTYPE_BYTES[t.dtype] for t in tensors.values())
     return CheckpointSize(parameters, size, float_values)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..config.text_files import require_regular
 from ..errors import FAILED, UserError, library_errors
-from ..run.fs import require_regular_file
 
 DTYPE_NAMES = {
     mx.bool_: "BOOL",
@@ -125,11 +125,6 @@ class TensorHeader(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Its size in the file."""
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
-
 
 def read_header(file: Path) -> dict[str, TensorHeader]:
     """Type and shape of every tensor in a safetensors file, by name.
@@ -139,26 +134,20 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 
     Raises:
         FileNotFoundError: there is no file.
-        UserError: the file is damaged, cut short, or something else, or MLX cannot
-            read one of its tensors.
+        UserError: the file is damaged, cut short, or none that MLX reads.
     """
     # Opening a file imports NumPy.
     from safetensors import safe_open
 
-    require_regular_file(file)
+    require_regular(file)
+    header = {}
     with _damage_explained(file), safe_open(file, "mlx") as tensors:
-        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-        header = {
-            name: TensorHeader(part.get_dtype(), (*part.get_shape(),))
-            for name, part in slices.items()
-        }
-    for name, (dtype, shape) in header.items():
-        if dtype not in DTYPE_BYTES or max(shape, default=0) > MAX_SIZE:
-            raise UserError(
-                f"the file is damaged, or too new: {name} is {dtype} {list(shape)}",
-                place=str(file),
-                hint="MLX reads no such tensor; download or copy the file again",
-            )
+        for name in tensors.keys():  # noqa: SIM118
+            part = tensors.get_slice(name)
+            dtype, shape = part.get_dtype(), tuple(part.get_shape())
+            if dtype not in DTYPE_BYTES or max(shape, default=0) > MAX_SIZE:
+                raise ValueError(f"{name} has the type {dtype} and shape {list(shape)}")
+            header[name] = TensorHeader(dtype, shape)
     return header
 
 
@@ -175,7 +164,7 @@ def read_tensors(file: Path) -> dict[str, mx.array]:
 
 def _damage_explained(file: Path):
     return library_errors(
-        "the file is damaged, cut short or no safetensors file",
+        "the file is damaged, cut short or none that MLX reads",
         place=file,
         hint="download or copy the file again",
     )

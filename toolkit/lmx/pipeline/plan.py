@@ -19,7 +19,6 @@ from ..convert.importers import find_importable
 from ..errors import UserError
 from ..models.checkpoint import read_config
 from ..run import manifest
-from ..run.earlier_run import EarlierRun
 from ..run.tables import OUTPUT_KEYS, one_line, recipe_values
 from ..run.trackers import TRACKERS, is_installed
 from .dataset_checks import check_datasets
@@ -87,7 +86,8 @@ class RunPlan:
         """The stages that the run directory has, so that a run would skip them."""
         with suppress(UserError):
             if (content := manifest.read(self.output)) and not self.restart:
-                return {*EarlierRun(self.output, content, self.identities, "").records}
+                same = content["plan"].items() & self.identities.items()
+                return content["stages"].keys() & dict(same)
         return set()
 
 

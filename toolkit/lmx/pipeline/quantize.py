@@ -86,14 +86,9 @@ class QuantizeStage(Stage):
         config = self.config
         return bool(config.scale_tuning) or config.compares_with_rtn
 
-    @property
-    def _holds_out(self) -> bool:
-        """Whether something is measured on held-out tokens."""
-        return self._refines or self.config.kv_cache is not None
-
     def data_read(self, data: dict) -> dict:
         config = self.config
-        if self._holds_out:
+        if self._refines or config.kv_cache:
             return data
         if config.method == "rtn" and not (config.smoothing or config.mixed_precision):
             return {}
@@ -118,7 +113,7 @@ class QuantizeStage(Stage):
             config.calibration,
             context,
             loaded.tokenizer,
-            holds_out=self._holds_out,
+            holds_out=self._refines or config.kv_cache is not None,
         )
         task = PTQContext(
             loaded.model,
