@@ -133,21 +133,21 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     without an overlap, and that shapes and types have the sizes of their bytes.
 
     Raises:
-        FileNotFoundError: there is no file.
-        UserError: the file is damaged, cut short, or none that MLX reads.
+        UserError: the file is damaged, cut short, missing, or none that MLX reads.
     """
     # Opening a file imports NumPy.
     from safetensors import safe_open
 
-    require_regular(file)
     header = {}
-    with _damage_explained(file), safe_open(file, "mlx") as tensors:
-        for name in tensors.keys():  # noqa: SIM118
-            part = tensors.get_slice(name)
-            dtype, shape = part.get_dtype(), tuple(part.get_shape())
-            if dtype not in DTYPE_BYTES or max(shape, default=0) > MAX_SIZE:
-                raise ValueError(f"{name} has the type {dtype} and shape {list(shape)}")
-            header[name] = TensorHeader(dtype, shape)
+    with _damage_explained(file):
+        require_regular(file)
+        with safe_open(file, "mlx") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                if dtype not in DTYPE_BYTES or max(shape, default=0) > MAX_SIZE:
+                    raise ValueError(f"{name} is of {dtype} and shape {list(shape)}")
+                header[name] = TensorHeader(dtype, shape)
     return header
 
 
@@ -155,7 +155,7 @@ def read_tensors(file: Path) -> dict[str, mx.array]:
     """The tensors of a safetensors file that a user names, unread, by name.
 
     Raises:
-        FileNotFoundError, UserError: see `read_header`.
+        UserError: see `read_header`.
     """
     read_header(file)
     with _damage_explained(file):
