@@ -1,14 +1,17 @@
 """The export stage publishes all formats or none, and refuses early."""
 
 import json
+import os
 import re
 import shutil
 
 import mlx.core as mx
 import pytest
+from damaged_safetensors import damage as damage_file
 from huggingface_hub import ModelCard
 from lmx.convert.exporters import hf
 from lmx.convert.importers import load_model as load
+from lmx.errors import UserError
 from lmx.pipeline.context import ModelArtifact
 from tiny_runs import EVALUATE, TRAIN, Run
 
@@ -184,6 +187,23 @@ def test_model_loads_with_adapter_in_both_formats(published, base):
     )
     assert mx.allclose(mlx_logits, peft_logits, rtol=1e-5, atol=1e-5)
     assert not mx.allclose(mlx_logits, load(base).model(TOKENS), rtol=1e-3, atol=1e-3)
+
+
+def as_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("damage", [as_pipe, lambda file: damage_file(file, "overlap")])
+@pytest.mark.parametrize("kind", ["adapters", "peft"])
+def test_damaged_adapter_is_refused(published, base, tmp_path, damage, kind):
+    adapter = shutil.copytree(published.output / kind, tmp_path / "adapter")
+    [file] = adapter.glob("*.safetensors")
+    damage(file)
+    with pytest.raises(UserError):
+        load(base, adapter=adapter)
+    export = {"formats": ["peft"], "adapter_path": str(adapter)}
+    assert Run(tmp_path, {"export": export}, model=base)() == 2
 
 
 @pytest.mark.parametrize(

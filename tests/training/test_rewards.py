@@ -1,10 +1,11 @@
 """Reward functions: built in, of a Python file, and broken ones."""
 
+import os
 import time
 
 import pytest
 from lmx.errors import UserError
-from lmx.training.rewards import RewardSample, resolve_rewards
+from lmx.training.rewards import RewardSample, check_reward, resolve_rewards
 
 SAMPLE = RewardSample("Add 2 and 3.", " The sum is 5. ", "5", "train.jsonl:7")
 FUNCTIONS = """
@@ -105,6 +106,12 @@ def test_hanging_reward_ends_at_its_limit(folder):
 def test_unknown_reward_is_refused(folder, name, message):
     with pytest.raises(UserError, match=message):
         resolve(name, folder=folder)
+
+
+def test_pipe_is_no_reward_file(folder):
+    os.mkfifo(folder / "pipe.py")
+    with pytest.raises(UserError, match="this is a named pipe, not a file"):
+        check_reward("pipe.py:length", lambda name: folder / name)
 
 
 def test_python_needs_the_users_word(folder):

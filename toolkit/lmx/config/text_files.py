@@ -17,10 +17,7 @@ KINDS = {
 
 
 def require_regular(
-    path: Path,
-    status: os.stat_result | None = None,
-    *,
-    max_bytes: int | None = None,
+    path: Path, status: os.stat_result | None = None, *, max_bytes: int | None = None
 ) -> None:
     """Refuse what is not a regular file: a read of it might wait or never end.
 

@@ -101,10 +101,9 @@ def _make_private(folder: Path) -> bool:
 def remove_unfinished(folder: Path) -> None:
     """Delete the libraries and the CUDA modules that killed compilers left.
 
-    A file that was just written may be that of a running compiler: it gets `SETTLED`
-    seconds to be finished.
+    A young file may be that of a running compiler, which gets `SETTLED` seconds.
     """
-    deadline = time.monotonic() + SETTLED
+    deadline = time.time() + SETTLED
     waiting = [file for file in folder.rglob("*") if file.suffix in IS_FINISHED]
     while waiting := [file for file in waiting if _is_young(file, deadline)]:
         time.sleep(0.1)
@@ -114,12 +113,11 @@ def _is_young(file: Path, deadline: float) -> bool:
     """Whether a file is unfinished, and may still be written. An old one is deleted."""
     # Another process may have removed it.
     with suppress(OSError):
-        is_file = file.is_file()
-        if is_file and IS_FINISHED[file.suffix](file):
-            return False
-        age = time.time() - file.stat().st_mtime
-        if is_file and age < SETTLED and time.monotonic() < deadline:
-            return True
+        if file.is_file():
+            if IS_FINISHED[file.suffix](file):
+                return False
+            if time.time() < min(deadline, file.stat().st_mtime + SETTLED):
+                return True
         file.unlink()
     return False
 

@@ -65,7 +65,7 @@ def require_own_files(folder: Path) -> None:
     """
     snapshots = folder.resolve().parent
     blobs = [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
-    require_own_entries(folder, "model folder", more=blobs)
+    require_own_entries(folder, "model folder", more=blobs, dangling=False)
 
 
 def config_int(config: dict, name: str) -> int:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,15 +65,12 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The stages of a recipe, its run directory, and the hash of the experiment.
-
-    Attributes:
-        restart: finished stages will run again.
-    """
+    """The stages of a recipe, its run directory, and the hash of the experiment."""
 
     output: Path
     stages: tuple[PlannedStage, ...]
     recipe_hash: str
+    # Whether finished stages will run again.
     restart: bool = False
 
     @property
@@ -84,11 +80,11 @@ class RunPlan:
 
     def finished(self) -> set[str]:
         """The stages that the run directory has, so that a run would skip them."""
-        with suppress(UserError):
-            if (content := manifest.read(self.output)) and not self.restart:
-                same = content["plan"].items() & self.identities.items()
-                return content["stages"].keys() & dict(same)
-        return set()
+        content = None if self.restart else manifest.read(self.output)
+        if content is None:
+            return set()
+        same = content["plan"].items() & self.identities.items()
+        return content["stages"].keys() & dict(same)
 
 
 def load(
@@ -126,8 +122,7 @@ def plan(loaded: LoadedRecipe) -> RunPlan:
     recipe = loaded.recipe
     output = Path(os.path.expanduser(recipe.output or RUNS / loaded.name))
     current = recipe.model.path or "from scratch"
-    entries = enumerate(recipe.stages, 1)
-    kinds = [STAGES[entry.kind](entry.config, index) for index, entry in entries]
+    kinds = [STAGES[s.kind](s.config, n) for n, s in enumerate(recipe.stages, 1)]
     stages = []
     for stage, identity in zip(kinds, _identities(loaded.resolved, kinds), strict=True):
         folder = output / "stages" / stage.name

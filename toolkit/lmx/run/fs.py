@@ -174,9 +174,13 @@ def _replace_folder(partial: Path, path: Path) -> None:
 
 
 def require_own_entries(
-    folder: Path, kind: str = "run directory", *, more: Iterable[Path] = ()
+    folder: Path,
+    kind: str = "run directory",
+    *,
+    more: Iterable[Path] = (),
+    dangling: bool = True,
 ) -> None:
-    """Refuse links that leave a folder or have no target, and pipes and devices in it.
+    """Refuse links that leave a folder, and pipes, sockets and devices in it.
 
     A write would change another folder, a read could wait for ever, and the target of
     a link would be published.
@@ -184,6 +188,7 @@ def require_own_entries(
     Args:
         kind: what the folder is, for messages.
         more: other folders that links may lead to.
+        dangling: whether links may have no target, as those of a text editor.
 
     Raises:
         UserError: naming the entry.
@@ -194,12 +199,12 @@ def require_own_entries(
         target = Path(os.path.realpath(path))
         if path.is_symlink() and not any(map(target.is_relative_to, places)):
             reason = f"this link leaves the {kind}"
-        elif not path.exists():
-            reason = "this link has no target"
-        elif not (path.is_file() or path.is_dir()):
-            reason = "this is neither a file nor a folder"
-        else:
+        elif path.is_file() or path.is_dir() or (dangling and not path.exists()):
             continue
+        elif path.is_symlink():
+            reason = "this link has no target"
+        else:
+            reason = "this is neither a file nor a folder"
         hint = "remove it, or put a copy of the file there"
         raise UserError(reason, place=str(path), hint=hint)
 
