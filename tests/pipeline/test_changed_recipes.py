@@ -227,6 +227,8 @@ def test_finished_stages_need_no_memory_and_disk(run, capsys, monkeypatch):
         capsys.readouterr()
         assert run("--dry-run", *flags) == 0
         lines = capsys.readouterr().out.splitlines()
+        finished = [line for line in lines if line.endswith(", already complete")]
+        assert len(finished) == (0 if flags == ("--restart",) else 4 - len(flags) * 2)
         disk = next(line for line in lines if line.startswith("disk     needs"))
         return disk.split()[2:4], [line for line in lines if line.startswith("memory")]
 

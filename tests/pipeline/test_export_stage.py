@@ -194,6 +194,20 @@ def as_pipe(file):
     os.mkfifo(file)
 
 
+def test_training_does_not_continue_from_nan(published, base, tmp_path, capsys):
+    adapter = shutil.copytree(published.output / "adapters", tmp_path / "adapter")
+    file = adapter / "adapters.safetensors"
+    tensors = mx.load(str(file))
+    name = min(tensors)
+    tensors[name][0, 0] = float("nan")
+    mx.save_safetensors(str(file), tensors)
+    train = TRAIN | LORA | {"adapter": {"rank": 4, "init_from": str(adapter)}}
+    train["qat"] = {"mode": "mxfp4", "bits": 4, "group_size": 32}
+    assert Run(tmp_path, {"train": train}, model=base)() == 1
+    message = f"{file}: the tensor {name} has values that are NaN or infinite"
+    assert capsys.readouterr().err.startswith(message)
+
+
 @pytest.mark.parametrize("damage", [as_pipe, lambda file: damage_file(file, "overlap")])
 @pytest.mark.parametrize("kind", ["adapters", "peft"])
 def test_damaged_adapter_is_refused(published, base, tmp_path, damage, kind):

@@ -92,9 +92,9 @@ class Run:
     def resolved(self) -> dict[str, Any]:
         """All values of the recipe, as they were when the run started."""
         values: dict[str, Any] = deepcopy(read_resolved(self.path))
-        if not values:
-            raise UserError("this run has no resolved.yaml", place=str(self.path))
-        return values
+        if values:
+            return values
+        raise UserError("this run has no resolved.yaml", place=str(self.path))
 
     @property
     def recipe_path(self) -> Path:

@@ -70,15 +70,14 @@ def redact(text: str, *, keys: bool = True) -> str:
     Works line by line. Redacted text stays the same, and YAML stays YAML.
 
     Args:
-        keys: redact also what follows a key such as `password:`. A message may begin
-            with a path of this name.
+        keys: also the value of a key such as `password:`. Not in a message, which may
+            begin with a path of this name.
     """
     for pattern, replacement, is_key in _SECRETS:
-        if is_key and not keys:
-            continue
         quote = "quote" in pattern.groupindex
         kept = r"\g<name>\g<quote>" if quote else r"\g<name>"
-        text = pattern.sub(kept + replacement, text)
+        if keys or not is_key:
+            text = pattern.sub(kept + replacement, text)
     return text
 
 
@@ -94,8 +93,8 @@ def redact_values(value: Any) -> Any:
 
 
 def redact_environment(text: str) -> str:
-    """The text without secrets and without the values of secret variables."""
+    """A message without tokens and without the values of secret variables."""
     for name, value in os.environ.items():
         if value and _SECRET_VARIABLE.search(name):
             text = text.replace(value, REDACTED)
-    return redact(text)
+    return redact(text, keys=False)

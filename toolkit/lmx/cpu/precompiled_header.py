@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import mlx
@@ -61,11 +62,7 @@ def precompile_header() -> Path | None:
 
 
 def _is_whole(target: Path) -> bool:
-    """Whether a precompiled header is there, of the size that it was made with.
-
-    GCC stops at one that is cut short, so that no kernel could be compiled.
-    """
-    try:
+    """Whether it has the size that it was made with: GCC stops at a shorter one."""
+    with suppress(OSError):
         return target.with_name(LOCK).read_text() == str(target.stat().st_size)
-    except OSError:
-        return False
+    return False

@@ -81,9 +81,9 @@ def check_weights(path: Path, config: dict) -> None:
         UserError: naming the file.
     """
     if files := tensor_files(path):
-        headers = [read_header(file) for file in dict.fromkeys(files.values())]
-        tensors = {name: t for header in headers for name, t in header.items()}
-        if not any(tensor.dtype not in INTEGERS for tensor in tensors.values()):
+        weights = set(files.values())
+        tensors = {n: t for file in weights for n, t in read_header(file).items()}
+        if all(tensor.dtype in INTEGERS for tensor in tensors.values()):
             raise UserError(
                 "all tensors are integers, so these are no weights of a model",
                 place=str(next(iter(files.values()))),
