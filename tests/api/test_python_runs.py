@@ -62,6 +62,12 @@ def test_changed_values_of_a_run_are_not_those_of_the_run(run):
     assert run.resolved["model"]
 
 
+def test_run_without_its_values_is_explained(run, tmp_path):
+    (tmp_path / "manifest.json").write_bytes((run.path / "manifest.json").read_bytes())
+    with pytest.raises(lmx.UserError, match=r"this run has no resolved\.yaml"):
+        lmx.load(tmp_path)
+
+
 def test_completed_run_is_not_repeated(run, recipe):
     recorder = Recorder()
     again = lmx.train(recipe, output=run.path, callbacks=[recorder], quiet=True)

@@ -175,6 +175,14 @@ def test_errors_quote_at_most_300_characters_of_a_line(
     assert len(error) < 2000
 
 
+def test_errors_about_a_path_called_secret_are_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret").mkdir()
+    assert main.main(["generate", "./secret", "--prompt", "a"]) == 2
+    message = "this folder is not a model: it has no config.json"
+    assert capsys.readouterr().err == f"secret: {message}\n"
+
+
 def test_errors_quote_at_most_30_lines_of_a_text(recipe, capfd):
     text = '"' + "x\\n" * 5000 + '"'
     for line in (f"? {text}\n: 1", f"seed: {text}"):

@@ -112,6 +112,22 @@ def test_ordinary_text_stays(line):
     assert redact(line) == line
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "./secret: this folder is not a model",
+        "runs/my-password: damaged",
+        "a/token: 12 files differ from a1b2c3d4",
+        "/x/api_key: 'model' is missing",
+    ],
+)
+def test_message_about_a_path_stays(message):
+    assert redact(message, keys=False) == message
+    token = f"{message}: {HUGGING_FACE} at https://me:pa55@host/x"
+    expected = f"{message}: {REDACTED} at https://me:{REDACTED}@host/x"
+    assert redact(token, keys=False) == expected
+
+
 def test_redacted_yaml_is_yaml_of_the_same_shape():
     values = {
         "a": [TOKENS[0], f"say {TOKENS[1]}: now", {"b": f"token: {TOKENS[4]}"}],

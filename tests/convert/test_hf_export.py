@@ -74,9 +74,7 @@ def test_experts_and_convolutions_have_hugging_face_layout(make_checkpoint, tmp_
     ]
     export(hf, make_checkpoint(MAMBA), tmp_path / "convolutions")
     names = read_header(tmp_path / "convolutions" / "model.safetensors")
-    [shape] = {
-        tuple(t["shape"]) for n, t in names.items() if n.endswith("conv1d.weight")
-    }
+    [shape] = {t.shape for n, t in names.items() if n.endswith("conv1d.weight")}
     assert shape == (64, 1, 3)
 
 

@@ -28,7 +28,12 @@ def checkpoint(make_checkpoint, tmp_path):
 
 def test_convert_command_writes_a_folder(checkpoint, tmp_path, capsys):
     target = tmp_path / "target"
+    template = checkpoint.folder / "additional_chat_templates/tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
+    (checkpoint.folder / "chat_template.jinja").write_text("{{ messages }}")
     assert main.main(["convert", str(checkpoint.folder), str(target)]) == 0
+    assert (target / "additional_chat_templates/tool_use.jinja").is_file()
     assert "parameters" in capsys.readouterr().out
     config = json.loads((target / "config.json").read_text())
     assert config["quantization"]["bits"] == 4

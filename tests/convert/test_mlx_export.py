@@ -174,7 +174,7 @@ def test_large_checkpoints_are_sharded(folder, tmp_path, monkeypatch):
     assert list(index["weight_map"]) == sorted(weights)
     for file in files:
         tensors = read_header(tmp_path / "out" / file)
-        size = sum(math.prod(t["shape"]) * 4 for t in tensors.values())
+        size = sum(math.prod(t.shape) * 4 for t in tensors.values())
         assert size <= 200_000 or len(tensors) == 1
         assert {
             n for n, f in index["weight_map"].items() if f == file
@@ -186,6 +186,8 @@ def test_large_checkpoints_are_sharded(folder, tmp_path, monkeypatch):
 COMPANIONS = {
     "spiece.model": b"\x00\x01",
     "chat_template.jinja": b"{{ messages }}\r\n",
+    "chat_template.json": b"{}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "merges.txt": b"a b\n",
     "vocab.json": b"{}",
     "special_tokens_map.json": b"{ }",
@@ -196,6 +198,7 @@ COMPANIONS = {
 def test_companion_files_are_copied(folder, tmp_path):
     source = shutil.copytree(folder, tmp_path / "source")
     for name, content in COMPANIONS.items():
+        (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_bytes(content)
     (source / "custom.py").write_text("")
     (source / "README.md").write_text("of another model")

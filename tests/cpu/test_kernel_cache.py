@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 
 import mlx.core as mx
 import pytest
@@ -82,23 +83,31 @@ def test_kernels_go_there_and_unfinished_ones_are_compiled_again(tmp_path):
     assert temporary == str(tmp_path)
     (library,) = tmp_path.rglob("*.so")
     assert library.is_relative_to(private)
-    whole = library.read_bytes()
-    for size in (0, 100, len(whole) - 1):
+    [header] = tmp_path.rglob("*.gch")
+    whole, header_size = library.read_bytes(), header.stat().st_size
+    for size in (0, len(whole) - 1):
         library.write_bytes(whole[:size])
         os.utime(library, (0, 0))
+        os.truncate(header, size or header.stat().st_size)
         done = compute(tmp_path, LMX_CACHE=str(tmp_path))
         assert done.returncode == 0, done.stderr
         assert len(library.read_bytes()) == len(whole)
+        # Its size differs a little each time.
+        assert header.stat().st_size > header_size // 2
 
 
-def test_files_that_are_being_written_stay(tmp_path):
-    file = tmp_path / "kernel.so"
-    file.write_bytes(b"")
+def test_files_that_are_being_written_stay(tmp_path, monkeypatch):
+    written, killed = tmp_path / "written.ptx", tmp_path / "killed.ptx"
+    pipe = tmp_path / "pipe.so"
+    written.write_bytes(b"module")
+    killed.write_bytes(b"mod")
+    os.mkfifo(pipe)
+    monkeypatch.setattr(kernel_cache, "SETTLED", 1)
+    writer = threading.Timer(0.2, written.with_suffix(".cu").write_text, ["source"])
+    writer.start()
     kernel_cache.remove_unfinished(tmp_path)
-    assert file.exists()
-    os.utime(file, (0, 0))
-    kernel_cache.remove_unfinished(tmp_path)
-    assert not file.exists()
+    writer.join()
+    assert [f.exists() for f in (written, killed, pipe)] == [True, False, False]
 
 
 @pytest.fixture
@@ -138,7 +147,7 @@ def test_lmx_cpu_off_leaves_cuda_kernels(cuda, monkeypatch):
     assert "MLX_PTX_CACHE_DIR" not in os.environ
 
 
-def test_cuda_modules_of_killed_processes_are_removed(cuda):
+def test_cuda_modules_of_killed_processes_are_removed(cuda, monkeypatch):
     folder = kernel_cache.keep_cuda_kernels()
     long_name = folder / "first-part-of-a-long-name"
     long_name.mkdir(parents=True)
@@ -149,5 +158,6 @@ def test_cuda_modules_of_killed_processes_are_removed(cuda):
     for file in files[:2]:
         os.utime(file, (0, 0))
     del os.environ["MLX_PTX_CACHE_DIR"]
+    monkeypatch.setattr(kernel_cache, "SETTLED", 0.2)
     kernel_cache.keep_cuda_kernels()
-    assert [file.exists() for file in files] == [True, False, True]
+    assert [file.exists() for file in files] == [True, False, False]

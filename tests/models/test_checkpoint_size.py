@@ -43,8 +43,7 @@ def test_read_header_names_a_truncated_file(make_checkpoint, tmp_path):
     file.write_bytes(content[:-1])
     with pytest.raises(UserError) as caught:
         read_header(file)
-    message = f"the file is cut short: {len(content) - 1:,} of {len(content):,} bytes"
-    assert caught.value.message == message
+    assert caught.value.message.startswith("the file is damaged, cut short or none ")
     assert caught.value.place == str(file)
     file.write_bytes(content)
-    assert read_header(file)["model.norm.weight"]["shape"] == [128]
+    assert read_header(file)["model.norm.weight"].shape == (128,)

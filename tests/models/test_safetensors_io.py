@@ -5,6 +5,8 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
+from damaged_safetensors import DAMAGES, damage
+from lmx.errors import UserError
 from lmx.models import safetensors_io
 from safetensors.numpy import load_file
 
@@ -71,3 +73,22 @@ def test_write_safetensors_holds_few_tensors_in_memory(tmp_path):
     all_tensors = [mx.random.normal((size // 4,)) for _ in range(10)]
     mx.eval(all_tensors)
     assert mx.get_peak_memory() - before >= 10 * size
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_files_are_explained(tmp_path, kind):
+    file = tmp_path / "x.safetensors"
+    mx.save_safetensors(str(file), {n: mx.ones((4, 8)) for n in "abc"})
+    damage(file, kind)
+    with pytest.raises(UserError) as caught:
+        safetensors_io.read_tensors(file)
+    assert "damaged" in caught.value.message + caught.value.hint
+    assert "\n" not in caught.value.message
+    assert caught.value.place == str(file)
+
+
+def test_sound_files_are_read(file):
+    tensors = safetensors_io.read_tensors(file)
+    names = safetensors_io.DTYPE_NAMES
+    expected = {n: (names[t.dtype], t.shape) for n, t in tensors.items()}
+    assert safetensors_io.read_header(file) == expected

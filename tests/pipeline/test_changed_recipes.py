@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from lmx import __version__
+from lmx.pipeline import resources
 from lmx.run.fs import hash_folder
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 
@@ -185,3 +186,60 @@ def test_loosened_threshold_measures_again_and_publishes(tmp_path, base):
     ran, [note] = stages_of_last_run(run)
     assert ran == ["2-evaluate", "3-export"]
     assert "max_perplexity: 1.01 -> 1000000000.0" in note
+
+
+CALIBRATION = {"dataset": "builtin:stdlib", "num_tokens": 256, "max_seq_length": 64}
+FAST_GPTQ = GRID | {"method": "gptq", "effort": "fast", "calibration": CALIBRATION}
+
+
+@pytest.mark.parametrize(
+    ("quantize", "change", "ran"),
+    [
+        (GRID, "data.valid=[]", ["2-export"]),
+        (GRID, "data.train=[valid.jsonl]", ["2-export"]),
+        (FAST_GPTQ, "data.valid=[train.jsonl]", ["2-export"]),
+        # Without validation data, some training data is held out for it.
+        (FAST_GPTQ, "data.valid=[]", None),
+        (FAST_GPTQ | {"rollback_if_worse": True}, "data.valid=[train.jsonl]", None),
+    ],
+)
+def test_changed_data_keeps_a_stage_that_does_not_read_it(
+    tmp_path, base, quantize, change, ran, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    calibration = CALIBRATION | {"num_eval_tokens": 128}
+    if "method" in quantize:
+        quantize = quantize | {"calibration": calibration}
+    run = Run(tmp_path, {"quantize": quantize}, "export", model=base)
+    assert run() == 0
+    before = weights(run, "stages/1-quantize/model")
+    assert run(change) == (0 if ran else 2)
+    if ran:
+        assert stages_of_last_run(run)[0] == ran
+        assert weights(run, "stages/1-quantize/model") == before
+    else:
+        assert "whose first stage has other values" in capsys.readouterr().err
+
+
+def test_finished_stages_need_no_memory_and_disk(run, capsys, monkeypatch):
+    def estimated(*flags):
+        """The line about the disk, and those about memory."""
+        capsys.readouterr()
+        assert run("--dry-run", *flags) == 0
+        lines = capsys.readouterr().out.splitlines()
+        finished = [line for line in lines if line.endswith(", already complete")]
+        assert len(finished) == (0 if flags == ("--restart",) else 4 - len(flags) * 2)
+        disk = next(line for line in lines if line.startswith("disk     needs"))
+        return disk.split()[2:4], [line for line in lines if line.startswith("memory")]
+
+    disk, memory = estimated("--restart")
+    assert disk != ["0", "B,"]
+    assert len(memory) == 3
+    assert estimated() == (["0", "B,"], [])
+    _, [evaluation] = estimated("stages.3.evaluate.num_tokens=400")
+    assert "3-evaluate" in evaluation
+    # What is done is no reason to refuse.
+    monkeypatch.setattr(resources, "memory_limit", lambda: 1)
+    assert run() == 0
+    assert run("--dry-run", "--restart") == 3
+    assert run("--restart") == 3

@@ -1,12 +1,17 @@
 """The export stage publishes all formats or none, and refuses early."""
 
+import json
+import os
 import re
+import shutil
 
 import mlx.core as mx
 import pytest
+from damaged_safetensors import damage as damage_file
 from huggingface_hub import ModelCard
 from lmx.convert.exporters import hf
 from lmx.convert.importers import load_model as load
+from lmx.errors import UserError
 from lmx.pipeline.context import ModelArtifact
 from tiny_runs import EVALUATE, TRAIN, Run
 
@@ -35,6 +40,26 @@ def test_every_export_format_is_the_same_model(published):
     assert "PARAMETER stop" in modelfile
     for name in FORMATS:
         assert f"exported {name}:" in published.log
+
+
+def test_all_chat_templates_are_exported(tmp_path, base):
+    model = shutil.copytree(base, tmp_path / "model")
+    files = {"chat_template.jinja": "{{ messages }}"}
+    files["additional_chat_templates/tool_use.jinja"] = "{{ messages }}{{ tools }}"
+    for name, text in files.items():
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text(text)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    names = [{"name": name, "template": "{{ messages }}"} for name in ("default", "b")]
+    settings |= {"chat_template": names}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    quantize = {"quantize": {"bits": 4, "group_size": 32}}
+    run = Run(tmp_path, quantize, {"export": {"formats": ["mlx", "hf"]}}, model=model)
+    assert run() == 0
+    for folder in ("stages/1-quantize/model", "model", "hf"):
+        for name in [*files, "tokenizer_config.json"]:
+            written = (run.output / folder / name).read_bytes()
+            assert written == (model / name).read_bytes(), folder
 
 
 def tried(log):
@@ -162,6 +187,37 @@ def test_model_loads_with_adapter_in_both_formats(published, base):
     )
     assert mx.allclose(mlx_logits, peft_logits, rtol=1e-5, atol=1e-5)
     assert not mx.allclose(mlx_logits, load(base).model(TOKENS), rtol=1e-3, atol=1e-3)
+
+
+def as_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def test_training_does_not_continue_from_nan(published, base, tmp_path, capsys):
+    adapter = shutil.copytree(published.output / "adapters", tmp_path / "adapter")
+    file = adapter / "adapters.safetensors"
+    tensors = mx.load(str(file))
+    name = min(tensors)
+    tensors[name][0, 0] = float("nan")
+    mx.save_safetensors(str(file), tensors)
+    train = TRAIN | LORA | {"adapter": {"rank": 4, "init_from": str(adapter)}}
+    train["qat"] = {"mode": "mxfp4", "bits": 4, "group_size": 32}
+    assert Run(tmp_path, {"train": train}, model=base)() == 1
+    message = f"{file}: the tensor {name} has values that are NaN or infinite"
+    assert capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.parametrize("damage", [as_pipe, lambda file: damage_file(file, "overlap")])
+@pytest.mark.parametrize("kind", ["adapters", "peft"])
+def test_damaged_adapter_is_refused(published, base, tmp_path, damage, kind):
+    adapter = shutil.copytree(published.output / kind, tmp_path / "adapter")
+    [file] = adapter.glob("*.safetensors")
+    damage(file)
+    with pytest.raises(UserError):
+        load(base, adapter=adapter)
+    export = {"formats": ["peft"], "adapter_path": str(adapter)}
+    assert Run(tmp_path, {"export": export}, model=base)() == 2
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import resource
 import shutil
 from contextlib import contextmanager
 
+import damaged_safetensors
 import mlx.core as mx
 import pytest
 from lmx.cli import main
@@ -121,17 +122,37 @@ def test_run_refuses_pickled_weights(tmp_path, model, capsys):
     assert "only pickles (pytorch_model.bin), which" in error
 
 
-def test_run_refuses_truncated_weights(tmp_path, model, capsys):
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    error = error_of(make_run(tmp_path, model), capsys, 2)
-    assert "cut short" in error
-    assert str(model) in error
+STAGES = {
+    "full": {"train": TRAIN},
+    "adapter": {"train": TRAIN | {"adapter": {"rank": 4}}},
+    "quantize": {"quantize": {"bits": 4}},
+    "export": "export",
+}
+
+
+@pytest.mark.parametrize("damage", ["overlap", "type of another size", "cut short"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_run_refuses_damaged_weights(tmp_path, model, capsys, damage, stage):
+    file = model / "model.safetensors"
+    damaged_safetensors.damage(file, damage)
+    run = make_run(tmp_path, model, STAGES[stage])
+    error = error_of(run, capsys, 2, "--ignore-limits")
+    assert error.startswith(f"{file}: the file is damaged, cut short or none ")
+
+
+# Grids that give NaN a code: their training would not fail.
+GRIDS = [
+    {"mode": "mxfp4", "bits": 4, "group_size": 32},
+    {"mode": "nvfp4", "bits": 4, "group_size": 16},
+    {"mode": "mxfp8", "bits": 8, "group_size": 32},
+    {"bits": 4, "group_size": 32},
+]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize(
-    "stage", [{"train": TRAIN}, {"quantize": {"bits": 4}}, "export"]
+    "stage",
+    [*STAGES.values(), *({"train": TRAIN | {"qat": grid}} for grid in GRIDS)],
 )
 def test_run_refuses_weights_that_are_not_finite(tmp_path, model, capsys, value, stage):
     file = model / "model.safetensors"
@@ -141,8 +162,8 @@ def test_run_refuses_weights_that_are_not_finite(tmp_path, model, capsys, value,
     mx.save_safetensors(str(file), weights, {"format": "mlx"})
     run = make_run(tmp_path, model, stage)
     error = error_of(run, capsys, 1)
-    # Quantized, the scale of the group is not finite.
-    assert f"the tensor {name.removesuffix('weight')}" in error
+    assert f"the tensor {name}" in error
+    assert not (run.output / "metrics.jsonl").exists()
     assert "NaN or infinite" in error
 
 
@@ -225,7 +246,7 @@ def test_run_recovers_from_full_disk_in_model_write(tmp_path, base, capsys):
 def test_run_refuses_output_below_a_file(run, capsys):
     (run.folder / "file").write_text("")
     run.output = run.folder / "file" / "out"
-    error = error_of(run, capsys, 1)
+    error = error_of(run, capsys, 2)
     assert "cannot write: a part of the path is a file, not a folder" in error
 
 

@@ -183,7 +183,7 @@ def test_texts_keep_their_own_line_breaks(tmp_path):
     record = {"stage": "1-train", "step": 1, "prompt": "a\u2028b\x85c", "answer": "d"}
     text = json.dumps(record, ensure_ascii=False)
     (folder / "samples.jsonl").write_text(text + "\n")
-    assert "a\u2028b\x85c" in write_page(folder).read_text()
+    assert "a\u2028b\\u0085c" in write_page(folder).read_text()
 
 
 REPORTS = [

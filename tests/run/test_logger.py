@@ -76,6 +76,12 @@ def test_logger_without_folder_writes_no_files(capsys):
     assert capsys.readouterr().out == "one\n"
 
 
+def test_messages_about_a_path_called_secret_stay(logger, capsys):
+    logger.warning("out/secret: damaged, made again")
+    assert capsys.readouterr().err == "warning: out/secret: damaged, made again\n"
+    assert "warning: out/secret: damaged, made again" in logged(logger)
+
+
 def test_logger_removes_terminal_escapes(logger, capsys):
     logger.info("a\x1b[31mred\x1b[0m\x07\x1b[2Jb\tc\rd")
     assert capsys.readouterr().out == "aredb\tcd\n"

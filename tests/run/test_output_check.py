@@ -7,6 +7,7 @@ disk are errors of a replaced `mkdir`.
 import errno
 import fcntl
 import os
+from pathlib import Path
 
 import pytest
 from lmx.cli import main
@@ -72,6 +73,12 @@ def test_odd_output_is_refused(folder, output, message, in_recipe, capsys):
     assert message in error
     assert max(map(len, error.splitlines())) < 1_000
     assert contents(folder) == before
+    # A run has the same exit code.
+    for flags in ([], ["--restart"]):
+        arguments = ["recipe.yaml", "--ignore-limits", *flags, *argument]
+        assert main.train(arguments) == 2
+        assert "Traceback" not in capsys.readouterr().err
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("output", ["new", "new/deep/run", "empty", "link", "exports"])
@@ -101,6 +108,21 @@ def test_disk_errors_are_exit_code_2(tmp_path, monkeypatch, number, reason):
     with pytest.raises(UserError, match=reason) as caught:
         check_output(tmp_path / "run")
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("flags", [[], ["--restart"]])
+def test_a_read_only_output_is_exit_code_2_of_a_run(folder, monkeypatch, capsys, flags):
+    real = os.open
+
+    def refuse(path, flags, *more, **other):
+        if Path(path).absolute().is_relative_to(folder / "run"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, *more, **other)
+
+    monkeypatch.setattr(run_dir.os, "open", refuse)
+    assert main.train(["recipe.yaml", "output=run", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("run: cannot write: the disk is read-only")
 
 
 def test_folder_of_another_process_is_refused(tmp_path):

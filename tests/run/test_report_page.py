@@ -56,6 +56,21 @@ def test_page_is_self_contained_without_scripts(full_page):
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
+def test_page_has_no_control_characters(tmp_path):
+    """Shown by `cat`, they would control a terminal; a browser shows a blank."""
+    folder = make_run(tmp_path / "try")
+    controls = "".join(map(chr, [*range(9), *range(11, 32), *range(127, 160), 0x202E]))
+    record = {"stage": "1-train", "step": 1, "prompt": f"a{controls}b", "expected": "c"}
+    record |= {"answer": f"\x1b]0;title\x07\x1b[31m{SHIFT}"}
+    with (folder / "samples.jsonl").open("a") as stream:
+        stream.write(f"\n{json.dumps(record)}\n")
+    html = page(folder)
+    assert not set(controls) & set(html)
+    assert r"a\u0000\u0001" in html
+    assert r"\u001b]0;title\u0007\u001b[31m&lt;script&gt;" in html
+    assert page_of(folder).faults == []
+
+
 def test_page_escapes_user_text(full_page):
     assert SHIFT not in full_page.html
     for tag in ("dd", "td", "pre"):

@@ -12,7 +12,7 @@ import pytest
 from lmx.errors import UserError
 from lmx.training import reward_worker
 from lmx.training.reward_worker import RewardWorker
-from lmx.training.rewards import RewardSample, resolve_reward
+from lmx.training.rewards import RewardSample, check_reward, resolve_reward
 
 SAMPLE = RewardSample("Add 2 and 3.", " The sum is 5. ", "5", "train.jsonl:7")
 FUNCTIONS = """
@@ -320,6 +320,12 @@ def test_worker_ends_with_a_run_that_is_killed(folder, state):
 def test_unknown_reward_is_refused(folder, name, message):
     with pytest.raises(UserError, match=message):
         resolve(name, folder=folder)
+
+
+def test_pipe_is_no_reward_file(folder):
+    os.mkfifo(folder / "pipe.py")
+    with pytest.raises(UserError, match="this is a named pipe, not a file"):
+        check_reward("pipe.py:length", lambda name: folder / name)
 
 
 def test_python_needs_the_users_word(folder):

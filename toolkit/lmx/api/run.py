@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.loader import find
+from ..errors import UserError
 from ..pipeline.context import ModelArtifact
 from ..run import manifest
 from ..run.fs import read_metrics
@@ -91,7 +92,9 @@ class Run:
     def resolved(self) -> dict[str, Any]:
         """All values of the recipe, as they were when the run started."""
         values: dict[str, Any] = deepcopy(read_resolved(self.path))
-        return values
+        if values:
+            return values
+        raise UserError("this run has no resolved.yaml", place=str(self.path))
 
     @property
     def recipe_path(self) -> Path:

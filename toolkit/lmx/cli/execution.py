@@ -3,6 +3,7 @@
 import argparse
 import os
 import shlex
+from dataclasses import replace
 
 from ..config.redaction import redact
 from ..errors import UserError
@@ -111,7 +112,7 @@ def _execute(arguments: argparse.Namespace, kind: str, source: str | None) -> in
 
         return dry_run(
             recipe.loaded,
-            recipe.plan,
+            replace(recipe.plan, restart=arguments.restart),
             ignore_limits=arguments.ignore_limits,
             find=find,
         )

@@ -183,9 +183,9 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
         return 0
     except UserError as error:
         if "--debug" in argv:
-            terminal.write_err(redact(traceback.format_exc()))
+            terminal.write_err(redact(traceback.format_exc(), keys=False))
         elif str(error):
-            terminal.write_err(redact(f"{error}\n"))
+            terminal.write_err(redact(f"{error}\n", keys=False))
         return error.code
     except (KeyboardInterrupt, Interrupted) as stop:
         if str(stop):

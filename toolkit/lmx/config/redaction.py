@@ -37,8 +37,9 @@ _NOTHING = (
 _WORD = r"[^\s#\"',;}\])]"
 _CREDENTIAL = r"[A-Za-z0-9._~+/=-]"
 _HAS_DIGIT = rf"(?={_CREDENTIAL}{{0,99}}[0-9])"
+_KEYS = (_SECRET_NAME, _TOKEN_NAME)
 _SECRETS = [
-    (re.compile(f"(?P<name>{name}){value}"), replacement)
+    (re.compile(f"(?P<name>{name}){value}"), replacement, name in _KEYS)
     for name, value, replacement in [
         (r"(?<![A-Za-z0-9])", f"(?:{'|'.join(_FORMS)})(?![A-Za-z0-9])", REDACTED),
         (_WANDB, r"(?P<quote>[\"']?)[0-9a-f]{40}(?![0-9a-f])", REDACTED),
@@ -63,15 +64,20 @@ _SECRETS = [
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 
 
-def redact(text: str) -> str:
+def redact(text: str, *, keys: bool = True) -> str:
     """The text without what looks like a token or a password.
 
     Works line by line. Redacted text stays the same, and YAML stays YAML.
+
+    Args:
+        keys: also the value of a key such as `password:`. Not in a message, which may
+            begin with a path of this name.
     """
-    for pattern, replacement in _SECRETS:
+    for pattern, replacement, is_key in _SECRETS:
         quote = "quote" in pattern.groupindex
         kept = r"\g<name>\g<quote>" if quote else r"\g<name>"
-        text = pattern.sub(kept + replacement, text)
+        if keys or not is_key:
+            text = pattern.sub(kept + replacement, text)
     return text
 
 
@@ -87,8 +93,8 @@ def redact_values(value: Any) -> Any:
 
 
 def redact_environment(text: str) -> str:
-    """The text without secrets and without the values of secret variables."""
+    """A message without tokens and without the values of secret variables."""
     for name, value in os.environ.items():
         if value and _SECRET_VARIABLE.search(name):
             text = text.replace(value, REDACTED)
-    return redact(text)
+    return redact(text, keys=False)

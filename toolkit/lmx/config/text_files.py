@@ -16,17 +16,25 @@ KINDS = {
 }
 
 
-def require_regular(path: Path, status: os.stat_result | None = None) -> None:
+def require_regular(
+    path: Path, status: os.stat_result | None = None, *, max_bytes: int | None = None
+) -> None:
     """Refuse what is not a regular file: a read of it might wait or never end.
 
     Raises:
         OSError: there is no such file, or links lead in a circle.
-        UserError: it is a folder, a pipe, a socket or a device.
+        UserError: it is a folder, a pipe, a socket or a device, or has more bytes.
     """
-    mode = (status or path.stat()).st_mode
-    kind = next((name for is_kind, name in KINDS.items() if is_kind(mode)), None)
-    if kind:
-        raise UserError(f"this is {kind}, not a file", place=str(path))
+    status = status or path.stat()
+    for is_kind, kind in KINDS.items():
+        if is_kind(status.st_mode):
+            raise UserError(f"this is {kind}, not a file", place=str(path))
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise UserError(
+            f"the file has {status.st_size:,} bytes, and at most {max_bytes:,} are "
+            "read: it is damaged, or of another kind",
+            place=str(path),
+        )
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -13,7 +13,8 @@ from .errors import ConfigError, KeyPath, SourcePosition
 TAG = "tag:yaml.org,2002:"
 # More than any recipe needs. An alias counts as all that it stands for.
 MAX_VALUES, MAX_DEPTH = 100_000, 50
-MAX_INTEGER = 2**63 - 1
+# MLX counts in 32 bits.
+MAX_INTEGER = 2**32 - 1
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 # PyYAML takes the first match in this order.
 SCALARS = {
@@ -144,7 +145,7 @@ class Document:
         try:
             value = _scalar(kind, node.value)
             if kind == "int" and abs(value) > MAX_INTEGER:
-                message = "an integer has at most 63 bits"
+                message = f"a whole number is at most {MAX_INTEGER:,}"
                 return self._invalid_value(node, path, message)
             return value
         except ValueError:

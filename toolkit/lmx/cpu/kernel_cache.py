@@ -11,13 +11,14 @@ import stat
 import struct
 import tempfile
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 
 # Seconds after which no compiler writes to a file any more.
-SETTLED = 10
+SETTLED = 5
 # ELF64: offset of the section table, and size and number of its entries. The linker
 # writes the table last.
 ELF_MAGIC = b"\x7fELF"
@@ -98,16 +99,27 @@ def _make_private(folder: Path) -> bool:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete the libraries and the CUDA modules that killed compilers left."""
-    for file in folder.rglob("*"):
-        if file.suffix not in IS_FINISHED:
-            continue
-        try:
-            age = time.time() - file.stat().st_mtime
-            if age > SETTLED and not IS_FINISHED[file.suffix](file):
-                file.unlink()
-        except OSError:
-            continue  # Another process removed it.
+    """Delete the libraries and the CUDA modules that killed compilers left.
+
+    A young file may be that of a running compiler, which gets `SETTLED` seconds.
+    """
+    deadline = time.time() + SETTLED
+    waiting = [file for file in folder.rglob("*") if file.suffix in IS_FINISHED]
+    while waiting := [file for file in waiting if _is_young(file, deadline)]:
+        time.sleep(0.1)
+
+
+def _is_young(file: Path, deadline: float) -> bool:
+    """Whether a file is unfinished, and may still be written. An old one is deleted."""
+    # Another process may have removed it.
+    with suppress(OSError):
+        if file.is_file():
+            if IS_FINISHED[file.suffix](file):
+                return False
+            if time.time() < min(deadline, file.stat().st_mtime + SETTLED):
+                return True
+        file.unlink()
+    return False
 
 
 def _has_last_table(file: Path) -> bool:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import mlx
@@ -19,6 +20,8 @@ import mlx
 from .kernel_cache import kernel_cache
 
 HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
+# Locked by the process that makes the header, whose size it has afterwards.
+LOCK = "lock"
 # GCC ignores a precompiled header that was made with other code generation flags than
 # those of MLX's own call.
 FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC", "-shared", "-w")
@@ -33,7 +36,7 @@ def precompile_header() -> Path | None:
         The file, or None where there is no g++, no header or no room for it (50 MB).
     """
     target = kernel_cache() / f"{HEADER}.gch"
-    if target.is_file():
+    if _is_whole(target):
         return target
     compiler = shutil.which("g++")
     include = Path(next(iter(mlx.__path__))) / "include"
@@ -43,13 +46,23 @@ def precompile_header() -> Path | None:
     command = [compiler, *FLAGS, "-I", include, "-x", "c++-header", include / HEADER]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.with_name("lock").open("wb") as lock:
+        with target.with_name(LOCK).open("a") as lock:
             # Processes that start together wait for the first one.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.is_file():
+            if not _is_whole(target):
+                target.unlink(missing_ok=True)
                 command += ["-o", partial]
                 subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
                 os.replace(partial, target)
+                os.truncate(lock.name, 0)
+                lock.write(str(target.stat().st_size))
     except (OSError, subprocess.SubprocessError):
         return None
     return target
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether it has the size that it was made with: GCC stops at a shorter one."""
+    with suppress(OSError):
+        return target.with_name(LOCK).read_text() == str(target.stat().st_size)
+    return False

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from ..config.text_files import require_regular
 from ..errors import UserError, library_errors
-from ..run.fs import MAX_JSON_BYTES, read_json, require_regular_file
+from ..run.fs import MAX_JSON_BYTES, read_json
 
 # Files that transformers and mlx-lm read as JSON objects, besides tokenizer.json.
 OBJECTS = (
@@ -66,7 +67,7 @@ def check_tokenizer_files(folder: Path) -> dict:
     """
     for name in ("tokenizer.json", "tokenizer.model", *TEXTS):
         if (file := folder / name).exists():
-            require_regular_file(file, MAX_JSON_BYTES)
+            require_regular(file, max_bytes=MAX_JSON_BYTES)
             if name in TEXTS:
                 with library_errors("not UTF-8 text", place=file):
                     file.read_text(encoding="utf-8")

@@ -8,15 +8,17 @@ from pathlib import Path
 
 from ..data.cache import file_hash
 from ..errors import UserError
-from ..run.fs import read_json
+from ..run.fs import read_json, require_own_entries
 from .config_check import check_config, check_sizes
-from .safetensors_io import DTYPE_NAMES, MAX_HEADER_BYTES, read_header
+from .safetensors_io import DTYPE_BYTES, DTYPE_NAMES, read_header
 
 # Tensors of a quantized layer besides its codes.
 GRID_TENSORS = ("scales", "biases", "global_scale")
 INDEX_FILE = "model.safetensors.index.json"
 # Bytes at the end of a weight file that tell it from others of the same shapes.
 DIGEST_TAIL_BYTES = 1 << 20
+# The longest header that the library of the format reads.
+MAX_HEADER_BYTES = 100_000_000
 # Types of codes, which belong to scales of another type.
 INTEGERS = {name for name in DTYPE_NAMES.values() if name[0] in "UI"} | {"BOOL"}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -56,32 +58,14 @@ def read_config(path: Path) -> dict:
 
 
 def require_own_files(folder: Path) -> None:
-    """Refuse links that leave a model folder: their targets would be published.
-
-    The Hub's cache keeps the files of its folders in another folder, which is allowed.
-    Pipes and devices are refused too: a library would wait for them for ever.
+    """Refuse links that leave a model folder, except to the blobs of the Hub's cache.
 
     Raises:
-        UserError: naming the file.
+        UserError: see `require_own_entries`.
     """
-    root = folder.resolve()
-    places = [root]
-    if root.parent.name == "snapshots":
-        places.append(root.parent.parent / "blobs")
-    for path in root.rglob("*"):
-        place = str(folder / path.relative_to(root))
-        # Unlike Path.resolve, this accepts a link to itself.
-        target = Path(os.path.realpath(path))
-        if path.is_symlink() and not any(map(target.is_relative_to, places)):
-            raise UserError(
-                "this link leaves the model folder",
-                place=place,
-                hint="put a copy of the file there",
-            )
-        if not path.exists():
-            raise UserError("this link has no target", place=place, hint="remove it")
-        if not (path.is_file() or path.is_dir()):
-            raise UserError("this is a pipe or a device, not a file", place=place)
+    snapshots = folder.resolve().parent
+    blobs = [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
+    require_own_entries(folder, "model folder", more=blobs, dangling=False)
 
 
 def config_int(config: dict, name: str) -> int:
@@ -97,15 +81,15 @@ def check_weights(path: Path, config: dict) -> None:
         UserError: naming the file.
     """
     if files := tensor_files(path):
-        headers = [read_header(file) for file in dict.fromkeys(files.values())]
-        tensors = {name: t for header in headers for name, t in header.items()}
-        if not any(tensor["dtype"] not in INTEGERS for tensor in tensors.values()):
+        weights = set(files.values())
+        tensors = {n: t for file in weights for n, t in read_header(file).items()}
+        if all(tensor.dtype in INTEGERS for tensor in tensors.values()):
             raise UserError(
                 "all tensors are integers, so these are no weights of a model",
                 place=str(next(iter(files.values()))),
                 hint="copy the weight files again",
             )
-        shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
         check_sizes(config, shapes, str(path / "config.json"))
         return
     files = [file.name for file in path.iterdir()]
@@ -227,12 +211,12 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
     parameters = float_values = 0
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
-        if tensor["dtype"] not in INTEGERS:
-            float_values += math.prod(tensor["shape"])
+        count = math.prod(tensor.shape)
+        if tensor.dtype not in INTEGERS:
+            float_values += count
         is_packed = f"{path}.scales" in tensors
         if is_packed and leaf in GRID_TENSORS:
             continue
-        count = math.prod(tensor["shape"])
         if is_packed and leaf == "weight":
             layer = quantization.get(path)
             grid = quantization | (layer if isinstance(layer, dict) else {})
@@ -243,6 +227,5 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
                 )
             count = count * 32 // grid["bits"]
         parameters += count
-    ranges = [tensor["data_offsets"] for tensor in tensors.values()]
-    size = sum(end - start for start, end in ranges)
+    size = sum(math.prod(t.shape) * DTYPE_BYTES[t.dtype] for t in tensors.values())
     return CheckpointSize(parameters, size, float_values)

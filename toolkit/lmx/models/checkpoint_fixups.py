@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from ..errors import UserError
 from .checkpoint import read_config, tensor_files
 from .config_check import BITS
+from .safetensors_io import read_tensors
 
 # Tables computed from the config, which older programs stored with the weights.
 BUFFERS = re.compile(r"(rotary\w*\.inv_freq|\.masked_bias|embeddings\.position_ids)$")
@@ -105,7 +106,7 @@ def _fixed_tensors(path: Path, parameters: set[str]) -> dict[str, mx.array]:
         parameters: names of the model's own.
     """
     places = tensor_files(path)
-    files = {file: mx.load(str(file)) for file in dict.fromkeys(places.values())}
+    files = {file: read_tensors(file) for file in dict.fromkeys(places.values())}
     tensors = {
         name: files[file][name]
         for name, file in places.items()

@@ -32,6 +32,7 @@ COMPANIONS = (
     "vocab.txt",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "*.tiktoken",
     "generation_config.json",
     "preprocessor_config.json",
@@ -122,7 +123,9 @@ def _copy_companions(source: Path, folder: Path, *, with_code: bool) -> None:
     with_code |= tokenizer.is_file() and b'"auto_map"' in tokenizer.read_bytes()
     for pattern in (*COMPANIONS, *(["*.py"] if with_code else [])):
         for file in filter(Path.is_file, source.glob(pattern)):
-            copy_file(file, folder / file.name)
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            copy_file(file, target)
 
 
 def _write_weights(

@@ -26,9 +26,11 @@ from .checkpoint import check_weights, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
 from .qq_linear import replace_qq_layers
+from .safetensors_io import read_header
 
 CHECKPOINT_PATTERNS = [
-    *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+    *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"),
+    "additional_chat_templates/*.jinja",
 ]
 # Some repositories hold all weights twice, once in their authors' own layout.
 DUPLICATE_WEIGHTS = ["consolidated*.safetensors"]
@@ -229,6 +231,7 @@ def _load_adapter(model: nn.Module, folder: Path) -> None:
         from mlx_lm.tuner.utils import load_adapters
     hint = "is it of this model, with adapter_config.json beside it?"
     with library_errors("the adapter does not load", place=folder, hint=hint):
+        read_header(folder / "adapters.safetensors")
         load_adapters(model, str(folder))
         mx.eval(model.parameters())
     # Dropout is for training.

@@ -10,12 +10,12 @@ import struct
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..errors import FAILED, UserError
-from ..run.fs import require_regular_file
+from ..config.text_files import require_regular
+from ..errors import FAILED, UserError, library_errors
 
 DTYPE_NAMES = {
     mx.bool_: "BOOL",
@@ -32,15 +32,13 @@ DTYPE_NAMES = {
     mx.int64: "I64",
     mx.float64: "F64",
 }
-# Bytes of one element, with types that MLX lacks. Other types are not checked.
+# Bytes of one element of the types that MLX reads.
 DTYPE_BYTES = {name: dtype.size for dtype, name in DTYPE_NAMES.items()}
-DTYPE_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
+DTYPE_BYTES |= {"F8_E4M3": 1, "F8_E8M0": 1, "C64": 8}
 # Readers expect the first tensor at a multiple of this.
 ALIGNMENT = 8
-MAX_HEADER_BYTES = 100 << 20
 # MLX counts the elements of a dimension in 32 bits.
 MAX_SIZE = 2**31 - 1
-COPY_HINT = "download or copy the file again"
 
 
 def write_safetensors(path: Path, tensors: dict[str, mx.array]) -> None:
@@ -102,7 +100,7 @@ def require_finite(folder: Path) -> None:
         UserError: a tensor has a value that is NaN or infinite.
     """
     for file in sorted(folder.glob("*.safetensors")):
-        tensors = mx.load(str(file))
+        tensors = read_tensors(file)
         for name in list(tensors):
             _finite(name, tensors.pop(name), place=str(file))
 
@@ -121,66 +119,52 @@ def _finite(name: str, tensor: mx.array, place: str | None = None) -> mx.array:
     return tensor
 
 
-def read_header(file: Path) -> dict[str, dict]:
-    """Type, shape and byte range of every tensor in a safetensors file, by name.
+class TensorHeader(NamedTuple):
+    """Type, by the format's name, and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(file: Path) -> dict[str, TensorHeader]:
+    """Type and shape of every tensor in a safetensors file, by name.
+
+    The library of the format checks that the tensors fill the file, without a hole and
+    without an overlap, and that shapes and types have the sizes of their bytes.
 
     Raises:
-        UserError: the file is cut short or is something else.
+        UserError: the file is damaged, cut short, missing, or none that MLX reads.
     """
-    require_regular_file(file)
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(length, MAX_HEADER_BYTES)))
-    except (ValueError, RecursionError) as error:
-        raise _damaged(file, "its header is not JSON") from error
-    if not isinstance(header, dict):
-        raise _damaged(file, "its header is no object of tensors")
-    metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not _all_are(metadata.values(), str):
-        raise _damaged(file, "its __metadata__ is no object of texts")
-    faults = ((name, _tensor_fault(tensor)) for name, tensor in header.items())
-    for name, fault in faults:
-        if fault:
-            raise UserError(
-                f"the file is damaged: {name} {fault}", place=str(file), hint=COPY_HINT
-            )
-    end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-    if (size := file.stat().st_size) < (end := 8 + length + end):
-        raise UserError(
-            f"the file is cut short: {size:,} of {end:,} bytes", place=str(file)
-        )
+    # Opening a file imports NumPy.
+    from safetensors import safe_open
+
+    header = {}
+    with _damage_explained(file):
+        require_regular(file)
+        with safe_open(file, "mlx") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                if dtype not in DTYPE_BYTES or max(shape, default=0) > MAX_SIZE:
+                    raise ValueError(f"{name} is of {dtype} and shape {list(shape)}")
+                header[name] = TensorHeader(dtype, shape)
     return header
 
 
-def _damaged(file: Path, reason: str) -> UserError:
-    return UserError(
-        f"this is no safetensors file, or it is damaged: {reason}",
-        place=str(file),
-        hint=COPY_HINT,
+def read_tensors(file: Path) -> dict[str, mx.array]:
+    """The tensors of a safetensors file that a user names, unread, by name.
+
+    Raises:
+        UserError: see `read_header`.
+    """
+    read_header(file)
+    with _damage_explained(file):
+        return mx.load(str(file), format="safetensors")
+
+
+def _damage_explained(file: Path):
+    return library_errors(
+        "the file is damaged, cut short or none that MLX reads",
+        place=file,
+        hint="download or copy the file again",
     )
-
-
-def _tensor_fault(tensor: Any) -> str | None:
-    """Why MLX cannot read a tensor of a header; None if it can."""
-    tensor = tensor if isinstance(tensor, dict) else {}
-    dtype, shape, ends = map(tensor.get, ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str):
-        return "has no type"
-    if not isinstance(shape, list) or not _all_are(shape, int):
-        return "has no shape"
-    if not all(0 <= size <= MAX_SIZE for size in shape):
-        return f"has the shape {shape}"
-    if not isinstance(ends, list) or len(ends) != 2 or not _all_are(ends, int):
-        return "has no byte range"
-    element = DTYPE_BYTES.get(dtype)
-    if not 0 <= ends[0] <= ends[1] or (
-        element is not None and ends[1] - ends[0] != prod(shape) * element
-    ):
-        return "has a shape that does not match its byte range"
-    return None
-
-
-def _all_are(values: Iterable, kind: type) -> bool:
-    """Whether the type of all values is this one: a bool is no int."""
-    return all(type(value) is kind for value in values)

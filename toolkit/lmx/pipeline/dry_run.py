@@ -370,8 +370,10 @@ def _example(row: DataRecord | Example, text: str, marks: str) -> Iterator[Line]
 def _stages(plan: RunPlan) -> Iterator[Line]:
     """The plan. The run itself checks whether the token may write to the Hub."""
     yield "output", f"{plan.output}, recipe {plan.recipe_hash[:12]}"
+    finished = plan.finished()
     for planned in plan.stages:
         outputs = ", ".join(map(str, planned.outputs))
-        yield "plan", f"{planned.name}: {', '.join(planned.inputs)} -> {outputs}"
+        done = ", already complete" * (planned.name in finished)
+        yield "plan", f"{planned.name}: {', '.join(planned.inputs)} -> {outputs}{done}"
         for text in planned.stage.offline_checks():
             yield "plan", f"{planned.name}: {text}"

@@ -17,6 +17,7 @@ from ..config.quant_spec import QuantSpec
 from ..convert.importers import find_importable
 from ..errors import UserError
 from ..models.checkpoint import read_config
+from ..run import manifest
 from ..run.tables import OUTPUT_KEYS, one_line, recipe_values
 from ..run.trackers import TRACKERS, is_installed
 from .dataset_checks import check_datasets
@@ -46,8 +47,9 @@ class PlannedStage:
         inputs: the current model (a folder, a Hub id or "from scratch"), further models
             that the stage names, then its datasets.
         outputs: folders that the stage writes; the first one is its own.
-        identity: hash of the stage's block, of the recipe's model, data and seed, and
-            of all stages before it. A finished stage with the same identity is kept.
+        identity: hash of the stage's block, of the recipe's model and seed, of the data
+            that it reads, and of all stages before it. A finished stage with the same
+            identity is kept.
     """
 
     stage: Stage
@@ -68,6 +70,21 @@ class RunPlan:
     output: Path
     stages: tuple[PlannedStage, ...]
     recipe_hash: str
+    # Whether finished stages will run again.
+    restart: bool = False
+
+    @property
+    def identities(self) -> dict[str, str]:
+        """The identities of the stages by name, in order."""
+        return {planned.name: planned.identity for planned in self.stages}
+
+    def finished(self) -> set[str]:
+        """The stages that the run directory has, so that a run would skip them."""
+        content = None if self.restart else manifest.read(self.output)
+        if content is None:
+            return set()
+        same = content["plan"].items() & self.identities.items()
+        return content["stages"].keys() & dict(same)
 
 
 def load(
@@ -105,27 +122,27 @@ def plan(loaded: LoadedRecipe) -> RunPlan:
     recipe = loaded.recipe
     output = Path(os.path.expanduser(recipe.output or RUNS / loaded.name))
     current = recipe.model.path or "from scratch"
+    kinds = [STAGES[s.kind](s.config, n) for n, s in enumerate(recipe.stages, 1)]
     stages = []
-    identities = _identities(loaded.resolved)
-    for index, entry in enumerate(recipe.stages, 1):
-        stage = STAGES[entry.kind](entry.config, index)
+    for stage, identity in zip(kinds, _identities(loaded.resolved, kinds), strict=True):
         folder = output / "stages" / stage.name
         inputs = tuple(dict.fromkeys((current, *stage.inputs(recipe.data))))
         outputs = (folder, *stage.outputs(output))
-        stages.append(PlannedStage(stage, inputs, outputs, next(identities)))
+        stages.append(PlannedStage(stage, inputs, outputs, identity))
         if stage.changes_model:
             current = str(folder)
     return RunPlan(output, tuple(stages), recipe_hash(loaded.resolved))
 
 
-def _identities(resolved: str) -> Iterator[str]:
+def _identities(resolved: str, stages: list[Stage]) -> Iterator[str]:
     """The identity of every stage of a resolved recipe, in order."""
     values = _result_values(resolved)
-    stages, functions = values.pop("stages"), values.pop("python") or {}
+    blocks, data = values.pop("stages"), values.pop("data")
+    functions = values.pop("python") or {}
     identity = _hash(values)
-    for stage in stages:
-        used = [functions.get(FUNCTIONS.get(kind, "")) for kind in stage]
-        identity = _hash([identity, stage, used])
+    for stage, block in zip(stages, blocks, strict=True):
+        used = functions.get(FUNCTIONS.get(stage.kind, ""))
+        identity = _hash([identity, block, used, stage.data_read(data)])
         yield identity
 
 

@@ -86,6 +86,15 @@ class QuantizeStage(Stage):
         config = self.config
         return bool(config.scale_tuning) or config.compares_with_rtn
 
+    def data_read(self, data: dict) -> dict:
+        config = self.config
+        if self._refines or config.kv_cache:
+            return data
+        if config.method == "rtn" and not (config.smoothing or config.mixed_precision):
+            return {}
+        # Without validation data, some of the training data is not calibrated on.
+        return data | {"valid": bool(data["valid"])}
+
     def run(self, context: StageContext) -> ModelArtifact:
         """Quantize the current model, which becomes the full-precision reference."""
         # Imported here, so that a recipe is checked without the libraries of a run.

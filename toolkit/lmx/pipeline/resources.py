@@ -107,10 +107,12 @@ class ResourceCheck:
         )
         self.output = plan.output
         self.stages: dict[str, StageResources] = {}
-        current = shape
+        current, finished = shape, plan.finished()
         for planned in plan.stages:
             needs = planned.stage.resources(workload, current)
             current = needs.model
+            if planned.name in finished:
+                needs = StageResources(current)
             self.stages[planned.name] = needs
         self.disk = sum(needs.disk for needs in self.stages.values())
         self.free = free_bytes(plan.output)

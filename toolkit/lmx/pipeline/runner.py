@@ -15,7 +15,7 @@ from ..config.loader import LoadedRecipe
 from ..config.recipe_text import without_schema_line
 from ..config.redaction import REDACTED
 from ..data.splits import Splits
-from ..errors import FAILED, Interrupted, UserError
+from ..errors import FAILED, USAGE, Interrupted, UserError
 from ..models.checkpoint import quick_digest
 from ..run.distributed import ProcessGroup, join
 from ..run.fs import read_json, write_atomic
@@ -64,7 +64,7 @@ def run(
     cpu.enable()
     ranks = join()
     with ranks.connection_errors():
-        _check(loaded, plan, ranks, ignore_limits)
+        _check(loaded, replace(plan, restart=restart), ranks, ignore_limits)
         with ranks.collective_errors():
             opened = _open(loaded, plan, command, restart, ranks)
     with opened as run_dir:
@@ -194,17 +194,22 @@ def _open(
 ) -> RunDir | NullRunDir:
     if not ranks.is_first:
         return NullRunDir(plan.output)
-    return RunDir.open(
-        plan.output,
-        name=loaded.name,
-        command=command,
-        recipe_text=without_schema_line(loaded.text),
-        resolved=loaded.resolved,
-        recipe_hash=plan.recipe_hash,
-        plan={planned.name: planned.identity for planned in plan.stages},
-        difference=difference,
-        restart=restart,
-    )
+    try:
+        return RunDir.open(
+            plan.output,
+            name=loaded.name,
+            command=command,
+            recipe_text=without_schema_line(loaded.text),
+            resolved=loaded.resolved,
+            recipe_hash=plan.recipe_hash,
+            plan=plan.identities,
+            difference=difference,
+            restart=restart,
+        )
+    except UserError as error:
+        # Nothing has run. A dry run says the same.
+        error.code = USAGE
+        raise
 
 
 def _run_stages(

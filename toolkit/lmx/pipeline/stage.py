@@ -135,6 +135,10 @@ class Stage(ABC):
         """The datasets that the stage reads."""
         return []
 
+    def data_read(self, data: dict) -> dict:
+        """The values of the recipe's data block that the stage's result depends on."""
+        return data
+
     def outputs(self, output: Path) -> list[Path]:
         """Folders of the run directory that the stage writes besides its own."""
         return []

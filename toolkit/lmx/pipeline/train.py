@@ -150,6 +150,8 @@ class TrainStage(Stage):
         config, ranks = self.config, context.ranks
         with ranks.collective_errors():
             if ranks.is_first:
+                # A quantizer may turn NaN into a code, and the loss would not tell.
+                context.require_finite_base()
                 context.warn_of_dense_blocks()
                 create_from_scratch(context)
         with ranks.collective_errors():
@@ -159,11 +161,6 @@ class TrainStage(Stage):
             training = TrainRun(config, context)
         try:
             training.run()
-        except UserError:
-            if ranks.is_first:
-                # NaN weights explain a loss that is not finite.
-                context.require_finite_base()
-            raise
         finally:
             # Also after an interruption or an error.
             if ranks.is_first:

@@ -32,11 +32,9 @@ class EarlierRun:
         self._plan = plan
         self._finished: dict[str, dict] = content["stages"]
         self.is_changed = list(content["plan"].items()) != list(plan.items())
-        self.kept: list[str] = []
-        for before, after in zip(content["plan"].items(), plan.items(), strict=False):
-            if before != after:
-                break
-            self.kept.append(after[0])
+        # An identity is that of all stages before, too.
+        same = content["plan"].items() & plan.items()
+        self.kept = [name for name in plan if (name, plan[name]) in same]
         names = dict.fromkeys([*content["plan"], *plan, *self._finished])
         self.discarded = [name for name in names if name not in self.kept]
 

@@ -6,8 +6,7 @@ import json
 import os
 import secrets
 import shutil
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -174,31 +173,40 @@ def _replace_folder(partial: Path, path: Path) -> None:
         _delete(aside)
 
 
-def require_own_entries(folder: Path) -> None:
+def require_own_entries(
+    folder: Path,
+    kind: str = "run directory",
+    *,
+    more: Iterable[Path] = (),
+    dangling: bool = True,
+) -> None:
     """Refuse links that leave a folder, and pipes, sockets and devices in it.
 
-    A write would change another folder, and a read could wait for ever.
+    A write would change another folder, a read could wait for ever, and the target of
+    a link would be published.
+
+    Args:
+        kind: what the folder is, for messages.
+        more: other folders that links may lead to.
+        dangling: whether links may have no target, as those of a text editor.
 
     Raises:
         UserError: naming the entry.
     """
-    root = folder.resolve()
-    for place, folders, files in os.walk(folder):
-        for path in (Path(place, name) for name in (*folders, *files)):
-            mode = path.lstat().st_mode
-            if stat.S_ISLNK(mode) and not Path(os.path.realpath(path)).is_relative_to(
-                root
-            ):
-                reason = "this link leaves the run directory"
-            elif not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                reason = "this is neither a file nor a folder"
-            else:
-                continue
-            raise UserError(
-                reason,
-                place=str(path),
-                hint="remove it, or use another folder with output=...",
-            )
+    places = [folder.resolve(), *more]
+    for path in folder.rglob("*"):
+        # Unlike Path.resolve, this accepts a link to itself.
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and not any(map(target.is_relative_to, places)):
+            reason = f"this link leaves the {kind}"
+        elif path.is_file() or path.is_dir() or (dangling and not path.exists()):
+            continue
+        elif path.is_symlink():
+            reason = "this link has no target"
+        else:
+            reason = "this is neither a file nor a folder"
+        hint = "remove it, or put a copy of the file there"
+        raise UserError(reason, place=str(path), hint=hint)
 
 
 def _partial_path(path: Path) -> Path:
@@ -249,24 +257,6 @@ def require_space(path: Path, size: int) -> None:
         )
 
 
-def require_regular_file(path: Path, max_bytes: int | None = None) -> None:
-    """Refuse a folder, a pipe or a device, which would be read for ever, and a file
-    that is too large to hold in memory.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-        UserError: it is no file, or a larger one.
-    """
-    status = path.stat()
-    require_regular(path, status)
-    if max_bytes is not None and status.st_size > max_bytes:
-        raise UserError(
-            f"the file has {status.st_size:,} bytes, and at most {max_bytes:,} are "
-            "read: it is damaged, or of another kind",
-            place=str(path),
-        )
-
-
 def parse_json(text: str | bytes, place: Path | str) -> Any:
     """The value of a JSON text.
 
@@ -298,7 +288,7 @@ def read_json(path: Path) -> dict:
         FileNotFoundError: there is nothing.
         UserError: it is no file, or not JSON.
     """
-    require_regular_file(path, MAX_JSON_BYTES)
+    require_regular(path, max_bytes=MAX_JSON_BYTES)
     value = parse_json(path.read_bytes(), path)
     return value if isinstance(value, dict) else {}
 

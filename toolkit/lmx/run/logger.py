@@ -61,7 +61,7 @@ class RunLogger:
         """Log lines to log.txt only."""
         self._last_line = time.monotonic()
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = redact(terminal.printable(text)).split("\n")
+        lines = redact(terminal.printable(text), keys=False).split("\n")
         self._append("log.txt", "".join(f"{stamp} {line}\n" for line in lines))
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -179,7 +179,7 @@ class RunLogger:
             stream.write(text.encode(errors="replace"))
 
     def _show(self, text: str, *, write=None) -> None:
-        text = redact(text)
+        text = redact(text, keys=False)
         if self.bar is not None:
             text = terminal.printable(text)
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -13,13 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from ..errors import UserError
-from .fs import (
-    MANIFEST,
-    MAX_JSON_BYTES,
-    parse_json,
-    read_metrics,
-    require_regular_file,
-)
+from .fs import MANIFEST, read_json, read_metrics
 
 # The folder of the folders of the stages.
 STAGES = "stages"
@@ -111,9 +105,8 @@ def read(path: Path) -> dict | None:
     if not os.path.lexists(file):
         return None
     try:
-        require_regular_file(file, MAX_JSON_BYTES)
-        content = parse_json(file.read_bytes(), file)
-        if not isinstance(content, dict) or "recipe_hash" not in content:
+        content = read_json(file)
+        if "recipe_hash" not in content:
             # Many programs have a manifest.json.
             return None
         return Manifest.model_validate(content, strict=True).model_dump()

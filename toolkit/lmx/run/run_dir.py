@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from ..config.text_files import require_regular
 from ..errors import Interrupted, UserError
 from . import fs, manifest
 from .earlier_run import EarlierRun, aside
@@ -230,7 +231,7 @@ def _lock_file(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     handle = os.open(path / LOCK, flags, 0o666)
     try:
-        fs.require_regular_file(path / LOCK)
+        require_regular(path / LOCK)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"

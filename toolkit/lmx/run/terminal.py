@@ -32,6 +32,7 @@ _CONTROLS = [*range(9), *range(0x0B, 0x20), *range(0x7F, 0xA0)]
 _BIDI = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _SEPARATORS = [0x2028, 0x2029]
 _TABLE = dict.fromkeys(_CONTROLS + _BIDI) | dict.fromkeys(_SEPARATORS, "\n")
+_VISIBLE = {code: f"\\u{code:04x}" for code in _CONTROLS + _BIDI}
 # In a JSON text these stand only inside strings, where an escape means the same. Half a
 # surrogate pair cannot be encoded.
 _NOT_IN_JSON = re.compile(
@@ -50,6 +51,11 @@ def printable(text: str) -> str:
     newline.
     """
     return _SEQUENCE.sub("", text).translate(_TABLE)
+
+
+def visible(text: str) -> str:
+    """The text with escapes, such as \\u001b, in place of what `printable` removes."""
+    return text.translate(_VISIBLE)
 
 
 def write_out(text: str, *, tolerant: bool = False) -> None:

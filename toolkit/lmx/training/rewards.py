@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..config.text_files import require_regular
 from ..data.answer_filters import FILTERS
 from ..errors import FAILED, UserError
 from ..run.fs import hash_file
@@ -85,8 +86,9 @@ def check_reward(name: str, find: Callable[[str], Path | None]) -> None:
             place=place,
             hint=f"use {', '.join(MATCHES)}, or FILE.py:FUNCTION",
         )
-    if find(file) is None:
+    if (path := find(file)) is None:
         raise UserError(f"there is no file {file}", place=place)
+    require_regular(path)
 
 
 def resolve_reward(

@@ -7,6 +7,8 @@ import mlx.core as mx
 
 from ...errors import FAILED, UserError
 from ...models import safetensors_io
+from ...models.lora.io import WEIGHTS_FILE
+from ...run.fs import read_json
 from ..importers import peft as peft_importer
 from .base import ExportContext, FormatCard
 from .hf import check_supported as check_hf_supported
@@ -39,8 +41,8 @@ def export(folder: Path, context: ExportContext) -> None:
             hint="train with `adapter:`, or remove peft from formats",
         )
     check_hf_supported(context.load(context.model).config)
-    config = json.loads((context.adapters / peft_importer.CONFIG).read_text())
-    tensors = mx.load(str(context.adapters / "adapters.safetensors"))
+    config = read_json(context.adapters / peft_importer.CONFIG)
+    tensors = safetensors_io.read_tensors(context.adapters / WEIGHTS_FILE)
     write(folder, dict(tensors), config)
     verify_roundtrip(folder, tensors, config)
 

@@ -7,6 +7,8 @@ not tell them from unquantized ones.
 from collections import Counter
 from pathlib import Path
 
+from ...models.safetensors_io import read_header
+
 # Rows of a matrix that decide its type. Rows of zeros fit every type.
 ROWS = 4
 
@@ -16,6 +18,9 @@ def count(folder: Path) -> Counter[str]:
 
     Args:
         folder: of safetensors files in MLX's format.
+
+    Raises:
+        UserError: a file is damaged.
     """
     from safetensors import safe_open
 
@@ -24,13 +29,12 @@ def count(folder: Path) -> Counter[str]:
 
     types: Counter[str] = Counter()
     for file in sorted(folder.glob("model*.safetensors")):
+        header = read_header(file)
         with safe_open(file, "numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (it is no dict)
-                view = tensors.get_slice(name)
-                shape = view.get_shape()
-                if view.get_dtype() != "F32" or len(shape) != 2:
+            for name, (dtype, shape) in header.items():
+                if dtype != "F32" or len(shape) != 2:
                     continue
-                rows = view[: min(ROWS, shape[0])]
+                rows = tensors.get_slice(name)[: min(ROWS, shape[0])]
                 blocks = k_blocks.from_weights(rows) if rows.any() else None
                 types.update([blocks[0]] if blocks else [])
     return types

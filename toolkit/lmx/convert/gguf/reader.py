@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ...config.text_files import require_regular
 from ...errors import UserError, library_errors
-from ...run.fs import require_regular_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -72,7 +72,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     Raises:
         UserError: not a GGUF file, a damaged one, or a tensor of an unknown type.
     """
-    require_regular_file(path)
+    require_regular(path)
     with path.open("rb") as stream:
         if stream.read(len(MAGIC)) != MAGIC:
             raise UserError(NO_GGUF, place=str(path), hint=HINT)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...config.bundled import bundled_data
+from ...config.text_files import require_regular
 from ...data import cache
 from ...errors import UserError
-from ...run.fs import MAX_JSON_BYTES, require_regular_file
+from ...run.fs import MAX_JSON_BYTES
 
 if TYPE_CHECKING:
     from ...models.loader import LoadedModel
@@ -139,7 +140,7 @@ def _check_headers(source: Path, inputs: list[Path]) -> None:
 
     for file in inputs:
         is_weights = file.suffix in (".safetensors", ".gguf")
-        require_regular_file(file, None if is_weights else MAX_JSON_BYTES)
+        require_regular(file, max_bytes=None if is_weights else MAX_JSON_BYTES)
         if file.suffix == ".safetensors":
             read_header(file)
     if source.is_dir():
@@ -165,7 +166,7 @@ def import_cached(source: Path) -> Path:
     folder = source if source.is_dir() else source.parent
     inputs = sorted({file for name in names for file in folder.glob(name)})
     _check_headers(source, inputs)
-    facts = {file.name: cache.file_hash(file) for file in inputs}
+    facts = {str(f.relative_to(folder)): cache.file_hash(f) for f in inputs}
     size = sum(file.stat().st_size for file in inputs)
 
     def fill(folder: Path) -> dict:

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ...errors import UserError
 from ...models.checkpoint import read_config
 from ...models.config_check import check_sizes
-from ...models.safetensors_io import read_header
+from ...models.safetensors_io import read_tensors
 from . import act_order, awq, compressed_tensors, gptq
 from .affine_repack import AffineGroups
 
@@ -60,10 +60,7 @@ def _load_tensors(path: Path, config: dict) -> dict[str, mx.array]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise UserError("the folder has no *.safetensors", place=str(path))
-    headers = {file: read_header(file) for file in files}
-    tensors, shapes = {}, {}
-    for file, header in headers.items():
-        shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items()}
-        tensors |= mx.load(str(file))
+    tensors = {k: v for file in files for k, v in read_tensors(file).items()}
+    shapes = {name: value.shape for name, value in tensors.items()}
     check_sizes(config, shapes, str(path / "config.json"))
     return tensors

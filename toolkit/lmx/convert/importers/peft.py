@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ...data import cache
 from ...errors import UserError, library_errors
-from ...models.safetensors_io import read_header
+from ...models.safetensors_io import read_tensors
 from ...run.fs import read_json
 
 # Part of the cache key; changes when an import writes other values.
@@ -62,9 +62,8 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"this adapter has no {WEIGHTS}", place=place)
-    read_header(file)
     layers: dict[str, dict[str, mx.array]] = {}
-    for name, value in mx.load(str(file)).items():
+    for name, value in read_tensors(file).items():
         path, leaf = _path(name, place)
         name, transposed = LEAVES[leaf]
         layers.setdefault(path, {})[name] = value.T if transposed else value

@@ -12,7 +12,7 @@ from ...run.fs import read_json, write_atomic
 from ..checkpoint import require_own_files, tensor_files
 from ..hidden_states import require_hidden_states
 from ..loader import checkpoint_folder, download_snapshot, stored_dtype
-from ..safetensors_io import write_safetensors
+from ..safetensors_io import read_tensors, write_safetensors
 from ..trunk_head import NoTrunkHeadSplit
 from .base import Drafter, TargetHead
 from .dflash import DFlashDrafter
@@ -81,7 +81,7 @@ def load_drafter(source: str | Path, target: nn.Module) -> Drafter:
     weights = {
         name: tensor
         for file in sorted(set(tensor_files(folder).values()))
-        for name, tensor in mx.load(str(file)).items()
+        for name, tensor in read_tensors(file).items()
     }
     weights = drafter.sanitize(weights)
     _require_tensors(weights, drafter, place)

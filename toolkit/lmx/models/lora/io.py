@@ -10,6 +10,7 @@ from ...config.lora import LoRAConfig
 from ...errors import UserError
 from ...run.fs import read_json
 from ..quantized_layers import is_quantized
+from ..safetensors_io import read_tensors, require_finite
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapters.safetensors"
 # mlx-lm's DoRA takes the width of packed codes for a multiple of whole 32 / bits.
@@ -107,16 +108,18 @@ def init_adapter(layers: dict[str, nn.Module], folder: Path) -> None:
         folder: an adapter in mlx-lm's format.
 
     Raises:
-        UserError: the adapter has other layers, another type or a higher rank.
+        UserError: the adapter has other layers, another type or a higher rank, or a
+            value that is NaN or infinite.
     """
     place = str(folder)
     config_file, file = folder / CONFIG_FILE, folder / WEIGHTS_FILE
     config = read_json(config_file) if config_file.is_file() else {}
     if "lora_parameters" not in config or not file.is_file():
         raise UserError("this is no low-rank adapter", place=place)
+    require_finite(folder)
     scale = config["lora_parameters"]["scale"]
     trained: dict[str, dict[str, mx.array]] = {}
-    for name, value in mx.load(str(file)).items():
+    for name, value in read_tensors(file).items():
         path, _, leaf = name.rpartition(".")
         trained.setdefault(path, {})[leaf] = value.astype(mx.float32)
     for path, tensors in trained.items():

@@ -6,6 +6,7 @@ from pathlib import Path
 from ..compare import RunSummary, metrics_table, recipe_table
 from ..fs import read_metrics, write_atomic
 from ..tables import recovery_table, table
+from ..terminal import visible
 from . import sections
 from .charts import Chart, Line, line_chart
 from .record import Record
@@ -36,7 +37,7 @@ def page(folder: Path) -> str:
 
 
 def render(template: str, **values) -> str:
-    """Fill a template; all values are escaped."""
+    """Fill a template; all values are escaped, control characters too."""
     return _environment().get_template(template).render(**values)
 
 
@@ -47,6 +48,7 @@ def _environment():
     return Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
+        finalize=lambda value: visible(value) if isinstance(value, str) else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
