@@ -1,4 +1,4 @@
-"""Chat templates of 61 kinds x 23 chats: every turn is trained as it is served, or the
+"""Chat templates of 61 kinds x 24 chats: every turn is trained as it is served, or the
 example is refused with its reason. The oracle has no code of lmx."""
 
 import json
@@ -23,7 +23,7 @@ REASONS = "reasoning reasoning_many_turns some_reasoning reasoning_and_calls"
 # Turns that nest, that do not, that have no end, and that need another option.
 LONG_FAMILIES = ["chatml", "llama2", "glm4", "qwen3", "gpt_oss", "nemotron_3"]
 INLINE = "inline_reasoning inline_reasoning_many_turns"
-ADJACENT = "adjacent_assistants adjacent_users"
+ADJACENT = "adjacent_assistants adjacent_users untrained_greeting"
 # The reason, the families and the chats of which every cell must be refused.
 REFUSED = (
     # No system message.
