@@ -197,7 +197,8 @@ class Oracle:
         for options in self.options:
             prompt = self.text(messages[:index], tools, options, prompt=True)
             whole = self.text(messages[: index + 1], tools, options)
-            if prompt is None or whole is None:
+            # The first token of a text has no prompt, and cannot be trained.
+            if not prompt or whole is None:
                 continue
             if whole.startswith(prompt):
                 borders = self._borders(messages, tools, index, options, prompt)
