@@ -24,6 +24,18 @@ SWITCHES = ("enable_thinking", "thinking")
 AFTER = {"role": "user", "content": "Go on."}
 RESULT = {"role": "tool", "tool_call_id": "callid001", "name": "f", "content": "ok"}
 REASONING = ("reasoning_content", "thinking", "reasoning")
+TAGS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|channel>thought", "<channel|>"),
+)
+OPENING, CLOSING = ("|".join(map(re.escape, tags)) for tags in zip(*TAGS, strict=True))
+EMPTY_BLOCK = re.compile(rf"\s*(?:{OPENING})\s*(?:{CLOSING})")
+OPENED_BLOCK = re.compile(rf"(\s*)(?:{OPENING})\s*((?:{CLOSING})\s*)?\Z")
+BLOCK = re.compile(rf"\s*(?:{OPENING})")
 
 
 @dataclass(frozen=True)
@@ -113,7 +125,8 @@ def split_reasoning(message: dict) -> tuple[str, str, bool]:
 def is_trained(message: dict) -> bool:
     reasoning, content, _ = split_reasoning(message)
     filled = reasoning or content or message.get("tool_calls")
-    return message["role"] == "assistant" and bool(filled)
+    is_left_out = message.get("weight") == 0
+    return message["role"] == "assistant" and bool(filled) and not is_left_out
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -156,12 +169,6 @@ class Oracle:
         self._specials = {"eos_token": self.stops[0]}
         if family.bos:
             self._specials["bos_token"] = family.bos
-        opening, closing = (re.escape(tag) for tag in family.think)
-        # The block of another family, too: the fuzzer inserts one.
-        block = rf"(?:{opening}\s*{closing}|<think>\s*</think>)"
-        self._empty = re.compile(rf"\s*{block}")
-        self._opened = re.compile(rf"(\s*){opening}\s*({closing}\s*)?\Z")
-        self._opening = family.think[0]
         switches = [s for s in SWITCHES if re.search(rf"\b{s}\b", family.template)]
         self.options = [{}, *({s: on} for s in switches for on in (False, True))]
 
@@ -190,7 +197,8 @@ class Oracle:
         for options in self.options:
             prompt = self.text(messages[:index], tools, options, prompt=True)
             whole = self.text(messages[: index + 1], tools, options)
-            if prompt is None or whole is None:
+            # The first token of a text has no prompt, and cannot be trained.
+            if not prompt or whole is None:
                 continue
             if whole.startswith(prompt):
                 borders = self._borders(messages, tools, index, options, prompt)
@@ -207,7 +215,8 @@ class Oracle:
             for options, border, whole in exact + ([] if has_exact else cut)
             for target in self._ended(messages, tools, index, options, border, whole)
         ]
-        return found + (verbatim if all(pair.missing for pair in found) else [])
+        is_needed = not has_exact or all(pair.missing for pair in found)
+        return found + (verbatim if is_needed else [])
 
     def _borders(self, messages, tools, index, options, prompt: str) -> list[int]:
         """Where the target may begin.
@@ -222,9 +231,9 @@ class Oracle:
         # The whitespace of the content is no part of the border.
         bare = turn | {"content": turn["content"].lstrip()}
         whole = self.text([*messages[:index], bare], tools, options) or ""
-        opened = self._opened.search(prompt)
+        opened = OPENED_BLOCK.search(prompt)
         is_open = opened is not None and not opened[2]
-        block = self._empty.match(whole, opened.start() if is_open else start)
+        block = EMPTY_BLOCK.match(whole, opened.start() if is_open else start)
         if not block:
             return [start]
         space = re.compile(r"\s*").match(whole, block.end())
@@ -234,28 +243,29 @@ class Oracle:
 
     def _before_block(self, prompt: str, whole: str) -> int | None:
         """Where the prompt has a block at its end that the rendered turn lacks."""
-        block = self._opened.search(prompt)
+        block = OPENED_BLOCK.search(prompt)
         if not block:
             return None
         for border in range(block.end(1), block.start(1) - 1, -1):
             if whole.startswith(prompt[:border]):
-                has_block = whole[border:].lstrip().startswith(self._opening)
-                return None if has_block else border
+                return None if BLOCK.match(whole, border) else border
         return None
 
     def _verbatim(self, turn: dict, prompt: str, whole: str, border: int) -> list[Pair]:
         """The content as it is, after a prompt that opens its block of reasoning."""
         _, answer, is_inline = split_reasoning(turn)
-        rendered = whole[border:]
-        opens = prompt.rstrip().endswith(self._opening)
-        if not (is_inline and opens and answer in rendered):
+        opened = OPENED_BLOCK.search(prompt)
+        if not (is_inline and opened) or opened[2]:
             return []
-        end = rendered.index(answer) + len(answer)
-        written = turn["content"].split(self._opening, 1)[-1].rstrip()
-        stop = self._first_stop(rendered[end:])
-        end_of_turn = self.stops[0] if stop is None else rendered[end:][:stop]
+        written = turn["content"].split("<think>", 1)[1].rstrip()
         texts = {written, written.lstrip("\n"), written.lstrip()}
-        return [Pair(prompt, text + end_of_turn, verbatim=True) for text in texts]
+        pairs = []
+        for place in re.finditer(re.escape(answer), whole[border:]):
+            rest = whole[border + place.end() :]
+            stop = self._first_stop(rest)
+            end_of_turn = self.stops[0] if stop is None else rest[:stop]
+            pairs += [Pair(prompt, t + end_of_turn, verbatim=True) for t in texts]
+        return pairs
 
     def _ended(self, messages, tools, index, options, border, whole) -> set[str]:
         """The target from `border` on, up to and with a stop token."""
@@ -323,7 +333,8 @@ class Cell:
 
     @property
     def reasons(self) -> set[str]:
-        """Why the chat must be refused; none if it can be trained."""
+        """Why the chat must be refused; none if it can be trained: content, reasoning,
+        calls, raises, changes, first."""
         reasons = set()
         for index, complete in self.complete.items():
             if complete:
@@ -332,7 +343,9 @@ class Cell:
             if index in self.rejected:
                 reasons.add("raises")
             elif not self.pairs[index]:
-                reasons.add("changes" if index else "first")
+                reasons.add("changes")
+            if index == 0:
+                reasons.add("first")
         return reasons
 
     @property

@@ -185,6 +185,9 @@ CHATS = {
     "assistant_first": {
         "messages": [AHOY, user("Good morning, cook."), assistant("Morning, sir.")]
     },
+    "untrained_greeting": {
+        "messages": [AHOY | {"weight": 0}, HELLO, assistant("Morning, sir.")]
+    },
     "ends_with_user": {"messages": [HELLO, AHOY, user("Are you still there?")]},
 }
 # More turns than lmx looks at one by one. The content of some occurs in others.

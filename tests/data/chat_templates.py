@@ -12,14 +12,12 @@ class Family:
         tokens: the added tokens, separated by spaces.
         stops: the tokens that end a turn; the first is the tokenizer's end of sequence.
         bos: the beginning of sequence.
-        think: the tags of a thinking block.
     """
 
     template: str
     tokens: str
     stops: str
     bos: str | None = None
-    think: tuple[str, str] = ("<think>", "</think>")
 
 
 CHATML_TOKENS = "<|endoftext|> <|im_start|> <|im_end|>"

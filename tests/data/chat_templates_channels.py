@@ -231,14 +231,12 @@ CHANNELS = {
         _COHERE,
         "<|END_OF_TURN_TOKEN|>",
         "<BOS_TOKEN>",
-        ("<|START_THINKING|>", "<|END_THINKING|>"),
     ),
     "apertus": Family(
         APERTUS,
         _APERTUS,
         "<|assistant_end|> <|tools_suffix|>",
         "<s>",
-        ("<|inner_prefix|>", "<|inner_suffix|>"),
     ),
     "gpt_oss": Family(GPT_OSS, _HARMONY, "<|return|> <|call|>"),
     "gemma4": Family(
@@ -246,14 +244,12 @@ CHANNELS = {
         _GEMMA4,
         "<eos> <turn|> <|tool_response>",
         "<bos>",
-        ("<|channel>thought", "<channel|>"),
     ),
     "seed_oss": Family(
         SEED_OSS,
         "<seed:bos> <seed:eos> <seed:think> </seed:think>",
         "<seed:eos>",
         "<seed:bos>",
-        ("<seed:think>", "</seed:think>"),
     ),
     "magistral": Family(
         MAGISTRAL,
@@ -261,6 +257,5 @@ CHANNELS = {
         "[/TOOL_RESULTS] [TOOL_CALLS] [ARGS] [THINK] [/THINK]",
         "</s>",
         "<s>",
-        ("[THINK]", "[/THINK]"),
     ),
 }

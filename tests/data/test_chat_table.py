@@ -1,4 +1,4 @@
-"""Chat templates of 61 kinds x 23 chats: every turn is trained as it is served, or the
+"""Chat templates of 61 kinds x 24 chats: every turn is trained as it is served, or the
 example is refused with its reason. The oracle has no code of lmx."""
 
 import json
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from chat_oracle import Cell, Oracle, build_tokenizer
 from chat_rows import CHATS, LONG
-from chat_templates import PLAIN
+from chat_templates import CHATML_STOPS, CHATML_TOKENS, PLAIN, Family
 from chat_templates_channels import CHANNELS
 from chat_templates_reasoning import REASONING
 from chat_templates_tools import TOOLS
@@ -23,7 +23,7 @@ REASONS = "reasoning reasoning_many_turns some_reasoning reasoning_and_calls"
 # Turns that nest, that do not, that have no end, and that need another option.
 LONG_FAMILIES = ["chatml", "llama2", "glm4", "qwen3", "gpt_oss", "nemotron_3"]
 INLINE = "inline_reasoning inline_reasoning_many_turns"
-ADJACENT = "adjacent_assistants adjacent_users"
+ADJACENT = "adjacent_assistants adjacent_users untrained_greeting"
 # The reason, the families and the chats of which every cell must be refused.
 REFUSED = (
     # No system message.
@@ -63,7 +63,7 @@ WORDS = {
     "content": ["content"],
     "reasoning": ["reasoning"],
     "calls": ["tool_calls"],
-    "changes": ["changes", "differ"],
+    "changes": ["changes", "differ", "prompt"],
 }
 
 
@@ -139,6 +139,30 @@ def test_turns_of_a_long_chat_are_trained_as_served(name, records):
     cell = oracle(name).cell(LONG)
     assert not cell.reasons
     assert problem_of(cell, records["long"], tokenizer(name)) == ""
+
+
+# No public template is like these; mutated ones were silently wrong.
+ODD = {
+    # Nothing stands before the first answer.
+    "no_prompt": """{%- for m in messages if m.role == 'assistant' %}
+{{- m.content + '<|im_end|>' }}{%- endfor %}""",
+    # The block of the prompt and that of the turn begin in other ways.
+    "other_block": r"""{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>' if m.role != 'user' }}
+{{- m.content + '<|im_end|>' }}
+{%- endfor %}
+{{- '<|im_start|>assistant<think>\n' if add_generation_prompt }}""",
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_turns_that_no_prompt_leads_to_are_refused(name, records):
+    family = Family(ODD[name], CHATML_TOKENS, CHATML_STOPS)
+    for chat in ("one_turn", "reasoning_many_turns", "long"):
+        cell = Oracle(family).cell((CHATS | {"long": LONG})[chat])
+        assert cell.reasons
+        assert problem_of(cell, records[chat], build_tokenizer(family)) == ""
 
 
 def test_refusals_have_a_cause_in_the_family():

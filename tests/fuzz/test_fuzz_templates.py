@@ -36,7 +36,7 @@ PIECES = (
     "{{- loop.index }}",
     "{%- set messages = messages[-3:] %}",
     "{%- if loop.last %}{{- '!' }}{%- endif %}",
-    "{{- 'a' * 30000 }}",
+    "{{- 'a' * 3000 }}",
     "{{- m.content | upper }}",
     "{{- raise_exception('no') if loop.index > 3 }}",
     "{{- m.unknown.unknown }}",
@@ -88,7 +88,7 @@ def mutate(rng: random.Random, template: str) -> str:
     elif draw < 0.65:
         lines.insert(place, rng.choice(PIECES))
     else:
-        literals = LITERAL.findall(template)
+        literals = LITERAL.findall(template) or ["''"]
         new = rng.choice([*literals, "''", r"'\n'", "' '", "'<think>'"])
         old = rng.choice(literals)
         return template.replace(old, new, rng.choice([1, -1]))
@@ -111,7 +111,8 @@ def random_row(rng: random.Random) -> dict:
         else:
             turn = assistant(random_text(rng))
             if rng.random() < 0.3:
-                turn["reasoning_content"] = random_text(rng)
+                # Whether white space alone is reasoning depends on the template.
+                turn["reasoning_content"] = random_text(rng).strip()
             if rng.random() < 0.3:
                 turn["tool_calls"] = [
                     call(number, "f", {"x": random_text(rng), "y": 7})

@@ -11,14 +11,14 @@ from typing import Any
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # The tags of the chain of thought: those of Qwen and DeepSeek, Seed-OSS, EXAONE,
-# Mistral, Cohere and Apertus.
+# Mistral, Cohere, Apertus and Gemma 4.
 OPENING = (
     r"(?:<think>|<seed:think>|<thought>|\[THINK\]|<\|START_THINKING\|>"
-    r"|<\|inner_prefix\|>)"
+    r"|<\|inner_prefix\|>|<\|channel>thought)"
 )
 CLOSING = (
     r"(?:</think>|</seed:think>|</thought>|\[/THINK\]|<\|END_THINKING\|>"
-    r"|<\|inner_suffix\|>)"
+    r"|<\|inner_suffix\|>|<channel\|>)"
 )
 TAG = re.compile(f"{OPENING}|{CLOSING}")
 

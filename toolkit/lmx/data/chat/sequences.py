@@ -23,6 +23,7 @@ PROMPT_BLOCK = re.compile(rf"{OPENING}(\s*)({CLOSING}\s*)?$")
 # An empty chain of thought in a turn. GLM-4.5 begins its block with a newline. The
 # prompt may have opened it.
 EMPTY_BLOCK = re.compile(rf"(?:\s*{OPENING}\s*{CLOSING}\s*)?")
+OWN_BLOCK = re.compile(rf"\s*{OPENING}")
 EMPTY_REST = re.compile(rf"(?:\s*{CLOSING}\s*)?")
 # A message after a turn, to see what ends the turn.
 NEXT = {"role": "user", "content": "Go on."}
@@ -158,11 +159,13 @@ def _ask(chat: Chat, index: int, way: dict[str, bool]) -> Turn:
         return turn
     if verbatim := _verbatim(prompt, turn, message):
         return verbatim
-    if missing is None:
-        return turn
-    raise NoTrainableTokens(
-        f"the chat template does not write the {missing} of message {index + 1}"
-    )
+    if missing:
+        raise NoTrainableTokens(
+            f"the chat template does not write the {missing} of message {index + 1}"
+        )
+    if OWN_BLOCK.match(turn.text, turn.start):
+        raise _changed(prompt, text)
+    return turn
 
 
 def _start(prompt: str, text: str, message: dict) -> Turn:
@@ -176,9 +179,7 @@ def _start(prompt: str, text: str, message: dict) -> Turn:
         for start in (len(before), len(before.rstrip())):
             if text.startswith(prompt[:start]):
                 return Turn(text, start, len(text), is_exact=False)
-    raise NoTrainableTokens(
-        f"the chat template changes the prompt: {_differ(prompt, text)}"
-    )
+    raise _changed(prompt, text)
 
 
 def skip_empty_block(text: str, start: int, message: dict) -> int:
@@ -204,10 +205,13 @@ def _prompt_block(prompt: str) -> re.Match | None:
     return PROMPT_BLOCK.search(prompt[-MAX_BLOCK:])
 
 
-def _differ(prompt: str, text: str) -> str:
+def _changed(prompt: str, text: str) -> NoTrainableTokens:
     at = common_prefix(prompt, text)
     asked, has = (shown[at : at + MAX_SHOWN] for shown in (prompt, text))
-    return f"it asks with {asked!r}, the chat has {has!r}"
+    return NoTrainableTokens(
+        f"the chat template changes the prompt: it asks with {asked!r}, the chat has "
+        f"{has!r}"
+    )
 
 
 def common_prefix(text: str, other: str) -> int:

@@ -101,7 +101,7 @@ class Window:
         """The target of turn `index`; None if it is not as a server asks for it."""
         start = self.end_of(index, add_generation_prompt=True)
         end = self.end_of(index + 1)
-        if start is None or end is None:
+        if not start or end is None:
             return None
         stop = self.chat.template.stop.search(self.text, start)
         if stop is None or self.text[end : stop.start()].strip():
