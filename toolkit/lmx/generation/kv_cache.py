@@ -301,8 +301,6 @@ class WindowCache:
     ) -> mx.array | str | None:
         """Mask of the next `length` tokens over the result of `update_and_fetch`."""
         window = window_size or self.max_size
-        # mlx-lm's plamo3 creates its caches one position too small.
-        self.max_size = max(self.max_size, window)
         before = min(self.offset, self.max_size - 1)
         if before + length <= window and not return_array:
             return None if length == 1 else "causal"
