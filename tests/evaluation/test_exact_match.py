@@ -2,7 +2,7 @@
 
 import math
 from decimal import Decimal
-from typing import get_args
+from typing import ClassVar, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -25,20 +25,13 @@ class Letters:
     has_chat_template = False
     bos_token = None
     eos_token_ids = frozenset([END])
-    text = ""
+    added_tokens_decoder: ClassVar[dict] = {}
 
     def encode(self, text, *, add_special_tokens):
         return [ord(c) - 63 for c in text]
 
-    @property
-    def detokenizer(self):
-        return Letters()
-
-    def add_token(self, token):
-        self.text += chr(token + 63)
-
-    def finalize(self):
-        pass
+    def decode(self, tokens, **_):
+        return "".join(chr(token + 63) for token in tokens)
 
 
 class Next:

@@ -8,7 +8,7 @@ from typing import Any
 from .. import cpu
 from ..errors import UserError
 from .decode_loop import BatchSampler, decode
-from .detokenizer import StreamingDetokenizer
+from .detokenizer import StreamingDetokenizer, completion_text
 from .kv_cache import CacheState, KVBits
 from .outputs import GenerationResponse, GenerationResult
 from .prefix_cache import PrefixCache
@@ -103,7 +103,8 @@ class Generator:
         else:
             steps = self._standard(cache, prompt, max_tokens, sampling, logprobs)
         stop_tokens = self.resolve_stop_tokens(stop_tokens)
-        responses = self._detokenize(steps, max_tokens, stop_tokens, stop)
+        detokenizer = StreamingDetokenizer(self.tokenizer, prompt, stop_tokens, stop)
+        responses = self._detokenize(steps, max_tokens, detokenizer)
         return self._store_prefix(responses, prompt, cache)
 
     def generate(
@@ -161,7 +162,10 @@ class Generator:
                 completions = self._decode_batch(
                     [prompts[index] for index in batch], count, stop_tokens
                 )
-                texts |= zip(batch, map(self._detokenize_all, completions), strict=True)
+                for index, tokens in zip(batch, completions, strict=True):
+                    texts[index] = completion_text(
+                        self.tokenizer, prompts[index], tokens
+                    )
         return [texts[index] for index in range(len(prompts))]
 
     def encode_chat(
@@ -265,10 +269,10 @@ class Generator:
                 cache.rollback(max(0, cache.length - len(tokens)))
                 self.prefix_cache.insert(tokens[: cache.length], cache)
 
+    @staticmethod
     def _detokenize(
-        self, steps, max_tokens: int, stop_tokens: frozenset[int], stop: Sequence[str]
+        steps, max_tokens: int, detokenizer: StreamingDetokenizer
     ) -> Iterator[GenerationResponse]:
-        detokenizer = StreamingDetokenizer(self.tokenizer, stop_tokens, stop)
         for n, (token, logprob) in enumerate(steps, 1):
             text, finish_reason = detokenizer.add(token, last=n == max_tokens)
             yield GenerationResponse(text, token, logprob, finish_reason)
@@ -297,13 +301,6 @@ class Generator:
             if not unfinished:
                 break
         return completions
-
-    def _detokenize_all(self, tokens: list[int]) -> str:
-        detokenizer = self.tokenizer.detokenizer
-        for token in tokens:
-            detokenizer.add_token(token)
-        detokenizer.finalize()
-        return detokenizer.text
 
 
 def _rate(tokens: int, seconds: float) -> float | None:

@@ -87,7 +87,7 @@ def generate_requests(
     by_request: dict[GenerationRequest, RequestProgress] = {}
     for request in requests:
         detokenizer = StreamingDetokenizer(
-            generator.tokenizer, request.stop_tokens, stop
+            generator.tokenizer, request.prompt, request.stop_tokens, stop
         )
         pending.append(RequestProgress(request, detokenizer))
         by_request[request] = pending[-1]

@@ -350,7 +350,11 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         try:
             with _tokenizer_errors(path):
                 tokenizer = utils.load_tokenizer(path, options, eos_token_ids=ids)
-                tokenizer.encode("a")
+                # Some files have SentencePiece's decoder for a byte-level vocabulary.
+                if "Ġ" in tokenizer.decode(tokenizer.encode("a a")):
+                    from tokenizers import decoders
+
+                    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
                 return tokenizer
         except UserError:
             # If this file alone is damaged, the error names it.
