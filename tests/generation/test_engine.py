@@ -5,9 +5,13 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.errors import UserError
+from lmx.errors import WILL_NOT_FIT, UserError
+from lmx.generation import engine
 from lmx.generation.engine import Generator
+from lmx.generation.requests import generate_requests, make_request
 from lmx.generation.sampling import Sampling
+from lmx.models.loader import build_model
+from tiny_families import changed, config
 from tiny_generators import MODELS, VOCABULARY, byte_tokenizer, scripted, tiny
 
 LENGTHS = [1, 2, 7, 8, 9, 16, 17, 40]  # around the step size 8 and window 16
@@ -268,6 +272,46 @@ def test_encode_chat_can_disable_thinking(llama):
     ).endswith(">>")
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "per_token"),
+    [
+        ("llama", {}, 2 * 2 * 16 * 4),  # two layers, keys and values, one head
+        ("llama wide", {"kv_bits": 8}, 2 * 2 * (32 + 4 * 2)),
+        ("llama wide", {"kv_bits": 8, "quantized_kv_start": 5}, 2 * 2 * (32 + 4 * 2)),
+        ("llama wide", {"kv_bits": [16, 4]}, 2 * 32 * 4 + 2 * (16 + 4 * 2)),
+        ("deepseek_v3", {}, 2 * (16 + 8) * 4),  # the latent, and the rotated key
+        ("gemma3", {}, 2 * 16 * 4),  # the other layer has a window
+        ("mamba", {}, 0),
+        ("recurrent_gemma", {}, 0),
+    ],
+)
+def test_completions_that_do_not_fit_in_memory_are_refused(
+    family, options, per_token, tokenizer, monkeypatch
+):
+    name, _, wide = family.partition(" ")
+    settings = changed(config(name), {"head_dim": 32} if wide else {})
+    model = build_model(settings | {"max_position_embeddings": 10**9})
+    generator = Generator(model, tokenizer, **options)
+    generator.max_positions = None
+    monkeypatch.setattr(engine, "available_memory", lambda: 10**7)
+    fitting = 10**7 // per_token if per_token else 10**9
+    next(generator.stream([1, 2, 3], max_tokens=fitting - 3))
+    if per_token:
+        with pytest.raises(UserError, match=r"takes 0\.0 GB") as caught:
+            next(generator.stream([1, 2, 3], max_tokens=fitting - 2))
+        assert caught.value.hint.startswith(f"{fitting:,} tokens fit: lower max_tokens")
+        assert caught.value.code == WILL_NOT_FIT
+    if not options and per_token:
+        requests = [
+            make_request(generator, [1, 2], fitting // 2 - 2, Sampling())
+            for _ in range(3)
+        ]
+        with pytest.raises(UserError, match="tokens fit"):
+            list(generate_requests(generator, requests))
+        with pytest.raises(UserError, match="tokens fit"):
+            generator.batch_generate([[1, 2]] * 3, max_tokens=fitting // 2)
+
+
 def test_wired_limit_is_restored(llama, tokenizer, monkeypatch):
     limits = [111]
 
@@ -275,16 +319,16 @@ def test_wired_limit_is_restored(llama, tokenizer, monkeypatch):
         limits.append(limit)
         return limits[-2]
 
-    facts = {"max_recommended_working_set_size": 777}
+    facts = {"max_recommended_working_set_size": 1 << 40}
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: facts)
     monkeypatch.setattr(mx, "set_wired_limit", set_limit)
     stream = Generator(llama, tokenizer).stream([1, 2], max_tokens=20)
     assert limits == [111]
     next(stream)
-    assert limits == [111, 777]
+    assert limits == [111, 1 << 40]
     stream.close()
-    assert limits == [111, 777, 111]
+    assert limits == [111, 1 << 40, 111]
 
 
 def test_tiny_models_generate_varied_tokens(tokenizer):

@@ -3,10 +3,12 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from .. import cpu
-from ..errors import UserError
+from ..cpu.memory import available_memory
+from ..errors import WILL_NOT_FIT, UserError
 from .decode_loop import BatchSampler, decode
 from .detokenizer import StreamingDetokenizer, completion_text
 from .kv_cache import CacheState, KVBits
@@ -21,6 +23,8 @@ from .speculative.proposer import MakeProposer
 GREEDY = Sampling()
 BATCH_SIZE = 32
 """Prompts decoded together by `Generator.batch_generate`."""
+MIN_CHECKED = 4096
+"""Fewer tokens take less memory than the model itself."""
 
 
 class Generator:
@@ -91,9 +95,11 @@ class Generator:
             stop: strings that end the completion and are not part of it.
 
         Raises:
-            UserError: the prompt is empty, or longer than the model's positions.
+            UserError: the prompt is empty, or longer than the model's positions, or
+                the KV cache of `max_tokens` does not fit in memory.
         """
         max_tokens = self.clamp_max_tokens(prompt, max_tokens)
+        self.require_memory([len(prompt) + max_tokens])
         if self.prefix_cache:
             cache, _ = self.prefix_cache.fetch(prompt, self.new_cache)
         else:
@@ -159,6 +165,7 @@ class Generator:
         for (_, count), indices in groups.items():
             for start in range(0, len(indices), BATCH_SIZE):
                 batch = indices[start : start + BATCH_SIZE]
+                self.require_memory([len(prompts[i]) + count for i in batch])
                 completions = self._decode_batch(
                     [prompts[index] for index in batch], count, stop_tokens
                 )
@@ -200,6 +207,28 @@ class Generator:
                 hint="shorten the prompt",
             )
         return min(max_tokens, room)
+
+    def require_memory(self, lengths: Sequence[int]) -> None:
+        """Refuse sequences whose KV caches, at these lengths, do not fit in memory.
+
+        Raises:
+            UserError: with the bytes.
+        """
+        if sum(lengths) < MIN_CHECKED:
+            return
+        needed, available = self._bytes_per_token * sum(lengths), available_memory()
+        if needed > available:
+            raise UserError(
+                f"the KV cache of {sum(lengths):,} tokens takes {needed / 1e9:,.1f} "
+                f"GB, and {available / 1e9:,.1f} GB of memory are available",
+                hint=f"{int(available / self._bytes_per_token):,} tokens fit: lower "
+                "max_tokens, or quantize the cache (kv_bits)",
+                code=WILL_NOT_FIT,
+            )
+
+    @cached_property
+    def _bytes_per_token(self) -> float:
+        return self.new_cache().bytes_per_token()
 
     def resolve_stop_tokens(
         self, stop_tokens: Collection[int] | None

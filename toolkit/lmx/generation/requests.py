@@ -78,11 +78,13 @@ def generate_requests(
         stop: strings that end a completion and are not part of it.
 
     Raises:
-        UserError: a cache of this model cannot be batched.
+        UserError: this model cannot be batched, or the KV caches do not fit in memory.
     """
     batcher = BatchGenerator(
         generator.model, prefill_step_size=generator.prefill_step_size
     )
+    lengths = sorted(len(r.prompt) + r.max_tokens for r in requests)
+    generator.require_memory(lengths[-batcher.max_batch_size :])
     start, pending = time.perf_counter(), []
     by_request: dict[GenerationRequest, RequestProgress] = {}
     for request in requests:
