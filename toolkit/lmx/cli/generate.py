@@ -14,6 +14,7 @@ from ..config.draft import MAX_DRAFT_TOKENS
 from ..config.quant_spec import KV_CACHE_BITS
 from ..config.text_files import read_text
 from ..errors import INTERRUPTED, UserError
+from ..generation.prompt import utf8_text
 from ..run import terminal
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ class InteractiveSession:
         if args.prompt_cache_file:
             self._load()
         if args.system is not None and not self._messages:
-            self._messages = [{"role": "system", "content": args.system}]
+            self._messages = [{"role": "system", "content": utf8_text(args.system)}]
 
     def chat(self, turns: Iterator[str]) -> None:
         """Respond to every turn. What was said before an error or Ctrl-C is saved.
@@ -393,14 +394,14 @@ class InteractiveSession:
             require_replaceable(Path(os.path.expanduser(folder)))
 
     def _load(self) -> None:
-        from ..generation import prefix_cache
+        from ..generation.prefix_cache import load_prompt_cache
 
         folder = Path(os.path.expanduser(self._args.prompt_cache_file))
         cache = self._generator.new_cache()
-        tokens = prefix_cache.load_prompt_cache(cache, folder, digest=self._digest())
-        self._generator.prefix_cache.insert(tokens, cache)
+        saved = load_prompt_cache(cache, folder, digest=self._digest())
+        self._generator.prefix_cache.insert(saved.tokens, cache)
         if self._args.chat:
-            self._messages = prefix_cache.load_messages(folder)
+            self._messages = saved.messages
 
     def _digest(self) -> str:
         from ..models.checkpoint import quick_digest
@@ -413,7 +414,7 @@ class InteractiveSession:
     def _encode(self, text: str) -> list[int]:
         if self._args.ignore_chat_template:
             return self._generator.encode_text(text)
-        self._messages.append({"role": "user", "content": text})
+        self._messages.append({"role": "user", "content": utf8_text(text)})
         return self._generator.encode_chat(self._messages)
 
     def _set_draft(self, prompt: list[int]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..models.loader import make_cache
-from .decode_loop import CLEAR_CACHE_INTERVAL, BatchSampler
+from .decode_loop import CLEAR_CACHE_INTERVAL, BatchSampler, require_numbers
 from .merged_caches import merge, require_batchable
 from .sampling import Sampling
 
@@ -164,6 +164,8 @@ class BatchGenerator:
         if not self._batch:
             return None
         logits = self.model(self._next_tokens[:, None], cache=self._caches)[:, -1, :]
+        if any(sequence.launched == 0 for sequence in self._batch):
+            require_numbers(logits, "the model")
         self._next_tokens = self._sample(logits).astype(mx.int32)
         mx.async_eval(self._next_tokens)
         for sequence in self._batch:

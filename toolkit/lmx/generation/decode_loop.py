@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from ..errors import FAILED, UserError
+from ..errors import nan_predictions
 from .kv_cache import CacheState
 from .logits_processors import LogitsProcessor
 from .sampling import Sampling, make_sampler
@@ -66,13 +66,8 @@ def decode(
         tokens: mx.array, *, is_first: bool = False
     ) -> tuple[mx.array, mx.array | None]:
         logits = cache.forward(tokens)[:, -1, :]
-        if is_first and mx.isnan(logits).any().item():
-            raise UserError(
-                "the model predicts NaN",
-                hint="a weight is NaN or infinite, or the model needs bfloat16 or "
-                "float32 in place of float16",
-                code=FAILED,
-            )
+        if is_first:
+            require_numbers(logits, "the model")
         sampled = sampler(logits)
         scores = _logprobs(logits, sampled) if logprobs else None
         mx.async_eval(sampled, scores)
@@ -95,6 +90,16 @@ def decode(
             yield current
             if n % CLEAR_CACHE_INTERVAL == 0:
                 mx.clear_cache()
+
+
+def require_numbers(logits: mx.array, model: str) -> None:
+    """Refuse the predictions of a model, such as "the draft model", that are NaN.
+
+    Raises:
+        UserError: a logit is NaN.
+    """
+    if mx.isnan(logits).any().item():
+        raise nan_predictions(model)
 
 
 def prefill(cache: CacheState, tokens: mx.array, *, step_size: int) -> None:

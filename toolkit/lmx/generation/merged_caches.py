@@ -9,6 +9,7 @@ import mlx.core as mx
 from ..errors import UserError
 from ..models.loader import make_cache
 from ..models.logit_errors import more_than_rounding
+from .decode_loop import require_numbers
 from .kv_cache import CacheState
 
 # Two prompts of a check, which are padded to one length in a batch.
@@ -28,7 +29,8 @@ def require_batchable(model: Any) -> None:
     Some architectures of mlx-lm apply masks or positions of one sequence to a batch.
 
     Raises:
-        UserError: a cache of this model holds one sequence only, or the logits differ.
+        UserError: a cache of this model holds one sequence only, or the logits differ
+            or are NaN.
     """
     if _checked.get(id(model)) is model:
         return
@@ -46,6 +48,7 @@ def require_batchable(model: Any) -> None:
         alone.append(state.forward(mx.array([prompt[-1:]])))
         model(mx.array([prompt[:-1]]), cache=caches)
         sequences.append(caches)
+    require_numbers(mx.concatenate(alone), "the model")
     last = mx.array([prompt[-1:] for prompt in PROMPTS])
     try:
         together = model(last, cache=merge(sequences))

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from ..decode_loop import require_numbers
 from ..kv_cache import CacheState
 from ..logits_processors import LogitsProcessor
 from ..sampling import Sampling, filter_logits
@@ -119,6 +120,7 @@ class DraftSampler:
     def __init__(self, *, sampled: bool, seed: int):
         self._sampled = sampled
         self._key = mx.random.key(seed)
+        self._is_first = True
 
     def draft(
         self,
@@ -131,11 +133,17 @@ class DraftSampler:
         Args:
             next_logits: logits [1, V] after a draft token int32 [1]; None = after the
                 context.
+
+        Raises:
+            UserError: the first logits are NaN.
         """
         counts, rows, tokens = sampler.counts, [], []
         greedy = sampler.is_greedy or not self._sampled
         for _ in range(count):
             logits = next_logits(tokens[-1] if tokens else None)
+            if self._is_first:
+                require_numbers(logits, "the draft model")
+                self._is_first = False
             # Penalties depend on the draft tokens before.
             logits = sampler.process(logits, counts)
             token = mx.argmax(logits, axis=-1) if greedy else self._sample(logits)
