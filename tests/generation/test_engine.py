@@ -1,12 +1,13 @@
 """The generator against mlx-lm, cached against uncached logits, stops and seeds."""
 
 import math
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.errors import WILL_NOT_FIT, UserError
-from lmx.generation import engine
+from lmx.generation import engine, requests
 from lmx.generation.engine import Generator
 from lmx.generation.requests import generate_requests, make_request
 from lmx.generation.sampling import Sampling
@@ -81,23 +82,27 @@ def test_cached_logits_comparison_detects_lost_token(model):
     assert error > 1e-3 * mx.max(mx.abs(whole)).item()
 
 
-def test_batch_generate_matches_single_prompts(model):
+def texts_of(generator, prompts, max_tokens):
+    requests = [make_request(generator, p, max_tokens, Sampling()) for p in prompts]
+    return [result.text for result in generate_requests(generator, requests)]
+
+
+@pytest.mark.parametrize("way", ["together", "kv_bits", "unlike in a batch"])
+def test_requests_have_the_texts_of_single_prompts(model, way, monkeypatch):
     tokenizer = byte_tokenizer(eos=[*"aeiostuU", "<|im_end|>"])
     generator = Generator(model, tokenizer, prefill_step_size=8)
     lengths = [5, 20, 5, 1, 20, 20, 5]
     prompts = [random_prompt(n, seed) for seed, n in enumerate(lengths)]
     alone = [generator.generate(prompt, max_tokens=30) for prompt in prompts]
-    assert generator.batch_generate(prompts, max_tokens=30) == [g.text for g in alone]
+    if way == "kv_bits":
+        generator.kv_bits = 16
+    elif way != "together":
+        error = UserError("this model cannot decode several sequences together")
+        refused = Mock(side_effect=error)
+        monkeypatch.setattr(requests, "BatchGenerator", refused)
+    assert texts_of(generator, prompts, 30) == [g.text for g in alone]
     assert len({len(g.tokens) for g in alone}) > 2  # sequences end at different steps
-
-
-def test_batch_generate_splits_into_batches(llama, tokenizer):
-    generator = Generator(llama, tokenizer)
-    prompts = [random_prompt(3, seed) for seed in range(70)]
-    texts = generator.batch_generate(prompts, max_tokens=3)
-    alone = [generator.generate(prompts[i], max_tokens=3).text for i in (0, 31, 32, 69)]
-    assert [texts[i] for i in (0, 31, 32, 69)] == alone
-    assert generator.batch_generate([], max_tokens=3) == []
+    assert texts_of(generator, [], 30) == []
 
 
 @pytest.mark.parametrize("end", [257, 258])
@@ -111,7 +116,6 @@ def test_generate_stops_at_every_eos_token(end):
     generation = generator.generate(prompt, max_tokens=10)
     assert (generation.text, len(generation.tokens)) == ("abc", 3)
     assert generation.finish_reason == "stop"
-    assert generator.batch_generate([prompt], max_tokens=10) == ["abc"]
 
 
 def test_stop_tokens_replace_eos_tokens():
@@ -154,9 +158,6 @@ def test_prefill_is_chunked():
     generator.prefill_step_size = 8
     list(generator.stream([1] * 20, max_tokens=1))
     assert [width for _, width in generator.model.calls] == [8, 8, 3, 1]
-    generator.model.calls.clear()
-    generator.batch_generate([[1] * 20] * 4, max_tokens=1)
-    assert generator.model.calls == [(4, 2)] * 9 + [(4, 1), (4, 1)]
 
 
 def test_seeds_determine_samples(llama, tokenizer):
@@ -208,7 +209,7 @@ def test_generator_rejects_empty_and_long_prompts(llama, tokenizer):
     for call in (
         generator.stream,
         generator.generate,
-        lambda p: generator.batch_generate([p]),
+        lambda p: texts_of(generator, [p], 9),
     ):
         with pytest.raises(UserError, match="prompt is empty"):
             call([])
@@ -308,8 +309,6 @@ def test_completions_that_do_not_fit_in_memory_are_refused(
         ]
         with pytest.raises(UserError, match="tokens fit"):
             list(generate_requests(generator, requests))
-        with pytest.raises(UserError, match="tokens fit"):
-            generator.batch_generate([[1, 2]] * 3, max_tokens=fitting // 2)
 
 
 def test_wired_limit_is_restored(llama, tokenizer, monkeypatch):

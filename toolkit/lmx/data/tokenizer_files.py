@@ -30,11 +30,8 @@ SETTINGS = {
     ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token"), str | dict
 )
 # Where a folder names its end tokens; mlx-lm writes the last.
-END_TOKENS = {
-    "config.json": "eos_token_id",
-    "generation_config.json": "eos_token_id",
-    "tokenizer_config.json": "eos_token_ids",
-}
+END_TOKENS = dict.fromkeys(("config.json", "generation_config.json"), "eos_token_id")
+END_TOKENS["tokenizer_config.json"] = "eos_token_ids"
 
 
 def eos_token_ids(folder: Path) -> list[int]:

@@ -42,20 +42,20 @@ class BatchSampler:
 
 def decode(
     cache: CacheState,
-    prompts: Sequence[Sequence[int]],
+    prompt: Sequence[int],
     max_tokens: int,
     sampler: BatchSampler,
     *,
     prefill_step_size: int,
     logprobs: bool = False,
-) -> Iterator[tuple[mx.array, mx.array | None]]:
-    """Yield `max_tokens` times the next tokens [B] of B prompts of equal length.
+) -> Iterator[tuple[int, float | None]]:
+    """Yield `max_tokens` times the next token of a prompt.
 
-    The second item is their log-probabilities [B] under the model, or None. While a
-    step is consumed, the next step already runs.
+    The second item is its log-probability under the model, or None. While a step is
+    consumed, the next step already runs.
 
     Args:
-        cache: may already contain a prefix of the prompts, at most all but their last
+        cache: may already contain a prefix of the prompt, at most all but its last
             token.
 
     Raises:
@@ -76,18 +76,14 @@ def decode(
     if not max_tokens:
         return
     with wired_limit():
-        tokens = mx.array(prompts)
-        prefill(
-            cache,
-            tokens[:, cache.length : -1],
-            step_size=prefill_step_size // len(prompts),
-        )
+        tokens = mx.array([prompt])
+        prefill(cache, tokens[:, cache.length : -1], step_size=prefill_step_size)
         next_step = step(tokens[:, -1:], is_first=True)
         for n in range(1, max_tokens + 1):
-            current = next_step
+            token, score = next_step
             if n < max_tokens:
-                next_step = step(current[0][:, None])
-            yield current
+                next_step = step(token[:, None])
+            yield token.item(), None if score is None else score.item()
             if n % CLEAR_CACHE_INTERVAL == 0:
                 mx.clear_cache()
 
@@ -107,7 +103,6 @@ def prefill(cache: CacheState, tokens: mx.array, *, step_size: int) -> None:
 
     The logits are never evaluated, so the LM head costs nothing.
     """
-    step_size = max(1, step_size)
     for start in range(0, tokens.shape[1], step_size):
         cache.forward(tokens[:, start : start + step_size])
         cache.evaluate()

@@ -50,68 +50,12 @@ def _partial_match(text: str, stop: str) -> int:
     return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
 
-class TextDecoder:
-    """The text that tokens add to a prompt: the tokenizer's decoding of both, less its.
-
-    The end of the prompt decides whether a first token begins with a space. A special
-    token ends a text, so nothing before the last one counts.
-
-    Args:
-        tokenizer: mlx-lm's TokenizerWrapper.
-        prompt: token ids, possibly none.
-    """
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]):
-        added = tokenizer.added_tokens_decoder.items()
-        special = [number for number, token in added if token.special]
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        for token in reversed(prompt[-MAX_CONTEXT:]):
-            whole = len(self._tokens) >= MIN_CONTEXT and not self._is_cut(self._tokens)
-            if token in special or whole:
-                break
-            self._tokens.insert(0, token)
-        # The text of tokens[_start:_end] is out, and gives the tokens after it context.
-        self._start, self._end = 0, len(self._tokens)
-
-    def add(self, token: int) -> None:
-        """Add a token."""
-        self._tokens.append(token)
-
-    def take(self, *, last: bool) -> str:
-        """The text since the last call, without a character that is not complete yet.
-
-        Args:
-            last: whether no token follows, so that all text is given.
-        """
-        before = self._decode(self._tokens[self._start : self._end])
-        text = self._decode(self._tokens[self._start :])
-        waiting = len(self._tokens) - self._end
-        if text.endswith(REPLACEMENT) and not last and waiting < MAX_WAITING:
-            return ""
-        if not text.startswith(before):  # bytes that are no characters hide the others
-            before, text = "", self._decode(self._tokens[self._end :])
-        self._start, self._end = self._end, len(self._tokens)
-        return text[len(before) :]
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-
-    def _is_cut(self, tokens: Sequence[int]) -> bool:
-        """Whether tokens start inside a character."""
-        return self._decode(tokens).startswith(REPLACEMENT)
-
-
-def completion_text(tokenizer: Any, prompt: Sequence[int], tokens: list[int]) -> str:
-    """The text of a whole completion; see `TextDecoder`."""
-    decoder = TextDecoder(tokenizer, prompt)
-    for token in tokens:
-        decoder.add(token)
-    return decoder.take(last=True)
-
-
 class StreamingDetokenizer:
     """Turns the tokens of one completion into text and detects its end.
+
+    The text is the tokenizer's decoding of prompt and completion, less that of the
+    prompt: the end of the prompt decides whether a word begins with a space. A special
+    token ends a text, so nothing before the last one counts.
 
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
@@ -127,9 +71,12 @@ class StreamingDetokenizer:
         stop_tokens: Collection[int],
         stop_strings: Sequence[str] = (),
     ):
-        self._decoder = TextDecoder(tokenizer, prompt)
+        self._tokenizer = tokenizer
         self._stop_tokens = stop_tokens
         self._matcher = StopStringMatcher(stop_strings)
+        self._tokens = self._context(prompt)
+        # The text of tokens[_start:_end] is out, and gives the tokens after it context.
+        self._start, self._end = 0, len(self._tokens)
 
     def add(self, token: int, *, last: bool) -> tuple[str, FinishReason | None]:
         """Add a token.
@@ -142,10 +89,39 @@ class StreamingDetokenizer:
         """
         is_stop = token in self._stop_tokens
         if not is_stop:
-            self._decoder.add(token)
-        text = self._matcher.push(self._decoder.take(last=is_stop or last))
+            self._tokens.append(token)
+        text = self._matcher.push(self._new_text(last=is_stop or last))
         if is_stop or last:
             text += self._matcher.flush()
         if is_stop or self._matcher.matched:
             return text, "stop"
         return text, "length" if last else None
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The end of a prompt that is decoded with the completion."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        special, tokens = {number for number, token in added if token.special}, []
+        for token in reversed(prompt[-MAX_CONTEXT:]):
+            # Enough, unless it starts inside a character.
+            is_enough = len(tokens) >= MIN_CONTEXT
+            if is_enough and not self._decode(tokens).startswith(REPLACEMENT):
+                break
+            if token in special:
+                break
+            tokens.insert(0, token)
+        return tokens
+
+    def _new_text(self, *, last: bool) -> str:
+        """The text of new tokens, without a character that is not complete yet."""
+        before = self._decode(self._tokens[self._start : self._end])
+        text = self._decode(self._tokens[self._start :])
+        waiting = len(self._tokens) - self._end
+        if text.endswith(REPLACEMENT) and not last and waiting < MAX_WAITING:
+            return ""
+        if not text.startswith(before):  # bytes that are no characters hide the others
+            before, text = "", self._decode(self._tokens[self._end :])
+        self._start, self._end = self._end, len(self._tokens)
+        return text[len(before) :]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)

@@ -1,7 +1,6 @@
-"""The generator: prompts in, text out, streamed or for many prompts at once."""
+"""The generator: a prompt in, text out, whole or streamed."""
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -10,7 +9,7 @@ from .. import cpu
 from ..cpu.memory import available_memory
 from ..errors import WILL_NOT_FIT, UserError
 from .decode_loop import BatchSampler, decode
-from .detokenizer import StreamingDetokenizer, completion_text
+from .detokenizer import StreamingDetokenizer
 from .kv_cache import CacheState, KVBits
 from .outputs import GenerationResponse, GenerationResult
 from .prefix_cache import PrefixCache
@@ -21,8 +20,6 @@ from .speculative.draft_length import DraftLengthController
 from .speculative.proposer import MakeProposer
 
 GREEDY = Sampling()
-BATCH_SIZE = 32
-"""Prompts decoded together by `Generator.batch_generate`."""
 MIN_CHECKED = 4096
 """Fewer tokens take less memory than the model itself."""
 
@@ -107,7 +104,14 @@ class Generator:
         if self.make_proposer and not logprobs:
             steps = self._speculative(cache, prompt, max_tokens, sampling)
         else:
-            steps = self._standard(cache, prompt, max_tokens, sampling, logprobs)
+            steps = decode(
+                cache,
+                prompt,
+                max_tokens,
+                BatchSampler(sampling, [prompt]),
+                prefill_step_size=self.prefill_step_size,
+                logprobs=logprobs,
+            )
         stop_tokens = self.resolve_stop_tokens(stop_tokens)
         detokenizer = StreamingDetokenizer(self.tokenizer, prompt, stop_tokens, stop)
         responses = self._detokenize(steps, max_tokens, detokenizer)
@@ -145,35 +149,6 @@ class Generator:
     def chat(self, prompt: str | Messages, **options) -> GenerationResult:
         """Reply to a chat: `generate` on the encoded messages."""
         return self.generate(self.encode_chat(prompt), **options)
-
-    def batch_generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int = 256,
-        stop_tokens: Collection[int] | None = None,
-    ) -> list[str]:
-        """Greedy completions of many prompts, in their order.
-
-        Prompts of equal length are decoded together. Without padding, the only
-        difference to single prompts is the summation order inside a matmul.
-        """
-        groups = defaultdict(list)
-        for index, prompt in enumerate(prompts):
-            groups[len(prompt), self.clamp_max_tokens(prompt, max_tokens)].append(index)
-        stop_tokens, texts = self.resolve_stop_tokens(stop_tokens), {}
-        for (_, count), indices in groups.items():
-            for start in range(0, len(indices), BATCH_SIZE):
-                batch = indices[start : start + BATCH_SIZE]
-                self.require_memory([len(prompts[i]) + count for i in batch])
-                completions = self._decode_batch(
-                    [prompts[index] for index in batch], count, stop_tokens
-                )
-                for index, tokens in zip(batch, completions, strict=True):
-                    texts[index] = completion_text(
-                        self.tokenizer, prompts[index], tokens
-                    )
-        return [texts[index] for index in range(len(prompts))]
 
     def encode_chat(
         self,
@@ -246,20 +221,6 @@ class Generator:
             quantized_kv_start=self.quantized_kv_start,
         )
 
-    def _standard(
-        self, cache: CacheState, prompt, max_tokens: int, sampling, logprobs: bool
-    ) -> Iterator[tuple[int, float | None]]:
-        steps = decode(
-            cache,
-            [prompt],
-            max_tokens,
-            BatchSampler(sampling, [prompt]),
-            prefill_step_size=self.prefill_step_size,
-            logprobs=logprobs,
-        )
-        for token, logprob in steps:
-            yield token.item(), None if logprob is None else logprob.item()
-
     def _speculative(
         self, cache: CacheState, prompt, max_tokens: int, sampling: Sampling
     ) -> Iterator[tuple[int, None]]:
@@ -307,29 +268,6 @@ class Generator:
             yield GenerationResponse(text, token, logprob, finish_reason)
             if finish_reason:
                 return
-
-    def _decode_batch(
-        self, prompts, max_tokens: int, stop_tokens: frozenset[int]
-    ) -> list[list[int]]:
-        """Greedy completions of prompts of equal length, without stop tokens."""
-        completions = [[] for _ in prompts]
-        unfinished = set(range(len(prompts)))
-        steps = decode(
-            self.new_cache(),
-            prompts,
-            max_tokens,
-            BatchSampler(GREEDY, prompts),
-            prefill_step_size=self.prefill_step_size,
-        )
-        for tokens, _ in steps:
-            for index, token in enumerate(tokens.tolist()):
-                if token in stop_tokens:
-                    unfinished.discard(index)
-                elif index in unfinished:
-                    completions[index].append(token)
-            if not unfinished:
-                break
-        return completions
 
 
 def _rate(tokens: int, seconds: float) -> float | None:

@@ -322,10 +322,6 @@ class WindowCache:
         rows = mx.arange(before, before + length)[:, None]
         return (columns <= rows) & (columns > rows - window)
 
-    def is_trimmable(self) -> bool:
-        """True: the last `WINDOW_SLACK` tokens can be trimmed at any time."""
-        return True
-
     def can_trim(self, count: int) -> bool:
         """Whether the full window is still buffered after trimming `count` tokens."""
         return self._first <= max(0, self.offset - count - self.max_size + 1)

@@ -29,36 +29,26 @@ def require_batchable(model: Any) -> None:
     Some architectures of mlx-lm apply masks or positions of one sequence to a batch.
 
     Raises:
-        UserError: a cache of this model holds one sequence only, or the logits differ
-            or are NaN.
+        UserError: the logits differ or are NaN, or a cache holds one sequence only.
     """
     if _checked.get(id(model)) is model:
         return
-    hint = "generate one completion at a time"
-    for cache in make_cache(model):
-        if not hasattr(type(cache), "merge"):
-            raise UserError(
-                f"this model's {type(cache).__name__} cannot hold several sequences",
-                hint=hint,
-            )
     alone, sequences = [], []
     for prompt in PROMPTS:
-        state, caches = CacheState(model), make_cache(model)
-        state.forward(mx.array([prompt[:-1]]))
-        alone.append(state.forward(mx.array([prompt[-1:]])))
-        model(mx.array([prompt[:-1]]), cache=caches)
-        sequences.append(caches)
+        alone.append(CacheState(model).forward(mx.array([prompt]))[:, -1:])
+        sequences.append(make_cache(model))
+        model(mx.array([prompt[:-1]]), cache=sequences[-1])
     require_numbers(mx.concatenate(alone), "the model")
     last = mx.array([prompt[-1:] for prompt in PROMPTS])
     try:
         together = model(last, cache=merge(sequences))
         error = more_than_rounding(together, mx.concatenate(alone))
-    except (TypeError, ValueError) as broken:
+    except (AttributeError, TypeError, ValueError) as broken:
         error = f"not computed: {broken}"
     if error:
         raise UserError(
-            f"this model cannot decode several sequences together: the logits of a "
-            f"sequence in a batch are {error}",
-            hint=hint,
+            "this model cannot decode several sequences together: the logits of one of "
+            f"them are {error}",
+            hint="generate one completion at a time",
         )
     _checked[id(model)] = model

@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 import mlx.core as mx
 from annotated_types import Len
 from mlx.utils import tree_flatten, tree_unflatten
-from pydantic import NonNegativeInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
-from ..config.base import ConfigModel
 from ..errors import UserError, error_detail, library_errors
 from ..models.safetensors_io import read_header
 from ..run.fs import atomic_folder, hash_file, read_json
@@ -107,20 +106,25 @@ def require_replaceable(folder: Path) -> None:
         )
 
 
-class SavedPrompt(ConfigModel):
-    """What a prompt cache says of itself, besides its arrays."""
+class SavedPrompt(BaseModel):
+    """What a prompt cache says of itself, besides its arrays.
+
+    Attributes:
+        digest: hash of the model; only this model can load the cache.
+        kinds: the class of every layer cache.
+        scalars: values of the cache state that are no arrays.
+        tokens: that the cache has processed.
+        messages: the chat that was processed; may be empty.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     digest: str
-    """Hash of the model; only this model can load the cache."""
     arrays_sha256: str
     kinds: list[str]
-    """The class of every layer cache."""
     scalars: dict[str, int | None]
-    """Values of the cache state that are no arrays."""
     tokens: list[NonNegativeInt]
-    """The tokens that the cache has processed."""
     messages: list[Annotated[dict[Literal["role", "content"], str], Len(2)]]
-    """The chat that was processed; may be empty."""
 
     @property
     def sha256(self) -> str:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ..errors import UserError
 from .batching import BatchGenerator, GenerationRequest
 from .detokenizer import StreamingDetokenizer
 from .engine import Generator
@@ -74,15 +75,26 @@ def generate_requests(
 ) -> Iterator[GenerationResult]:
     """Yield the completions in the order of the requests, each as soon as possible.
 
+    They are decoded together, or one by one with a quantized cache or with a model that
+    cannot be batched.
+
     Args:
         stop: strings that end a completion and are not part of it.
 
     Raises:
-        UserError: this model cannot be batched, or the KV caches do not fit in memory.
+        UserError: the KV caches do not fit in memory.
     """
-    batcher = BatchGenerator(
-        generator.model, prefill_step_size=generator.prefill_step_size
-    )
+    batcher = None if generator.kv_bits else _batcher(generator)
+    if batcher is None:
+        for request in requests:
+            yield generator.generate(
+                request.prompt,
+                max_tokens=request.max_tokens,
+                sampling=request.sampling,
+                stop_tokens=request.stop_tokens,
+                stop=stop,
+            )
+        return
     lengths = sorted(len(r.prompt) + r.max_tokens for r in requests)
     generator.require_memory(lengths[-batcher.max_batch_size :])
     start, pending = time.perf_counter(), []
@@ -102,3 +114,13 @@ def generate_requests(
             yield pending.pop().result(start)
         for request, token, is_last in batcher.step():
             by_request[request].add(token, is_last, batcher)
+
+
+def _batcher(generator: Generator) -> BatchGenerator | None:
+    """None if the model cannot be batched."""
+    try:
+        return BatchGenerator(
+            generator.model, prefill_step_size=generator.prefill_step_size
+        )
+    except UserError:
+        return None

@@ -13,9 +13,9 @@ def _with_axis_of_groups(attention: Callable) -> Callable:
     """Gemma 2 groups its heads on an axis that masks of a batch [B, 1, L, S] lack."""
 
     def call(self, x, mask=None, cache=None):
-        if self.repeats > 1 and mask is not None and mask.ndim == 4:
-            mask = mask[:, :, None]
-        return attention(self, x, mask, cache)
+        is_batch = mask is not None and mask.ndim == 4
+        lacks_axis = is_batch and self.repeats > 1
+        return attention(self, x, mask[:, :, None] if lacks_axis else mask, cache)
 
     return call
 
