@@ -1,6 +1,5 @@
 """The generator: a prompt in, text out, whole or streamed."""
 
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,7 +10,7 @@ from ..errors import WILL_NOT_FIT, UserError
 from .decode_loop import BatchSampler, decode
 from .detokenizer import StreamingDetokenizer
 from .kv_cache import CacheState, KVBits
-from .outputs import GenerationResponse, GenerationResult
+from .outputs import CompletionOutput, GenerationResponse, GenerationResult
 from .prefix_cache import PrefixCache
 from .prompt import Messages, encode_chat, encode_text
 from .sampling import Sampling
@@ -125,26 +124,12 @@ class Generator:
         **options,
     ) -> GenerationResult:
         """Generate a whole completion. `options` are those of `stream`."""
-        responses, start = [], time.perf_counter()
-        first = last = start
-        for response in self.stream(prompt, **options):
-            last = time.perf_counter()
-            first = first if responses else last
-            responses.append(response)
-            on_token(response)
-        tokens = [response.token for response in responses]
         stop_tokens = self.resolve_stop_tokens(options.get("stop_tokens"))
-        if tokens and tokens[-1] in stop_tokens:
-            tokens = tokens[:-1]
-        return GenerationResult(
-            text="".join(response.text for response in responses),
-            tokens=tokens,
-            prompt_tokens=len(prompt),
-            finish_reason=responses[-1].finish_reason if responses else "length",
-            ttft_ms=1000 * (first - start) if responses else None,
-            prefill_tokens_per_second=_rate(len(prompt), first - start),
-            decode_tokens_per_second=_rate(len(responses) - 1, last - first),
-        )
+        output = CompletionOutput(len(prompt), stop_tokens)
+        for response in self.stream(prompt, **options):
+            output.add(response)
+            on_token(response)
+        return output.result()
 
     def chat(self, prompt: str | Messages, **options) -> GenerationResult:
         """Reply to a chat: `generate` on the encoded messages."""
@@ -268,7 +253,3 @@ class Generator:
             yield GenerationResponse(text, token, logprob, finish_reason)
             if finish_reason:
                 return
-
-
-def _rate(tokens: int, seconds: float) -> float | None:
-    return tokens / seconds if tokens > 0 and seconds > 0 else None
