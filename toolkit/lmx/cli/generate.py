@@ -81,8 +81,9 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="quantize the KV cache after N tokens; default 0",
     )
-    add("--save-prompt-cache", metavar="FOLDER", help="save the KV cache at the end")
-    add("--prompt-cache-file", metavar="FOLDER", help="continue from a saved KV cache")
+    folder = {"metavar": "FOLDER", "type": lambda path: Path(os.path.expanduser(path))}
+    add("--save-prompt-cache", **folder, help="save the KV cache at the end")
+    add("--prompt-cache-file", **folder, help="continue from a saved KV cache")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
     add("--trust-remote-code", action="store_true", help="run the model's own Python")
@@ -299,7 +300,11 @@ class InteractiveSession:
         self._generator, self._sampling = generator, sampling
         self._messages: list[dict[str, str]] = []
         self._output = terminal.StreamedText()
-        self._require_replaceable_cache()
+        if args.save_prompt_cache:
+            from ..generation.prefix_cache import require_replaceable
+
+            # Before the generation, which would be lost.
+            require_replaceable(args.save_prompt_cache)
         if args.prompt_cache_file:
             self._load()
         if args.system is not None and not self._messages:
@@ -380,24 +385,16 @@ class InteractiveSession:
         cache, tokens = latest
         save_prompt_cache(
             cache,
-            Path(os.path.expanduser(self._args.save_prompt_cache)),
+            self._args.save_prompt_cache,
             digest=self._digest(),
             tokens=tokens,
             messages=self._messages if self._args.chat else [],
         )
 
-    def _require_replaceable_cache(self) -> None:
-        """Refuse other files before the generation, which would be lost."""
-        from ..generation.prefix_cache import require_replaceable
-
-        if folder := self._args.save_prompt_cache:
-            require_replaceable(Path(os.path.expanduser(folder)))
-
     def _load(self) -> None:
         from ..generation.prefix_cache import load_prompt_cache
 
-        folder = Path(os.path.expanduser(self._args.prompt_cache_file))
-        cache = self._generator.new_cache()
+        cache, folder = self._generator.new_cache(), self._args.prompt_cache_file
         saved = load_prompt_cache(cache, folder, digest=self._digest())
         self._generator.prefix_cache.insert(saved.tokens, cache)
         if self._args.chat:
