@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -159,3 +159,27 @@ class DraftSampler:
     def _sample(self, logits: mx.array) -> mx.array:
         self._key, subkey = mx.random.split(self._key)
         return mx.random.categorical(logits, key=subkey)
+
+
+class HiddenStateProposer:
+    """Base class of proposers that read hidden states of the target.
+
+    Args:
+        drafter: bound to the target.
+        cache: of the completion. From here on, it records hidden states; tokens whose
+            states are not known are not read.
+        sampled: sample draft tokens with the target's settings; otherwise draft
+            greedily. Both are lossless; the better acceptance rate depends on the pair.
+        seed: seed of the draft samples, independent of the target's.
+    """
+
+    salt: int
+    """Sets the samples of every kind of drafter apart."""
+
+    def __init__(
+        self, drafter: Any, cache: CacheState, *, sampled: bool = True, seed: int = 0
+    ):
+        cache.record_hidden_states(drafter.layer_ids)
+        self._drafter, self._target_cache = drafter, cache
+        self._sampler = DraftSampler(sampled=sampled, seed=seed ^ self.salt)
+        self._cache = drafter.make_cache()
