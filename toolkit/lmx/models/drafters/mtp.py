@@ -53,7 +53,7 @@ class MTPHead(nn.Module):
         self.layers = _decoder_layers(config, text.get("mtp_num_hidden_layers") or 1)
         self.norm = nn.RMSNorm(width, eps)
         blocks = find_blocks(model)
-        self.layer_ids = [len(blocks.trunk[blocks.name]) - 1]
+        self.layer_ids = (len(blocks.trunk[blocks.name]) - 1,)
         # `nn.Module` does not treat names with an underscore as parameters.
         self._target, self._blocks = TargetHead(model), blocks
 
