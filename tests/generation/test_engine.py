@@ -87,22 +87,31 @@ def texts_of(generator, prompts, max_tokens):
     return [result.text for result in generate_requests(generator, requests)]
 
 
-@pytest.mark.parametrize("way", ["together", "kv_bits", "unlike in a batch"])
-def test_requests_have_the_texts_of_single_prompts(model, way, monkeypatch):
+def check_requests(model):
     tokenizer = byte_tokenizer(eos=[*"aeiostuU", "<|im_end|>"])
     generator = Generator(model, tokenizer, prefill_step_size=8)
     lengths = [5, 20, 5, 1, 20, 20, 5]
     prompts = [random_prompt(n, seed) for seed, n in enumerate(lengths)]
     alone = [generator.generate(prompt, max_tokens=30) for prompt in prompts]
-    if way == "kv_bits":
-        generator.kv_bits = 16
-    elif way != "together":
-        error = UserError("this model cannot decode several sequences together")
-        refused = Mock(side_effect=error)
-        monkeypatch.setattr(requests, "BatchGenerator", refused)
     assert texts_of(generator, prompts, 30) == [g.text for g in alone]
     assert len({len(g.tokens) for g in alone}) > 2  # sequences end at different steps
     assert texts_of(generator, [], 30) == []
+    return generator, prompts
+
+
+def test_requests_have_the_texts_of_single_prompts(model):
+    check_requests(model)
+
+
+def test_requests_that_cannot_be_batched_are_generated_one_by_one(llama, monkeypatch):
+    error = UserError("this model cannot decode several sequences together")
+    batcher = Mock(side_effect=error)
+    monkeypatch.setattr(requests, "BatchGenerator", batcher)
+    generator, prompts = check_requests(llama)
+    batcher.reset_mock()
+    generator.kv_bits = 16
+    assert len(texts_of(generator, prompts, 3)) == len(prompts)
+    batcher.assert_not_called()
 
 
 @pytest.mark.parametrize("end", [257, 258])
