@@ -22,6 +22,7 @@ from ..config.quant_spec import KV_CACHE_BITS
 from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
 from . import checkpoint_fixups, config_check
+from .architecture_fixes import repair
 from .checkpoint import check_weights, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
@@ -326,9 +327,7 @@ def model_arguments(config: dict, *, place: str | Path = "config.json") -> Any:
 
 
 def _prepare(model: nn.Module) -> nn.Module:
-    # mlx-lm's recurrent_gemma skips nn.Module.__init__, so it could not be frozen.
-    if not hasattr(model, "_no_grad"):
-        nn.Module.__init__(model)
+    repair(model)
     # Before the model computes: mlx-lm's compiled functions keep what they were traced
     # with, so a later replacement would change the rounding of the same model.
     cpu.enable()
@@ -354,7 +353,11 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         try:
             with _tokenizer_errors(path):
                 tokenizer = utils.load_tokenizer(path, options, eos_token_ids=ids)
-                tokenizer.encode("a")
+                # Some files have SentencePiece's decoder for a byte-level vocabulary.
+                if "Ġ" in tokenizer.decode(tokenizer.encode("a a")):
+                    from tokenizers import decoders
+
+                    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
                 return tokenizer
         except UserError:
             # If this file alone is damaged, the error names it.

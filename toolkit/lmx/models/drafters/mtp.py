@@ -40,7 +40,7 @@ class MTPHead(nn.Module):
         model: the model, loaded.
 
     Attributes:
-        layer_id: the target's block, from 0, whose output it reads.
+        layer_ids: the target's block, from 0, whose output it reads.
     """
 
     def __init__(self, config: dict, model: nn.Module):
@@ -53,7 +53,7 @@ class MTPHead(nn.Module):
         self.layers = _decoder_layers(config, text.get("mtp_num_hidden_layers") or 1)
         self.norm = nn.RMSNorm(width, eps)
         blocks = find_blocks(model)
-        self.layer_id = len(blocks.trunk[blocks.name]) - 1
+        self.layer_ids = (len(blocks.trunk[blocks.name]) - 1,)
         # `nn.Module` does not treat names with an underscore as parameters.
         self._target, self._blocks = TargetHead(model), blocks
 
@@ -95,7 +95,7 @@ class MTPHead(nn.Module):
         return [kv_cache() for _ in self.layers]
 
     def target_states(self, states: mx.array) -> mx.array:
-        """What it reads of outputs [B, L, width] of the target's block `layer_id`."""
+        """What it reads of outputs [B, L, width] of that block of the target."""
         return self._blocks.trunk.norm(states)
 
     def __call__(self, tokens: mx.array, states: mx.array, caches: list) -> mx.array:

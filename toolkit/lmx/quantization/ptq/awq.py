@@ -11,6 +11,7 @@ import mlx.core as mx
 from ...config.quant_spec import QuantSpec
 from ...config.quantize import AWQConfig
 from ..packing import dequantize, pack
+from ..target_layers import has_known_inputs
 from .awq_scaling import AWQScaler, BlockError, ScalingResult, quantized_weights
 from .base import BlockContext, PTQContext, PTQMethod, QuantizedTensor, Weights
 from .input_statistics import InputStatistics
@@ -65,10 +66,11 @@ class AWQ(PTQMethod):
             result.weights, block.paths, self.scaler.quantizer(block)
         )
         best_error, clipped_paths = result.after, set()
+        modules = dict(block.block.named_modules())
         for path in block.paths:
             name, full_path = f"{path}.weight", block.prefix + path
             spec, dtype = self.context.specs[full_path], self.context.dtype
-            if spec.mode != "affine":
+            if spec.mode != "affine" or not has_known_inputs(modules[path]):
                 continue
             statistics = _input_statistics(result.search, result.weights, path)
             if statistics is None:
