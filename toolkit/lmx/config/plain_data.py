@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import ConfigError, KeyPath
+from .validation import kind_name
 from .yaml_io import MAX_DEPTH, TOO_DEEP
 
 SCALARS = (bool, int, float)
@@ -59,6 +60,5 @@ def _block(value: Mapping, path: KeyPath, errors: list[ConfigError]) -> dict:
 
 
 def _kind(value: Any) -> str:
-    name = type(value).__name__
     hint = "; give it to lmx.train as loss or metrics" * callable(value)
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}{hint}"
+    return f"{kind_name(value)}{hint}"

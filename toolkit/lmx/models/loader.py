@@ -398,21 +398,20 @@ def kv_cache() -> Any:
 
 
 def make_rope(head_dim: int, config: dict) -> nn.Module:
-    """The rotary embedding of a config.json in the Hugging Face format.
+    """A rotary embedding.
 
     Args:
-        config: `rope_theta`, `rope_scaling`, or `rope_parameters` with both, and
-            `max_position_embeddings`.
+        config: `rope_theta`, `rope_scaling` and `max_position_embeddings`, as in a
+            config.json of Hugging Face.
     """
     with _mlx_lm():
         from mlx_lm.models.rope_utils import initialize_rope
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or (
-        parameters if "rope_type" in parameters else None
-    )
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
     return initialize_rope(
-        head_dim, theta, False, scaling, config.get("max_position_embeddings")
+        head_dim,
+        config["rope_theta"],
+        False,
+        config["rope_scaling"],
+        config["max_position_embeddings"],
     )
 
 

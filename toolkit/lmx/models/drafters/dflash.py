@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ...errors import UserError, library_errors
+from ...errors import UserError
 from ..loader import kv_cache, make_rope
 from .base import Drafter
 from .dflash_config import DFlashConfig, is_dflash
@@ -37,7 +37,7 @@ class DFlashAttention(nn.Module):
         self.q_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         # The underscore keeps it out of the parameters.
-        self._rope = make_rope(size, config.to_json())
+        self._rope = make_rope(size, config.rope)
 
     def keys_values(self, rows: mx.array, offset: int | mx.array) -> KeysValues:
         """Keys and values [B, groups, N, D] of rows [B, N, width].
@@ -258,8 +258,7 @@ class DFlashDrafter(Drafter):
     @classmethod
     def from_config(cls, config: dict, *, place: str) -> Self:
         """See `Drafter`."""
-        with library_errors("config.json is damaged", place=place):
-            return cls(DFlashConfig.from_json(config, place=place))
+        return cls(DFlashConfig.from_json(config, place=place))
 
     def to_config(self) -> dict:
         """See `Drafter`."""

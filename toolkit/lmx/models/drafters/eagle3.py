@@ -5,7 +5,6 @@ token t, joined by `fc`, and predicts token t + 2. After the last row, the outpu
 draft token takes the place of the states of the next one.
 """
 
-from dataclasses import replace
 from typing import Self
 
 import mlx.core as mx
@@ -50,7 +49,7 @@ class Eagle3Drafter(Drafter):
         self.fc = nn.Linear(inputs, width, bias=False)
         self.layers = [
             Eagle3Layer(config, is_first=not index)
-            for index in range(config.num_layers)
+            for index in range(config.num_hidden_layers)
         ]
         self.norm = nn.RMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
@@ -228,7 +227,7 @@ class Eagle3Drafter(Drafter):
         return cls(Eagle3Config.from_json(config, place=place))
 
     def to_config(self) -> dict:
-        return replace(self.config, layer_ids=self.layer_ids).to_json()
+        return self.config.model_copy(update={"layer_ids": self.layer_ids}).to_json()
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """See `Drafter`.

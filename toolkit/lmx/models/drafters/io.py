@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from ...errors import UserError
 from ...run.fs import read_json, write_atomic
-from ..checkpoint import require_own_files, tensor_files
+from ..checkpoint import check_weights, require_own_files, tensor_files
 from ..hidden_states import require_hidden_states
 from ..loader import checkpoint_folder, download_snapshot, stored_dtype
 from ..safetensors_io import write_safetensors
@@ -77,7 +77,9 @@ def load_drafter(source: str | Path, target: nn.Module) -> Drafter:
     cls = drafter_class(config)
     if cls is None:
         raise UserError("this is no drafter that lmx knows", place=place)
-    drafter = cls.from_config(config, place=place)
+    layer = config.get("transformer_layer_config")
+    check_weights(folder, config | layer if isinstance(layer, dict) else config)
+    drafter = cls.from_config(config, place=str(folder / "config.json"))
     weights = {
         name: tensor
         for file in sorted(set(tensor_files(folder).values()))
@@ -116,6 +118,14 @@ def _require_tensors(weights: dict, drafter: Drafter, place: str) -> None:
             raise UserError(
                 f"the tensor {name} has the shape {list(weights[name].shape)} instead "
                 f"of {list(value.shape)}",
+                place=place,
+            )
+        if mx.issubdtype(value.dtype, mx.floating) and not mx.issubdtype(
+            weights[name].dtype, mx.floating
+        ):
+            raise UserError(
+                f"the tensor {name} has values of {weights[name].dtype}, which are no "
+                "weights",
                 place=place,
             )
     if others := sorted(weights.keys() - parameters.keys()):
