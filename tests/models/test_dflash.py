@@ -319,7 +319,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_other_designs_and_damaged_configs_are_refused(case, message):
     config = case[1].to_config()
-    del config["dflash_config"]
+    del config["dflash_config"], config["rope_parameters"]
     config |= REFUSED[message]
     assert DFlashDrafter.matches(config)
     with pytest.raises(UserError, match=message):

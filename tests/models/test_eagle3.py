@@ -337,7 +337,7 @@ def flat_form(config, weights):
         else value
         for name, value in weights.items()
     }
-    del weights["embed_tokens.weight"]
+    del weights["embed_tokens.weight"], flat["rope_parameters"]
     return flat, weights
 
 
