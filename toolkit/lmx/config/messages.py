@@ -12,7 +12,7 @@ from .base import ConfigModel
 from .errors import KeyPath
 from .key_hints import key_hint, value_hint
 from .schema import RecipeConfig, StageEntry
-from .validation import EXPECTED, describe, shown
+from .validation import EXPECTED, describe, path_of, shown
 
 # Keys whose value chooses among several blocks.
 TAGS = ("method", "type")
@@ -45,17 +45,6 @@ def explain(error: dict, data: Any) -> Problem:
         return _unknown_value(path, error, data)
     hint = _type_hint(path, error) if kind in EXPECTED else None
     return Problem(path, describe(error), hint)
-
-
-def path_of(location: Iterable[str | int], data: Any) -> KeyPath:
-    """The keys of a pydantic location that exist in `data`, without union tags."""
-    path: list[str | int] = []
-    for step in location:
-        known = range(len(data)) if isinstance(data, list) else data
-        if isinstance(known, dict | range) and step in known:
-            data = data[step]
-            path.append(step)
-    return tuple(path)
 
 
 def nearest(name: Any, names: Iterable[str]) -> str | None:

@@ -1,13 +1,14 @@
 """Values of a foreign file, and arguments, against the types that they must have."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import date
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import MAX_VALUE, UserError, shorten
+from .errors import KeyPath
 
 EXPECTED = {
     "int_type": "a whole number",
@@ -54,9 +55,12 @@ class FileConfig(BaseModel):
             return cls.model_validate(data)
         except ValidationError as invalid:
             error = invalid.errors(include_url=False)[0]
-            key = ".".join(map(str, error["loc"]))
-            message = f"{key}: {describe(error)}" if key else describe(error)
-            raise UserError(shorten(message), place=place) from invalid
+            path = path_of(error["loc"], data)
+            if error["type"] == "missing":
+                path = (*path, error["loc"][-1])
+            key = ".".join(map(str, path))
+            message = f"{key}: {describe(error)}".removeprefix(": ")
+            raise UserError(message, place=place) from invalid
 
 
 def describe(error: dict) -> str:
@@ -64,6 +68,8 @@ def describe(error: dict) -> str:
     kind, context, got = error["type"], error.get("ctx", {}), shown(error["input"])
     if kind == "missing":
         return "this key is missing"
+    if kind == "extra_forbidden":
+        return "this key is unknown"
     if kind == "value_error":
         return str(context["error"])
     if kind in LIMITS:
@@ -71,6 +77,17 @@ def describe(error: dict) -> str:
     if expected := EXPECTED.get(kind) or context.get("expected"):
         return f"expected {expected}, got {got}"
     return f"{error['msg'][0].lower()}{error['msg'][1:]}, got {got}"
+
+
+def path_of(location: Iterable[str | int], data: Any) -> KeyPath:
+    """The keys of a pydantic location that exist in `data`, without union tags."""
+    path: list[str | int] = []
+    for step in location:
+        known = range(len(data)) if isinstance(data, list) else data
+        if isinstance(known, dict | range) and step in known:
+            data = data[step]
+            path.append(step)
+    return tuple(path)
 
 
 def shown(value: Any) -> str:

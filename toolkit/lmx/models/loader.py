@@ -25,6 +25,7 @@ from . import checkpoint_fixups, config_check
 from .checkpoint import check_weights, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
+from .lora.io import LEAVES, WEIGHTS_FILE, read_adapter, require_names
 from .qq_linear import replace_qq_layers
 
 CHECKPOINT_PATTERNS = [
@@ -225,12 +226,48 @@ def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
 
 
 def _load_adapter(model: nn.Module, folder: Path) -> None:
-    with _mlx_lm():
-        from mlx_lm.tuner.utils import load_adapters
-    hint = "is it of this model, with adapter_config.json beside it?"
-    with library_errors("the adapter does not load", place=folder, hint=hint):
-        load_adapters(model, str(folder))
-        mx.eval(model.parameters())
+    """Add an adapter whose tensors are exactly those of its config.
+
+    Raises:
+        UserError: see `read_adapter`; or the adapter is not of this model.
+    """
+    config, tensors = read_adapter(folder)
+    place = str(folder / WEIGHTS_FILE)
+    blocks = {id(block) for block in config.blocks(model)}
+    prefixes = [f"{path}." for path, m in model.named_modules() if id(m) in blocks]
+    trained = dict(tree_flatten(model.trainable_parameters()))
+    targets = {
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.QuantizedLinear)
+        and config.is_peft_target(path)
+    }
+    if config.is_low_rank:
+        with _mlx_lm():
+            from mlx_lm.tuner.utils import linear_to_lora_layers
+        with library_errors("the adapter does not load", place=folder):
+            linear_to_lora_layers(
+                model,
+                config.num_layers,
+                config.lora_parameters.model_dump(),
+                use_dora=config.fine_tune_type == "dora",
+            )
+        trained = dict(tree_flatten(model.parameters()))
+        expected = {n for n in trained if n.rpartition(".")[2] in LEAVES}
+        expected |= {f"{path}.lora_a" for path in targets}
+    else:
+        expected = {name for name in trained if name.startswith(tuple(prefixes))}
+    require_names(tensors, expected, place)
+    for name, value in tensors.items():
+        if value.shape != trained[name].shape:
+            raise UserError(
+                f"{name} has the shape {list(value.shape)}, in this model it has "
+                f"{list(trained[name].shape)}",
+                place=place,
+                hint="an adapter only fits the model that it was trained for",
+            )
+    model.load_weights(list(tensors.items()), strict=False)
+    mx.eval(model.parameters())
     # Dropout is for training.
     model.eval()
 

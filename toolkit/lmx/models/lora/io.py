@@ -1,19 +1,77 @@
 """Adapters on disk, in mlx-lm's format."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated, Literal, Self
 
 import mlx.core as mx
 import mlx.nn as nn
+from pydantic import ConfigDict, Field, model_validator
 
 from ...config.lora import LoRAConfig
+from ...config.validation import FileConfig
 from ...errors import UserError
 from ...run.fs import read_json
 from ..quantized_layers import is_quantized
+from ..safetensors_io import read_header
+from .lora_model import adapted_layers
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapters.safetensors"
+LEAVES = ("lora_a", "lora_b", "m")
 # mlx-lm's DoRA takes the width of packed codes for a multiple of whole 32 / bits.
 UNEVEN_BITS = (3, 5, 6)
+
+
+class LoRAParameters(FileConfig):
+    """mlx-lm's `lora_parameters`; `alpha` is in old files and was never read.
+
+    Attributes:
+        keys: paths within a block, or whole paths; None = all layers of the blocks.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    rank: Annotated[int, Field(ge=1, lt=2**31)]
+    scale: float
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    keys: list[str] | None = None
+    alpha: float | None = None
+
+
+class AdapterConfig(FileConfig):
+    """mlx-lm's adapter_config.json.
+
+    Attributes:
+        num_layers: adapted blocks, from the last one; all if it is not positive.
+        model: the name of the base model.
+        peft_target_modules: of an import, the ends of the paths of adapted layers.
+    """
+
+    fine_tune_type: Literal["lora", "dora", "full"] = "lora"
+    num_layers: int
+    lora_parameters: LoRAParameters | None = None
+    model: str | None = None
+    peft_target_modules: list[str] = []  # noqa: RUF012
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Self:
+        if self.is_low_rank and self.lora_parameters is None:
+            raise ValueError("lora_parameters is missing")
+        return self
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether it has matrices, not whole weights."""
+        return self.fine_tune_type != "full"
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The adapted blocks of a model."""
+        return list(model.layers[-max(self.num_layers, 0) :])
+
+    def is_peft_target(self, path: str) -> bool:
+        """Whether peft adapts the layer of this path."""
+        return f".{path}".endswith(tuple(f".{t}" for t in self.peft_target_modules))
 
 
 def save_adapter(
@@ -95,30 +153,108 @@ def _pad_rank(value: mx.array, axis: int | None, rank: int) -> mx.array:
     return mx.pad(value, padding)
 
 
-def init_adapter(layers: dict[str, nn.Module], folder: Path) -> None:
-    """Initialize adapted layers with the matrices of a trained adapter.
+def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, mx.array]]:
+    """The config and the tensors of an adapter in mlx-lm's format.
+
+    Raises:
+        UserError: a file is missing or damaged, a value of the config is wrong, or a
+            layer lacks a matrix, or has one of another rank or of integers.
+    """
+    config_file, file = folder / CONFIG_FILE, folder / WEIGHTS_FILE
+    for path in (config_file, file):
+        if not path.is_file():
+            raise UserError(f"this is no adapter: no {path.name}", place=str(folder))
+    config = AdapterConfig.read(read_json(config_file), place=str(config_file))
+    tensors = read_tensors(file)
+    if config.is_low_rank:
+        _require_matrices(config, tensors, str(file))
+    return config, tensors
+
+
+def read_tensors(file: Path) -> dict[str, mx.array]:
+    """The tensors of an adapter, by name.
+
+    Raises:
+        UserError: the file is damaged, or has integers.
+    """
+    read_header(file)
+    tensors = dict(mx.load(str(file)))
+    for name, value in tensors.items():
+        if not mx.issubdtype(value.dtype, mx.floating):
+            message = f"{name} has values of {value.dtype}, which are no weights"
+            raise UserError(message, place=str(file))
+    return tensors
+
+
+def _require_matrices(
+    config: AdapterConfig, tensors: dict[str, mx.array], place: str
+) -> None:
+    """Refuse an adapted layer without all matrices of the config's type and rank."""
+    leaves = LEAVES[: 3 if config.fine_tune_type == "dora" else 2]
+    rank = config.lora_parameters.rank
+    layers = {name.rpartition(".")[0] for name in tensors}
+    expected = {f"{path}.{leaf}" for path in layers for leaf in leaves}
+    require_names(tensors, expected, place)
+    for path in sorted(layers):
+        a, b = (tensors[f"{path}.{leaf}"].shape for leaf in ("lora_a", "lora_b"))
+        # That of experts is [experts, rank, in], and B is [experts, out, rank].
+        ranks = (a[1:2], b[2:] if len(b) == 3 else b[:1])
+        if len(a) != len(b) or set(ranks) != {(rank,)}:
+            raise UserError(
+                f"{path} has matrices {list(a)} and {list(b)}; the rank of "
+                f"{CONFIG_FILE} is {rank}",
+                place=place,
+            )
+
+
+def require_names(names: Iterable[str], expected: set[str], place: str) -> None:
+    """Refuse an adapter that lacks tensors, or has others.
+
+    Args:
+        expected: what the config and the model say.
+
+    Raises:
+        UserError: naming a tensor.
+    """
+    if missing := sorted(expected - {*names}):
+        raise UserError(
+            f"the adapter lacks {missing[0]}, which {CONFIG_FILE} says is trained "
+            f"({len(missing)} of {len(expected)} tensors are missing)",
+            place=place,
+            hint="copy the file again, or the adapter_config.json that belongs to it",
+        )
+    if others := sorted({*names} - expected):
+        raise UserError(
+            f"the adapter has {others[0]}, but {CONFIG_FILE} names no such layer of "
+            "this model",
+            place=place,
+            hint="is it of this model, with the adapter_config.json of its training?",
+        )
+
+
+def init_adapter(model: nn.Module, folder: Path) -> None:
+    """Initialize the adapted layers of a model with those of a trained adapter.
 
     Scales may differ. In a layer of a higher rank, the additional ranks of A keep their
     initial values and those of B stay zero. A layer that the adapter does not have
     keeps its initial values.
 
     Args:
-        layers: the adapted layers by path, from `adapted_layers`.
         folder: an adapter in mlx-lm's format.
 
     Raises:
-        UserError: the adapter has other layers, another type or a higher rank.
+        UserError: the adapter has other layers, another type or a higher rank, lacks a
+            layer that its config names, or cannot be read.
     """
-    place = str(folder)
-    config_file, file = folder / CONFIG_FILE, folder / WEIGHTS_FILE
-    config = read_json(config_file) if config_file.is_file() else {}
-    if "lora_parameters" not in config or not file.is_file():
+    config, tensors = read_adapter(folder)
+    place, layers = str(folder), adapted_layers(model)
+    if not config.is_low_rank:
         raise UserError("this is no low-rank adapter", place=place)
-    scale = config["lora_parameters"]["scale"]
     trained: dict[str, dict[str, mx.array]] = {}
-    for name, value in mx.load(str(file)).items():
+    for name, value in tensors.items():
         path, _, leaf = name.rpartition(".")
         trained.setdefault(path, {})[leaf] = value.astype(mx.float32)
+    require_names(trained, _named_layers(model, config) | trained.keys(), place)
     for path, tensors in trained.items():
         layer = layers.get(path)
         if layer is None or tensors.keys() != {*layer.TRAINABLE}:
@@ -128,9 +264,27 @@ def init_adapter(layers: dict[str, nn.Module], folder: Path) -> None:
                 place=place,
                 hint="give adapter.type and adapter.target_modules as they were",
             )
+        scale = config.lora_parameters.scale
         tensors["lora_b"] = scale / layer.scale * tensors["lora_b"]
         for leaf, value in tensors.items():
             layer[leaf] = _fill_ranks(layer, leaf, value, f"{folder}: {path}.{leaf}")
+
+
+def _named_layers(model: nn.Module, config: AdapterConfig) -> set[str]:
+    """The adapted layers of a model that the config of an adapter names."""
+    keys = config.lora_parameters.keys
+    inside = {
+        id(module): key
+        for block in config.blocks(model)
+        for key, module in block.named_modules()
+    }
+    return {
+        path
+        for path, layer in adapted_layers(model).items()
+        if path in (keys or ())
+        or config.is_peft_target(path)
+        or (id(layer) in inside and (keys is None or inside[id(layer)] in keys))
+    }
 
 
 def _fill_ranks(layer: nn.Module, leaf: str, value: mx.array, place: str) -> mx.array:
