@@ -7,19 +7,21 @@ from typing import Any
 
 from ..errors import UserError
 from ..run.fs import MANIFEST
+from .arguments import Integer, Keys, PathLike, checked
 from .model import Model, ModelLike, model_path
 from .run import Run
 from .training import train
 
-Data = str | os.PathLike[str] | Sequence[str] | Mapping[str, Any]
+Data = PathLike | Sequence[str] | Keys
 
 
+@checked
 def quantize(
     model: Model | ModelLike,
     *,
     data: Data | None = None,
-    output: str | os.PathLike[str] | None = None,
-    seed: int = 0,
+    output: PathLike | None = None,
+    seed: Integer = 0,
     restart: bool = False,
     ignore_limits: bool = False,
     quiet: bool = False,
@@ -57,12 +59,13 @@ def quantize(
     )
 
 
+@checked
 def make_draft(
     model: Model | ModelLike,
     data: Data,
     *,
-    output: str | os.PathLike[str] | None = None,
-    seed: int = 0,
+    output: PathLike | None = None,
+    seed: Integer = 0,
     restart: bool = False,
     ignore_limits: bool = False,
     quiet: bool = False,
@@ -97,11 +100,12 @@ def make_draft(
     )
 
 
+@checked
 def export(
     model: Model | ModelLike,
     formats: Sequence[str] = ("mlx",),
     *,
-    output: str | os.PathLike[str] | None = None,
+    output: PathLike | None = None,
     restart: bool = False,
     ignore_limits: bool = False,
     quiet: bool = False,

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
+
+from ..errors import UserError
 
 
 @dataclass
@@ -65,9 +68,15 @@ class Callback:
 
 
 class CallbackList:
-    """The callbacks of a run, called in order with its state."""
+    """The callbacks of a run, called in order with its state.
+
+    Raises:
+        UserError: a callback has no hook, or a method that is never called.
+    """
 
     def __init__(self, callbacks: Sequence[Callback] = ()):
+        for callback in callbacks:
+            _require_hooks(callback)
         self._callbacks = tuple(callbacks)
         self.state = RunState()
 
@@ -83,3 +92,24 @@ class CallbackList:
         for callback in self._callbacks:
             if getattr(callback, f"on_{event}")(self.state) is False:
                 self.state.stop()
+
+
+def _require_hooks(callback: Callback) -> None:
+    name, hooks = type(callback).__name__, [n for n in vars(Callback) if n[:3] == "on_"]
+    hint = f"the methods that lmx calls with a state are {', '.join(hooks)}"
+    own = [n for n in dir(callback) if n[:3] == "on_" and _is_own(callback, n)]
+    for hook in own:
+        if hook not in hooks:
+            raise UserError(f"lmx never calls {name}.{hook}", hint=hint)
+        try:
+            signature(getattr(callback, hook)).bind(RunState())
+        except TypeError as error:
+            raise UserError(f"{name}.{hook}: {error}", hint=hint) from error
+    if not own:
+        raise UserError(f"{name} has none of the methods of a callback", hint=hint)
+
+
+def _is_own(callback: Callback, name: str) -> bool:
+    """Whether this is not the empty method of the base class."""
+    method = getattr(callback, name)
+    return getattr(method, "__func__", method) is not getattr(Callback, name, None)
