@@ -3,11 +3,14 @@
 import argparse
 import re
 import shlex
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..config.bundled import bundled_recipes
-from ..config.errors import KeyPath
+from ..config.errors import ConfigErrors, KeyPath
+from ..config.loader import find as find_from
 from ..config.recipe_text import set_value, without_key, without_schema_line
 from ..config.yaml_io import read
 from ..errors import UserError
@@ -27,6 +30,8 @@ BY_BITS = {
     "qat": {2: "qat_2bit", 3: "qat_3bit", 4: "qat_4bit"},
     "quantize": {2: "ptq_3bit", 3: "ptq_3bit", 4: "ptq_4bit"},
 }
+# Values that a block `qat` need not have.
+DEFAULTS = (None, False, "affine")
 INCLUDED_MODEL, INCLUDED_DATA = "data/tiny-base", "data/skills/train.jsonl"
 # The included recipes fit a model of 3.5 million parameters. Values for other models,
 # by key: the comments of the recipes name them, too.
@@ -61,17 +66,22 @@ def init(arguments: argparse.Namespace) -> int:
     if terminal.input_is_terminal() and terminal.output_is_terminal():
         _ask(arguments)
     task = arguments.task or "qat"
-    bits = arguments.bits or (4 if task in BY_BITS else None)
+    bits = arguments.bits
     if bits and task not in BY_BITS:
         raise UserError(f"--bits does not apply to {task}", hint="qat or quantize")
     if not arguments.model or not (arguments.data or task == "quantize"):
         missing = "--data" if arguments.model else "--model"
         raise UserError(f"{missing} is missing", hint="see lmx init --help")
+    codes = _codes(arguments.model) if task in BY_BITS else None
+    if codes is not None:
+        bits = _bits_of(codes, task, arguments)
+    elif task in BY_BITS:
+        bits = bits or 4
     target = arguments.output or Path(
         f"{task}_{bits}bit.yaml" if bits else f"{task}.yaml"
     )
     require_new(target)
-    text = recipe_text(task, arguments.model, arguments.data, bits)
+    text = recipe_text(task, arguments.model, arguments.data, bits, codes)
     _check(target, text)
     write_recipe(target, text)
     lines = [str(target)]
@@ -82,21 +92,70 @@ def init(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def recipe_text(task: str, model: str, data: str | None, bits: int | None) -> str:
+def recipe_text(
+    task: str,
+    model: str,
+    data: str | None,
+    bits: int | None,
+    codes: dict[str, Any] | None = None,
+) -> str:
     """The recipe of a task, with its comments.
 
     Args:
         data: training data; None = none, for the task quantize.
         bits: None for a task without quantization.
+        codes: the model's own quantization, from which qat continues.
     """
     by_bits = BY_BITS.get(task, {})
-    name = by_bits.get(bits, by_bits.get(4)) or TEMPLATES[task]
+    name = by_bits.get(4 if codes else bits, by_bits.get(4)) or TEMPLATES[task]
     text = without_schema_line(bundled_recipes()[name].read_text("utf-8"))
     if bits:
         text = _with_bits(text, bits)
+    if codes:
+        text = set_value(text, ("stages", 0, "train", "qat"), codes)
     text = set_value(text, ("model",), model)
     text = _with_data(text, task, data)
     return text if model == INCLUDED_MODEL else _for_other_model(text, task)
+
+
+def _codes(model: str) -> dict[str, Any] | None:
+    """The quantization of a model on this disk, as keys of `qat`; None = it has none.
+
+    Raises:
+        UserError: the model cannot be imported.
+    """
+    from ..convert.importers import resolve_checkpoint
+    from ..pipeline.plan import initial_state
+
+    find = partial(find_from, root=Path.cwd())
+    state = initial_state({"model": model}, find)
+    if state.quantization == {}:
+        # MLX's grid for another tool's codes is that of the import.
+        folder = str(resolve_checkpoint(find(model)))
+        state = initial_state({"model": folder}, find)
+    if state.quantization is None:
+        return None
+    activations = state.config.get("quantize_activations")
+    values = state.quantization | {"quantize_activations": activations}
+    return {key: value for key, value in values.items() if value not in DEFAULTS}
+
+
+def _bits_of(codes: dict[str, Any], task: str, arguments: argparse.Namespace) -> int:
+    """The bits of a model's codes.
+
+    Raises:
+        UserError: the task or `--bits` would quantize it again.
+    """
+    model, bits = arguments.model, codes.get("bits")
+    if task == "qat" and bits is not None and arguments.bits in (None, bits):
+        return bits
+    raise UserError(
+        f"the model is quantized to {bits} bits already; quantizing again adds error",
+        place=model,
+        hint="leave --bits out: --task qat continues from the codes; or start from the "
+        f"model before it was quantized, or expand it: lmx convert {model} TARGET "
+        "--dequantize",
+    )
 
 
 def _with_bits(text: str, bits: int) -> str:
@@ -159,11 +218,17 @@ def _check(target: Path, text: str) -> None:
     """Refuse a recipe that `lmx-train` would refuse.
 
     Raises:
-        ConfigErrors: all errors, with the lines that would have been written.
+        ConfigErrors: all errors, with their keys.
     """
     from ..pipeline.plan import load, plan
 
-    plan(load(target, text=text))
+    try:
+        plan(load(target, text=text))
+    except ConfigErrors as errors:
+        # There is no file whose lines could be named.
+        raise ConfigErrors(
+            None, "", [replace(e, place=None) for e in errors.errors]
+        ) from None
 
 
 def _ask(arguments: argparse.Namespace) -> None:
