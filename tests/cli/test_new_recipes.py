@@ -220,7 +220,7 @@ def models(make_checkpoint, tmp_path_factory):
         elif kind == "plain":
             return base
         elif not folder.exists():
-            quantized = load_model(base, lazy=True)
+            quantized = load_model(base, compute="stored")
             layers = {"bits": bits, "group_size": size, "mode": codes.get("mode")}
             layers = {k: v for k, v in layers.items() if v}
             nn.quantize(quantized.model, **layers)
