@@ -120,7 +120,7 @@ Q = "model.layers.0.self_attn.q_proj"
         ({"bias": "all"}, {}, "bias: expected 'none', got \"all\""),
         ({"init_lora_weights": "pissa"}, {}, 'init_lora_weights: .* got "pissa"'),
         ({"layer_replication": [[0, 1]]}, {}, "layer_replication"),
-        ({"something_new": True}, {}, "something_new: True is not supported"),
+        ({"something_new": True}, {}, "something_new: true is not supported"),
         ({"alpha_pattern": {"(": 3}}, {}, r"\( is no pattern: missing \)"),
         ({"lora_alpha": "six"}, {}, 'lora_alpha: expected a number, got "six"'),
         ({"lora_alpha": None}, {}, "lora_alpha: expected a number, got nothing"),

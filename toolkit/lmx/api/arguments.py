@@ -16,7 +16,15 @@ from pydantic import (
 )
 
 from ..config.messages import nearest
-from ..config.validation import EXPECTED, describe, kind_name, path_of, shown
+from ..config.validation import (
+    EXPECTED,
+    describe,
+    kind_name,
+    path_of,
+    require_path,
+    shown,
+)
+from ..config.yaml_io import text_fault
 from ..errors import UserError
 
 P = ParamSpec("P")
@@ -34,8 +42,9 @@ def _number(value: Any) -> Any:
 
 
 def _path(value: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    if "\0" in os.fspath(value):
-        raise ValueError("a path has no character of the code 0")
+    if fault := text_fault(os.fspath(value)):
+        raise ValueError(fault)
+    require_path(value)
     return value
 
 

@@ -1,8 +1,10 @@
 """Values of a foreign file, and arguments, against the types that they must have."""
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from datetime import date
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -37,6 +39,10 @@ LIMITS = {
 }
 
 
+# Of a file's name, in all common file systems; of a path, with room for our own files.
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500
+
+
 class FileConfig(BaseModel):
     """Keys of another program's file: strict types, further keys are not read."""
 
@@ -60,7 +66,9 @@ class FileConfig(BaseModel):
                 path = (*path, error["loc"][-1])
             key = ".".join(map(str, path))
             message = f"{key}: {describe(error)}".removeprefix(": ")
-            raise UserError(message, place=place) from invalid
+            raise UserError(shorten(message), place=place) from invalid
+        except UnicodeEncodeError as error:
+            raise UserError("a text is no Unicode", place=place) from error
 
 
 def describe(error: dict) -> str:
@@ -110,3 +118,14 @@ def kind_name(value: Any) -> str:
     """The type of a value with its article."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def require_path(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a path that no file can have."""
+    path = Path(os.path.expanduser(path))
+    if path.parts and path.parts[0].startswith("~"):
+        raise ValueError(f"there is no user {path.parts[0].removeprefix('~')}")
+    if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
+        raise ValueError(f"a name in the path has over {MAX_NAME_BYTES} bytes")
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ValueError(f"the path has more than {MAX_PATH_BYTES:,} bytes")

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, Self
 import mlx.core as mx
 from pydantic import ConfigDict, Field, model_validator
 
-from ...config.validation import FileConfig
+from ...config.validation import FileConfig, shown
 from ...data import cache
-from ...errors import UserError
+from ...errors import UserError, shorten
 from ...models.lora.io import read_tensors
 from ...run.fs import read_json
 
@@ -64,7 +64,7 @@ class PeftConfig(FileConfig):
     def _check_keys(self) -> Self:
         for key, value in self.model_extra.items():
             if value and key not in HARMLESS_KEYS.split():
-                raise ValueError(f"{key}: {value} is not supported")
+                raise ValueError(f"{shorten(key)}: {shown(value)} is not supported")
         for pattern in (*(self.rank_pattern or {}), *(self.alpha_pattern or {})):
             try:
                 re.compile(pattern)
@@ -162,6 +162,8 @@ def resolve_adapter(source: str | Path) -> Path:
     if not is_adapter(folder):
         return folder
     files = [folder / name for name in (CONFIG, WEIGHTS) if (folder / name).is_file()]
+    # A damaged file may have any size, and all of it would be hashed.
+    read(folder)
     facts = {file.name: cache.file_hash(file) for file in files}
 
     def fill(target: Path) -> dict:

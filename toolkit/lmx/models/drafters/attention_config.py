@@ -154,6 +154,12 @@ def sizes_of_target(config: dict, width: int) -> dict[str, Any]:
     }
 
 
+def architectures(config: dict) -> list[str]:
+    """The names of the classes in a config.json."""
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
 def _size(config: dict, name: str) -> int | None:
     """A size of a target; where every block has its own, the largest one."""
     value = config.get(name)

@@ -6,7 +6,13 @@ from pydantic import Field
 
 from ...config.draft import DrafterConfig
 from ...errors import UserError
-from .attention_config import AttentionConfig, LayerIds, Size, sizes_of_target
+from .attention_config import (
+    AttentionConfig,
+    LayerIds,
+    Size,
+    architectures,
+    sizes_of_target,
+)
 
 ARCHITECTURE = "DFlashDraftModel"
 # Drafters of other designs with the same tensors and more: of DFlash 2, DSpark, Domino,
@@ -115,13 +121,8 @@ def is_dflash(config: dict) -> bool:
     return (
         "dflash_config" in config
         or config.get("speculators_model_type") == "dflash"
-        or any(name.startswith("DFlash") for name in _architectures(config))
+        or any(name.startswith("DFlash") for name in architectures(config))
     )
-
-
-def _architectures(config: dict) -> list[str]:
-    names = config.get("architectures")
-    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _check_supported(config: dict, place: str) -> None:
@@ -132,7 +133,7 @@ def _check_supported(config: dict, place: str) -> None:
             place=place,
             hint="use a drafter in the z-lab format",
         )
-    names = _architectures(config) or [ARCHITECTURE]
+    names = architectures(config) or [ARCHITECTURE]
     faults = [f"architectures: {names}"] * (ARCHITECTURE not in names)
     faults += [f"{key}: {config[key]}" for key in UNSUPPORTED if config.get(key)]
     if faults:

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from ...errors import UserError
 from ..loader import kv_cache
+from .attention_config import architectures
 from .base import Drafter
 from .eagle3_config import SGLANG, SPECULATORS, Eagle3Config, default_layer_ids
 from .eagle3_layers import DraftContext, Eagle3Layer, KeysValues
@@ -217,10 +218,8 @@ class Eagle3Drafter(Drafter):
 
     @classmethod
     def matches(cls, config: dict) -> bool:
-        architectures = config.get("architectures") or []
-        return config.get("speculators_model_type") == "eagle3" or any(
-            name in architectures for name in (SPECULATORS, *SGLANG)
-        )
+        is_eagle3 = config.get("speculators_model_type") == "eagle3"
+        return is_eagle3 or bool({SPECULATORS, *SGLANG} & {*architectures(config)})
 
     @classmethod
     def from_config(cls, config: dict, *, place: str) -> Self:
