@@ -97,13 +97,10 @@ def test_wrong_arguments_are_named(call, message):
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
-        (hook("on_train_step"), "lmx never calls Mine.on_train_step"),
-        (hook("on_stage_ended"), "on_step, on_evaluate, on_stage_end"),
-        (hook("log"), "Mine has none of the methods"),
-        (lmx.Callback(), "Callback has none of the methods"),
-        (hook("on_step", 5), "Mine.on_step: 5 is not a callable"),
-        (hook("on_step", lambda self: None), "on_step: too many positional arguments"),
-        (hook("on_step", lambda self, state, more: None), "missing a required arg"),
+        (hook("on_train_step"), "lmx never calls on_train_step of Mine"),
+        (hook("on_stage_ended"), "on_evaluate, on_stage_end, on_step"),
+        (hook("log"), "lmx never calls a method of Mine"),
+        (lmx.Callback(), "lmx never calls a method of Callback"),
     ],
 )
 def test_callbacks_that_would_not_be_called_are_refused(callback, message):

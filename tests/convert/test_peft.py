@@ -161,7 +161,7 @@ def test_lora_on_the_head_is_imported_or_refused(base, make_checkpoint, tmp_path
     model.load_weights([(name, mx.array(value)) for name, value in expected.items()])
     assert mx.allclose(adapted(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
     tied = make_checkpoint(dtype="float32", tie_word_embeddings=True)
-    with pytest.raises(UserError, match=r"has lm_head\.lora_a, but .* no such layer"):
+    with pytest.raises(UserError, match=r"has lm_head\.lora_a, which is not adap"):
         load_model(tied, adapter=folder)
 
 
@@ -234,9 +234,9 @@ def test_training_starts_from_an_adapter(base, tmp_path, kind, adapter_format):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_modules": ["mlp.*"], "rank": 4}, "does not adapt so"),
-        ({"type": "dora"}, "does not adapt so"),
-        ({"target_modules": {"self_attn.[qv]_proj": 4, "mlp.*": 1}}, "no higher rank"),
+        ({"target_modules": ["mlp.*"], "rank": 4}, "which is not adapted here"),
+        ({"type": "dora", "target_modules": ["*"], "rank": 4}, "down_proj.m"),
+        ({"target_modules": {"self_attn.[qv]_proj": 4, "mlp.*": 1}}, "no lower rank"),
     ],
 )
 def test_incompatible_initial_adapter_is_refused(base, tmp_path, settings, message):

@@ -291,10 +291,10 @@ REFUSED = {
     "dflash_config: expected a block of keys": {"dflash_config": "block_size"},
     "rope_scaling: expected a block of keys": {"rope_scaling": ["llama3"]},
     "rope_scaling: llama3 needs factor": {"rope_scaling": {"rope_type": "llama3"}},
-    "rope_scaling.rope_type: expected 'linear'.*got \"x\"": {
+    "rope_scaling: expected 'linear'.*got \"x\"": {
         "rope_scaling": {"type": "x", "factor": 2.0}
     },
-    'rope_scaling.rope_type: expected .*got "dynamic"': {
+    'rope_scaling: expected .*got "dynamic"': {
         "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}
     },
     "rope_scaling.factor: must be more than 0, got 0": {

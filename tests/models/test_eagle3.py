@@ -409,7 +409,7 @@ REFUSED = [
     ("use_aux_hidden_state", {"eagle_config": {"use_aux_hidden_state": False}}),
     ("speculators_config.proposal_methods.0: expected a block of keys",
      {"speculators_config": {"proposal_methods": [1]}}),
-    ("rope_scaling.rope_type: expected .* got \"x\"", {"rope_scaling": {"type": "x"}}),
+    ("rope_scaling: expected .* got \"x\"", {"rope_scaling": {"type": "x"}}),
     ("rope_theta: expected a number", {"rope_parameters": {"rope_theta": "1e4"}}),
     ("rope_parameters must be a block", {"rope_parameters": {"full_attention": 1}}),
 ]  # fmt: skip

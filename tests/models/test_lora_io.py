@@ -108,13 +108,14 @@ DAMAGES = [
     ("lacks", lambda tensors: {}),
     (f"{Q}.lora_a has values of .*int8", cast(f"{Q}.lora_a", mx.int8)),
     (f"{Q}.lora_b has values of .*uint32", cast(f"{Q}.lora_b", mx.uint32)),
-    (f"{Q} has matrices .*rank.* is 4", lambda t: t | {
+    (f"{Q}.lora_a has the shape .*128, 3.*, here it must be .*128, 4", lambda t: t | {
         f"{Q}.lora_a": mx.zeros((128, 3)), f"{Q}.lora_b": mx.zeros((3, 128))}),
-    (f"{Q} has matrices", lambda t: t | {f"{Q}.lora_b": mx.zeros((4,))}),
+    (f"{Q}.lora_b has the shape", lambda t: t | {f"{Q}.lora_b": mx.zeros((4,))}),
     (f"{Q}.lora_a has the shape .*64, 4.*128, 4", lambda t: t | {
         f"{Q}.lora_a": mx.zeros((64, 4))}),
-    ("lacks model.norm.lora_a", lambda t: t | {"model.norm.weight": mx.ones(128)}),
-    ("has model.layers.0.* names no such layer", lambda t: t | {
+    ("has model.norm.weight, which is not adapted", lambda t: t | {
+        "model.norm.weight": mx.ones(128)}),
+    ("has model.layers.0.*, which is not adapted here", lambda t: t | {
         k.replace("layers.1", "layers.0"): v for k, v in t.items()}),
 ]  # fmt: skip
 

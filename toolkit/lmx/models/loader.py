@@ -25,7 +25,7 @@ from . import checkpoint_fixups, config_check
 from .checkpoint import check_weights, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
-from .lora.io import LEAVES, WEIGHTS_FILE, read_adapter, require_names
+from .lora.io import LEAVES, WEIGHTS_FILE, read_adapter, require_tensors
 from .qq_linear import replace_qq_layers
 
 CHECKPOINT_PATTERNS = [
@@ -232,17 +232,17 @@ def _load_adapter(model: nn.Module, folder: Path) -> None:
         UserError: see `read_adapter`; or the adapter is not of this model.
     """
     config, tensors = read_adapter(folder)
-    place = str(folder / WEIGHTS_FILE)
-    blocks = {id(block) for block in config.blocks(model)}
-    prefixes = [f"{path}." for path, m in model.named_modules() if id(m) in blocks]
+    blocks, modules = {*map(id, config.blocks(model))}, dict(model.named_modules())
+    prefixes = tuple(f"{path}." for path, m in modules.items() if id(m) in blocks)
     trained = dict(tree_flatten(model.trainable_parameters()))
-    targets = {
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear)
-        and config.is_peft_target(path)
-    }
-    if config.is_low_rank:
+    expected = {n: v.shape for n, v in trained.items() if n.startswith(prefixes)}
+    if config.fine_tune_type != "full":
+        expected = {
+            f"{path}.lora_a": ()
+            for path, module in modules.items()
+            if isinstance(module, nn.Linear | nn.QuantizedLinear)
+            and config.is_peft_target(path)
+        }
         with _mlx_lm():
             from mlx_lm.tuner.utils import linear_to_lora_layers
         with library_errors("the adapter does not load", place=folder):
@@ -252,20 +252,12 @@ def _load_adapter(model: nn.Module, folder: Path) -> None:
                 config.lora_parameters.model_dump(),
                 use_dora=config.fine_tune_type == "dora",
             )
-        trained = dict(tree_flatten(model.parameters()))
-        expected = {n for n in trained if n.rpartition(".")[2] in LEAVES}
-        expected |= {f"{path}.lora_a" for path in targets}
-    else:
-        expected = {name for name in trained if name.startswith(tuple(prefixes))}
-    require_names(tensors, expected, place)
-    for name, value in tensors.items():
-        if value.shape != trained[name].shape:
-            raise UserError(
-                f"{name} has the shape {list(value.shape)}, in this model it has "
-                f"{list(trained[name].shape)}",
-                place=place,
-                hint="an adapter only fits the model that it was trained for",
-            )
+        for name, value in tree_flatten(model.parameters()):
+            if name.rpartition(".")[2] in LEAVES:
+                expected[name] = value.shape
+    hint = "is it of this model, with the adapter_config.json of its training?"
+    place = str(folder / WEIGHTS_FILE)
+    require_tensors(tensors, expected, place=place, hint=hint)
     model.load_weights(list(tensors.items()), strict=False)
     mx.eval(model.parameters())
     # Dropout is for training.

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -95,21 +94,12 @@ class CallbackList:
 
 
 def _require_hooks(callback: Callback) -> None:
-    name, hooks = type(callback).__name__, [n for n in vars(Callback) if n[:3] == "on_"]
-    hint = f"the methods that lmx calls with a state are {', '.join(hooks)}"
-    own = [n for n in dir(callback) if n[:3] == "on_" and _is_own(callback, n)]
-    for hook in own:
-        if hook not in hooks:
-            raise UserError(f"lmx never calls {name}.{hook}", hint=hint)
-        try:
-            signature(getattr(callback, hook)).bind(RunState())
-        except TypeError as error:
-            raise UserError(f"{name}.{hook}: {error}", hint=hint) from error
-    if not own:
-        raise UserError(f"{name} has none of the methods of a callback", hint=hint)
-
-
-def _is_own(callback: Callback, name: str) -> bool:
-    """Whether this is not the empty method of the base class."""
-    method = getattr(callback, name)
-    return getattr(method, "__func__", method) is not getattr(Callback, name, None)
+    kind, hooks = type(callback), {n for n in vars(Callback) if n.startswith("on_")}
+    names = {n for n in dir(kind) if n.startswith("on_")}
+    if names == hooks and any(getattr(kind, n) is not vars(Callback)[n] for n in hooks):
+        return
+    unknown = ", ".join(sorted(names - hooks)) or "a method"
+    raise UserError(
+        f"lmx never calls {unknown} of {kind.__name__}",
+        hint=f"a callback has one or more of {', '.join(sorted(hooks))}",
+    )

@@ -102,6 +102,11 @@ class AttentionConfig(FileConfig):
         return self
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the target has at least."""
+        return self.vocab_size
+
+    @property
     def rotary_dim(self) -> int:
         """Values of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)

@@ -48,6 +48,11 @@ class DFlashConfig(AttentionConfig):
     projector_type: Literal["dflash"] | None = None
     dflash_config: dict[str, Any] | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """See `AttentionConfig`."""
+        return max(self.vocab_size, self.mask_token_id + 1)
+
     @classmethod
     def from_json(cls, config: dict, *, place: str) -> Self:
         """The sizes in a config.json.

@@ -5,8 +5,6 @@ token t, joined by `fc`, and predicts token t + 2. After the last row, the outpu
 draft token takes the place of the states of the next one.
 """
 
-from typing import Self
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -88,27 +86,6 @@ class Eagle3Drafter(Drafter):
             mx.eval(columns)
         self.lm_head.weight = mx.contiguous(mx.concatenate(columns).T)
         mx.eval(self.parameters())
-
-    def require_shape(self, width: int, vocab_size: int, *, place: str) -> None:
-        config = self.config
-        faults = {
-            f"{config.num_states} hidden states, not {len(self.layer_ids)}": (
-                config.num_states != len(self.layer_ids)
-            ),
-            f"hidden states of width {config.hidden_size}, the target's have {width}": (
-                config.hidden_size != width
-            ),
-            f"{config.vocab_size} tokens, the target has {vocab_size}": (
-                config.vocab_size > vocab_size
-            ),
-        }
-        for fault, is_there in faults.items():
-            if is_there:
-                raise UserError(
-                    f"the drafter is for {fault}",
-                    place=place,
-                    hint="a drafter only works with the target it was trained for",
-                )
 
     # Forward passes
 
@@ -220,10 +197,6 @@ class Eagle3Drafter(Drafter):
     def matches(cls, config: dict) -> bool:
         is_eagle3 = config.get("speculators_model_type") == "eagle3"
         return is_eagle3 or bool({SPECULATORS, *SGLANG} & {*architectures(config)})
-
-    @classmethod
-    def from_config(cls, config: dict, *, place: str) -> Self:
-        return cls(Eagle3Config.from_json(config, place=place))
 
     def to_config(self) -> dict:
         return self.config.model_copy(update={"layer_ids": self.layer_ids}).to_json()

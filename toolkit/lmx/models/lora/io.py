@@ -1,7 +1,7 @@
 """Adapters on disk, in mlx-lm's format."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -56,14 +56,9 @@ class AdapterConfig(FileConfig):
 
     @model_validator(mode="after")
     def _check_type(self) -> Self:
-        if self.is_low_rank and self.lora_parameters is None:
+        if self.fine_tune_type != "full" and self.lora_parameters is None:
             raise ValueError("lora_parameters is missing")
         return self
-
-    @property
-    def is_low_rank(self) -> bool:
-        """Whether it has matrices, not whole weights."""
-        return self.fine_tune_type != "full"
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The adapted blocks of a model."""
@@ -158,17 +153,14 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, mx.array]]:
 
     Raises:
         UserError: a file is missing or damaged, a value of the config is wrong, or a
-            layer lacks a matrix, or has one of another rank or of integers.
+            tensor has integers.
     """
     config_file, file = folder / CONFIG_FILE, folder / WEIGHTS_FILE
     for path in (config_file, file):
         if not path.is_file():
             raise UserError(f"this is no adapter: no {path.name}", place=str(folder))
     config = AdapterConfig.read(read_json(config_file), place=str(config_file))
-    tensors = read_tensors(file)
-    if config.is_low_rank:
-        _require_matrices(config, tensors, str(file))
-    return config, tensors
+    return config, read_tensors(file)
 
 
 def read_tensors(file: Path) -> dict[str, mx.array]:
@@ -186,50 +178,32 @@ def read_tensors(file: Path) -> dict[str, mx.array]:
     return tensors
 
 
-def _require_matrices(
-    config: AdapterConfig, tensors: dict[str, mx.array], place: str
+def require_tensors(
+    tensors: dict[str, mx.array],
+    expected: dict[str, Sequence[int]],
+    *,
+    place: str,
+    hint: str,
 ) -> None:
-    """Refuse an adapted layer without all matrices of the config's type and rank."""
-    leaves = LEAVES[: 3 if config.fine_tune_type == "dora" else 2]
-    rank = config.lora_parameters.rank
-    layers = {name.rpartition(".")[0] for name in tensors}
-    expected = {f"{path}.{leaf}" for path in layers for leaf in leaves}
-    require_names(tensors, expected, place)
-    for path in sorted(layers):
-        a, b = (tensors[f"{path}.{leaf}"].shape for leaf in ("lora_a", "lora_b"))
-        # That of experts is [experts, rank, in], and B is [experts, out, rank].
-        ranks = (a[1:2], b[2:] if len(b) == 3 else b[:1])
-        if len(a) != len(b) or set(ranks) != {(rank,)}:
-            raise UserError(
-                f"{path} has matrices {list(a)} and {list(b)}; the rank of "
-                f"{CONFIG_FILE} is {rank}",
-                place=place,
-            )
-
-
-def require_names(names: Iterable[str], expected: set[str], place: str) -> None:
-    """Refuse an adapter that lacks tensors, or has others.
+    """Refuse an adapter whose tensors are not those that its config and a model need.
 
     Args:
-        expected: what the config and the model say.
+        expected: shapes by name.
 
     Raises:
         UserError: naming a tensor.
     """
-    if missing := sorted(expected - {*names}):
-        raise UserError(
-            f"the adapter lacks {missing[0]}, which {CONFIG_FILE} says is trained "
-            f"({len(missing)} of {len(expected)} tensors are missing)",
-            place=place,
-            hint="copy the file again, or the adapter_config.json that belongs to it",
-        )
-    if others := sorted({*names} - expected):
-        raise UserError(
-            f"the adapter has {others[0]}, but {CONFIG_FILE} names no such layer of "
-            "this model",
-            place=place,
-            hint="is it of this model, with the adapter_config.json of its training?",
-        )
+    for name in sorted(expected.keys() | tensors.keys()):
+        if name not in tensors:
+            fault = f"the adapter lacks {name}, which {CONFIG_FILE} says is trained"
+        elif name not in expected:
+            fault = f"the adapter has {name}, which is not adapted here"
+        elif list(tensors[name].shape) != list(expected[name]):
+            shapes = list(tensors[name].shape), list(expected[name])
+            fault = f"{name} has the shape {shapes[0]}, here it must be {shapes[1]}"
+        else:
+            continue
+        raise UserError(fault, place=place, hint=hint)
 
 
 def init_adapter(model: nn.Module, folder: Path) -> None:
@@ -247,37 +221,36 @@ def init_adapter(model: nn.Module, folder: Path) -> None:
             layer that its config names, or cannot be read.
     """
     config, tensors = read_adapter(folder)
-    place, layers = str(folder), adapted_layers(model)
-    if not config.is_low_rank:
+    place, lora = str(folder / WEIGHTS_FILE), config.lora_parameters
+    if config.fine_tune_type == "full":
         raise UserError("this is no low-rank adapter", place=place)
-    trained: dict[str, dict[str, mx.array]] = {}
+    layers = adapted_layers(model)
+    given = {name.rpartition(".")[0] for name in tensors}
+    expected = {}
+    for path in layers.keys() & (given | _named_layers(model, config)):
+        for leaf in layers[path].TRAINABLE:
+            shape = list(layers[path][leaf].shape)
+            if (axis := layers[path].RANK_AXIS.get(leaf)) is not None:
+                shape[axis] = min(shape[axis], lora.rank)
+            expected[f"{path}.{leaf}"] = shape
+    hint = "give adapter.type and target_modules as they were, and no lower rank"
+    require_tensors(tensors, expected, place=place, hint=hint)
     for name, value in tensors.items():
         path, _, leaf = name.rpartition(".")
-        trained.setdefault(path, {})[leaf] = value.astype(mx.float32)
-    require_names(trained, _named_layers(model, config) | trained.keys(), place)
-    for path, tensors in trained.items():
-        layer = layers.get(path)
-        if layer is None or tensors.keys() != {*layer.TRAINABLE}:
-            raise UserError(
-                f"the adapter has {', '.join(sorted(tensors))} of {path}, which this "
-                "training does not adapt so",
-                place=place,
-                hint="give adapter.type and adapter.target_modules as they were",
-            )
-        scale = config.lora_parameters.scale
-        tensors["lora_b"] = scale / layer.scale * tensors["lora_b"]
-        for leaf, value in tensors.items():
-            layer[leaf] = _fill_ranks(layer, leaf, value, f"{folder}: {path}.{leaf}")
+        layer, value = layers[path], value.astype(mx.float32)
+        if leaf == "lora_b":
+            value = lora.scale / layer.scale * value
+        if (axis := layer.RANK_AXIS.get(leaf)) is not None:
+            _, additional = mx.split(layer[leaf], [lora.rank], axis=axis)
+            value = mx.concatenate([value, additional], axis=axis)
+        layer[leaf] = value
 
 
 def _named_layers(model: nn.Module, config: AdapterConfig) -> set[str]:
     """The adapted layers of a model that the config of an adapter names."""
     keys = config.lora_parameters.keys
-    inside = {
-        id(module): key
-        for block in config.blocks(model)
-        for key, module in block.named_modules()
-    }
+    blocks = (block.named_modules() for block in config.blocks(model))
+    inside = {id(module): key for modules in blocks for key, module in modules}
     return {
         path
         for path, layer in adapted_layers(model).items()
@@ -285,22 +258,3 @@ def _named_layers(model: nn.Module, config: AdapterConfig) -> set[str]:
         or config.is_peft_target(path)
         or (id(layer) in inside and (keys is None or inside[id(layer)] in keys))
     }
-
-
-def _fill_ranks(layer: nn.Module, leaf: str, value: mx.array, place: str) -> mx.array:
-    """A layer's tensor with `value` in its first ranks."""
-    initial, axis = layer[leaf], layer.RANK_AXIS.get(leaf)
-    expected = list(initial.shape)
-    if axis is not None and value.ndim == initial.ndim:
-        expected[axis] = min(initial.shape[axis], value.shape[axis])
-    if list(value.shape) != expected:
-        raise UserError(
-            f"the shape is {list(value.shape)}; this training has "
-            f"{list(initial.shape)}",
-            place=place,
-            hint="is it of this model, and of no higher rank than adapter.rank?",
-        )
-    if axis is None:
-        return value
-    _, additional = mx.split(initial, [value.shape[axis]], axis=axis)
-    return mx.concatenate([value, additional], axis=axis)
