@@ -3,8 +3,8 @@
 import os
 from collections.abc import Callable, Mapping
 from functools import wraps
-from inspect import Parameter, signature
-from typing import Annotated, Any, ParamSpec, TypeVar, get_args
+from inspect import signature
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -15,7 +15,6 @@ from pydantic import (
     validate_call,
 )
 
-from ..config.messages import nearest
 from ..config.validation import (
     EXPECTED,
     describe,
@@ -32,7 +31,7 @@ R = TypeVar("R")
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True, extra="forbid")
 NAMES = EXPECTED | {"dict_type": "a dict"}
 CLASSES = {"Sequence": "a list", "PathLike": "a path"}
-CONTAINERS = (dict, list, tuple)
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def _number(value: Any) -> Any:
@@ -61,11 +60,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         UserError: an argument is unknown or missing, or has another type or range.
     """
     validated = validate_call(config=STRICT)(function)
-    names = [
-        name
-        for parameter in signature(function).parameters.values()
-        for name in _names(parameter)
-    ]
+    names = list(signature(function).parameters)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -74,52 +69,36 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         except ValidationError as invalid:
             if invalid.title != function.__qualname__:
                 raise
-            errors = invalid.errors(include_url=False)
             given = dict(zip(names, args, strict=False)) | kwargs
-            message, hint = _explain(errors, names, given)
+            message = _message(invalid.errors(include_url=False), names, given)
             place = f"lmx.{function.__name__.lstrip('_')}"
-            raise UserError(message, place=place, hint=hint) from invalid
+            raise UserError(message, place=place) from invalid
 
     return call
 
 
-def _names(parameter: Parameter) -> list[str]:
-    """The name of a parameter, or those of the keys of `**options`."""
-    kinds = get_args(parameter.annotation)
-    if parameter.kind is Parameter.VAR_KEYWORD and kinds:
-        return list(kinds[0].__annotations__)
-    return [parameter.name]
-
-
-def _explain(
-    errors: list[Any], names: list[str], given: dict[str, Any]
-) -> tuple[str, str | None]:
-    """The message for the first faulty argument, and a hint."""
+def _message(errors: list[Any], names: list[str], given: dict[str, Any]) -> str:
+    """What is wrong with the first faulty argument."""
     argument, kind = errors[0]["loc"][0], errors[0]["type"]
     name = names[argument] if isinstance(argument, int) else argument
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown option '{name}'", nearest(name, names)
-    if kind.startswith("missing"):
-        return f"{name} is missing", None
+    if kind in UNKNOWN:
+        return f"unknown option '{name}'"
     if "argument" in kind:
-        return f"{errors[0]['msg'].lower()}: {shown(given.get(name))}", None
+        return f"{name}: {errors[0]['msg'].lower()}"
     errors = [error for error in errors if error["loc"][0] == argument]
     paths = [path_of(error["loc"][1:], given[name]) for error in errors]
     # A type among several that fits outside has its error inside.
     deepest = max(paths, key=len)
     errors = [e for e, path in zip(errors, paths, strict=True) if path == deepest]
     place = ".".join(map(str, (name, *deepest)))
+    kinds = [NAMES.get(error["type"], "") for error in errors]
+    for index, error in enumerate(errors):
+        if error["type"] == "is_instance_of":
+            cls = error["ctx"]["class"]
+            kinds[index] = CLASSES.get(cls, f"an instance of lmx.{cls}")
+        elif not kinds[index]:
+            return f"{place}: {describe(error)}"
     value = errors[0]["input"]
-    got = kind_name(value) if isinstance(value, CONTAINERS) else shown(value)
-    kinds = [_kind(error) for error in errors]
-    if "" in kinds:
-        return f"{place}: {describe(errors[kinds.index('')])}", None
-    return f"{place}: expected {' or '.join(dict.fromkeys(kinds))}, got {got}", None
-
-
-def _kind(error: Any) -> str:
-    """The type that an error expects; empty if it is about something else."""
-    if error["type"] == "is_instance_of":
-        name = error["ctx"]["class"]
-        return CLASSES.get(name, f"an instance of lmx.{name}")
-    return NAMES.get(error["type"], "")
+    is_plain = not isinstance(value, dict | list | tuple)
+    got = shown(value) if is_plain else kind_name(value)
+    return f"{place}: expected {' or '.join(dict.fromkeys(kinds))}, got {got}"

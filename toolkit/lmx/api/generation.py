@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from ..config.draft import MAX_DRAFT_TOKENS
-from ..config.quant_spec import KV_CACHE_BITS
+from ..config.quant_spec import KVCacheBits
 from ..errors import UserError
 from ..generation.engine import Generator
 from ..generation.outputs import GenerationResponse, GenerationResult
@@ -40,12 +40,6 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def _kv_bits(bits: int) -> int:
-    if bits not in KV_CACHE_BITS:
-        raise ValueError(f"must be one of {KV_CACHE_BITS}, got {bits}")
-    return bits
-
-
 class GenerateOptions(TypedDict, total=False):
     """Options of `lmx.generate`, named as those of the command `lmx generate`."""
 
@@ -64,7 +58,7 @@ class GenerateOptions(TypedDict, total=False):
     system: str | None
     draft: PathLike | None
     num_draft_tokens: Annotated[Integer, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None
-    kv_bits: Annotated[Integer, AfterValidator(_kv_bits)] | None
+    kv_bits: KVCacheBits | None
     ignore_chat_template: bool
 
 

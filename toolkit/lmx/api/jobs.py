@@ -36,9 +36,7 @@ def quantize(
         output: the run directory; None = exports/ and the model's name with a hash of
             all settings, so that the same call finds its result again.
         seed: as in a recipe.
-        restart: as for `lmx.train`.
-        ignore_limits: as for `lmx.train`.
-        quiet: as for `lmx.train`.
+        restart, ignore_limits, quiet: as for `lmx.train`.
         keys: those of a quantize stage: method ("rtn", "gptq", "awq"), bits,
             group_size, ... (docs/recipes.md).
 
@@ -76,11 +74,7 @@ def make_draft(
     Args:
         model: as for `quantize`.
         data: prompts like those that the model will get, as for `quantize`.
-        output: as for `quantize`.
-        seed: as for `quantize`.
-        restart: as for `quantize`.
-        ignore_limits: as for `quantize`.
-        quiet: as for `quantize`.
+        output, seed, restart, ignore_limits, quiet: as for `quantize`.
         keys: those of a draft stage: architecture, steps, draft_model, ...
             (docs/recipes.md).
 
@@ -117,10 +111,7 @@ def export(
         model: as for `quantize`.
         formats: "mlx", "hf" (transformers), "gguf" (llama.cpp), and "peft", the
             adapter that the `Run` trained, or that the `Model` was loaded with.
-        output: as for `quantize`.
-        restart: as for `quantize`.
-        ignore_limits: as for `quantize`.
-        quiet: as for `quantize`.
+        output, restart, ignore_limits, quiet: as for `quantize`.
         keys: further keys of an export stage: hub_repo_id, private, license, and
             adapter_path, the adapter that "peft" exports.
 

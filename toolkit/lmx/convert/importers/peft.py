@@ -4,7 +4,6 @@ peft stores A [rank, in] and B [out, rank]; mlx-lm stores their transposes. peft
 is alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
 """
 
-import json
 import math
 import os
 import re
@@ -19,7 +18,8 @@ from pydantic import ConfigDict, Field, model_validator
 from ...config.validation import FileConfig, shown
 from ...data import cache
 from ...errors import UserError, shorten
-from ...models.lora.io import read_tensors
+from ...models.lora.io import read_tensors, with_one_rank, write_adapter
+from ...models.lora.layers import LoRALinear
 from ...run.fs import read_json
 
 # Part of the cache key; changes when an import writes other values.
@@ -106,46 +106,22 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
         layers.setdefault(path, {})[name] = value.T if transposed else value
     leaves = {"lora_a", "lora_b", *(["m"] if config.use_dora else [])}
     for path, layer in layers.items():
-        if layer.keys() != leaves:
-            message = f"the adapter of {path} is incomplete"
-            raise UserError(message, place=str(file))
         rank = _by_pattern(config.rank_pattern, path, config.r)
-        a, b = layer["lora_a"].shape, layer["lora_b"].shape
-        if len(a) != 2 or len(b) != 2 or a[1] != rank or b[0] != rank:
-            raise UserError(
-                f"{path} has matrices {list(a[::-1])} and {list(b[::-1])}; the rank of "
-                f"{CONFIG} is {rank}",
-                place=str(file),
-            )
+        a, b = (layer[n].shape if n in layer else () for n in ("lora_a", "lora_b"))
+        if layer.keys() != leaves or a[1:] != (rank,) or b[:1] != (rank,):
+            message = f"the adapter of {path} is incomplete, or not of the rank {rank}"
+            raise UserError(message, place=str(file))
     if not layers:
         raise UserError("this adapter has no matrices", place=str(file))
-    return _to_mlx_lm(layers, config)
-
-
-def _to_mlx_lm(layers: dict[str, dict[str, mx.array]], config: PeftConfig):
     scales = {path: _scale(path, layer, config) for path, layer in layers.items()}
-    rank = max(len(layer["lora_b"]) for layer in layers.values())
-    scale = next(iter(scales.values())) if len(set(scales.values())) == 1 else 1.0
-    tensors = {}
-    for path, layer in layers.items():
-        missing = rank - len(layer["lora_b"])
-        tensors[f"{path}.lora_a"] = mx.pad(layer["lora_a"], [(0, 0), (0, missing)])
-        b = layer["lora_b"]
-        if scales[path] != scale:
-            b = (scales[path] / scale) * b.astype(mx.float32)
-        tensors[f"{path}.lora_b"] = mx.pad(b, [(0, missing), (0, 0)])
-        if "m" in layer:
-            tensors[f"{path}.m"] = layer["m"]
+    axes = dict.fromkeys(layers, LoRALinear.RANK_AXIS)
+    tensors, lora = with_one_rank(layers, scales, axes)
+    # Full paths, so that no other block gets an adapter.
+    lora |= {"dropout": config.lora_dropout or 0.0, "keys": sorted(layers)}
     return tensors, {
         "fine_tune_type": "dora" if config.use_dora else "lora",
         "num_layers": _block_count(layers),
-        "lora_parameters": {
-            "rank": rank,
-            "scale": scale,
-            "dropout": config.lora_dropout or 0.0,
-            # Full paths, so that no other block gets an adapter.
-            "keys": sorted(layers),
-        },
+        "lora_parameters": lora,
         "peft_target_modules": config.targets,
     }
 
@@ -184,9 +160,7 @@ def convert_adapter(source: Path, target: Path) -> None:
         UserError: see `read`.
     """
     tensors, config = read(source)
-    tensors = {name: mx.contiguous(value) for name, value in tensors.items()}
-    mx.save_safetensors(str(target / "adapters.safetensors"), tensors)
-    (target / CONFIG).write_text(json.dumps(config, indent=4) + "\n")
+    write_adapter(target, tensors, {}, **config)
 
 
 def _path(name: str, place: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -93,32 +93,62 @@ def save_adapter(
         num_layers: the real number of adapted blocks: mlx-swift cannot read -1.
         base: the name of the base model.
     """
-    rank = max(_rank(layer) for layer in layers.values())
-    scales = {layer.scale for layer in layers.values()}
-    scale = scales.pop() if len(scales) == 1 else 1.0
     tensors = {}
     for path, layer in layers.items():
         trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINABLE}
-        if adapter.type == "qa_lora":
-            trained = layer.as_plain_lora(trained)
-        for name, value in trained.items():
-            if name == "lora_b" and layer.scale != scale:
-                value = (layer.scale / scale) * value
-            tensors[f"{path}.{name}"] = _pad_rank(
-                value, layer.RANK_AXIS.get(name), rank
-            )
+        is_grouped = adapter.type == "qa_lora"
+        tensors[path] = layer.as_plain_lora(trained) if is_grouped else trained
+    write_adapter(
+        folder,
+        *with_one_rank(
+            tensors,
+            {path: layer.scale for path, layer in layers.items()},
+            {path: layer.RANK_AXIS for path, layer in layers.items()},
+        ),
+        model=base,
+        fine_tune_type="dora" if adapter.type == "dora" else "lora",
+        num_layers=num_layers,
+        lora_parameters={"dropout": adapter.dropout, "keys": keys},
+    )
+
+
+def with_one_rank(
+    layers: dict[str, dict[str, mx.array]],
+    scales: dict[str, float],
+    axes: dict[str, dict[str, int]],
+) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """The tensors by name of layers by path, and their `lora_parameters`.
+
+    Args:
+        scales, axes: the scale and the `RANK_AXIS` of every layer.
+    """
+    rank = max(v["lora_b"].shape[axes[p]["lora_b"]] for p, v in layers.items())
+    scale = next(iter(scales.values())) if len({*scales.values()}) == 1 else 1.0
+    tensors = {}
+    for path, layer in layers.items():
+        for leaf, value in layer.items():
+            if leaf == "lora_b" and scales[path] != scale:
+                value = (scales[path] / scale) * value.astype(mx.float32)
+            if (axis := axes[path].get(leaf)) is not None:
+                padding = [(0, 0)] * value.ndim
+                padding[axis] = (0, rank - value.shape[axis])
+                value = mx.pad(value, padding)
+            tensors[f"{path}.{leaf}"] = value
+    return tensors, {"rank": rank, "scale": scale}
+
+
+def write_adapter(
+    folder: Path, tensors: dict[str, mx.array], lora: dict[str, Any], **config: Any
+) -> None:
+    """Write an adapter into an existing folder.
+
+    Args:
+        lora: rank and scale.
+        config: the keys of adapter_config.json, with further `lora_parameters`.
+    """
+    tensors = {name: mx.contiguous(value) for name, value in tensors.items()}
     mx.save_safetensors(str(folder / WEIGHTS_FILE), tensors)
-    config = {
-        "model": base,
-        "fine_tune_type": "dora" if adapter.type == "dora" else "lora",
-        "num_layers": num_layers,
-        "lora_parameters": {
-            "rank": rank,
-            "scale": scale,
-            "dropout": adapter.dropout,
-            "keys": keys,
-        },
-    }
+    config["lora_parameters"] = lora | config["lora_parameters"]
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=4) + "\n")
 
 
@@ -134,18 +164,6 @@ def layers_mlx_lm_cannot_load(layers: dict[str, nn.Module]) -> list[str]:
         and is_quantized(layer.base_layer)
         and ("embedding" in layer or layer.base_layer.bits in UNEVEN_BITS)
     ]
-
-
-def _rank(layer: nn.Module) -> int:
-    return layer.lora_a.shape[layer.RANK_AXIS["lora_a"]]
-
-
-def _pad_rank(value: mx.array, axis: int | None, rank: int) -> mx.array:
-    if axis is None:
-        return value
-    padding = [(0, 0)] * value.ndim
-    padding[axis] = (0, rank - value.shape[axis])
-    return mx.pad(value, padding)
 
 
 def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, mx.array]]:
