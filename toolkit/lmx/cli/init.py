@@ -30,8 +30,6 @@ BY_BITS = {
     "qat": {2: "qat_2bit", 3: "qat_3bit", 4: "qat_4bit"},
     "quantize": {2: "ptq_3bit", 3: "ptq_3bit", 4: "ptq_4bit"},
 }
-# Values that a block `qat` need not have.
-DEFAULTS = (None, False, "affine")
 INCLUDED_MODEL, INCLUDED_DATA = "data/tiny-base", "data/skills/train.jsonl"
 # The included recipes fit a model of 3.5 million parameters. Values for other models,
 # by key: the comments of the recipes name them, too.
@@ -66,22 +64,16 @@ def init(arguments: argparse.Namespace) -> int:
     if terminal.input_is_terminal() and terminal.output_is_terminal():
         _ask(arguments)
     task = arguments.task or "qat"
-    bits = arguments.bits
-    if bits and task not in BY_BITS:
+    if arguments.bits and task not in BY_BITS:
         raise UserError(f"--bits does not apply to {task}", hint="qat or quantize")
     if not arguments.model or not (arguments.data or task == "quantize"):
         missing = "--data" if arguments.model else "--model"
         raise UserError(f"{missing} is missing", hint="see lmx init --help")
-    codes = _codes(arguments.model) if task in BY_BITS else None
-    if codes is not None:
-        bits = _bits_of(codes, task, arguments)
-    elif task in BY_BITS:
-        bits = bits or 4
-    target = arguments.output or Path(
-        f"{task}_{bits}bit.yaml" if bits else f"{task}.yaml"
-    )
+    quantization = _quantization(task, arguments.model, arguments.bits)
+    name = f"{task}_{quantization['bits']}bit" if quantization else task
+    target = arguments.output or Path(f"{name}.yaml")
     require_new(target)
-    text = recipe_text(task, arguments.model, arguments.data, bits, codes)
+    text = recipe_text(task, arguments.model, arguments.data, quantization)
     _check(target, text)
     write_recipe(target, text)
     lines = [str(target)]
@@ -93,40 +85,40 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def recipe_text(
-    task: str,
-    model: str,
-    data: str | None,
-    bits: int | None,
-    codes: dict[str, Any] | None = None,
+    task: str, model: str, data: str | None, quantization: dict[str, Any] | None
 ) -> str:
     """The recipe of a task, with its comments.
 
     Args:
         data: training data; None = none, for the task quantize.
-        bits: None for a task without quantization.
-        codes: the model's own quantization, from which qat continues.
+        quantization: `bits`, or the whole grid of a model from whose codes qat goes on;
+            None for a task without quantization.
     """
-    by_bits = BY_BITS.get(task, {})
-    name = by_bits.get(4 if codes else bits, by_bits.get(4)) or TEMPLATES[task]
+    by_bits, grid = BY_BITS.get(task, {}), quantization or {}
+    bits, has_codes = grid.get("bits"), "group_size" in grid
+    name = by_bits.get(4 if has_codes else bits, by_bits.get(4)) or TEMPLATES[task]
     text = without_schema_line(bundled_recipes()[name].read_text("utf-8"))
     if bits:
         text = _with_bits(text, bits)
-    if codes:
-        text = set_value(text, ("stages", 0, "train", "qat"), codes)
+    if has_codes:
+        text = set_value(text, ("stages", 0, "train", "qat"), grid)
     text = set_value(text, ("model",), model)
     text = _with_data(text, task, data)
     return text if model == INCLUDED_MODEL else _for_other_model(text, task)
 
 
-def _codes(model: str) -> dict[str, Any] | None:
-    """The quantization of a model on this disk, as keys of `qat`; None = it has none.
+def _quantization(task: str, model: str, bits: int | None) -> dict[str, Any] | None:
+    """The argument of `recipe_text`.
 
     Raises:
-        UserError: the model cannot be imported.
+        UserError: the recipe would quantize a quantized model again, or the model
+            cannot be imported.
     """
     from ..convert.importers import resolve_checkpoint
     from ..pipeline.plan import initial_state
 
+    if task not in BY_BITS:
+        return None
     find = partial(find_from, root=Path.cwd())
     state = initial_state({"model": model}, find)
     if state.quantization == {}:
@@ -134,23 +126,15 @@ def _codes(model: str) -> dict[str, Any] | None:
         folder = str(resolve_checkpoint(find(model)))
         state = initial_state({"model": folder}, find)
     if state.quantization is None:
-        return None
-    activations = state.config.get("quantize_activations")
-    values = state.quantization | {"quantize_activations": activations}
-    return {key: value for key, value in values.items() if value not in DEFAULTS}
-
-
-def _bits_of(codes: dict[str, Any], task: str, arguments: argparse.Namespace) -> int:
-    """The bits of a model's codes.
-
-    Raises:
-        UserError: the task or `--bits` would quantize it again.
-    """
-    model, bits = arguments.model, codes.get("bits")
-    if task == "qat" and bits is not None and arguments.bits in (None, bits):
-        return bits
+        return {"bits": bits or 4}
+    keys = ("bits", "group_size", "mode", "global_scale", "quantize_activations")
+    values = [(key, (state.config | state.quantization).get(key)) for key in keys]
+    grid = {key: value for key, value in values if value not in (None, False, "affine")}
+    if task == "qat" and "bits" in grid and bits in (None, grid["bits"]):
+        return grid
     raise UserError(
-        f"the model is quantized to {bits} bits already; quantizing again adds error",
+        f"the model is quantized to {grid.get('bits')} bits already, and quantizing "
+        "again adds error",
         place=model,
         hint="leave --bits out: --task qat continues from the codes; or start from the "
         f"model before it was quantized, or expand it: lmx convert {model} TARGET "

@@ -4,7 +4,7 @@ Positions are read in both spellings: `rope_theta` and `rope_scaling`, and the
 `rope_parameters` of transformers 5, in which each kind of layer may have its own.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -12,15 +12,9 @@ from ...config.validation import FileConfig
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
-# Rotary scalings whose positions may differ by row, and the keys that they need.
-ROPE_KEYS = {
-    "linear": ("factor",),
-    "llama3": ("factor",),
-    "yarn": ("factor",),
-    "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
-}
-# Those that fit heads of any size, which a drafter takes over from its target.
-ANY_SIZE = ("linear", "llama3", "yarn")
+# Rotary scalings with one formula for all lengths and sizes of heads. mlx-lm computes
+# "dynamic" for one row only, and "longrope" for long texts only.
+RopeType = Literal["linear", "llama3", "yarn"]
 # Texts have the same position in all sections of "mrope".
 UNSCALED = ("default", "mrope")
 # Values of a target that has no such key.
@@ -44,23 +38,18 @@ LayerIds = Annotated[
 class RopeScaling(FileConfig):
     """A scaling of rotary positions, under the keys of Hugging Face."""
 
-    rope_type: Literal[*ROPE_KEYS]
-    factor: Positive | None = None
-    original_max_position_embeddings: Annotated[Size, Field(gt=1)] | None = None
+    rope_type: RopeType
+    factor: Positive
+    original_max_position_embeddings: Size | None = None
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     beta_fast: Positive = 32
     beta_slow: Positive = 1
     mscale: Annotated[float, Field(ge=0)] = 1
     mscale_all_dim: Annotated[float, Field(ge=0)] = 0
-    short_factor: list[Positive] | None = None
-    long_factor: list[Positive] | None = None
 
     @model_validator(mode="after")
-    def _check_keys(self) -> Self:
-        for key in ROPE_KEYS[self.rope_type]:
-            if getattr(self, key) is None:
-                raise ValueError(f"{self.rope_type} needs {key}")
+    def _check_factors(self) -> Self:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError("low_freq_factor must be less than high_freq_factor")
         return self
@@ -90,15 +79,9 @@ class AttentionConfig(FileConfig):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        pairs, odd = divmod(self.rotary_dim, 2)
-        if self.num_attention_heads % self.num_key_value_heads or odd or not pairs:
+        has_groups = self.num_attention_heads % self.num_key_value_heads == 0
+        if not has_groups or self.rotary_dim % 2 or self.rotary_dim < 2:
             raise ValueError("the attention heads do not fit together")
-        scaling = self.rope_scaling
-        for factors in (scaling.short_factor, scaling.long_factor) if scaling else ():
-            if factors is not None and len(factors) != pairs:
-                raise ValueError(
-                    f"rope_scaling has {len(factors)} factors, not {pairs}"
-                )
         return self
 
     @property
@@ -145,7 +128,7 @@ def sizes_of_target(config: dict, width: int) -> dict[str, Any]:
     groups = _size(target, "num_key_value_heads") or heads
     # All values of a head are rotated.
     rope = _rope(target) | {"partial_rotary_factor": 1.0}
-    if (rope["rope_scaling"] or {}).get("rope_type") not in ANY_SIZE:
+    if (rope["rope_scaling"] or {}).get("rope_type") not in get_args(RopeType):
         rope["rope_scaling"] = None
     return rope | {
         "hidden_size": width,
