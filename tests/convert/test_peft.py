@@ -125,13 +125,13 @@ Q = "model.layers.0.self_attn.q_proj"
         ({"lora_alpha": "six"}, {}, 'lora_alpha: expected a number, got "six"'),
         ({"lora_alpha": None}, {}, "lora_alpha: expected a number, got nothing"),
         ({"r": 0}, {}, "r: must be at least 1, got 0"),
-        ({"r": 5}, {}, "or not of the rank 5"),
+        ({"r": 5}, {}, "or no floats of rank 5"),
         ({"target_modules": 5}, {}, "target_modules: expected a list, got 5"),
         ({"use_dora": True}, {}, "is incomplete"),
         ({}, {f"{Q}.lora_magnitude_vector": np.ones(128)}, "is incomplete"),
         ({}, {f"{Q}.lora_B.weight": None}, "is incomplete"),
-        ({}, {f"{Q}.lora_A.weight": np.ones((4, 4), np.int8)}, "values of .*int8"),
-        ({}, {f"{Q}.lora_A.weight": np.ones(4)}, "q_proj is incomplete, or not"),
+        ({}, {f"{Q}.lora_A.weight": np.ones((4, 4), np.int8)}, "or no floats"),
+        ({}, {f"{Q}.lora_A.weight": np.ones(4)}, "q_proj is incomplete, or no"),
         ({}, {"lm_head.weight": np.ones((2, 2))}, "lm_head.weight does not belong"),
         ({}, {"lm_head.base_layer.weight": np.ones((2, 2))}, "save_embedding_layers=F"),
         ({}, {"model.embed_tokens.lora_embedding_A": np.ones((2, 2))}, "not belong"),
@@ -161,7 +161,7 @@ def test_lora_on_the_head_is_imported_or_refused(base, make_checkpoint, tmp_path
     model.load_weights([(name, mx.array(value)) for name, value in expected.items()])
     assert mx.allclose(adapted(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
     tied = make_checkpoint(dtype="float32", tie_word_embeddings=True)
-    with pytest.raises(UserError, match=r"has lm_head\.lora_a, which is not adap"):
+    with pytest.raises(UserError, match=r"lm_head\.lora_a is not read here"):
         load_model(tied, adapter=folder)
 
 
@@ -184,7 +184,7 @@ def test_layers_that_peft_adapts_are_all_there(base, tmp_path, settings):
         load_model(base, adapter=partial)
         init_adapter(model, peft.resolve_adapter(partial))
         return
-    lacking = r"lacks model\.layers\.0\.self_attn\.o_proj"
+    lacking = r"tensor model\.layers\.0\.self_attn\.o_proj"
     with pytest.raises(UserError, match=lacking):
         load_model(base, adapter=partial)
     with pytest.raises(UserError, match=lacking):
@@ -234,7 +234,7 @@ def test_training_starts_from_an_adapter(base, tmp_path, kind, adapter_format):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_modules": ["mlp.*"], "rank": 4}, "which is not adapted here"),
+        ({"target_modules": ["mlp.*"], "rank": 4}, "is not read here"),
         ({"type": "dora", "target_modules": ["*"], "rank": 4}, "down_proj.m"),
         ({"target_modules": {"self_attn.[qv]_proj": 4, "mlp.*": 1}}, "no lower rank"),
     ],

@@ -464,7 +464,7 @@ def write(folder, config, weights):
         ("num_hidden_layers is 10,000,000, but the", {"num_hidden_layers": 10**7}),
         ("hidden_size is 2,000,000,000, but no", {"hidden_size": 2 * 10**9}),
         ("blocks 0 to 1, the drafter reads", {KEY: [1, 9]}),
-        ("lack the tensor layers.0.mlp.up_proj", "layers.0.mlp.up_proj.weight"),
+        ("tensor layers.0.mlp.up_proj.* is missing", "layers.0.mlp.up_proj.weight"),
         ("up_proj.weight has values of .*int8", {}),
     ],
 )

@@ -200,13 +200,14 @@ def _pairs(overrides: Overrides | None) -> list[Override]:
     Raises:
         ConfigErrors: a value is no plain data.
     """
-    if overrides is None:
-        return []
-    if not isinstance(overrides, Mapping):
-        return list(overrides)
     errors: list[ConfigError] = []
     pairs: list[Override] = []
-    for key, value in overrides.items():
+    items = overrides.items() if isinstance(overrides, Mapping) else overrides or ()
+    for item in items:
+        if isinstance(item, str):
+            pairs.append(item)
+            continue
+        key, value = item
         plain, faults = plain_data(value, tuple(key.split(".")))
         pairs.append((key, plain))
         errors += faults

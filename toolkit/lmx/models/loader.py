@@ -25,8 +25,9 @@ from . import checkpoint_fixups, config_check
 from .checkpoint import check_weights, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
-from .lora.io import LEAVES, WEIGHTS_FILE, read_adapter, require_tensors
+from .lora.io import LEAVES, WEIGHTS_FILE, read_adapter
 from .qq_linear import replace_qq_layers
+from .required_tensors import require_tensors
 
 CHECKPOINT_PATTERNS = [
     *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -235,10 +236,10 @@ def _load_adapter(model: nn.Module, folder: Path) -> None:
     blocks, modules = {*map(id, config.blocks(model))}, dict(model.named_modules())
     prefixes = tuple(f"{path}." for path, m in modules.items() if id(m) in blocks)
     trained = dict(tree_flatten(model.trainable_parameters()))
-    expected = {n: v.shape for n, v in trained.items() if n.startswith(prefixes)}
+    expected = {n: v for n, v in trained.items() if n.startswith(prefixes)}
     if config.fine_tune_type != "full":
         expected = {
-            f"{path}.lora_a": ()
+            f"{path}.lora_a": module.weight
             for path, module in modules.items()
             if isinstance(module, nn.Linear | nn.QuantizedLinear)
             and config.is_peft_target(path)
@@ -254,7 +255,7 @@ def _load_adapter(model: nn.Module, folder: Path) -> None:
             )
         for name, value in tree_flatten(model.parameters()):
             if name.rpartition(".")[2] in LEAVES:
-                expected[name] = value.shape
+                expected[name] = value
     hint = "is it of this model, with the adapter_config.json of its training?"
     place = str(folder / WEIGHTS_FILE)
     require_tensors(tensors, expected, place=place, hint=hint)

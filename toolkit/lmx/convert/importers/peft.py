@@ -18,8 +18,9 @@ from pydantic import ConfigDict, Field, model_validator
 from ...config.validation import FileConfig, shown
 from ...data import cache
 from ...errors import UserError, shorten
-from ...models.lora.io import read_tensors, with_one_rank, write_adapter
+from ...models.lora.io import with_one_rank, write_adapter
 from ...models.lora.layers import LoRALinear
+from ...models.safetensors_io import read_header
 from ...run.fs import read_json
 
 # Part of the cache key; changes when an import writes other values.
@@ -100,7 +101,8 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
     if not file.is_file():
         raise UserError(f"this adapter has no {WEIGHTS}", place=str(folder))
     layers: dict[str, dict[str, mx.array]] = {}
-    for name, value in read_tensors(file).items():
+    read_header(file)
+    for name, value in mx.load(str(file)).items():
         path, leaf = _path(name, str(file))
         name, transposed = LEAVES[leaf]
         layers.setdefault(path, {})[name] = value.T if transposed else value
@@ -108,8 +110,12 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
     for path, layer in layers.items():
         rank = _by_pattern(config.rank_pattern, path, config.r)
         a, b = (layer[n].shape if n in layer else () for n in ("lora_a", "lora_b"))
-        if layer.keys() != leaves or a[1:] != (rank,) or b[:1] != (rank,):
-            message = f"the adapter of {path} is incomplete, or not of the rank {rank}"
+        are_floats = all(mx.issubdtype(v.dtype, mx.floating) for v in layer.values())
+        has_rank = a[1:] == (rank,) and b[:1] == (rank,)
+        if layer.keys() != leaves or not has_rank or not are_floats:
+            message = (
+                f"the adapter of {path} is incomplete, or no floats of rank {rank}"
+            )
             raise UserError(message, place=str(file))
     if not layers:
         raise UserError("this adapter has no matrices", place=str(file))

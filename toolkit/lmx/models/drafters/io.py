@@ -12,6 +12,7 @@ from ...run.fs import read_json, write_atomic
 from ..checkpoint import check_weights, require_own_files, tensor_files
 from ..hidden_states import require_hidden_states
 from ..loader import checkpoint_folder, download_snapshot, stored_dtype
+from ..required_tensors import require_tensors
 from ..safetensors_io import write_safetensors
 from ..trunk_head import NoTrunkHeadSplit
 from .base import Drafter, TargetHead
@@ -86,7 +87,9 @@ def load_drafter(source: str | Path, target: nn.Module) -> Drafter:
         for name, tensor in mx.load(str(file)).items()
     }
     weights = drafter.sanitize(weights)
-    _require_tensors(weights, drafter, place)
+    parameters = dict(tree_flatten(drafter.parameters()))
+    hint = "it is damaged, or of another version or architecture"
+    require_tensors(weights, parameters, place=place, hint=hint)
     drafter.load_weights(list(weights.items()))
     mx.eval(drafter.parameters())
     return bind_target(drafter, target, place=place)
@@ -106,31 +109,3 @@ def save_drafter(folder: Path, drafter: Drafter, dtype: mx.Dtype) -> None:
     write_safetensors(folder / WEIGHTS_FILE, weights)
     config = drafter.to_config() | {"torch_dtype": str(dtype).rpartition(".")[2]}
     write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def _require_tensors(weights: dict, drafter: Drafter, place: str) -> None:
-    """Every parameter must have a tensor of its shape, and every tensor a parameter."""
-    parameters = dict(tree_flatten(drafter.parameters()))
-    for name, value in parameters.items():
-        if name not in weights:
-            raise UserError(f"the drafter's files lack the tensor {name}", place=place)
-        if weights[name].shape != value.shape:
-            raise UserError(
-                f"the tensor {name} has the shape {list(weights[name].shape)} instead "
-                f"of {list(value.shape)}",
-                place=place,
-            )
-        if mx.issubdtype(value.dtype, mx.floating) and not mx.issubdtype(
-            weights[name].dtype, mx.floating
-        ):
-            raise UserError(
-                f"the tensor {name} has values of {weights[name].dtype}, which are no "
-                "weights",
-                place=place,
-            )
-    if others := sorted(weights.keys() - parameters.keys()):
-        raise UserError(
-            f"the drafter has a tensor that lmx does not know: {others[0]}",
-            place=place,
-            hint="it is of another version or architecture",
-        )

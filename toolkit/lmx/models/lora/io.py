@@ -1,7 +1,6 @@
 """Adapters on disk, in mlx-lm's format."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -14,6 +13,7 @@ from ...config.validation import FileConfig
 from ...errors import UserError
 from ...run.fs import read_json
 from ..quantized_layers import is_quantized
+from ..required_tensors import require_tensors
 from ..safetensors_io import read_header
 from .lora_model import adapted_layers
 
@@ -170,58 +170,15 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, mx.array]]:
     """The config and the tensors of an adapter in mlx-lm's format.
 
     Raises:
-        UserError: a file is missing or damaged, a value of the config is wrong, or a
-            tensor has integers.
+        UserError: a file is missing or damaged, or a value of the config is wrong.
     """
     config_file, file = folder / CONFIG_FILE, folder / WEIGHTS_FILE
     for path in (config_file, file):
         if not path.is_file():
             raise UserError(f"this is no adapter: no {path.name}", place=str(folder))
     config = AdapterConfig.read(read_json(config_file), place=str(config_file))
-    return config, read_tensors(file)
-
-
-def read_tensors(file: Path) -> dict[str, mx.array]:
-    """The tensors of an adapter, by name.
-
-    Raises:
-        UserError: the file is damaged, or has integers.
-    """
     read_header(file)
-    tensors = dict(mx.load(str(file)))
-    for name, value in tensors.items():
-        if not mx.issubdtype(value.dtype, mx.floating):
-            message = f"{name} has values of {value.dtype}, which are no weights"
-            raise UserError(message, place=str(file))
-    return tensors
-
-
-def require_tensors(
-    tensors: dict[str, mx.array],
-    expected: dict[str, Sequence[int]],
-    *,
-    place: str,
-    hint: str,
-) -> None:
-    """Refuse an adapter whose tensors are not those that its config and a model need.
-
-    Args:
-        expected: shapes by name.
-
-    Raises:
-        UserError: naming a tensor.
-    """
-    for name in sorted(expected.keys() | tensors.keys()):
-        if name not in tensors:
-            fault = f"the adapter lacks {name}, which {CONFIG_FILE} says is trained"
-        elif name not in expected:
-            fault = f"the adapter has {name}, which is not adapted here"
-        elif list(tensors[name].shape) != list(expected[name]):
-            shapes = list(tensors[name].shape), list(expected[name])
-            fault = f"{name} has the shape {shapes[0]}, here it must be {shapes[1]}"
-        else:
-            continue
-        raise UserError(fault, place=place, hint=hint)
+    return config, dict(mx.load(str(file)))
 
 
 def init_adapter(model: nn.Module, folder: Path) -> None:
@@ -250,7 +207,7 @@ def init_adapter(model: nn.Module, folder: Path) -> None:
             shape = list(layers[path][leaf].shape)
             if (axis := layers[path].RANK_AXIS.get(leaf)) is not None:
                 shape[axis] = min(shape[axis], lora.rank)
-            expected[f"{path}.{leaf}"] = shape
+            expected[f"{path}.{leaf}"] = mx.zeros(shape)
     hint = "give adapter.type and target_modules as they were, and no lower rank"
     require_tensors(tensors, expected, place=place, hint=hint)
     for name, value in tensors.items():
