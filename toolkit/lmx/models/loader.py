@@ -25,7 +25,7 @@ from . import checkpoint_fixups, config_check
 from .checkpoint import check_weights, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
-from .lora.io import LEAVES, WEIGHTS_FILE, read_adapter
+from .lora.io import WEIGHTS_FILE, read_adapter
 from .qq_linear import replace_qq_layers
 from .required_tensors import require_tensors
 
@@ -233,17 +233,13 @@ def _load_adapter(model: nn.Module, folder: Path) -> None:
         UserError: see `read_adapter`; or the adapter is not of this model.
     """
     config, tensors = read_adapter(folder)
-    blocks, modules = {*map(id, config.blocks(model))}, dict(model.named_modules())
-    prefixes = tuple(f"{path}." for path, m in modules.items() if id(m) in blocks)
-    trained = dict(tree_flatten(model.trainable_parameters()))
-    expected = {n: v for n, v in trained.items() if n.startswith(prefixes)}
-    if config.fine_tune_type != "full":
-        expected = {
-            f"{path}.lora_a": module.weight
-            for path, module in modules.items()
-            if isinstance(module, nn.Linear | nn.QuantizedLinear)
-            and config.is_peft_target(path)
-        }
+    modules = model.named_modules()
+    linear = [p for p, m in modules if isinstance(m, nn.Linear | nn.QuantizedLinear)]
+    model.freeze()
+    if config.fine_tune_type == "full":
+        for block in config.blocks(model):
+            block.unfreeze()
+    else:
         with _mlx_lm():
             from mlx_lm.tuner.utils import linear_to_lora_layers
         with library_errors("the adapter does not load", place=folder):
@@ -253,9 +249,9 @@ def _load_adapter(model: nn.Module, folder: Path) -> None:
                 config.lora_parameters.model_dump(),
                 use_dora=config.fine_tune_type == "dora",
             )
-        for name, value in tree_flatten(model.parameters()):
-            if name.rpartition(".")[2] in LEAVES:
-                expected[name] = value
+    expected = dict(tree_flatten(model.trainable_parameters()))
+    for path in filter(config.is_peft_target, linear):
+        expected.setdefault(f"{path}.lora_a", mx.zeros(0))
     hint = "is it of this model, with the adapter_config.json of its training?"
     place = str(folder / WEIGHTS_FILE)
     require_tensors(tensors, expected, place=place, hint=hint)

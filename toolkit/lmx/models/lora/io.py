@@ -18,7 +18,6 @@ from ..safetensors_io import read_header
 from .lora_model import adapted_layers
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapters.safetensors"
-LEAVES = ("lora_a", "lora_b", "m")
 # mlx-lm's DoRA takes the width of packed codes for a multiple of whole 32 / bits.
 UNEVEN_BITS = (3, 5, 6)
 
