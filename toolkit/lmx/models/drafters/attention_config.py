@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
+from ...config.draft import DrafterConfig
 from ...config.validation import FileConfig
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
@@ -72,6 +73,50 @@ class AttentionConfig(FileConfig):
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
 
+    @classmethod
+    def for_target(
+        cls,
+        target_config: dict,
+        config: DrafterConfig,
+        *,
+        width: int,
+        vocab_size: int,
+        num_blocks: int,
+    ) -> Self:
+        """The sizes of a new drafter; see `Drafter.for_target`."""
+        target = target_config | (target_config.get("text_config") or {})
+        heads = _size(target, "num_attention_heads")
+        head_dim = _size(target, "head_dim") or width // (heads or width)
+        if head_dim < 2 or head_dim % 2:
+            head_dim = HEAD_DIM
+        heads = heads or max(1, width // head_dim)
+        groups = _size(target, "num_key_value_heads") or heads
+        inner = _size(target, "intermediate_size") or WIDTH_RATIO * width
+        positions = _size(target, "max_position_embeddings") or POSITIONS
+        # All values of a head are rotated.
+        rope = _rope(target) | {"partial_rotary_factor": 1.0}
+        if (rope["rope_scaling"] or {}).get("rope_type") not in get_args(RopeType):
+            rope["rope_scaling"] = None
+        sizes = {
+            "hidden_size": width,
+            "intermediate_size": inner,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups if heads % groups == 0 else heads,
+            "head_dim": head_dim,
+            "vocab_size": vocab_size,
+            "max_position_embeddings": positions,
+            "rms_norm_eps": target.get("rms_norm_eps") or 1e-6,
+        }
+        own = cls.own_values(target_config, config, vocab_size, num_blocks)
+        return cls.read(rope | sizes | own, place="the target's config.json")
+
+    @staticmethod
+    def own_values(
+        target_config: dict, config: DrafterConfig, vocab_size: int, num_blocks: int
+    ) -> dict[str, Any]:
+        """The values of `for_target` that are not those of other drafters."""
+        raise NotImplementedError
+
     @model_validator(mode="before")
     @classmethod
     def _read_rope(cls, data: Any) -> Any:
@@ -110,36 +155,6 @@ class AttentionConfig(FileConfig):
         scaling = values["rope_scaling"] or {"rope_type": "default"}
         parameters = scaling | {"rope_theta": self.rope_theta}
         return values | {"rope_parameters": parameters, "hidden_act": "silu"}
-
-
-def sizes_of_target(config: dict, width: int) -> dict[str, Any]:
-    """Sizes of a drafter's layers that are like a target's blocks.
-
-    Args:
-        config: the target's config.json.
-        width: of the target's hidden states.
-    """
-    target = config | (config.get("text_config") or {})
-    heads = _size(target, "num_attention_heads")
-    head_dim = _size(target, "head_dim") or width // (heads or width)
-    if head_dim < 2 or head_dim % 2:
-        head_dim = HEAD_DIM
-    heads = heads or max(1, width // head_dim)
-    groups = _size(target, "num_key_value_heads") or heads
-    # All values of a head are rotated.
-    rope = _rope(target) | {"partial_rotary_factor": 1.0}
-    if (rope["rope_scaling"] or {}).get("rope_type") not in get_args(RopeType):
-        rope["rope_scaling"] = None
-    return rope | {
-        "hidden_size": width,
-        "intermediate_size": _size(target, "intermediate_size") or WIDTH_RATIO * width,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups if heads % groups == 0 else heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": _size(target, "max_position_embeddings")
-        or POSITIONS,
-        "rms_norm_eps": target.get("rms_norm_eps") or 1e-6,
-    }
 
 
 def architectures(config: dict) -> list[str]:

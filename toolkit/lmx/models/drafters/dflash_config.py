@@ -11,7 +11,6 @@ from .attention_config import (
     LayerIds,
     Size,
     architectures,
-    sizes_of_target,
 )
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -67,28 +66,20 @@ class DFlashConfig(AttentionConfig):
         _check_supported(config, place)
         return cls.read(config, place=place)
 
-    @classmethod
-    def for_target(
-        cls,
-        target_config: dict,
-        config: DrafterConfig,
-        *,
-        width: int,
-        vocab_size: int,
-        num_blocks: int,
-    ) -> Self:
-        """The sizes of a new drafter; see `Drafter.for_target`."""
+    @staticmethod
+    def own_values(
+        target_config: dict, config: DrafterConfig, vocab_size: int, num_blocks: int
+    ) -> dict[str, Any]:
+        """See `AttentionConfig`."""
         target = target_config | (target_config.get("text_config") or {})
-        sizes = sizes_of_target(target_config, width) | {
+        return {
             "num_hidden_layers": config.num_layers or DEFAULT_LAYERS,
-            "vocab_size": vocab_size,
             "block_size": config.num_draft_tokens + 1,
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": config.layer_ids or spread(num_blocks),
             "num_target_layers": num_blocks,
             "final_logit_softcapping": target.get("final_logit_softcapping"),
         }
-        return cls.read(sizes, place="the target's config.json")
 
     def to_json(self) -> dict:
         """The config.json of a folder."""

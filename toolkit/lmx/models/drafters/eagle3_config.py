@@ -6,7 +6,7 @@ from pydantic import field_validator, model_validator
 
 from ...config.draft import DrafterConfig
 from ...config.validation import FileConfig
-from .attention_config import AttentionConfig, LayerIds, Size, sizes_of_target
+from .attention_config import AttentionConfig, LayerIds, Size
 
 SPECULATORS = "Eagle3Speculator"
 SGLANG = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -68,27 +68,19 @@ class Eagle3Config(AttentionConfig):
         """Hidden states of a token."""
         return len(self.layer_ids or range(DEFAULT_STATES))
 
-    @classmethod
-    def for_target(
-        cls,
-        target_config: dict,
-        config: DrafterConfig,
-        *,
-        width: int,
-        vocab_size: int,
-        num_blocks: int,
-    ) -> Self:
-        """The sizes of a new drafter; see `Drafter.for_target`."""
-        architectures = target_config.get("architectures", [])
-        sizes = sizes_of_target(target_config, width) | {
+    @staticmethod
+    def own_values(
+        target_config: dict, config: DrafterConfig, vocab_size: int, num_blocks: int
+    ) -> dict[str, Any]:
+        """See `AttentionConfig`."""
+        names = target_config.get("architectures", [])
+        return {
             "num_hidden_layers": config.num_layers or 1,
-            "vocab_size": vocab_size,
             "draft_vocab_size": min(config.draft_vocab_size or vocab_size, vocab_size),
             "layer_ids": config.layer_ids or [*default_layer_ids(num_blocks)],
             "num_draft_tokens": config.num_draft_tokens,
-            "verifier": {"name_or_path": None, "architectures": architectures},
+            "verifier": {"name_or_path": None, "architectures": names},
         }
-        return cls.read(sizes, place="the target's config.json")
 
     @classmethod
     def from_json(cls, config: dict, *, place: str) -> Self:
