@@ -9,6 +9,7 @@ from lmx.config.draft import DrafterConfig
 from lmx.errors import UserError
 from lmx.models.drafters.dflash import DFlashDrafter
 from lmx.models.drafters.dflash_config import DFlashConfig, spread
+from lmx.models.drafters.io import load_drafter, save_drafter
 from lmx.models.hidden_states import forward_with_hidden_states
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tiny_dflash import random_drafter, random_target
@@ -396,3 +397,14 @@ def test_trained_weights_are_all_parameters(case):
     assert tree_unflatten(list(trained.items())).keys() == {
         *("fc", "hidden_norm", "layers", "norm")
     }
+
+
+def test_a_drafter_of_a_target_with_many_layers_is_read(case, tmp_path):
+    """The target's layers are more than the drafter's tensors."""
+    model, drafter = case[:2]
+    save_drafter(tmp_path, drafter, mx.float32)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"num_target_layers": 100}))
+    read = load_drafter(tmp_path, model)
+    assert read.to_config()["num_target_layers"] == 100

@@ -36,7 +36,8 @@ LEAVES = {
 # Settings that do not change what a trained adapter computes.
 HARMLESS_KEYS = """
     task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
-    megatron_core qalora_group_size eva_config ensure_weight_tying runtime_config
+    layers_pattern megatron_core qalora_group_size eva_config ensure_weight_tying
+    runtime_config
 """
 
 
@@ -51,7 +52,6 @@ class PeftConfig(FileConfig):
     target_modules: list[str] | str | None = None
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
-    layers_pattern: list[str] | str | None = None
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -72,13 +72,6 @@ class PeftConfig(FileConfig):
             except re.error as error:
                 raise ValueError(f"{pattern} is no pattern: {error}") from None
         return self
-
-    @property
-    def targets(self) -> list[str]:
-        """The ends of the paths of all adapted layers; empty if they are not known."""
-        is_partial = self.exclude_modules or self.layers_to_transform is not None
-        names = None if is_partial else self.target_modules
-        return names if isinstance(names, list) else []
 
 
 def is_adapter(folder: Path) -> bool:
@@ -122,13 +115,15 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
     scales = {path: _scale(path, layer, config) for path, layer in layers.items()}
     axes = dict.fromkeys(layers, LoRALinear.RANK_AXIS)
     tensors, lora = with_one_rank(layers, scales, axes)
+    is_partial = config.exclude_modules or config.layers_to_transform is not None
+    is_known = isinstance(config.target_modules, list) and not is_partial
     # Full paths, so that no other block gets an adapter.
     lora |= {"dropout": config.lora_dropout or 0.0, "keys": sorted(layers)}
     return tensors, {
         "fine_tune_type": "dora" if config.use_dora else "lora",
         "num_layers": _block_count(layers),
         "lora_parameters": lora,
-        "peft_target_modules": config.targets,
+        "peft_target_modules": config.target_modules if is_known else [],
     }
 
 

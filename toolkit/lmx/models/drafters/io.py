@@ -15,6 +15,7 @@ from ..loader import checkpoint_folder, download_snapshot, stored_dtype
 from ..required_tensors import require_tensors
 from ..safetensors_io import write_safetensors
 from ..trunk_head import NoTrunkHeadSplit
+from .attention_config import AttentionConfig
 from .base import Drafter, TargetHead
 from .dflash import DFlashDrafter
 from .eagle3 import Eagle3Drafter
@@ -23,6 +24,7 @@ ARCHITECTURES: dict[str, type[Drafter]] = {
     cls.architecture: cls for cls in (Eagle3Drafter, DFlashDrafter)
 }
 WEIGHTS_FILE = "model.safetensors"
+OWN_SIZES = AttentionConfig.model_fields.keys() - {"vocab_size"}
 
 
 def drafter_class(config: dict) -> type[Drafter] | None:
@@ -79,7 +81,9 @@ def load_drafter(source: str | Path, target: nn.Module) -> Drafter:
     if cls is None:
         raise UserError("this is no drafter that lmx knows", place=place)
     layer = config.get("transformer_layer_config")
-    check_weights(folder, config | layer if isinstance(layer, dict) else config)
+    sizes = config | (layer if isinstance(layer, dict) else {})
+    # Those of the target, such as its number of layers, are in the file, too.
+    check_weights(folder, {k: sizes[k] for k in OWN_SIZES if k in sizes})
     drafter = cls.from_config(config, place=str(folder / "config.json"))
     weights = {
         name: tensor
