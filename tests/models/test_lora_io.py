@@ -155,7 +155,7 @@ def test_training_does_not_start_from_them(base, tmp_path, message, damage):
         ("fine_tune_type: expected 'lora', 'dora'", {"/fine_tune_type": "vera"}),
         ("num_layers: expected a whole number", {"/num_layers": "4"}),
         ("lora_parameters: expected a block", {"/lora_parameters": 5}),
-        ("lora_parameters is missing", {"/lora_parameters": None}),
+        ("lora_parameters: expected a block", {"/lora_parameters": None}),
         ("tensor .*lora_a is missing", {"keys": ["self_attn.q_proj", "mlp.nothing"],
                             "/num_layers": 3}),
         ("tensor .*.m is missing", {"/fine_tune_type": "dora"}),

@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from ...config.lora import LoRAConfig
 from ...config.validation import FileConfig
@@ -49,15 +49,9 @@ class AdapterConfig(FileConfig):
 
     fine_tune_type: Literal["lora", "dora", "full"] = "lora"
     num_layers: int
-    lora_parameters: LoRAParameters | None = None
+    lora_parameters: LoRAParameters
     model: str | None = None
     peft_target_modules: list[str] = []  # noqa: RUF012
-
-    @model_validator(mode="after")
-    def _check_type(self) -> Self:
-        if self.fine_tune_type != "full" and self.lora_parameters is None:
-            raise ValueError("lora_parameters is missing")
-        return self
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The adapted blocks of a model."""
