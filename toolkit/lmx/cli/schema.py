@@ -35,7 +35,8 @@ error; its message suggests the nearest key.
 ## Write a recipe
 
 `lmx init` asks for your model, data, task and bits, and writes a commented recipe; the
-options `--model`, `--data`, `--task`, `--bits` and `--output` answer the questions.
+options `--model`, `--data`, `--task`, `--bits` and `--output` answer the questions. For
+a quantized model, `qat` continues from its codes.
 `lmx recipes` lists the included recipes, and `lmx recipes copy NAME` writes one beside
 you. Neither overwrites a file.
 

@@ -26,8 +26,9 @@ from .architecture_fixes import repair
 from .checkpoint import check_weights, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
+from .lora.io import WEIGHTS_FILE, read_adapter
 from .qq_linear import replace_qq_layers
-from .safetensors_io import read_header
+from .required_tensors import require_tensors
 
 CHECKPOINT_PATTERNS = [
     *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"),
@@ -228,13 +229,36 @@ def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
 
 
 def _load_adapter(model: nn.Module, folder: Path) -> None:
-    with _mlx_lm():
-        from mlx_lm.tuner.utils import load_adapters
-    hint = "is it of this model, with adapter_config.json beside it?"
-    with library_errors("the adapter does not load", place=folder, hint=hint):
-        read_header(folder / "adapters.safetensors")
-        load_adapters(model, str(folder))
-        mx.eval(model.parameters())
+    """Add an adapter whose tensors are exactly those of its config.
+
+    Raises:
+        UserError: see `read_adapter`; or the adapter is not of this model.
+    """
+    config, tensors = read_adapter(folder)
+    modules = model.named_modules()
+    linear = [p for p, m in modules if isinstance(m, nn.Linear | nn.QuantizedLinear)]
+    model.freeze()
+    if config.fine_tune_type == "full":
+        for block in config.blocks(model):
+            block.unfreeze()
+    else:
+        with _mlx_lm():
+            from mlx_lm.tuner.utils import linear_to_lora_layers
+        with library_errors("the adapter does not load", place=folder):
+            linear_to_lora_layers(
+                model,
+                config.num_layers,
+                config.lora_parameters.model_dump(),
+                use_dora=config.fine_tune_type == "dora",
+            )
+    expected = dict(tree_flatten(model.trainable_parameters()))
+    for path in filter(config.is_peft_target, linear):
+        expected.setdefault(f"{path}.lora_a", mx.zeros(0))
+    hint = "is it of this model, with the adapter_config.json of its training?"
+    place = str(folder / WEIGHTS_FILE)
+    require_tensors(tensors, expected, place=place, hint=hint)
+    model.load_weights(list(tensors.items()), strict=False)
+    mx.eval(model.parameters())
     # Dropout is for training.
     model.eval()
 
@@ -404,21 +428,20 @@ def kv_cache() -> Any:
 
 
 def make_rope(head_dim: int, config: dict) -> nn.Module:
-    """The rotary embedding of a config.json in the Hugging Face format.
+    """A rotary embedding.
 
     Args:
-        config: `rope_theta`, `rope_scaling`, or `rope_parameters` with both, and
-            `max_position_embeddings`.
+        config: `rope_theta`, `rope_scaling` and `max_position_embeddings`, as in a
+            config.json of Hugging Face.
     """
     with _mlx_lm():
         from mlx_lm.models.rope_utils import initialize_rope
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or (
-        parameters if "rope_type" in parameters else None
-    )
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
     return initialize_rope(
-        head_dim, theta, False, scaling, config.get("max_position_embeddings")
+        head_dim,
+        config["rope_theta"],
+        False,
+        config["rope_scaling"],
+        config["max_position_embeddings"],
     )
 
 

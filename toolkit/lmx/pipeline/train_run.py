@@ -218,7 +218,7 @@ class TrainRun:
         )
         if adapter.init_from:
             folder = self.context.find(adapter.init_from) or Path(adapter.init_from)
-            init_adapter(lora_model.adapted_layers(model), resolve_adapter(folder))
+            init_adapter(model, resolve_adapter(folder))
         return keys
 
     def _make_trainer(self) -> Trainer:

@@ -27,6 +27,7 @@ from ..mtp_weights import (
     quantized_layers,
     read_mtp,
 )
+from ..required_tensors import require_tensors
 from .base import TargetHead
 
 HINT = "--draft-model prompt-lookup works with every model"
@@ -81,7 +82,9 @@ class MTPHead(nn.Module):
         head = cls(target.config, target.model)
         grids = {path: layer_grid(path, config) for path in quantized_layers(tensors)}
         nn.quantize(head, class_predicate=lambda path, _: grids.get(path, False))
-        _check_shapes(head, tensors, str(folder))
+        hint = "its mtp.* is damaged, or of another model"
+        parameters = dict(tree_flatten(head.parameters()))
+        require_tensors(tensors, parameters, place=str(folder), hint=hint)
         support_cpus(head)
         head.load_weights(list(tensors.items()))
         cast(head, stored_dtype(target.model))
@@ -123,19 +126,6 @@ def is_split_head(source: str | Path) -> bool:
     """Whether a local folder has a head alone, as mlx-vlm's `split_mtp` writes it."""
     file = Path(source).expanduser() / "config.json"
     return file.is_file() and read_json(file).get("model_type") == SPLIT_MODEL_TYPE
-
-
-def _check_shapes(head: MTPHead, tensors: dict[str, mx.array], place: str) -> None:
-    """Refuse tensors that the head of this model does not have, or lacks."""
-    required = {name: v.shape for name, v in tree_flatten(head.parameters())}
-    stored = {name: value.shape for name, value in tensors.items()}
-    for name in sorted(required.keys() | stored.keys()):
-        if required.get(name) != stored.get(name):
-            raise UserError(
-                f"mtp.{name} has the shape {stored.get(name)}, but the config of the "
-                f"model requires {required.get(name)}",
-                place=place,
-            )
 
 
 def _decoder_layers(config: dict, count: int) -> list[nn.Module]:

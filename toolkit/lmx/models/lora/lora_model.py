@@ -50,7 +50,8 @@ def attach(
         merged: see `LoRALinear`; only linear layers are then adapted.
 
     Returns:
-        The adapted paths within a block; whole paths for layers outside the blocks.
+        The adapted paths within a block, and whole paths of layers outside the blocks.
+        If another block has one of them without an adapter, all are whole paths.
 
     Raises:
         UserError: no layer matches a pattern, or the model has fewer blocks.
@@ -58,6 +59,10 @@ def attach(
     model.freeze()
     classes = {LINEAR: LoRALinear} if merged else LAYER_CLASSES[adapter.type]
     targets = _match_targets(model, adapter, classes)
+    paths, keys = ({getattr(t, name) for t, _ in targets} for name in ("path", "key"))
+    others = find_target_modules(model, adapter.num_layers)
+    if any(other.key in keys and other.path not in paths for other in others):
+        keys = paths
     key, layers = mx.random.key(seed), []
     for target, rank in sorted(targets, key=lambda pair: pair[0].path):
         key, layer_key = mx.random.split(key)
@@ -70,7 +75,7 @@ def attach(
     model.update_modules(tree_unflatten(layers))
     for _, layer in layers:
         layer.unfreeze(keys=list(layer.TRAINABLE), recurse=False)
-    return sorted({target.key for target, _ in targets})
+    return sorted(keys)
 
 
 def _match_targets(
