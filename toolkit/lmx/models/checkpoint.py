@@ -5,11 +5,13 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..data.cache import file_hash
 from ..errors import UserError
 from ..run.fs import read_json
 from .config_check import check_config, check_sizes
+from .rope_parameters import in_both_spellings
 from .safetensors_io import DTYPE_NAMES, MAX_HEADER_BYTES, read_header
 
 # Tensors of a quantized layer besides its codes.
@@ -36,7 +38,7 @@ def model_folder(model: str) -> str:
 
 
 def read_config(path: Path) -> dict:
-    """The config.json of a checkpoint folder.
+    """The config.json of a checkpoint folder, RoPE in both spellings.
 
     Raises:
         UserError: it is missing, or it is no model's, or a value is of a wrong type or
@@ -51,8 +53,19 @@ def read_config(path: Path) -> dict:
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         raise UserError("the config names no model_type", place=str(file))
+    config = in_both_spellings(_decode_nonfinite(config), str(file))
     check_config(config, str(file))
     return config
+
+
+def _decode_nonfinite(value: Any) -> Any:
+    """Floats that transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        text = value.get("__float__") if len(value) == 1 else None
+        if text in ("Infinity", "-Infinity", "NaN"):
+            return float(text)
+        return {key: _decode_nonfinite(entry) for key, entry in value.items()}
+    return [*map(_decode_nonfinite, value)] if isinstance(value, list) else value
 
 
 def require_own_files(folder: Path) -> None:

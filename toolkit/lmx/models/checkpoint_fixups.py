@@ -1,6 +1,8 @@
 """Repairs of published checkpoints that mlx-lm would misread, made while loading."""
 
+import copy
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
-from .checkpoint import read_config, tensor_files
+from .checkpoint import tensor_files
 from .config_check import BITS
 
 # Tables computed from the config, which older programs stored with the weights.
@@ -21,32 +23,47 @@ HEAD, EMBEDDING = "lm_head.", "model.embed_tokens."
 ModelClasses = Callable[[dict], tuple[Callable[[Any], nn.Module], type]]
 
 
-def load_options(path: Path, classes: ModelClasses) -> dict[str, Any]:
+def load_options(path: Path, config: dict, classes: ModelClasses) -> dict[str, Any]:
     """Arguments for mlx-lm's `load_model` of a folder.
 
     Raises:
         UserError: a file is damaged, or the folder has files of several models.
     """
-    config = read_config(path)
     # With code in the checkpoint, mlx-lm takes the class from there.
     arguments = None if "model_file" in config else classes(config)[1]
     return {
-        "model_config": _implied_config(config, arguments, set(tensor_files(path))),
+        "model_config": copy.deepcopy(config) | _head_config(path, config, arguments),
         "get_model_classes": _with_fixed_tensors(path, classes),
     }
 
 
-def _implied_config(config: dict, arguments: type | None, names: set[str]) -> dict:
-    """Config keys that are missing, but follow from the names of the tensors.
+def _head_config(path: Path, config: dict, arguments: type | None) -> dict:
+    """`tie_word_embeddings`, as the tensors in the files say.
 
-    mlx-lm ties the head of many models whose config does not say so, and would drop the
-    stored head. Hugging Face's programs store no head where it is tied.
+    mlx-lm ties the head of many models whose config does not say so, and drops a stored
+    head. Hugging Face's programs store no head where it is tied, and keep one whose
+    values differ.
     """
     key = "tie_word_embeddings"
     is_argument = key in getattr(arguments, "__dataclass_fields__", ())
-    is_given = key in config | config.get("text_config", {})
-    has_both = {f"{HEAD}weight", f"{EMBEDDING}weight"} <= names
-    return {key: False} if has_both and is_argument and not is_given else {}
+    files = tensor_files(path)
+    names = (f"{HEAD}weight", f"{EMBEDDING}weight")
+    if not is_argument or not files.keys() >= {*names}:
+        return {}
+    if (config | (config.get("text_config") or {})).get(key):
+        head, embedding = (mx.load(str(files[name]))[name] for name in names)
+        if _are_equal(head, embedding):
+            return {}
+        warnings.warn(
+            f"{path}: {key} is true, but {names[0]} has other values than {names[1]}: "
+            "both are used",
+            stacklevel=2,
+        )
+    return {key: False}
+
+
+def _are_equal(head: mx.array, embedding: mx.array) -> bool:
+    return head.shape == embedding.shape and mx.array_equal(head, embedding).item()
 
 
 def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
@@ -63,7 +80,9 @@ def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
             def sanitize(_: dict[str, mx.array]) -> dict[str, mx.array]:
                 # A model is read once; after that the class has its own method again.
                 del model.sanitize
-                weights = original(_fixed_tensors(path, parameters))
+                tensors = _fixed_tensors(path, parameters)
+                weights = original(dict(tensors))
+                _check_head(tensors, weights, path)
                 _check_codes(model, weights, path)
                 return weights
 
@@ -73,6 +92,24 @@ def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
         return build, arguments_class
 
     return fixed_classes
+
+
+def _check_head(tensors: dict, weights: dict, path: Path) -> None:
+    """Refuse to drop a head that is not the embedding.
+
+    Raises:
+        UserError: naming the tensor.
+    """
+    for name, head in tensors.items():
+        prefix, found, leaf = name.rpartition(HEAD)
+        embedding = tensors.get(f"{prefix}{EMBEDDING}{leaf}")
+        is_dropped = found and not any(HEAD in weight for weight in weights)
+        if is_dropped and embedding is not None and not _are_equal(head, embedding):
+            raise UserError(
+                f"mlx-lm drops {name}, whose values differ from {EMBEDDING}{leaf}",
+                place=str(path),
+                hint="set tie_word_embeddings to false in config.json",
+            )
 
 
 def _check_codes(model: nn.Module, weights: dict[str, mx.array], path: Path) -> None:

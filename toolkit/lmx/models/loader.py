@@ -3,6 +3,7 @@
 Only this module, the exporters and lm-eval's wrapper import mlx-lm.
 """
 
+import copy
 import importlib.util
 import os
 import re
@@ -21,11 +22,12 @@ from .. import cpu
 from ..config.quant_spec import KV_CACHE_BITS
 from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
-from . import checkpoint_fixups, config_check
+from . import checkpoint_fixups, config_check, longrope, transformers_config
 from .checkpoint import check_weights, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
 from .qq_linear import replace_qq_layers
+from .rope_parameters import SCALING, rope_type
 
 CHECKPOINT_PATTERNS = [
     *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -110,10 +112,10 @@ def load(
     path = checkpoint_folder(
         source, revision=revision, trust_remote_code=trust_remote_code
     )
-    check_loadable(path, trust_remote_code=trust_remote_code)
+    own_config = check_loadable(path, trust_remote_code=trust_remote_code)
 
     def read() -> tuple[nn.Module, dict, mx.Dtype]:
-        return _load_lazily(path, trust_remote_code, compute, adapter)
+        return _load_lazily(path, own_config, trust_remote_code, compute, adapter)
 
     model, config, dtype = read()
     if not lazy:
@@ -126,16 +128,18 @@ def load(
     return LoadedModel(model, tokenizer, config, path, dtype, lambda: read()[0])
 
 
-def _load_lazily(path: Path, trust_remote_code: bool, compute: str, adapter):
+def _load_lazily(
+    path: Path, config: dict, trust_remote_code: bool, compute: str, adapter
+):
     """A model whose weights are unread, its config, and the type it is stored in."""
     with _mlx_lm() as utils, _load_errors(path):
         model, config = utils.load_model(
             path,
             lazy=True,
             trust_remote_code=trust_remote_code,
-            **checkpoint_fixups.load_options(path, utils._get_classes),
+            **checkpoint_fixups.load_options(path, config, utils._get_classes),
         )
-        _prepare(model)
+        _prepare(model, config)
     replace_qq_layers(model)
     support_cpus(model)
     _check_dtypes(model, path)
@@ -195,8 +199,10 @@ def download_snapshot(
     return Path(folder)
 
 
-def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
-    """Check a checkpoint folder without loading weights.
+def check_loadable(path: Path, *, trust_remote_code: bool = False) -> dict:
+    """The config of a checkpoint folder, checked without loading weights.
+
+    Values that the file leaves to transformers' defaults are filled in.
 
     Raises:
         UserError: no config, an unknown architecture, code in the checkpoint that is
@@ -214,14 +220,31 @@ def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
         )
     check_weights(path, config)
     if "model_file" not in config:
-        model_arguments(config, place=place)
-    elif not trust_remote_code:
+        return complete_config(config, place=place)
+    if not trust_remote_code:
         raise UserError(
             f"this model needs Python code from its checkpoint "
             f"({config['model_file']}), which runs only with trust_remote_code",
             place=place,
             hint="review the code, then set trust_remote_code: true",
         )
+    return config
+
+
+def complete_config(config: dict, *, place: str) -> dict:
+    """A config with the values that it leaves to transformers' defaults.
+
+    Raises:
+        UserError: mlx-lm has no such architecture, or a value is missing or wrong.
+    """
+    _, arguments = model_classes(config, place=place)
+    config_check.check_arguments(config, arguments, place)
+    with _mlx_lm() as utils:
+        config = transformers_config.complete(
+            config, arguments, utils._get_classes, place
+        )
+    model_arguments(config, place=place)
+    return config
 
 
 def _load_adapter(model: nn.Module, folder: Path) -> None:
@@ -307,7 +330,7 @@ def build_model(config: dict, *, place: str | Path = "config.json") -> nn.Module
     arguments = model_arguments(config, place=place)
     message = "mlx-lm cannot build this model"
     with library_errors(message, place=place, hint=CONFIG_HINT):
-        return _prepare(model_class(arguments))
+        return _prepare(model_class(arguments), config)
 
 
 def model_arguments(config: dict, *, place: str | Path = "config.json") -> Any:
@@ -319,16 +342,28 @@ def model_arguments(config: dict, *, place: str | Path = "config.json") -> Any:
     _, arguments_class = model_classes(config, place=str(place))
     config_check.check_arguments(config, arguments_class, str(place))
     with library_errors("mlx-lm rejects the config", place=place, hint=CONFIG_HINT):
-        return arguments_class.from_dict(config)
+        # mlx-lm changes some of the values in place.
+        arguments = arguments_class.from_dict(copy.deepcopy(config))
+    if config.get(SCALING) and not getattr(arguments, SCALING, True):
+        kind = rope_type(config[SCALING])
+        raise UserError(
+            f"mlx-lm's {config['model_type']} ignores the RoPE scaling {kind!r}",
+            place=str(place),
+            hint="this model cannot be computed as its config says",
+        )
+    return arguments
 
 
-def _prepare(model: nn.Module) -> nn.Module:
+def _prepare(model: nn.Module, config: dict) -> nn.Module:
     # mlx-lm's recurrent_gemma skips nn.Module.__init__, so it could not be frozen.
     if not hasattr(model, "_no_grad"):
         nn.Module.__init__(model)
     # Before the model computes: mlx-lm's compiled functions keep what they were traced
     # with, so a later replacement would change the rounding of the same model.
     cpu.enable()
+    with _mlx_lm():
+        from mlx_lm.models.rope_utils import SuScaledRoPE
+    longrope.use_short_factors(model, config, SuScaledRoPE)
     return model
 
 

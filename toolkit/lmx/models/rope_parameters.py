@@ -1,0 +1,87 @@
+"""Settings of RoPE in a config.json, under the names of both spellings.
+
+transformers 5 writes all of them into `rope_parameters`, by type of layer if they
+differ. mlx-lm's models read `rope_theta`, `rope_scaling`, `partial_rotary_factor` and
+`rope_local_base_freq`, as earlier files have them.
+"""
+
+from typing import Any
+
+from ..errors import UserError
+
+KEYS = ("rope_theta", "partial_rotary_factor")
+SCALING, LOCAL = "rope_scaling", "rope_local_base_freq"
+ORIGINAL = "original_max_position_embeddings"
+# mlx-lm's names in architectures that have others.
+NAMES = {
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+}
+LONG = ("longrope", "su")
+# Their formulas need the original length, for which mlx-lm has a default.
+EXTENDED = (*LONG, "llama3", "yarn")
+
+
+def in_both_spellings(config: dict, place: str) -> dict:
+    """The config with the values of `rope_parameters` under the earlier names too.
+
+    Raises:
+        UserError: both spellings have a value, and the values differ; or the original
+            length of a scaled context is missing.
+    """
+    config = config | _earlier_keys(config, place)
+    if isinstance(text := config.get("text_config"), dict):
+        config["text_config"] = text | _earlier_keys(text, place)
+    for block in (config, config.get("text_config")):
+        _check_original_length(block, place)
+    return config
+
+
+def rope_type(scaling: dict) -> str:
+    """The type of RoPE that `rope_scaling` or `rope_parameters` names."""
+    return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def _earlier_keys(block: dict, place: str) -> dict[str, Any]:
+    parameters = block.get("rope_parameters")
+    if not isinstance(parameters, dict) or not parameters:
+        return {}
+    by_layer = {k: v for k, v in parameters.items() if isinstance(v, dict)}
+    main = by_layer.get("full_attention", {}) if by_layer else parameters
+    names = NAMES.get(str(block.get("model_type")), {})
+    found = {names.get(key, key): main[key] for key in KEYS if key in main}
+    kind = rope_type(main)
+    is_scaled = kind != "default"
+    found[SCALING] = main | {"type": kind, "rope_type": kind} if is_scaled else None
+    if kind in LONG and ORIGINAL in main:
+        found[ORIGINAL] = main[ORIGINAL]
+    if "rope_theta" in (local := by_layer.get("sliding_attention", {})):
+        found[LOCAL] = local["rope_theta"]
+    return {key: _merged(key, block.get(key), v, place) for key, v in found.items()}
+
+
+def _merged(key: str, given: Any, value: Any, place: str) -> Any:
+    """A value that the config may give in the earlier spelling too."""
+    if given is None or given == {} or given == value:
+        return value
+    if isinstance(given, dict) and isinstance(value, dict):
+        kind = rope_type(given)
+        given = given | {"type": kind, "rope_type": kind}
+        if all(given[name] == value[name] for name in given.keys() & value.keys()):
+            return value | given
+    raise UserError(
+        f"{key} is {str(given)[:60]}, but rope_parameters says {str(value)[:60]}",
+        place=place,
+        hint="remove the one that the model was not trained with",
+    )
+
+
+def _check_original_length(block: Any, place: str) -> None:
+    scaling = block.get(SCALING) if isinstance(block, dict) else None
+    if not isinstance(scaling, dict) or rope_type(scaling) not in EXTENDED:
+        return
+    if scaling.get(ORIGINAL) is None and block.get(ORIGINAL) is None:
+        raise UserError(
+            f"{SCALING} of the type {rope_type(scaling)} has no {ORIGINAL}",
+            place=place,
+            hint=f"add {ORIGINAL} from the model's authors: it changes all predictions",
+        )
