@@ -183,6 +183,7 @@ MODELS = {
         "num_dense_layers": 1,
         "route_norm": True,
         "route_scale": 1.5,
+        "mup_enabled": True,
     },
     "glm4_moe_lite": DEEPSEEK_EXPERTS
     | {

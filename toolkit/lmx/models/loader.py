@@ -22,8 +22,15 @@ from .. import cpu
 from ..config.quant_spec import KV_CACHE_BITS
 from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
-from . import checkpoint_fixups, config_check, longrope, transformers_config
-from .checkpoint import check_weights, missing_shards, read_config
+from ..run.fs import object_in
+from . import (
+    checkpoint_fixups,
+    config_check,
+    longrope,
+    token_ids,
+    transformers_config,
+)
+from .checkpoint import check_weights, config_int, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
 from .qq_linear import replace_qq_layers
@@ -387,7 +394,6 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
             with _tokenizer_errors(path):
                 tokenizer = utils.load_tokenizer(path, options, eos_token_ids=ids)
                 tokenizer.encode("a")
-                return tokenizer
         except UserError:
             # If this file alone is damaged, the error names it.
             if (file := path / "tokenizer.json").is_file():
@@ -396,6 +402,9 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
                 with _tokenizer_errors(file):
                     Tokenizer.from_file(str(file))
             raise
+    if rows := config_int(object_in(path / "config.json"), "vocab_size"):
+        token_ids.guard(tokenizer, rows, str(path))
+    return tokenizer
 
 
 def _tokenizer_errors(place: Path):
