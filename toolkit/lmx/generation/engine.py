@@ -191,7 +191,7 @@ class Generator:
         if not len(prompt):
             raise UserError("the prompt is empty", hint="give at least one token")
         if self.vocab_size:
-            check_ids(prompt, self.vocab_size, self.tokenizer.convert_ids_to_tokens)
+            check_ids(prompt, self.vocab_size, lambda i: self.tokenizer.decode([i]))
         room = max_tokens
         if self.max_positions is not None:
             room = self.max_positions - len(prompt) + 1

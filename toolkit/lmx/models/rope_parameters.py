@@ -28,11 +28,9 @@ def in_both_spellings(config: dict, place: str) -> dict:
         UserError: both spellings have a value, and the values differ; or the original
             length of a scaled context is missing.
     """
-    config = config | _earlier_keys(config, place)
+    config = _completed(config, place)
     if isinstance(text := config.get("text_config"), dict):
-        config["text_config"] = text | _earlier_keys(text, place)
-    for block in (config, config.get("text_config")):
-        _check_original_length(block, place)
+        config["text_config"] = _completed(text, place)
     return config
 
 
@@ -41,10 +39,26 @@ def rope_type(scaling: dict) -> str:
     return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
-def _earlier_keys(block: dict, place: str) -> dict[str, Any]:
+def _completed(block: dict, place: str) -> dict:
     parameters = block.get("rope_parameters")
-    if not isinstance(parameters, dict) or not parameters:
-        return {}
+    parameters = parameters if isinstance(parameters, dict) else {}
+    for scaling in (block.get(SCALING), parameters, *parameters.values()):
+        if isinstance(scaling, dict) and not isinstance(rope_type(scaling), str):
+            kind = str(rope_type(scaling))[:60]
+            raise UserError(f"the type of RoPE is {kind}, no text", place=place)
+    block = block | (_earlier_keys(block, parameters, place) if parameters else {})
+    scaling = block.get(SCALING)
+    kind = rope_type(scaling) if isinstance(scaling, dict) else None
+    if kind in EXTENDED and scaling.get(ORIGINAL) is block.get(ORIGINAL) is None:
+        raise UserError(
+            f"{SCALING} of the type {kind} has no {ORIGINAL}",
+            place=place,
+            hint=f"add {ORIGINAL} from the model's authors: it changes all predictions",
+        )
+    return block
+
+
+def _earlier_keys(block: dict, parameters: dict, place: str) -> dict[str, Any]:
     by_layer = {k: v for k, v in parameters.items() if isinstance(v, dict)}
     main = by_layer.get("full_attention", {}) if by_layer else parameters
     names = NAMES.get(str(block.get("model_type")), {})
@@ -73,15 +87,3 @@ def _merged(key: str, given: Any, value: Any, place: str) -> Any:
         place=place,
         hint="remove the one that the model was not trained with",
     )
-
-
-def _check_original_length(block: Any, place: str) -> None:
-    scaling = block.get(SCALING) if isinstance(block, dict) else None
-    if not isinstance(scaling, dict) or rope_type(scaling) not in EXTENDED:
-        return
-    if scaling.get(ORIGINAL) is None and block.get(ORIGINAL) is None:
-        raise UserError(
-            f"{SCALING} of the type {rope_type(scaling)} has no {ORIGINAL}",
-            place=place,
-            hint=f"add {ORIGINAL} from the model's authors: it changes all predictions",
-        )

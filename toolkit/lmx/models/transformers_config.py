@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import UserError
-from .rope_parameters import LOCAL, SCALING, rope_type
+from .rope_parameters import LOCAL, ORIGINAL, SCALING, rope_type
 
 MISSING = object()
 UNSET = dataclasses.MISSING
@@ -32,7 +32,7 @@ HARMLESS = re.compile(
     r"dtype|^(output|return|cache|use_cache|unsloth|quantiz|mtp|mlx)|_version$|"
     r"^(architectures|auto_map|id2label|label2id|problem_type|pretraining_tp|ep_size|"
     r"model_type|model_file|kv_bits|max_window_layers|num_nextn_predict_layers|"
-    r"(original_)?max_position_embeddings|rope_parameters|attn_implementation)$|"
+    r"rope_parameters|attn_implementation)$|"
     r"^(vision|audio|image|video|talker|generation)"
 )
 # Required by mlx-lm's models; fixed or computed in those of transformers.
@@ -48,8 +48,17 @@ COMPUTED: dict[str, Callable[[Any], Any]] = {
     ),
     "shared_intermediate_size": lambda _: 0,
 }
-# Entries of `rope_scaling` that mlx-lm leaves out.
-UNREAD_SCALING = ("attention_factor", "truncate")
+# What mlx-lm reads of `rope_scaling`, by type; `mrope_...` is of images.
+YARN = "factor beta_fast beta_slow mscale mscale_all_dim"
+SCALING_KEYS = {
+    "default": "",
+    "linear": "factor",
+    "dynamic": f"alpha {YARN}",
+    "llama3": "factor low_freq_factor high_freq_factor",
+    "yarn": YARN,
+    "longrope": "factor attention_factor short_factor long_factor short_mscale",
+}
+COMMON = f"type rope_type rope_theta partial_rotary_factor {ORIGINAL} long_mscale"
 
 Classes = Callable[[dict], tuple[type, type]]
 
@@ -134,19 +143,33 @@ def _unread(block: dict, fields: dict, reference: Any) -> list[str]:
     for key in own:
         value = _value(reference, key, block[key])
         is_neutral = key == "partial_rotary_factor" and value == 1
+        is_neutral |= key.endswith("max_position_embeddings")
         is_global = key == LOCAL and value == block.get("rope_theta")
         is_pattern = key == "layer_types" and value == _pattern(block)
         is_harmless = HARMLESS.search(key) or FROM_WEIGHTS.search(key)
         if not (is_harmless or is_neutral or is_global or is_pattern):
             unread += [key] if _value(implied, key) != value else []
-    scaling = block.get(SCALING)
-    if SCALING in fields and isinstance(scaling, dict) and rope_type(scaling) == "yarn":
-        unread += [
-            f"{SCALING}.{key}"
-            for key in UNREAD_SCALING
-            if scaling.get(key) not in (None, True)
-        ]
+    if "rope_parameters" not in fields:
+        unread += _unread_scaling(block)
     return unread
+
+
+def _unread_scaling(block: dict) -> list[str]:
+    """Entries that change the frequencies, and that mlx-lm's RoPE ignores."""
+    parameters = block.get("rope_parameters") or {}
+    blocks = [v for v in parameters.values() if isinstance(v, dict)] or [parameters]
+    unread = set()
+    for scaling in [block.get(SCALING), *blocks]:
+        known = SCALING_KEYS.get(rope_type(scaling or {}))
+        for key, value in (scaling or {}).items() if known is not None else ():
+            is_known = key in f"{known} {COMMON}".split() or key.startswith("mrope")
+            if (
+                not is_known
+                and value is not None
+                and (key, value) != ("truncate", True)
+            ):
+                unread.add(f"{SCALING}.{key}")
+    return sorted(unread)
 
 
 def _pattern(block: dict) -> list[str]:
