@@ -18,6 +18,7 @@ from .config_check import BITS
 # Tables computed from the config, which older programs stored with the weights.
 BUFFERS = re.compile(r"(rotary\w*\.inv_freq|\.masked_bias|embeddings\.position_ids)$")
 HEAD, EMBEDDING = "lm_head.", "model.embed_tokens."
+EMBEDDING_WEIGHT = "embed_tokens.weight"
 
 # mlx-lm's choice of a model's class and arguments class by its config.
 ModelClasses = Callable[[dict], tuple[Callable[[Any], nn.Module], type]]
@@ -29,41 +30,35 @@ def load_options(path: Path, config: dict, classes: ModelClasses) -> dict[str, A
     Raises:
         UserError: a file is damaged, or the folder has files of several models.
     """
-    # With code in the checkpoint, mlx-lm takes the class from there.
-    arguments = None if "model_file" in config else classes(config)[1]
     return {
-        "model_config": copy.deepcopy(config) | _head_config(path, config, arguments),
+        "model_config": copy.deepcopy(config) | _head_config(path, config),
         "get_model_classes": _with_fixed_tensors(path, classes),
     }
 
 
-def _head_config(path: Path, config: dict, arguments: type | None) -> dict:
+def _head_config(path: Path, config: dict) -> dict:
     """`tie_word_embeddings`, as the tensors in the files say.
 
     mlx-lm ties the head of many models whose config does not say so, and drops a stored
     head. Hugging Face's programs store no head where it is tied, and keep one whose
     values differ.
     """
-    key = "tie_word_embeddings"
-    is_argument = key in getattr(arguments, "__dataclass_fields__", ())
-    files = tensor_files(path)
-    names = (f"{HEAD}weight", f"{EMBEDDING}weight")
-    if not is_argument or not files.keys() >= {*names}:
+    key, files = "tie_word_embeddings", tensor_files(path)
+    heads = [name for name in files if name.endswith(f"{HEAD}weight")]
+    embeddings = [name for name in files if name.endswith(EMBEDDING_WEIGHT)]
+    if not heads or not embeddings:
         return {}
-    if (config | (config.get("text_config") or {})).get(key):
-        head, embedding = (mx.load(str(files[name]))[name] for name in names)
-        if _are_equal(head, embedding):
+    text = config.get("text_config") or {}
+    if (config | text).get(key):
+        tensors = (mx.load(str(files[n]))[n] for n in (heads[0], embeddings[0]))
+        if mx.array_equal(*tensors).item():
             return {}
         warnings.warn(
-            f"{path}: {key} is true, but {names[0]} has other values than {names[1]}: "
-            "both are used",
+            f"{path}: {key} is true, but {heads[0]} has other values than "
+            f"{embeddings[0]}: both are used",
             stacklevel=2,
         )
-    return {key: False}
-
-
-def _are_equal(head: mx.array, embedding: mx.array) -> bool:
-    return head.shape == embedding.shape and mx.array_equal(head, embedding).item()
+    return {key: False} | ({"text_config": text | {key: False}} if text else {})
 
 
 def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
@@ -80,9 +75,7 @@ def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
             def sanitize(_: dict[str, mx.array]) -> dict[str, mx.array]:
                 # A model is read once; after that the class has its own method again.
                 del model.sanitize
-                tensors = _fixed_tensors(path, parameters)
-                weights = original(dict(tensors))
-                _check_head(tensors, weights, path)
+                weights = original(_fixed_tensors(path, parameters))
                 _check_codes(model, weights, path)
                 return weights
 
@@ -92,24 +85,6 @@ def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
         return build, arguments_class
 
     return fixed_classes
-
-
-def _check_head(tensors: dict, weights: dict, path: Path) -> None:
-    """Refuse to drop a head that is not the embedding.
-
-    Raises:
-        UserError: naming the tensor.
-    """
-    for name, head in tensors.items():
-        prefix, found, leaf = name.rpartition(HEAD)
-        embedding = tensors.get(f"{prefix}{EMBEDDING}{leaf}")
-        is_dropped = found and not any(HEAD in weight for weight in weights)
-        if is_dropped and embedding is not None and not _are_equal(head, embedding):
-            raise UserError(
-                f"mlx-lm drops {name}, whose values differ from {EMBEDDING}{leaf}",
-                place=str(path),
-                hint="set tie_word_embeddings to false in config.json",
-            )
 
 
 def _check_codes(model: nn.Module, weights: dict[str, mx.array], path: Path) -> None:

@@ -34,7 +34,6 @@ from .checkpoint import check_weights, config_int, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
 from .qq_linear import replace_qq_layers
-from .rope_parameters import SCALING, rope_type
 
 CHECKPOINT_PATTERNS = [
     *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -350,15 +349,7 @@ def model_arguments(config: dict, *, place: str | Path = "config.json") -> Any:
     config_check.check_arguments(config, arguments_class, str(place))
     with library_errors("mlx-lm rejects the config", place=place, hint=CONFIG_HINT):
         # mlx-lm changes some of the values in place.
-        arguments = arguments_class.from_dict(copy.deepcopy(config))
-    if config.get(SCALING) and not getattr(arguments, SCALING, True):
-        kind = rope_type(config[SCALING])
-        raise UserError(
-            f"mlx-lm's {config['model_type']} ignores the RoPE scaling {kind!r}",
-            place=str(place),
-            hint="this model cannot be computed as its config says",
-        )
-    return arguments
+        return arguments_class.from_dict(copy.deepcopy(config))
 
 
 def _prepare(model: nn.Module, config: dict) -> nn.Module:
@@ -403,7 +394,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
                     Tokenizer.from_file(str(file))
             raise
     if rows := config_int(object_in(path / "config.json"), "vocab_size"):
-        token_ids.guard(tokenizer, rows, str(path))
+        token_ids.guard(tokenizer, rows)
     return tokenizer
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..errors import UserError
 
-KEYS = ("rope_theta", "partial_rotary_factor")
 SCALING, LOCAL = "rope_scaling", "rope_local_base_freq"
 ORIGINAL = "original_max_position_embeddings"
 # mlx-lm's names in architectures that have others.
@@ -44,9 +43,9 @@ def _completed(block: dict, place: str) -> dict:
     parameters = parameters if isinstance(parameters, dict) else {}
     for scaling in (block.get(SCALING), parameters, *parameters.values()):
         if isinstance(scaling, dict) and not isinstance(rope_type(scaling), str):
-            kind = str(rope_type(scaling))[:60]
-            raise UserError(f"the type of RoPE is {kind}, no text", place=place)
-    block = block | (_earlier_keys(block, parameters, place) if parameters else {})
+            raise UserError("the type of RoPE must be text", place=place)
+    for key, value in _earlier_keys(block, parameters).items():
+        block = block | {key: _merged(key, block.get(key), value, place)}
     scaling = block.get(SCALING)
     kind = rope_type(scaling) if isinstance(scaling, dict) else None
     if kind in EXTENDED and scaling.get(ORIGINAL) is block.get(ORIGINAL) is None:
@@ -58,19 +57,20 @@ def _completed(block: dict, place: str) -> dict:
     return block
 
 
-def _earlier_keys(block: dict, parameters: dict, place: str) -> dict[str, Any]:
+def _earlier_keys(block: dict, parameters: dict) -> dict[str, Any]:
+    if not parameters:
+        return {}
     by_layer = {k: v for k, v in parameters.items() if isinstance(v, dict)}
     main = by_layer.get("full_attention", {}) if by_layer else parameters
+    local = by_layer.get("sliding_attention", {})
     names = NAMES.get(str(block.get("model_type")), {})
-    found = {names.get(key, key): main[key] for key in KEYS if key in main}
+    keys = [key for key in ("rope_theta", "partial_rotary_factor") if key in main]
+    found = {names.get(key, key): main[key] for key in keys}
     kind = rope_type(main)
     is_scaled = kind != "default"
     found[SCALING] = main | {"type": kind, "rope_type": kind} if is_scaled else None
-    if kind in LONG and ORIGINAL in main:
-        found[ORIGINAL] = main[ORIGINAL]
-    if "rope_theta" in (local := by_layer.get("sliding_attention", {})):
-        found[LOCAL] = local["rope_theta"]
-    return {key: _merged(key, block.get(key), v, place) for key, v in found.items()}
+    found |= {ORIGINAL: main[ORIGINAL]} if kind in LONG and ORIGINAL in main else {}
+    return found | ({LOCAL: local["rope_theta"]} if "rope_theta" in local else {})
 
 
 def _merged(key: str, given: Any, value: Any, place: str) -> Any:
