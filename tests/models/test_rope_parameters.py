@@ -5,6 +5,7 @@ import shutil
 
 import mlx.core as mx
 import pytest
+from lmx.cli import main
 from lmx.errors import UserError
 from lmx.generation.engine import Generator
 from lmx.models.checkpoint import read_config
@@ -206,6 +207,17 @@ def test_keys_that_are_left_out_or_not_read_are_named(
     with pytest.warns(UserWarning, match=message) as caught:
         load(folder)
     assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("default:.*config.json")
+def test_a_command_warns_in_one_line(make_checkpoint, tmp_path, capfd):
+    source = make_checkpoint(dtype="float32")
+    folder = with_config(source, tmp_path / "model", LLAMA | {"soft\x1b[31mcap": 3.0})
+    options = ["generate", str(folder), "--prompt", "one", "--max-tokens", "1"]
+    assert main.main(options) == 0
+    line, _ = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: ")
+    assert line.endswith("mlx-lm's llama does not read softcap")
 
 
 def test_a_value_that_nobody_knows_is_an_error(make_checkpoint, tmp_path):

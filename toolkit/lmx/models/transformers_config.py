@@ -118,13 +118,14 @@ def _unread(block: dict, fields: dict, reference: Any) -> list[str]:
     unread = set() if "rope_parameters" in fields else _unread_scaling(block)
     neutral = {"partial_rotary_factor": 1, LOCAL: block.get("rope_theta")}
     for key, given in own.items():
-        value = _value(reference, key, given)
         is_harmless = HARMLESS.search(key) or FROM_WEIGHTS.search(key)
-        is_harmless = is_harmless or key.endswith("max_position_embeddings")
         # Older files give the types of layers twice.
         is_pattern = key == "layer_types" and block.get("sliding_window_pattern")
-        if not (is_harmless or is_pattern or value == neutral.get(key, MISSING)):
-            unread |= {key} if _value(implied, key) != value else set()
+        if is_harmless or is_pattern or key.endswith("max_position_embeddings"):
+            continue
+        value = _value(reference, key, given)
+        if value not in (neutral.get(key, MISSING), _value(implied, key)):
+            unread.add(key)
     return sorted(unread)
 
 
