@@ -4,8 +4,10 @@ import json
 import shutil
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
+from lmx.convert.exporters import hf
 from lmx.models.loader import load
 from tiny_families import DEEPSEEK_EXPERTS, EXPERTS, LATENT_ATTENTION
 
@@ -220,3 +222,22 @@ def test_load_has_the_logits_of_transformers(published, case, spelling, tmp_path
         (folder / "config.json").write_text(json.dumps(wrong))
         actual = np.array(load(folder).model(mx.array(TOKENS)))
         assert np.abs(actual - expected).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen2-yarn", "gemma3_text", "glm4", "phi3-longrope"]
+)
+def test_dense_export_is_read_by_both(published, case, tmp_path):
+    folder, expected = published(case)
+    loaded = load(folder)
+    weights = hf.dequantized_weights(loaded.model, mx.float32)
+    hf.write(tmp_path, weights, loaded.config, companions=folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        actual = model(torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
+    # mlx-lm takes the factors of long sequences for all.
+    if "longrope" not in case:
+        model, _ = mlx_lm.load(str(tmp_path))
+        actual = np.array(model(mx.array(TOKENS)))
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
