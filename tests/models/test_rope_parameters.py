@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import lmx
 import mlx.core as mx
 import pytest
 from lmx.cli import main
@@ -263,8 +264,9 @@ def test_longrope_uses_the_short_factors(make_checkpoint):
     assert mx.abs(short - expected).max() > 1e-3
 
 
-def test_longrope_beyond_the_original_length_is_refused(make_checkpoint):
-    loaded = load(longrope(make_checkpoint))
+def test_longrope_beyond_the_original_length_is_refused(make_checkpoint, tmp_path):
+    source = longrope(make_checkpoint)
+    loaded = load(source)
     with pytest.raises(UserError, match="33 tokens needs this model's factors of long"):
         loaded.model(mx.zeros((1, 33), mx.int32))
     generator = Generator(loaded.model, loaded.tokenizer)
@@ -273,3 +275,10 @@ def test_longrope_beyond_the_original_length_is_refused(make_checkpoint):
     result = generator.generate([5] * 30, max_tokens=10, stop_tokens=[])
     assert len(result.tokens) == 3
     assert result.finish_reason == "length"
+    row = {"prompt": "one", "completion": 40 * "two "}
+    (tmp_path / "rows.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    data = {"train": str(tmp_path / "rows.jsonl"), "max_seq_length": 64}
+    stages = [{"train": {"steps": 1, "batch_size": 2}}]
+    recipe = {"model": str(source), "data": data, "stages": stages}
+    with pytest.raises(UserError, match="lmx computes up to 32"):
+        lmx.check(recipe)

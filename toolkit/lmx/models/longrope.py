@@ -11,7 +11,24 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
-from .rope_parameters import SCALING
+from .rope_parameters import LONG, ORIGINAL, SCALING, rope_type
+
+
+def check_length(config: dict, tokens: int) -> None:
+    """Refuse a sequence that needs the factors of long ones.
+
+    Raises:
+        UserError: naming the original length of the model.
+    """
+    config = config | (config.get("text_config") or {})
+    scaling = config.get(SCALING) or {}
+    original = config.get(ORIGINAL) or scaling.get(ORIGINAL)
+    if rope_type(scaling) in LONG and tokens > original:
+        raise UserError(
+            f"a sequence of {tokens:,} tokens needs this model's factors of long "
+            f"sequences; lmx computes up to {original:,}",
+            hint="shorten the text, or lower max_seq_length",
+        )
 
 
 def use_short_factors(model: nn.Module, config: dict, kind: type[nn.Module]) -> None:
@@ -23,13 +40,8 @@ def use_short_factors(model: nn.Module, config: dict, kind: type[nn.Module]) -> 
 
     class ShortRoPE(kind):
         def __call__(self, x, offset=0):
-            positions = self.original_max_position_embeddings
-            if isinstance(offset, int) and offset + x.shape[-2] > positions:
-                raise UserError(
-                    f"a sequence of {offset + x.shape[-2]:,} tokens needs this model's "
-                    f"factors of long sequences; lmx computes up to {positions:,}",
-                    hint="shorten the text, or lower max_seq_length",
-                )
+            if isinstance(offset, int):
+                check_length(config, offset + x.shape[-2])
             return super().__call__(x, offset)
 
     config = config | (config.get("text_config") or {})

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import MISSING
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, library_errors
 from .rope_parameters import LOCAL, LONG, ORIGINAL, SCALING, rope_type
 
 # The weights decide these: a wrong value does not load.
@@ -168,9 +168,10 @@ def _transformers_config(block: dict) -> Any:
         level = logging.get_verbosity()
         logging.set_verbosity(logging.CRITICAL)
         try:
-            return CONFIG_MAPPING[block["model_type"]](**copy.deepcopy(block))
-        # A config class is a program: it raises whatever a program raises.
-        except Exception:
+            # A config class is a program: it raises whatever a program raises.
+            with library_errors("transformers rejects the config", place=""):
+                return CONFIG_MAPPING[block["model_type"]](**copy.deepcopy(block))
+        except UserError:
             return None
         finally:
             logging.set_verbosity(level)
