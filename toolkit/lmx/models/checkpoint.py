@@ -5,7 +5,6 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..data.cache import file_hash
 from ..errors import UserError
@@ -21,7 +20,6 @@ INDEX_FILE = "model.safetensors.index.json"
 DIGEST_TAIL_BYTES = 1 << 20
 # Types of codes, which belong to scales of another type.
 INTEGERS = {name for name in DTYPE_NAMES.values() if name[0] in "UI"} | {"BOOL"}
-MAX_DEPTH = 50
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 PICKLE_HINT = (
     "if you trust them, load them with transformers and save_pretrained() them; for "
@@ -54,23 +52,9 @@ def read_config(path: Path) -> dict:
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         raise UserError("the config names no model_type", place=str(file))
-    config = in_both_spellings(_decode_nonfinite(config, str(file)), str(file))
+    config = in_both_spellings(config, str(file))
     check_config(config, str(file))
     return config
-
-
-def _decode_nonfinite(value: Any, place: str, depth: int = 0) -> Any:
-    """Floats that transformers writes as {"__float__": "Infinity"}."""
-    if depth > MAX_DEPTH:
-        raise UserError("the config is nested too deeply", place=place)
-    if isinstance(value, dict):
-        text = value.get("__float__") if len(value) == 1 else None
-        if text in ("Infinity", "-Infinity", "NaN"):
-            return float(text)
-        return {k: _decode_nonfinite(v, place, depth + 1) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_decode_nonfinite(v, place, depth + 1) for v in value]
-    return value
 
 
 def require_own_files(folder: Path) -> None:

@@ -51,7 +51,6 @@ PLUGINS = {"tool_parser_type": "tool_parsers", "chat_template_type": "chat_templ
 DENSE = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.Conv1d)
 # In config.json, ignored by mlx-lm: bits of the KV cache of every layer.
 KV_BITS = "kv_bits"
-CONFIG_HINT = "copy config.json from the model that the weights belong to"
 
 
 @dataclass(frozen=True)
@@ -244,13 +243,19 @@ def complete_config(config: dict, *, place: str) -> dict:
         UserError: mlx-lm has no such architecture, or a value is missing or wrong.
     """
     _, arguments = model_classes(config, place=place)
-    config_check.check_arguments(config, arguments, place)
-    with _mlx_lm() as utils:
+    with _mlx_lm() as utils, _config_errors(place):
+        config = utils._decode_tagged_floats(config)
+        config_check.check_arguments(config, arguments, place)
         config = transformers_config.complete(
             config, arguments, utils._get_classes, place
         )
     model_arguments(config, place=place)
     return config
+
+
+def _config_errors(place: str | Path):
+    hint = config_check.HINT
+    return library_errors("mlx-lm rejects the config", place=place, hint=hint)
 
 
 def _load_adapter(model: nn.Module, folder: Path) -> None:
@@ -298,7 +303,7 @@ def _check_forward_pass(model: nn.Module, path: Path) -> None:
         UserError: the model cannot compute.
     """
     place = path / "config.json"
-    with library_errors("the model cannot run", place=place, hint=CONFIG_HINT):
+    with library_errors("the model cannot run", place=place, hint=config_check.HINT):
         model(mx.zeros((1, 2), mx.int32), cache=make_cache(model))
 
 
@@ -335,7 +340,7 @@ def build_model(config: dict, *, place: str | Path = "config.json") -> nn.Module
     model_class, _ = model_classes(config, place=str(place))
     arguments = model_arguments(config, place=place)
     message = "mlx-lm cannot build this model"
-    with library_errors(message, place=place, hint=CONFIG_HINT):
+    with library_errors(message, place=place, hint=config_check.HINT):
         return _prepare(model_class(arguments), config)
 
 
@@ -347,7 +352,7 @@ def model_arguments(config: dict, *, place: str | Path = "config.json") -> Any:
     """
     _, arguments_class = model_classes(config, place=str(place))
     config_check.check_arguments(config, arguments_class, str(place))
-    with library_errors("mlx-lm rejects the config", place=place, hint=CONFIG_HINT):
+    with _config_errors(place):
         # mlx-lm changes some of the values in place.
         return arguments_class.from_dict(copy.deepcopy(config))
 
