@@ -210,6 +210,29 @@ def test_keys_that_are_left_out_or_not_read_are_named(
     assert len(caught) == 1
 
 
+def test_published_configs_give_no_warning(make_checkpoint, tmp_path):
+    """Keys of SmolLM2, Llama 3.1 and Qwen2.5 that change nothing."""
+    added = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_dropout": 0.0,
+        "initializer_range": 0.04,
+        "is_llama_config": True,
+        "pretraining_tp": 1,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "transformers_version": "4.42.3",
+        "use_cache": True,
+        "hidden_act": "silu",
+        "_name_or_path": "x",
+    }
+    source = make_checkpoint(dtype="float32")
+    load(with_config(source, tmp_path / "smollm", LLAMA | added))
+    qwen = {"use_sliding_window": False, "sliding_window": 131072}
+    base = SMALL | {"rope_theta": THETA, "model_type": "qwen2"}
+    folder = make_checkpoint(base | qwen | {"max_window_layers": 7}, dtype="float32")
+    load(folder)
+
+
 @pytest.mark.filterwarnings("default:.*config.json")
 def test_a_command_warns_in_one_line(make_checkpoint, tmp_path, capfd):
     source = make_checkpoint(dtype="float32")

@@ -67,7 +67,7 @@ def check_config(config: dict, place: str) -> None:
             )
     for _, block in _blocks(config):
         layers, kinds = block.get("num_hidden_layers"), block.get("layer_types")
-        if layers and kinds is not None and len(kinds) < layers:
+        if type(layers) is int and kinds is not None and len(kinds) < layers:
             raise UserError(
                 f"layer_types has {len(kinds)} entries for {layers:,} layers",
                 place=place,

@@ -26,11 +26,11 @@ FROM_WEIGHTS = re.compile(
 DEFINING = re.compile(r"theta|eps$|epsilon|_base")
 # Keys that change no prediction of the text model.
 HARMLESS = re.compile(
-    r"^_|token_ids?$|token_index$|initializer|_init|dropout|_drop$|pdrop$|loss|aux|"
+    r"^_|^is_|^transformers|token_ids?$|token_index$|initializer|_init|dropout|_drop$|pdrop$|loss|aux|"
     r"dtype|^(output|return|cache|use_cache|unsloth|quantiz|mtp|mlx)|_version$|"
     r"^(architectures|auto_map|id2label|label2id|problem_type|pretraining_tp|ep_size|"
     r"model_type|model_file|kv_bits|max_window_layers|num_nextn_predict_layers|"
-    r"rope_parameters|attn_implementation)$|"
+    r"rope_parameters|attn_implementation|task_specific_params|model_max_length)$|"
     r"^(vision|audio|image|video|talker|generation)"
 )
 # Required by mlx-lm's models; fixed or computed in those of transformers.
@@ -50,6 +50,8 @@ SCALED = {
     *("low_freq_factor", "high_freq_factor"),
 }
 LONG_SCALED = {"short_factor", "long_factor", "short_mscale", "long_mscale", "factor"}
+
+OFF = (False, [], {})
 
 Classes = Callable[[dict], tuple[type, type]]
 
@@ -116,15 +118,19 @@ def _unread(block: dict, fields: dict, reference: Any) -> list[str]:
     own = {k: v for k, v in block.items() if k not in fields and v is not None}
     implied = _transformers_config({k: v for k, v in block.items() if k not in own})
     unread = set() if "rope_parameters" in fields else _unread_scaling(block)
+    activation = _value(implied, "hidden_activation")
     neutral = {"partial_rotary_factor": 1, LOCAL: block.get("rope_theta")}
+    neutral |= {"hidden_act": activation}
     for key, given in own.items():
         is_harmless = HARMLESS.search(key) or FROM_WEIGHTS.search(key)
         # Older files give the types of layers twice.
         is_pattern = key == "layer_types" and block.get("sliding_window_pattern")
         if is_harmless or is_pattern or key.endswith("max_position_embeddings"):
             continue
+        # An unknown switch that is off changes nothing.
+        usual = _value(implied, key, given if given in OFF else MISSING)
         value = _value(reference, key, given)
-        if value not in (neutral.get(key, MISSING), _value(implied, key)):
+        if value not in (neutral.get(key, MISSING), usual):
             unread.add(key)
     return sorted(unread)
 
