@@ -46,7 +46,7 @@ def refusal(folder) -> UserError:
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
         (
             {"num_hidden_layers": [2], "layer_types": ["full_attention"]},
-            "num_hidden_layers is [2]; this architecture reads int",
+            "num_hidden_layers is [2]; this architecture reads",
         ),
         ({"layer_types": []}, "layer_types has 0 entries for 1 layers"),
         (
