@@ -75,6 +75,7 @@ MODELS = {
     },
     "gemma3_text": SQUARE
     | {
+        "tie_word_embeddings": False,
         "num_hidden_layers": 7,
         "head_dim": 32,
         "query_pre_attn_scalar": 32,

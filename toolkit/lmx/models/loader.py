@@ -23,17 +23,12 @@ from ..config.quant_spec import KV_CACHE_BITS
 from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
 from ..run.fs import object_in
-from . import (
-    checkpoint_fixups,
-    config_check,
-    longrope,
-    token_ids,
-    transformers_config,
-)
+from . import checkpoint_fixups, config_check, longrope, token_ids
 from .checkpoint import check_weights, config_int, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
 from .qq_linear import replace_qq_layers
+from .transformers_config import complete
 
 CHECKPOINT_PATTERNS = [
     *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -246,9 +241,7 @@ def complete_config(config: dict, *, place: str) -> dict:
     with _mlx_lm() as utils, _config_errors(place):
         config = utils._decode_tagged_floats(config)
         config_check.check_arguments(config, arguments, place)
-        config = transformers_config.complete(
-            config, arguments, utils._get_classes, place
-        )
+        config = complete(config, arguments, utils._get_classes, place)
     model_arguments(config, place=place)
     return config
 
