@@ -87,13 +87,20 @@ def _complete(block: dict, arguments: type, place: str) -> dict:
     fields, reference = arguments.__dataclass_fields__, _transformers_config(block)
     defaults, found = {}, {}
     for name, field in fields.items():
-        is_optional = field.default is None or field.default_factory is not MISSING
-        if name in block or name == "model_type" or is_optional:
+        if (
+            name in block
+            or name == "model_type"
+            or field.default_factory is not MISSING
+        ):
             continue
         value, is_required = _value(reference, name), field.default is MISSING
+        # Neither has a value, or it is RoPE in the other spelling.
+        if field.default is None and (value is None or isinstance(value, dict)):
+            continue
         is_alias = name in getattr(reference, "attribute_map", ())
         if value is not MISSING and (is_alias or not FROM_WEIGHTS.search(name)):
-            (found if is_alias or HARMLESS.search(name) else defaults)[name] = value
+            is_implied = is_alias or isinstance(value, list) or HARMLESS.search(name)
+            (found if is_implied else defaults)[name] = value
         elif is_required and reference and name in COMPUTED:
             found[name] = COMPUTED[name](reference)
         elif reference is None and DEFINING.search(name) and not is_required:
