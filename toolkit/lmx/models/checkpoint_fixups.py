@@ -48,15 +48,16 @@ def _head_config(path: Path, config: dict) -> dict:
     embeddings = [name for name in files if name.endswith(EMBEDDING_WEIGHT)]
     if not heads or not embeddings:
         return {}
+    # The longer names are those of other parts, such as an audio decoder.
+    head, embedding = (min(names, key=len) for names in (heads, embeddings))
     text = config.get("text_config") or {}
     if (config | text).get(key):
-        tensors = (mx.load(str(files[n]))[n] for n in (heads[0], embeddings[0]))
+        tensors = (mx.load(str(files[name]))[name] for name in (head, embedding))
         if mx.array_equal(*tensors).item():
             return {}
+        values = f"{head} has other values than {embedding}"
         warnings.warn(
-            f"{path}: {key} is true, but {heads[0]} has other values than "
-            f"{embeddings[0]}: both are used",
-            stacklevel=2,
+            f"{path}: {key} is true, but {values}: both are used", stacklevel=2
         )
     return {key: False} | ({"text_config": text | {key: False}} if text else {})
 
