@@ -3,7 +3,7 @@
 import copy
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +30,37 @@ def load_options(path: Path, config: dict, classes: ModelClasses) -> dict[str, A
     Raises:
         UserError: a file is damaged, or the folder has files of several models.
     """
+    files = tensor_files(path)
+    head = head_config(config, files, lambda n: mx.load(str(files[n]))[n], str(path))
     return {
-        "model_config": copy.deepcopy(config) | _head_config(path, config),
+        "model_config": copy.deepcopy(config) | head,
         "get_model_classes": _with_fixed_tensors(path, classes),
     }
 
 
-def _head_config(path: Path, config: dict) -> dict:
+def head_config(
+    config: dict, names: Iterable[str], read: Callable[[str], mx.array], place: str
+) -> dict:
     """`tie_word_embeddings`, as the tensors in the files say.
 
     mlx-lm ties the head of many models whose config does not say so, and drops a stored
     head. Hugging Face's programs store no head where it is tied, and keep one whose
     values differ.
     """
-    key, files = "tie_word_embeddings", tensor_files(path)
-    heads = [name for name in files if name.endswith(f"{HEAD}weight")]
-    embeddings = [name for name in files if name.endswith(EMBEDDING_WEIGHT)]
+    key, names = "tie_word_embeddings", list(names)
+    heads = [name for name in names if name.endswith(f"{HEAD}weight")]
+    embeddings = [name for name in names if name.endswith(EMBEDDING_WEIGHT)]
     if not heads or not embeddings:
         return {}
     # The longer names are those of other parts, such as an audio decoder.
     head, embedding = (min(names, key=len) for names in (heads, embeddings))
     text = config.get("text_config") or {}
     if (config | text).get(key):
-        tensors = (mx.load(str(files[name]))[name] for name in (head, embedding))
-        if mx.array_equal(*tensors).item():
+        if mx.array_equal(read(head), read(embedding)).item():
             return {}
         values = f"{head} has other values than {embedding}"
         warnings.warn(
-            f"{path}: {key} is true, but {values}: both are used", stacklevel=2
+            f"{place}: {key} is true, but {values}: both are used", stacklevel=2
         )
     return {key: False} | ({"text_config": text | {key: False}} if text else {})
 
