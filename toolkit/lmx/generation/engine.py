@@ -7,6 +7,7 @@ from typing import Any
 from .. import cpu
 from ..cpu.memory import available_memory
 from ..errors import WILL_NOT_FIT, UserError
+from ..models.token_ids import check_ids
 from .decode_loop import BatchSampler, decode
 from .detokenizer import StreamingDetokenizer
 from .kv_cache import CacheState, KVBits
@@ -72,6 +73,8 @@ class Generator:
         self.speculative_stats: SpeculativeStats | None = None
         config = getattr(model, "args", None)
         self.max_positions = getattr(config, "max_position_embeddings", None)
+        text = getattr(config, "text_config", None) or {}
+        self.vocab_size = getattr(config, "vocab_size", None) or text.get("vocab_size")
 
     def stream(
         self,
@@ -147,10 +150,13 @@ class Generator:
         """`max_tokens`, limited by the model's positions. The last needs no position.
 
         Raises:
-            UserError: the prompt is empty, or longer than the model's positions.
+            UserError: the prompt is empty, longer than the model's positions, or has an
+                id that the model does not have.
         """
         if not len(prompt):
             raise UserError("the prompt is empty", hint="give at least one token")
+        if self.vocab_size:
+            check_ids(prompt, self.vocab_size, lambda i: self.tokenizer.decode([i]))
         room = max_tokens
         if self.max_positions is not None:
             room = self.max_positions - len(prompt) + 1

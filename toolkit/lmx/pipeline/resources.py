@@ -14,7 +14,6 @@ from ..convert.importers import gguf
 from ..cpu.memory import memory_limit
 from ..data.batching import bucket_lengths
 from ..errors import WILL_NOT_FIT, UserError
-from ..models.checkpoint import read_config
 from ..models.loader import check_loadable
 from ..run.fs import free_bytes
 from ..run.progress import format_duration
@@ -243,8 +242,7 @@ def model_shape(loaded: LoadedRecipe) -> ModelShape | None:
     # The shape of a folder in another format is known once it has been imported.
     if folder is None or source:
         return None
-    check_loadable(folder, trust_remote_code=model.trust_remote_code)
-    config = read_config(folder)
+    config = check_loadable(folder, trust_remote_code=model.trust_remote_code)
     if "model_file" in config:
         return None
     return ModelShape.of_folder(folder, config)

@@ -1,16 +1,18 @@
 """Adapters on disk, in mlx-lm's format."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from pydantic import ConfigDict, Field
 
 from ...config.lora import LoRAConfig
 from ...config.validation import FileConfig
-from ...errors import UserError
+from ...errors import UserError, library_errors
 from ...run.fs import read_json
 from ..quantized_layers import is_quantized
 from ..required_tensors import require_tensors
@@ -171,6 +173,42 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, mx.array]]:
             raise UserError(f"this is no adapter: no {path.name}", place=str(folder))
     config = AdapterConfig.read(read_json(config_file), place=str(config_file))
     return config, read_tensors(file)
+
+
+def load_adapter(model: nn.Module, folder: Path, add_layers: Callable) -> None:
+    """Add an adapter whose tensors are exactly those of its config.
+
+    Args:
+        add_layers: mlx-lm's `linear_to_lora_layers`.
+
+    Raises:
+        UserError: see `read_adapter`; or the adapter is not of this model.
+    """
+    config, tensors = read_adapter(folder)
+    modules = model.named_modules()
+    linear = [p for p, m in modules if isinstance(m, nn.Linear | nn.QuantizedLinear)]
+    model.freeze()
+    if config.fine_tune_type == "full":
+        for block in config.blocks(model):
+            block.unfreeze()
+    else:
+        with library_errors("the adapter does not load", place=folder):
+            add_layers(
+                model,
+                config.num_layers,
+                config.lora_parameters.model_dump(),
+                use_dora=config.fine_tune_type == "dora",
+            )
+    expected = dict(tree_flatten(model.trainable_parameters()))
+    for path in filter(config.is_peft_target, linear):
+        expected.setdefault(f"{path}.lora_a", mx.zeros(0))
+    hint = "is it of this model, with the adapter_config.json of its training?"
+    place = str(folder / WEIGHTS_FILE)
+    require_tensors(tensors, expected, place=place, hint=hint)
+    model.load_weights(list(tensors.items()), strict=False)
+    mx.eval(model.parameters())
+    # Dropout is for training.
+    model.eval()
 
 
 def init_adapter(model: nn.Module, folder: Path) -> None:
