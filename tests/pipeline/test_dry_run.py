@@ -111,7 +111,7 @@ def test_dry_run_shows_model_data_and_plan(workspace, capsys):
         "13 of 15 layers are quantized",
         "its width 96 is not a multiple of 64: model.layers.0.mlp.down_proj",
         "rows.jsonl: 8 examples, format chat",
-        "skipped: rows.jsonl:9: ",
+        "rows.jsonl:9: example skipped: ",
         "8 of 8 examples tokenized: 7 sequences of ",
         "1 truncated, 1 skipped",
         "skipped: rows.jsonl:8: ",
