@@ -1,4 +1,4 @@
-"""The `quantize` block: calibration, refinement and the methods rtn, gptq and awq."""
+"""The `quantize` block: calibration, refinement and the methods rtn and gptq."""
 
 from typing import Annotated, Any, Literal
 
@@ -86,8 +86,7 @@ class MixedPrecisionConfig(ConfigModel):
     )
     """Group sizes to choose from."""
     candidate_modes: list[FloatMode] = Field([], examples=[["nvfp4"]])
-    """Floating-point modes to choose from as well: mxfp4, nvfp4, mxfp8. Not with
-    awq."""
+    """Floating-point modes to choose from as well: mxfp4, nvfp4, mxfp8."""
 
     @model_validator(mode="after")
     def _check_one_target(self):
@@ -173,10 +172,9 @@ class PTQConfig(QuantizationConfig):
 
     @model_validator(mode="after")
     def _check_token_weights(self):
-        names = " and ".join(self.ignores_token_weights)
-        if self.calibration.loss_on == "completions" and names:
+        if self.calibration.loss_on == "completions" and self.mixed_precision:
             raise ValueError(
-                f"{names} weights all tokens equally: remove calibration.loss_on"
+                "mixed_precision weights all tokens equally: remove calibration.loss_on"
             )
         return self
 
@@ -193,31 +191,6 @@ class PTQConfig(QuantizationConfig):
             return self.smoothing_strength
         is_w4a4 = self.mode == "nvfp4" and self.quantize_activations
         return SMOOTHING_STRENGTH if is_w4a4 else 0.0
-
-    @property
-    def ignores_token_weights(self) -> list[str]:
-        """Enabled options that weight all calibration tokens equally."""
-        return ["mixed_precision"] if self.mixed_precision else []
-
-
-class AWQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
-    """Activation-aware scaling and clipping, then RTN (AWQ, arXiv 2306.00978)."""
-
-    method: Literal["awq"] = "awq"
-    """Quantization method."""
-
-    @model_validator(mode="after")
-    def _check_affine(self):
-        if self.mode != "affine":
-            raise ValueError(f"awq needs mode: affine; use gptq for {self.mode}")
-        if self.mixed_precision and self.mixed_precision.candidate_modes:
-            raise ValueError("awq is for affine grids; remove candidate_modes")
-        return self
-
-    @property
-    def ignores_token_weights(self) -> list[str]:
-        """The method itself."""
-        return ["awq"]
 
 
 class RTNConfig(PTQConfig):
@@ -281,6 +254,6 @@ def _default_to_rtn(value):
 
 
 QuantizeConfig = Annotated[
-    Annotated[RTNConfig | GPTQConfig | AWQConfig, Field(discriminator="method")],
+    Annotated[RTNConfig | GPTQConfig, Field(discriminator="method")],
     BeforeValidator(_default_to_rtn),
 ]

@@ -33,8 +33,6 @@ from .estimate import CHUNKS_AT_ONCE, LOGIT_BYTES, inputs_and_outputs, matrix_sh
 FORWARD, FORWARD_BACKWARD = 2.0, 8.0
 # Work per weight of rounding to nearest, with reading and writing.
 RTN_WORK = 2e4
-# Forward passes of AWQ's search, per calibration token.
-AWQ_PASSES = 6
 # Evaluations within scale tuning, each over all evaluation tokens.
 TUNING_EVALUATIONS = 9
 # Bytes of a weight whose block scale is tuned: dense, its element, scaled, its gradient
@@ -65,8 +63,6 @@ class QuantizeCost:
     def work(self) -> float:
         """Operations of the whole stage."""
         total = RTN_WORK * self._weights
-        if self.config.method == "awq":
-            total += self._passes(AWQ_PASSES * self.num_tokens, FORWARD)
         if self.sequential:
             total += self.sequential.total
         if self.config.smoothing:
