@@ -35,9 +35,6 @@ FORWARD, FORWARD_BACKWARD = 2.0, 8.0
 RTN_WORK = 2e4
 # Evaluations within scale tuning, each over all evaluation tokens.
 TUNING_EVALUATIONS = 9
-# Bytes of a weight whose block scale is tuned: dense, its element, scaled, its gradient
-# and that of the element.
-TUNED_WEIGHT_BYTES = 20
 # Plans that a mixed-precision search compares, and work per weight of their grids.
 PLANS, GRID_WORK = 6, 5e5
 
@@ -179,10 +176,7 @@ class QuantizeCost:
         if chunk := chunk_of_many(self._vocabulary, tokens):
             at_once = min(tokens, CHUNKS_AT_ONCE * chunk)
         size = 4 * tokens * values
-        size += LOGIT_BYTES[on_cpu()] * self._vocabulary * at_once
-        if self.config.mode == "nvfp4":
-            size += TUNED_WEIGHT_BYTES * self._weights
-        return size
+        return size + LOGIT_BYTES[on_cpu()] * self._vocabulary * at_once
 
     @property
     def _refinement(self) -> float:
