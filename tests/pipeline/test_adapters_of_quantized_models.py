@@ -120,14 +120,6 @@ def test_adapter_of_experts_and_embedding(tmp_path, make_checkpoint):
             {"adapter": {"type": "dora"}, "qat": GRID},
             "a dora adapter does not work with qat",
         ),
-        (
-            {"adapter": {"type": "qa_lora"}, "qat": GRID},
-            "a qa_lora adapter does not change the codes of the model",
-        ),
-        (
-            {"adapter": {"type": "qa_lora", "init_from": "adapters"}},
-            "a qa_lora adapter is saved as a plain LoRA adapter",
-        ),
     ],
 )
 def test_invalid_adapter_of_quantized_model_is_refused(

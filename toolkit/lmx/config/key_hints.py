@@ -143,7 +143,6 @@ VALUES = {
     },
     "compute_dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
     "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
-    "type": {"qalora": "qa_lora", "qa-lora": "qa_lora"},
     "overrides": {"ignore": "skip"},
     "loss": {"kl": "forward_kl", "tv": "total_variation"},
     "exact_match_filter": {

@@ -232,24 +232,15 @@ class TrainConfig(ConfigModel):
         return self
 
     def _check_adapter(self, adapter: LoRAConfig):
-        if adapter.dropout and (self.qat or self.keeps_codes):
+        if adapter.dropout and self.qat:
             raise ValueError(
-                "adapter dropout does not work with qat or qa_lora: "
+                "adapter dropout does not work with qat: "
                 "the quantized weight contains the merged adapter"
             )
         if self.qat and adapter.type == "dora":
             raise ValueError(
                 "a dora adapter does not work with qat: use type: lora, "
                 "or train first and quantize afterwards"
-            )
-        if adapter.init_from and self.keeps_codes:
-            raise ValueError(
-                "a qa_lora adapter is saved as a plain LoRA adapter and cannot be "
-                "continued: use the resulting model as the recipe's model"
-            )
-        if self.qat and self.keeps_codes:
-            raise ValueError(
-                "a qa_lora adapter does not change the codes of the model: remove qat"
             )
 
     def _check_qat(self, qat: QATConfig):
@@ -350,11 +341,6 @@ class TrainConfig(ConfigModel):
         """Whether the only signal is the model before quantization."""
         teacher = self.teacher
         return bool(teacher and not teacher.model and not teacher.ce_weight)
-
-    @property
-    def keeps_codes(self) -> bool:
-        """Whether the adapter merges into the biases of a quantized model."""
-        return self.adapter is not None and self.adapter.type == "qa_lora"
 
     @property
     def _non_default_keys(self) -> set[str]:

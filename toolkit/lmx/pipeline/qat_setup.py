@@ -14,7 +14,6 @@ from ..quantization.dequantize import (
     PackedLayers,
     dequantized_model,
     layer_specs,
-    packed_layers,
 )
 from ..quantization.qat.quantizers import make_quantizer
 from ..quantization.target_layers import QuantizationPlan, select_layers
@@ -26,9 +25,9 @@ class QATModel:
     """A model to train.
 
     Attributes:
-        loaded: its layers are not quantized, except for QA-LoRA.
-        selection: the layers that have a fake quantizer, or codes that stay.
-        qat: how they are quantized; None = not at all, or by QA-LoRA's fixed codes.
+        loaded: its layers are not quantized.
+        selection: the layers that have a fake quantizer.
+        qat: how they are quantized; None = not at all.
         packed: the codes that training begins with; None if the model has none.
     """
 
@@ -62,8 +61,6 @@ def prepare(
     Raises:
         UserError: the training would quantize a quantized model again.
     """
-    if config.keeps_codes:
-        return _with_fixed_codes(loaded)
     qat, place = config.qat, str(loaded.path)
     if has_quantized_inputs(loaded.model) and not (qat and qat.quantize_activations):
         raise UserError(
@@ -105,19 +102,6 @@ def require_steps(qat: QATConfig | None, steps: int) -> None:
             hint="lower fake_quant_after_n_steps or the steps of bit_schedule, or "
             "train longer",
         )
-
-
-def _with_fixed_codes(loaded: LoadedModel) -> QATModel:
-    """A model of which QA-LoRA changes the biases alone."""
-    specs = layer_specs(loaded.model)
-    if not specs:
-        raise UserError(
-            "a qa_lora adapter needs a quantized model; this one is not",
-            place=str(loaded.path),
-            hint="quantize it first, or use type lora",
-        )
-    selection = QuantizationPlan(specs, _unquantized_layers(loaded))
-    return QATModel(loaded, selection, packed=packed_layers(loaded.model))
 
 
 def _from_codes(

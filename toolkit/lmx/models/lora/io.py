@@ -46,8 +46,6 @@ def save_adapter(
     tensors = {}
     for path, layer in layers.items():
         trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINABLE}
-        if adapter.type == "qa_lora":
-            trained = layer.as_plain_lora(trained)
         for name, value in trained.items():
             if name == "lora_b" and layer.scale != scale:
                 value = (layer.scale / scale) * value

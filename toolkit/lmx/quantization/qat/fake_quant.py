@@ -7,7 +7,6 @@ pass.
 
 from bisect import bisect
 from functools import partial
-from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -230,58 +229,6 @@ class FakeQuant:
         if not layer.grad_through_merge:
             trained = {k: mx.stop_gradient(v) for k, v in trained.items()}
         return layer.merge(layer.base_weight, trained)
-
-
-class QALoRAWeights:
-    """`FakeQuant` for QA-LoRA: codes and scales stay, biases absorb the adapters.
-
-    Args:
-        model: carries `QALoRALinear` adapters.
-        packed: codes, scales and biases of all its quantized layers, as loaded.
-
-    Attributes:
-        qparams, derived_weights: empty; see `FakeQuant`.
-    """
-
-    qparams: ClassVar[dict[str, mx.array]] = {}
-    derived_weights: ClassVar[frozenset[str]] = frozenset()
-
-    def __init__(self, model: nn.Module, packed: PackedLayers):
-        self._layers = adapted_layers(model)
-        self._packed = packed
-
-    def lr_multipliers(self) -> dict[str, float]:
-        """No parameter has a multiplier."""
-        return {}
-
-    def on_step(self, step: int, parameters: dict[str, mx.array]) -> bool:
-        """The forward pass never changes."""
-        return False
-
-    def forward_weights(
-        self, parameters: dict[str, mx.array], compute: mx.Dtype
-    ) -> dict[str, mx.array]:
-        """Adapters, and the merged biases as stored, by path."""
-        weights = {name: value.astype(compute) for name, value in parameters.items()}
-        for path in self._layers:
-            biases = mx.stop_gradient(self._biases(path, parameters))
-            weights[f"{path}.linear.biases"] = biases.astype(compute)
-        return weights
-
-    def export_tensors(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Codes, scales and biases of every quantized layer, for a checkpoint."""
-        tensors = {}
-        for path, packed in self._packed.items():
-            tensors |= _with_path(path, packed)
-        return tensors | {
-            f"{path}.biases": self._biases(path, parameters) for path in self._layers
-        }
-
-    def _biases(self, path: str, parameters: dict[str, mx.array]) -> mx.array:
-        layer = self._layers[path]
-        return layer.merge_biases(
-            {n: parameters[f"{path}.{n}"] for n in layer.TRAINABLE}
-        )
 
 
 def _is_linear(layer: nn.Module) -> bool:
