@@ -191,10 +191,6 @@ def test_training_from_codes_of_an_imported_model(tmp_path, make_checkpoint):
             GRID | {"quantizer": "lsq", "fake_quant_after_n_steps": 3},
             "leave fake_quant_after_n_steps out",
         ),
-        (
-            GRID | {"quantizer": "lsq", "bit_schedule": [{"bits": 8, "steps": 2}]},
-            "leave bit_schedule out",
-        ),
     ],
 )
 def test_conflicting_quantization_is_refused_before_training(

@@ -408,10 +408,6 @@ def test_init_from_codes_keeps_the_codes(quantizer_class, dtype, spec):
         assert not mx.array_equal(low_precision["weight"], packed["weight"])
 
 
-def bit_schedule(*widths):
-    return {"bit_schedule": [{"bits": bits, "steps": 2} for bits in widths]}
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -443,17 +439,6 @@ def bit_schedule(*widths):
         (
             {"quantizer": "scales_only", "fake_quant_after_n_steps": 3},
             "fake_quant_after_n_steps does not apply to quantizer: scales_only",
-        ),
-        (
-            {"quantizer": "fixed_scale"} | bit_schedule(8),
-            "needs mode: affine and quantizer: minmax or lsq",
-        ),
-        ({"bits": 2, "quantizer": "ternary"} | bit_schedule(8), "minmax or lsq"),
-        ({"mode": "mxfp4"} | bit_schedule(8), "needs mode: affine"),
-        (bit_schedule(8, 4), "fewer bits than the one before, and more than bits: 4"),
-        (
-            {"bits": 2} | bit_schedule(4, 8),
-            "fewer bits than the one before, and more than bits: 2",
         ),
     ],
 )

@@ -1,30 +1,17 @@
 """The `qat` block: fake quantization in training."""
 
-from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from .base import ConfigModel
-from .quant_spec import FLOAT_MODES, Bits, QuantizationConfig, QuantSpec
+from .quant_spec import FLOAT_MODES, QuantizationConfig, QuantSpec
 
 # Quantizers with three or four levels around zero.
 SYMMETRIC_QUANTIZERS = ("seq", "ternary")
 # Quantizers that can continue from the codes of a quantized model.
 CONTINUES_FROM_CODES = ("lsq", "scales_only", "fixed_scale")
-# Quantizers whose trained parameters do not depend on the number of bits.
-ANY_WIDTH_QUANTIZERS = ("minmax", "lsq")
 # Quantizers of the floating-point modes.
 FLOAT_QUANTIZERS = ("minmax", "fixed_scale")
-
-
-class BitScheduleStep(ConfigModel):
-    """A phase of the training with more bits."""
-
-    bits: Bits
-    """Bits per code."""
-    steps: int = Field(ge=1)
-    """Optimizer steps of this phase."""
 
 
 class QATConfig(QuantizationConfig):
@@ -42,8 +29,7 @@ class QATConfig(QuantizationConfig):
     times a trained scale. lsq, scales_only and fixed_scale can continue from a
     quantized model. The modes mxfp4, nvfp4 and mxfp8 have minmax and fixed_scale; those
     of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with
-    fake_quant_after_n_steps or bit_schedule) and for an adapter on a quantized model;
-    else minmax."""
+    fake_quant_after_n_steps) and for an adapter on a quantized model; else minmax."""
     scale_init: Literal["minmax", "mse"] = "mse"
     """Initial scales and biases. minmax: the range of the weights; mse: the smallest
     squared rounding error. A quantized model keeps its stored ones."""
@@ -58,19 +44,6 @@ class QATConfig(QuantizationConfig):
     fake_quant_after_n_steps: int = Field(0, ge=0)
     """Steps in full precision before fake quantization of the trained layers begins.
     Layers that are not trained are quantized from the first step on."""
-    bit_schedule: list[BitScheduleStep] = Field(
-        [], examples=[[{"bits": 8, "steps": 50}, {"bits": 6, "steps": 50}]]
-    )
-    """Phases with more bits before `bits`, e.g. `[{bits: 8, steps: 50}, {bits: 6,
-    steps: 50}]`. They begin after fake_quant_after_n_steps, each with fewer bits than
-    the one before. The export always has `bits`. Trained scales are initialized anew in
-    each phase. A layer with more bits than the phase keeps its own."""
-
-    @property
-    def phase_starts(self) -> list[int]:
-        """First step of every phase; the last phase is that of `bits`."""
-        durations = (phase.steps for phase in self.bit_schedule)
-        return [*accumulate([self.fake_quant_after_n_steps, *durations])]
 
     def quantizer_for(self, spec: QuantSpec) -> str:
         """The quantizer of a layer.
@@ -83,7 +56,7 @@ class QATConfig(QuantizationConfig):
             if name in FLOAT_QUANTIZERS:
                 return name
             # Fixed scales are those of the weights before the first step.
-            return "minmax" if self.phase_starts[-1] else "fixed_scale"
+            return "minmax" if self.fake_quant_after_n_steps else "fixed_scale"
         if spec.mode != "affine":
             return "minmax"
         if name in SYMMETRIC_QUANTIZERS and spec.bits != 2:
@@ -103,7 +76,7 @@ class QATConfig(QuantizationConfig):
 
     def for_quantized_model(self, *, adapts: bool) -> "QATConfig":
         """The config for a quantized base, where the default differs."""
-        if self.quantizer or self.phase_starts[-1]:
+        if self.quantizer or self.fake_quant_after_n_steps:
             return self
         if adapts or self.mode in FLOAT_MODES:
             return self.model_copy(update={"quantizer": "fixed_scale"})
@@ -125,10 +98,8 @@ class QATConfig(QuantizationConfig):
                 "scale_lr_multiplier does not apply to quantizer: fixed_scale, which "
                 "trains no scales"
             )
-        if self.latent_init is not None and quantizer not in (
-            *ANY_WIDTH_QUANTIZERS,
-            "fixed_scale",
-        ):
+        has_latents = quantizer in ("minmax", "lsq", "fixed_scale")
+        if self.latent_init is not None and not has_latents:
             raise ValueError(
                 f"latent_init does not apply to quantizer: {quantizer}, which has no "
                 "latent weights that continue from codes"
@@ -143,8 +114,6 @@ class QATConfig(QuantizationConfig):
                 "quantizer: fixed_scale sets its scales before the first step: remove "
                 "fake_quant_after_n_steps"
             )
-        if self.bit_schedule:
-            self._check_bit_schedule()
         return self
 
     def _check_mode(self, quantizer: str):
@@ -153,18 +122,4 @@ class QATConfig(QuantizationConfig):
             raise ValueError(
                 f"{self.mode} has no trainable scales: use quantizer: "
                 + " or ".join(names)
-            )
-
-    def _check_bit_schedule(self):
-        if self.quantizer_for(self) not in ANY_WIDTH_QUANTIZERS or (
-            self.mode != "affine"
-        ):
-            raise ValueError(
-                "bit_schedule needs mode: affine and quantizer: minmax or lsq"
-            )
-        widths = [*(phase.bits for phase in self.bit_schedule), self.bits]
-        if sorted({*widths}, reverse=True) != widths:
-            raise ValueError(
-                "every phase of bit_schedule must have fewer bits than the one before, "
-                f"and more than bits: {self.bits}"
             )

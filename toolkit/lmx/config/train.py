@@ -246,18 +246,14 @@ class TrainConfig(ConfigModel):
     def _check_qat(self, qat: QATConfig):
         if qat.quantizer == "scales_only" and self.adapter:
             raise ValueError("quantizer: scales_only trains no weights: remove adapter")
-        last_phase = qat.phase_starts[-1]
-        if not last_phase:
-            return
-        keys = ("fake_quant_after_n_steps", "bit_schedule")
-        names = [key for key in keys if getattr(qat, key)]
-        if self.load_best_at_end or self.early_stopping_patience:
+        start = qat.fake_quant_after_n_steps
+        if start and (self.load_best_at_end or self.early_stopping_patience):
             raise ValueError(
-                f"{names[0]} does not work with load_best_at_end or "
+                "fake_quant_after_n_steps does not work with load_best_at_end or "
                 "early_stopping_patience: earlier validations have other bits"
             )
-        if self.steps and self.steps <= last_phase:
-            raise ValueError(f"{' and '.join(names)} must be below steps")
+        if start and self.steps and self.steps <= start:
+            raise ValueError("fake_quant_after_n_steps must be below steps")
 
     def _check_loss(self, name: str):
         for key in ("teacher", "packing", "fsdp"):

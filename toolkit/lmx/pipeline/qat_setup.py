@@ -94,13 +94,12 @@ def prepare(
 
 
 def require_steps(qat: QATConfig | None, steps: int) -> None:
-    """Raise UserError if the last phase of the bit schedule begins after the steps."""
-    if qat and qat.phase_starts[-1] >= steps:
+    """Raise UserError if fake quantization begins after the steps."""
+    if qat and qat.fake_quant_after_n_steps >= steps:
         raise UserError(
-            f"fake quantization to {qat.bits} bits begins after {qat.phase_starts[-1]} "
-            f"steps, and there are {steps}",
-            hint="lower fake_quant_after_n_steps or the steps of bit_schedule, or "
-            "train longer",
+            f"fake quantization begins after {qat.fake_quant_after_n_steps} steps, and "
+            f"there are {steps}",
+            hint="lower fake_quant_after_n_steps, or train longer",
         )
 
 
@@ -155,13 +154,13 @@ def _require_same_specs(
     qat: QATConfig, specs: dict[str, QuantSpec], loaded: LoadedModel
 ) -> None:
     place = str(loaded.path)
-    if qat.quantizer not in CONTINUES_FROM_CODES or qat.phase_starts[-1]:
+    if qat.quantizer not in CONTINUES_FROM_CODES or qat.fake_quant_after_n_steps:
         raise UserError(
             "this model is quantized, and training would quantize it again",
             place=place,
             hint=f"the quantizers {', '.join(CONTINUES_FROM_CODES)} continue from its "
-            "codes, without fake_quant_after_n_steps or bit_schedule; or start from "
-            "the unquantized model",
+            "codes, without fake_quant_after_n_steps; or start from the unquantized "
+            "model",
         )
     wanted = QuantSpec(**qat.model_dump(include=set(QuantSpec.model_fields)))
     by_name = {_describe(spec): spec for spec in specs.values()}

@@ -258,10 +258,10 @@ def _check_qat_of_codes(raw: RawStage, before: dict) -> Iterator[Problem]:
             "it again"
         )
         yield Problem(path, message, f"{CONTINUES} continues from the codes", "key")
-    for key in ("fake_quant_after_n_steps", "bit_schedule"):
-        if raw.value("qat", key):
-            message = "the model is quantized here, and training begins with its codes"
-            yield Problem((*path, key), message, f"leave {key} out", "key")
+    key = "fake_quant_after_n_steps"
+    if raw.value("qat", key):
+        message = "the model is quantized here, and training begins with its codes"
+        yield Problem((*path, key), message, f"leave {key} out", "key")
     after = quantization_values(raw.value("qat"))
     names = [key for key in before if key in after and before[key] != after[key]]
     if names:
