@@ -186,7 +186,7 @@ def test_training_from_codes_of_an_imported_model(tmp_path, make_checkpoint):
             "with quantize_lm_head: True; this block has",
         ),
         (GRID, "minmax would quantize it again"),
-        (GRID | {"quantizer": "seq"}, "seq would quantize it again"),
+        (GRID | {"quantizer": "ternary"}, "ternary would quantize it again"),
         (
             GRID | {"quantizer": "lsq", "fake_quant_after_n_steps": 3},
             "leave fake_quant_after_n_steps out",

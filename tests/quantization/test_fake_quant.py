@@ -166,7 +166,6 @@ def test_exported_weights_equal_forward_weights(
         ("scales_only", False),
         ("fixed_scale", False),
         ("fixed_scale", True),
-        ("seq", False),
         ("ternary", True),
     ],
 )
@@ -273,7 +272,6 @@ def test_embeddings_and_head_are_quantized_by_choice(
         ("lsq", True),
         ("scales_only", False),
         ("fixed_scale", True),
-        ("seq", True),
         ("ternary", False),
     ],
 )

@@ -6,8 +6,6 @@ from pydantic import Field, model_validator
 
 from .quant_spec import FLOAT_MODES, QuantizationConfig, QuantSpec
 
-# Quantizers with three or four levels around zero.
-SYMMETRIC_QUANTIZERS = ("seq", "ternary")
 # Quantizers that can continue from the codes of a quantized model.
 CONTINUES_FROM_CODES = ("lsq", "scales_only", "fixed_scale")
 # Quantizers of the floating-point modes.
@@ -19,16 +17,15 @@ class QATConfig(QuantizationConfig):
     weights; gradients pass through the rounding (straight-through estimator)."""
 
     quantizer: (
-        Literal["minmax", "lsq", "scales_only", "fixed_scale", "seq", "ternary"] | None
+        Literal["minmax", "lsq", "scales_only", "fixed_scale", "ternary"] | None
     ) = None
     """minmax: MLX's scale and bias of the current weights. lsq: trained scales and
     biases (LSQ, arXiv 1902.08153). fixed_scale: scales and biases stay as initialized;
     only codes change. scales_only: codes stay; only scales and biases are trained
-    (EfficientQAT's E2E-QP, arXiv 2407.11062). seq: 2 bits, levels -3, -1, 1, 3 times a
-    trained scale (SEQ of ParetoQ, arXiv 2502.02631). ternary: 2 bits, levels -1, 0, 1
-    times a trained scale. lsq, scales_only and fixed_scale can continue from a
-    quantized model. The modes mxfp4, nvfp4 and mxfp8 have minmax and fixed_scale; those
-    of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with
+    (EfficientQAT's E2E-QP, arXiv 2407.11062). ternary: 2 bits, levels -1, 0, 1 times
+    a trained scale (ParetoQ, arXiv 2502.02631). lsq, scales_only and fixed_scale can
+    continue from a quantized model. The modes mxfp4, nvfp4 and mxfp8 have minmax and
+    fixed_scale; those of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with
     fake_quant_after_n_steps) and for an adapter on a quantized model; else minmax."""
     scale_init: Literal["minmax", "mse"] = "mse"
     """Initial scales and biases. minmax: the range of the weights; mse: the smallest
@@ -59,7 +56,7 @@ class QATConfig(QuantizationConfig):
             return "minmax" if self.fake_quant_after_n_steps else "fixed_scale"
         if spec.mode != "affine":
             return "minmax"
-        if name in SYMMETRIC_QUANTIZERS and spec.bits != 2:
+        if name == "ternary" and spec.bits != 2:
             return "lsq"
         return name or "minmax"
 
@@ -68,7 +65,7 @@ class QATConfig(QuantizationConfig):
         name = self.quantizer_for(spec)
         if name in ("minmax", "fixed_scale"):
             return 0
-        return 1 if name in SYMMETRIC_QUANTIZERS else 2
+        return 1 if name == "ternary" else 2
 
     def is_straight_through(self, spec: QuantSpec) -> bool:
         """Whether a weight of a layer has the gradient of its quantized weight."""
@@ -86,8 +83,8 @@ class QATConfig(QuantizationConfig):
     def _check_keys_fit_quantizer(self):
         quantizer = self.quantizer or self.quantizer_for(self)
         self._check_mode(quantizer)
-        if quantizer in SYMMETRIC_QUANTIZERS and self.bits != 2:
-            raise ValueError(f"quantizer: {quantizer} needs bits: 2")
+        if quantizer == "ternary" and self.bits != 2:
+            raise ValueError("quantizer: ternary needs bits: 2")
         scale_keys = self.scale_init, self.scale_lr_multiplier
         if quantizer == "minmax" and scale_keys != ("mse", 0.1):
             raise ValueError(
