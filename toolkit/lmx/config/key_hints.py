@@ -144,7 +144,7 @@ VALUES = {
     "compute_dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
     "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
     "overrides": {"ignore": "skip"},
-    "loss": {"kl": "forward_kl", "tv": "total_variation"},
+    "loss": {"kl": "forward_kl"},
     "exact_match_filter": {
         "strict-match": "flexible-extract",
         "flexible_extract": "flexible-extract",

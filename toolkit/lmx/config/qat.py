@@ -25,8 +25,9 @@ class QATConfig(QuantizationConfig):
     (EfficientQAT's E2E-QP, arXiv 2407.11062). ternary: 2 bits, levels -1, 0, 1 times
     a trained scale (ParetoQ, arXiv 2502.02631). lsq, scales_only and fixed_scale can
     continue from a quantized model. The modes mxfp4, nvfp4 and mxfp8 have minmax and
-    fixed_scale; those of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with
-    fake_quant_after_n_steps) and for an adapter on a quantized model; else minmax."""
+    fixed_scale; those of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and
+    mxfp8 (minmax with fake_quant_after_n_steps) and for an adapter on a quantized
+    model; else minmax."""
     scale_init: Literal["minmax", "mse"] = "mse"
     """Initial scales and biases. minmax: the range of the weights; mse: the smallest
     squared rounding error. A quantized model keeps its stored ones."""

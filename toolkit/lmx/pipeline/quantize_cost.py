@@ -122,22 +122,17 @@ class QuantizeCost:
         from ..quantization.ptq.output_fisher import num_fisher_tokens
 
         config = self.config
-        if config.method == "rtn":
+        if not isinstance(config, GPTQConfig):
             return None
-        is_gptq = isinstance(config, GPTQConfig)
-        outputs = [self._hidden] if is_gptq and config.output_hessian else []
-        fisher = 0
-        if is_gptq:
-            limit = LIMITS[config.effort].fisher_tokens
-            fisher = num_fisher_tokens([self._hidden], outputs, limit)
-        compared = 0
-        if is_gptq and config.asymmetric_calibration:
-            compared = LIMITS[config.effort].compared_tokens
+        limits = LIMITS[config.effort]
+        outputs = [self._hidden] if config.output_hessian else []
+        fisher = num_fisher_tokens([self._hidden], outputs, limits.fisher_tokens)
+        compared = limits.compared_tokens if config.asymmetric_calibration else 0
         return self._sequential_cost(
             tokens=self.num_tokens,
             fisher_tokens=min(fisher, self.num_tokens),
             compared_tokens=min(compared, self.num_tokens),
-            refine_iters=config.refine_iters if is_gptq else 0,
+            refine_iters=config.refine_iters,
         )
 
     def _sequential_cost(self, **counts: int):

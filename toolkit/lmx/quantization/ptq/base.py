@@ -1,7 +1,7 @@
 """The interface of post-training quantization methods.
 
 A method is a class in `methods.METHODS`. A calibrated method is a `PTQMethod`: the
-`SequentialPipeline` calls its hooks for every block of the model.
+`SequentialPipeline` calls it for every block of the model.
 """
 
 from abc import ABC, abstractmethod
