@@ -3,7 +3,6 @@
 import json
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
 import pytest
 from lmx.config.lora import LoRAConfig
@@ -197,25 +196,3 @@ def test_whole_weights_are_complete_too(base, tmp_path):
     write(tmp_path, config, without(norm)(tensors))
     with pytest.raises(UserError, match=f"tensor {norm} is missing"):
         load(base, adapter=tmp_path)
-
-
-def test_blocks_with_other_layers_have_whole_paths(base, tmp_path):
-    """QA-LoRA adapts the quantized layers only, and a block may have a dense one."""
-    model = load(base).model
-    dense = "model.layers.0.self_attn.q_proj"
-    nn.quantize(model, 32, 4, class_predicate=lambda path, m: path != dense and hasattr(
-        m, "to_quantized"))  # fmt: skip
-    adapter = LoRAConfig(type="qa_lora", rank=2, target_modules=["self_attn.[qk]_proj"])
-    keys = lora_model.attach(model, adapter, seed=0)
-    layers = lora_model.adapted_layers(model)
-    assert keys == sorted(layers)
-    assert dense not in keys
-    io.save_adapter(
-        tmp_path,
-        dict(tree_flatten(model.trainable_parameters())),
-        layers=layers,
-        adapter=adapter,
-        keys=keys,
-        num_layers=3,
-    )
-    load(base, adapter=tmp_path)

@@ -37,8 +37,8 @@ def quantize(
             all settings, so that the same call finds its result again.
         seed: as in a recipe.
         restart, ignore_limits, quiet: as for `lmx.train`.
-        keys: those of a quantize stage: method ("rtn", "gptq", "awq"), bits,
-            group_size, ... (docs/recipes.md).
+        keys: those of a quantize stage: method ("rtn", "gptq"), bits, group_size,
+            ... (docs/recipes.md).
 
     Returns:
         The run; `model_path` is the quantized model.

@@ -68,7 +68,7 @@ OPTIONS: dict[str, list[RecipeOption]] = {
     "quantize": [
         MODEL,
         _data("calibration data: file, folder or Hub id; default: built-in text"),
-        RecipeOption("--method", ("stage", "method"), "rtn, gptq or awq"),
+        RecipeOption("--method", ("stage", "method"), "rtn or gptq"),
         RecipeOption("--bits", ("stage", "bits"), "bits per weight"),
         RecipeOption("--group-size", ("stage", "group_size"), "weights per scale"),
         SEED,

@@ -6,15 +6,11 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from pydantic.fields import FieldInfo
-
-from ..config.base import ConfigModel
 from ..config.json_schema import recipe_schema
 from ..config.key_hints import addresses_of
-from ..config.messages import fields, nearest, sections
+from ..config.messages import fields, nearest
 from ..config.schema import RecipeConfig, StageEntry
 from ..errors import UserError
 from ..run import terminal
@@ -61,12 +57,23 @@ OVERVIEW = """\
 `lmx schema NAME` shows a block, a key or a value: `lmx schema train`,
 `lmx schema learning_rate`, `lmx schema gptq`. All blocks, each with its keys:
 """
-KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+KINDS = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+}
 # Words of `KeyReference.values` that are no values.
-TYPE_WORDS = {"list", "of", "or", "mapping", "to", "block", "null"} | {
+TYPE_WORDS = {"list", "of", "or", "mapping", "to", "block"} | {
     word for kind in KINDS.values() for word in kind.split()
 }
-LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+LIMITS = {
+    "minimum": "≥",
+    "exclusiveMinimum": ">",
+    "maximum": "≤",
+    "exclusiveMaximum": "<",
+}
 # Stands for the keys of a mapping, which the user chooses.
 PATTERN = "<pattern>"
 
@@ -104,29 +111,32 @@ class BlockReference:
 
 def blocks() -> list[BlockReference]:
     """All blocks of the schema, each before its inner blocks."""
-    return list(_walk("", [RecipeConfig], {}))
+    # The values of a key after validation, not all that a recipe may write for them.
+    top = RecipeConfig.model_json_schema(mode="serialization")
+    return list(_walk("", [top], top["$defs"], {}))
 
 
 def _walk(
-    address: str, variants: list[type[ConfigModel]], seen: dict
+    address: str, variants: list[dict], definitions: dict, seen: dict
 ) -> Iterator[BlockReference]:
     """The blocks at an address that holds one of `variants`, and their inner blocks.
 
     Args:
+        definitions: of the JSON Schema.
         seen: address by variants, of blocks that were yielded before.
     """
-    name = frozenset(variants)
+    name = tuple(sorted(variant["title"] for variant in variants))
     if name in seen:
         yield BlockReference(address, f"The keys of `{seen[name]}`.")
         return
     seen[name] = address
-    keys_of = [fields(variant) for variant in variants]
+    keys_of = [variant.get("properties", {}) for variant in variants]
     common = {
-        key: info
-        for key, info in keys_of[0].items()
-        if all(_is_same_field(info, keys.get(key)) for keys in keys_of)
+        key: node
+        for key, node in keys_of[0].items()
+        if all(node == keys.get(key) for keys in keys_of)
     }
-    meaning = _one_line(variants[0].__doc__)
+    meaning = _one_line(variants[0].get("description"))
     if len(variants) > 1:
         meaning = "Keys that all variants below have."
         if not common:
@@ -134,41 +144,35 @@ def _walk(
     yield BlockReference(address, meaning, "", _key_references(common))
     inner = dict(common)
     for variant, keys in zip(variants, keys_of, strict=True):
-        extra = {key: info for key, info in keys.items() if key not in common}
+        extra = {key: node for key, node in keys.items() if key not in common}
         if not extra:
             continue
         inner |= extra
-        tag, value = _discriminator(extra)
-        meaning, only = _one_line(variant.__doc__), f"{tag}: {value}"
-        del extra[tag]
+        tag = next(key for key, node in extra.items() if "const" in node)
+        meaning = _one_line(variant.get("description"))
+        only = f"{tag}: {extra.pop(tag)['const']}"
         yield BlockReference(address, meaning, only, _key_references(extra))
-    for key, info in inner.items():
-        if below := sections(info.annotation):
-            step = f"{key}.{PATTERN}" if get_origin(info.annotation) is dict else key
-            yield from _walk(f"{address}.{step}".lstrip("."), below, seen)
+    for key, node in inner.items():
+        if below := [definitions[name] for name in dict.fromkeys(_references(node))]:
+            step = f"{key}.{PATTERN}" if "additionalProperties" in node else key
+            yield from _walk(f"{address}.{step}".lstrip("."), below, definitions, seen)
 
 
-def _is_same_field(one: FieldInfo, other: FieldInfo | None) -> bool:
-    names = ("annotation", "default", "description", "metadata")
-    return other is not None and all(
-        getattr(one, name) == getattr(other, name) for name in names
-    )
+def _references(node: Any) -> Iterator[str]:
+    """The names of the blocks that a key may hold."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if key == "$ref":
+            yield value.rpartition("/")[2]
+        elif isinstance(value, dict | list) and key not in ("default", "discriminator"):
+            yield from _references(value)
 
 
-def _discriminator(keys: dict[str, FieldInfo]) -> tuple[str, str]:
-    """The key with one literal value, which selects the variant, and this value."""
-    return next(
-        (key, get_args(info.annotation)[0])
-        for key, info in keys.items()
-        if get_origin(info.annotation) is Literal
-        and len(get_args(info.annotation)) == 1
-    )
-
-
-def _key_references(keys: dict[str, FieldInfo]) -> tuple[KeyReference, ...]:
+def _key_references(keys: dict[str, dict]) -> tuple[KeyReference, ...]:
     return tuple(
-        KeyReference(name, _values(info), _default(info), _one_line(info.description))
-        for name, info in keys.items()
+        KeyReference(
+            name, _values(node), _default(node), _one_line(node.get("description"))
+        )
+        for name, node in keys.items()
     )
 
 
@@ -176,63 +180,37 @@ def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
-def _default(info: FieldInfo) -> str:
-    if info.is_required():
+def _default(node: dict) -> str:
+    if "default" not in node:
         return "required"
-    if info.default is None:
-        return "absent"
-    if isinstance(info.default, ConfigModel):
+    default = node["default"]
+    if isinstance(default, dict) and "additionalProperties" not in node:
         return "its defaults"
-    return json.dumps(info.default).strip('"')
+    return "absent" if default is None else json.dumps(default).strip('"')
 
 
-def _values(info: FieldInfo) -> str:
+def _values(node: dict) -> str:
     """Accepted values as text, without null where it is the default."""
-    values = _alternatives(info.annotation, info.metadata)
-    return ", or ".join(
-        value for value in values if value != "null" or info.default is not None
-    )
+    values = _alternatives(node)
+    is_absent = node.get("default", "") is None
+    return ", or ".join(v for v in values if not (is_absent and v == "null"))
 
 
-def _alternatives(annotation: Any, limits: list = ()) -> list[str]:
-    """The alternatives of a type, each as text."""
-    origin, inside = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _alternatives(inside[0], [*_flat(inside[1:]), *limits])
-    if origin in (Union, UnionType):
-        return list(
-            dict.fromkeys(t for part in inside for t in _alternatives(part, limits))
-        )
-    if origin is Literal:
-        return [", ".join(json.dumps(value).strip('"') for value in inside)]
-    if origin is list:
-        return [f"list of {' or '.join(_alternatives(inside[0]))}"]
-    if origin is dict:
-        values = " or ".join(_alternatives(inside[1]))
-        return [f"mapping of {_type_name(inside[0])} to {values}"]
-    if annotation is NoneType:
-        return ["null"]
-    return [_type_name(annotation) + _limits(limits)]
-
-
-def _type_name(kind: type) -> str:
-    return "block" if issubclass(kind, ConfigModel) else KINDS[kind]
-
-
-def _flat(metadata: tuple) -> Iterator:
-    """Limits of a type, including those inside a `Field`."""
-    for item in metadata:
-        yield from item.metadata if isinstance(item, FieldInfo) else (item,)
-
-
-def _limits(metadata: list) -> str:
-    limits = [
-        f"{sign} {getattr(item, name):g}"
-        for item in metadata
-        for name, sign in LIMITS.items()
-        if isinstance(getattr(item, name, None), int | float)
-    ]
-    return f" {', '.join(limits)}" if limits else ""
+def _alternatives(node: dict) -> list[str]:
+    """The alternatives of a key, each as text."""
+    if parts := node.get("anyOf") or node.get("oneOf"):
+        return list(dict.fromkeys(t for part in parts for t in _alternatives(part)))
+    if "$ref" in node:
+        return ["block"]
+    if "const" in node or "enum" in node:
+        choices = node.get("enum", [node.get("const")])
+        return [", ".join(json.dumps(value).strip('"') for value in choices)]
+    if items := node.get("items"):
+        return [f"list of {' or '.join(_alternatives(items))}"]
+    if values := node.get("additionalProperties"):
+        return [f"mapping of text to {' or '.join(_alternatives(values))}"]
+    limits = [f"{sign} {node[key]:g}" for key, sign in LIMITS.items() if key in node]
+    return [" ".join([KINDS[node["type"]], ", ".join(limits)]).strip()]
 
 
 def add_schema_arguments(parser: argparse.ArgumentParser) -> None:

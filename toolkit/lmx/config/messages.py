@@ -165,6 +165,4 @@ def _type_hint(path: KeyPath, error: dict) -> str | None:
         return f"write '- {value}:'" if value in fields(StageEntry) else None
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
         return "use quotes to make it text"
-    if error["type"] == "bool_type":
-        return value_hint(path, error["input"], ["true", "false"])
     return None

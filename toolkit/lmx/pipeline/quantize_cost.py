@@ -33,13 +33,8 @@ from .estimate import CHUNKS_AT_ONCE, LOGIT_BYTES, inputs_and_outputs, matrix_sh
 FORWARD, FORWARD_BACKWARD = 2.0, 8.0
 # Work per weight of rounding to nearest, with reading and writing.
 RTN_WORK = 2e4
-# Forward passes of AWQ's search, per calibration token.
-AWQ_PASSES = 6
 # Evaluations within scale tuning, each over all evaluation tokens.
 TUNING_EVALUATIONS = 9
-# Bytes of a weight whose block scale is tuned: dense, its element, scaled, its gradient
-# and that of the element.
-TUNED_WEIGHT_BYTES = 20
 # Plans that a mixed-precision search compares, and work per weight of their grids.
 PLANS, GRID_WORK = 6, 5e5
 
@@ -65,8 +60,6 @@ class QuantizeCost:
     def work(self) -> float:
         """Operations of the whole stage."""
         total = RTN_WORK * self._weights
-        if self.config.method == "awq":
-            total += self._passes(AWQ_PASSES * self.num_tokens, FORWARD)
         if self.sequential:
             total += self.sequential.total
         if self.config.smoothing:
@@ -129,22 +122,17 @@ class QuantizeCost:
         from ..quantization.ptq.output_fisher import num_fisher_tokens
 
         config = self.config
-        if config.method == "rtn":
+        if not isinstance(config, GPTQConfig):
             return None
-        is_gptq = isinstance(config, GPTQConfig)
-        outputs = [self._hidden] if is_gptq and config.output_hessian else []
-        fisher = 0
-        if is_gptq:
-            limit = LIMITS[config.effort].fisher_tokens
-            fisher = num_fisher_tokens([self._hidden], outputs, limit)
-        compared = 0
-        if is_gptq and config.asymmetric_calibration:
-            compared = LIMITS[config.effort].compared_tokens
+        limits = LIMITS[config.effort]
+        outputs = [self._hidden] if config.output_hessian else []
+        fisher = num_fisher_tokens([self._hidden], outputs, limits.fisher_tokens)
+        compared = limits.compared_tokens if config.asymmetric_calibration else 0
         return self._sequential_cost(
             tokens=self.num_tokens,
             fisher_tokens=min(fisher, self.num_tokens),
             compared_tokens=min(compared, self.num_tokens),
-            refine_iters=config.refine_iters if is_gptq else 0,
+            refine_iters=config.refine_iters,
         )
 
     def _sequential_cost(self, **counts: int):
@@ -183,10 +171,7 @@ class QuantizeCost:
         if chunk := chunk_of_many(self._vocabulary, tokens):
             at_once = min(tokens, CHUNKS_AT_ONCE * chunk)
         size = 4 * tokens * values
-        size += LOGIT_BYTES[on_cpu()] * self._vocabulary * at_once
-        if self.config.mode == "nvfp4":
-            size += TUNED_WEIGHT_BYTES * self._weights
-        return size
+        return size + LOGIT_BYTES[on_cpu()] * self._vocabulary * at_once
 
     @property
     def _refinement(self) -> float:

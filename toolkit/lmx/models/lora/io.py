@@ -78,8 +78,8 @@ def save_adapter(
 
     The format has one rank and one scale. Layers of a smaller rank are padded with
     zeros, which add nothing. Where scales differ, the file's scale is 1 and every B is
-    multiplied by its own. QA-LoRA is written as plain LoRA. Stock mlx-lm loads all
-    layers but those of `layers_mlx_lm_cannot_load`.
+    multiplied by its own. Stock mlx-lm loads all layers but those of
+    `layers_mlx_lm_cannot_load`.
 
     Args:
         parameters: the trained parameters, by path.
@@ -91,8 +91,7 @@ def save_adapter(
     tensors = {}
     for path, layer in layers.items():
         trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINABLE}
-        is_grouped = adapter.type == "qa_lora"
-        tensors[path] = layer.as_plain_lora(trained) if is_grouped else trained
+        tensors[path] = trained
     write_adapter(
         folder,
         *with_one_rank(

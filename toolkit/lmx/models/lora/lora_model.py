@@ -12,7 +12,6 @@ from ...errors import UserError
 from ..quantized_layers import (
     TENSORS,
     dequantize,
-    is_affine_quantized,
     is_quantized,
 )
 from .layers import (
@@ -22,7 +21,6 @@ from .layers import (
     LoRAEmbedding,
     LoRAExperts,
     LoRALinear,
-    QALoRALinear,
 )
 from .target_modules import (
     EMBEDDING,
@@ -37,7 +35,6 @@ AUTO, EVERYTHING = "auto", "*"
 LAYER_CLASSES = {
     "lora": {LINEAR: LoRALinear, EMBEDDING: LoRAEmbedding, EXPERTS: LoRAExperts},
     "dora": {LINEAR: DoRALinear, EMBEDDING: DoRAEmbedding},
-    "qa_lora": {LINEAR: QALoRALinear},
 }
 
 
@@ -87,8 +84,6 @@ def _match_targets(
         for target in find_target_modules(model, adapter.num_layers)
         if target.kind in classes
     ]
-    if adapter.type == "qa_lora":
-        targets = [target for target in targets if is_affine_quantized(target.layer)]
     ranks = adapter.ranks.items()
     for pattern, rank in ranks:
         if not any(_matches(pattern, target, rank) for target in targets):
