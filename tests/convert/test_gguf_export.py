@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -20,8 +21,6 @@ from lmx.quantization.bit_packing import pack_codes
 from lmx.quantization.packing import pack
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 from tiny_global_scale import write_checkpoints
-
-gguf = pytest.importorskip("gguf")
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
