@@ -1,7 +1,6 @@
 """AWQ has a lower block error than RTN, and its checkpoint runs in stock mlx-lm."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,6 +26,7 @@ from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.ptq.scale_mappings import find_mappings
 from lmx.quantization.target_layers import select_layers
+from lmx.run.logger import NullLogger
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
@@ -34,9 +34,10 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
 SPEC = QuantSpec(bits=3, group_size=32)
 
 
-class RecordingLogger(SimpleNamespace):
+class RecordingLogger(NullLogger):
     def __init__(self):
-        super().__init__(lines=[])
+        super().__init__()
+        self.lines = []
         self.info = self.warning = self.debug = self.lines.append
 
 
