@@ -4,6 +4,7 @@ The estimate assumes that every example has `max_seq_length` tokens. So it grows
 each of the keys, whatever the data, and a run with the result is never refused.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -212,19 +213,17 @@ class FitFinder:
         return length, length * sequences, reason
 
     def _largest(self, search: _Search) -> LargestFit:
-        """Halve the bound until it fits, then search between the last two values."""
+        """Halve the range until the largest value that fits is known."""
         trials: dict[int, FitTrial] = {}
-        value, too_large = search.bound, search.bound + 1
-        while not (trial := self._try(search, value, trials)).fits:
-            if value <= search.smallest:
-                raise self._nothing_fits(search, trial)
-            value, too_large = max(search.smallest, value // 2), value
-        while too_large - value > 1:
-            middle = (value + too_large) // 2
-            if self._try(search, middle, trials).fits:
-                value = middle
-            else:
-                too_large = middle
+        values = range(search.smallest, search.bound + 1)
+        position = len(values)
+        if not self._try(search, search.bound, trials).fits:
+            position = bisect_left(
+                values, True, key=lambda v: not self._try(search, v, trials).fits
+            )
+        if position == 0:
+            raise self._nothing_fits(search, trials[search.smallest])
+        value = values[position - 1]
         reason = search.reason if value == search.bound else "more does not fit"
         ordered = tuple(trials[tried] for tried in sorted(trials))
         return LargestFit(search.address, value, ordered, self._limit, reason)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -46,7 +46,6 @@ def memory_limit() -> int:
 @cache
 def training_speed(dtype: mx.Dtype) -> float:
     """Floating-point operations per second of a small network's training step."""
-    cpu.enable()
     width = PROBE_WIDTH
     net = nn.Sequential(
         nn.Linear(width, 3 * width), nn.SiLU(), nn.Linear(3 * width, width)
@@ -55,28 +54,27 @@ def training_speed(dtype: mx.Dtype) -> float:
     inputs = mx.random.normal((PROBE_EXAMPLES, width), key=mx.random.key(0))
     inputs = inputs.astype(dtype)
     step = nn.value_and_grad(net, lambda x: mx.logsumexp(net(x), axis=-1).sum())
-    mx.eval(step(inputs))
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        mx.eval(step(inputs))
-        seconds.append(time.perf_counter() - start)
-    return 6 * PROBE_EXAMPLES * 6 * width**2 / min(seconds)
+    return _speed(lambda: step(inputs), 6 * PROBE_EXAMPLES * 6 * width**2)
 
 
 @cache
 def matmul_speed() -> float:
     """Floating-point operations per second of a large product in float32."""
-    cpu.enable()
     width = 2 * PROBE_WIDTH
     a, b = mx.random.normal((2, width, width), key=mx.random.key(0))
-    mx.eval(a @ b)
+    return _speed(lambda: a @ b, 2 * width**3)
+
+
+def _speed(compute: Callable[[], object], operations: float) -> float:
+    """Operations per second, at best of several times after the first."""
+    cpu.enable()
+    mx.eval(compute())
     seconds = []
-    for _ in range(4):
+    for _ in range(3):
         start = time.perf_counter()
-        mx.eval(a @ b)
+        mx.eval(compute())
         seconds.append(time.perf_counter() - start)
-    return 2 * width**3 / min(seconds)
+    return operations / min(seconds)
 
 
 class ResourceCheck:
