@@ -118,7 +118,7 @@ def test_dry_run_shows_model_data_and_plan(workspace, capsys):
         "count to three<|im_end|>\n",
         "⟦one two three<|im_end|>⟧",
         "1-train: tiny, rows.jsonl -> exports/recipe/stages/1-train",
-        " for 7 steps at the ",
+        " for 7 steps\n",
         "disk     needs ",
     ):
         assert expected in output

@@ -248,7 +248,6 @@ class StageResources:
         memory: bytes by part, if it does not train.
         work: operations of large matrix products that take as long, besides training
             and the generation of its data.
-        work_name: what this work is; empty = all that the stage does.
     """
 
     model: ModelShape
@@ -262,7 +261,6 @@ class StageResources:
     remedies: tuple[str, ...] = ()
     memory: dict[str, int] = field(default_factory=dict)
     work: float = 0
-    work_name: str = ""
 
 
 def training_cost(
