@@ -36,7 +36,7 @@ from lmx.cli import main, parser
             ],
             [
                 "--temp is called --temperature here",
-                "--lora is called --adapter-path here",
+                "--adapter is called --adapter-path here",
                 "--draft is called --draft-model here",
             ],
         ),
