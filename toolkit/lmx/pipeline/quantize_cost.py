@@ -16,7 +16,13 @@ from ..config.quantize import GPTQConfig, PTQConfig
 from ..config.train import chunk_of_many
 from ..cpu import on_cpu
 from ..models.hooks import find_blocks
-from .estimate import CHUNKS_AT_ONCE, LOGIT_BYTES, inputs_and_outputs, matrix_shapes
+from .estimate import (
+    CHUNKS_AT_ONCE,
+    LOGIT_BYTES,
+    active_weights,
+    inputs_and_outputs,
+    matrix_shapes,
+)
 
 # Time of a forward pass relative to its products, forward passes that take as long as
 # one with gradients, and products of one weight that take as long as to solve it.
@@ -42,7 +48,7 @@ class QuantizeCost:
         model: only the shapes of its weights are used.
         specs: quantization grid by path of each layer to quantize.
         dtype: dtype that the checkpoint stores.
-        experts: of a mixture, that a token sees; 0 = all. For the memory alone.
+        experts: of a mixture, that a token sees; 0 = all.
     """
 
     config: PTQConfig
@@ -77,7 +83,8 @@ class QuantizeCost:
             solves += GRIDS
         if config.kv_cache:
             tokens += self._kv_tokens
-        return (FORWARD * 2 * tokens + SOLVE * solves) * self._weights
+        active = active_weights(self.experts, self._matrices)
+        return FORWARD * 2 * tokens * active + SOLVE * solves * self._weights
 
     @property
     def memory(self) -> int:
