@@ -209,7 +209,6 @@ def test_gguf_blocks_compares_quantizers_at_the_same_size(tmp_path):
 
 def test_gguf_blocks_judges_a_file(tmp_path, monkeypatch):
     """Without llama.cpp: its logits alone are left out."""
-    pytest.importorskip("gguf")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gguf_blocks
 

@@ -10,7 +10,6 @@ from lmx.evaluation import memory_bandwidth
 @pytest.fixture
 def doctor_output(monkeypatch, capsys):
     """The output of doctor by label, with a small matrix product."""
-    monkeypatch.setattr(doctor, "MATMUL_SIZE", 64)
     monkeypatch.setattr(memory_bandwidth, "READ_BYTES", 1 << 12)
 
     def run():

@@ -1,4 +1,4 @@
-"""Options and verbs of other tools and of earlier versions get a hint."""
+"""Options and verbs of other tools get a hint."""
 
 import pytest
 from lmx.cli import main, parser
@@ -7,11 +7,10 @@ from lmx.cli import main, parser
 @pytest.mark.parametrize(
     ("argv", "hints"),
     [
-        (["train", "r", "--check"], ["--check is called --dry-run here"]),
         (
-            ["train", "r", "--fresh", "--force"],
+            ["train", "r", "--overwrite", "--force"],
             [
-                "--fresh is called --restart here",
+                "--overwrite is called --restart here",
                 "--force is called --ignore-limits here",
             ],
         ),
@@ -23,22 +22,24 @@ from lmx.cli import main, parser
             ],
         ),
         (["quantize", "--q-bits", "3"], ["--q-bits is called --bits here"]),
-        (["keys"], ["keys is called schema here"]),
         (["import", "a", "b"], ["import is called convert here"]),
         (
-            ["generate", "m", "--prompt", "x", "--raw", "--adapter=a", "--draft", "b"],
             [
-                "--raw is called --ignore-chat-template here",
+                "generate",
+                "m",
+                "--prompt",
+                "x",
+                "--temp=0",
+                "--adapter=a",
+                "--draft",
+                "b",
+            ],
+            [
+                "--temp is called --temperature here",
                 "--adapter is called --adapter-path here",
                 "--draft is called --draft-model here",
             ],
         ),
-        # argparse names only the missing group; the hint is about --batch-file.
-        (
-            ["generate", "m", "--batch-file", "x"],
-            ["--batch-file is called --input-file here"],
-        ),
-        (["bench", "m", "--against", "x"], ["--against is called --compare here"]),
         (["generate", "m", "--max_new_tokens", "5"], ["called --max-tokens here"]),
     ],
 )

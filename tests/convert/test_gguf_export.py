@@ -4,6 +4,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -24,7 +25,6 @@ from lmx.quantization.packing import pack
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 from tiny_global_scale import write_checkpoints
 
-gguf = pytest.importorskip("gguf")
 # The tiny configs have keys of several families, and leave some of their own out.
 pytestmark = pytest.mark.filterwarnings("ignore:.*config.json")
 

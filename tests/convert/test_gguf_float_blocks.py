@@ -1,7 +1,6 @@
 """Codes of mxfp4 and nvfp4 as ggml's blocks, against llama.cpp's package."""
 
-from enum import IntEnum
-
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -15,8 +14,6 @@ from lmx.convert.importers import gguf as gguf_importer
 from lmx.convert.importers import load_model
 from lmx.errors import UserError
 from lmx.models.loader import load
-
-gguf = pytest.importorskip("gguf")
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
 # E8M0 of about 1, and all positive numbers of E4M3.
@@ -73,17 +70,6 @@ def test_a_model_keeps_its_codes(make_checkpoint, tmp_path, name, mode):
     assert config["quantization"]["mode"] == mode
     weights = sum(sum(p.nbytes for p in parts.values()) for parts, _ in codes.values())
     assert weights < size < 1.3 * weights
-
-
-def test_an_old_package_is_named(make_checkpoint, tmp_path, monkeypatch):
-    source = make_checkpoint(config_of("llama"), dtype="float16")
-    codes = float_codes(load(source, compute="stored").model, "mxfp4")
-    model = quantized_checkpoint(source, tmp_path / "codes", codes)
-    kinds = gguf.GGMLQuantizationType
-    old = {kind.name: kind.value for kind in kinds if kind.name != "MXFP4"}
-    monkeypatch.setattr(gguf, "GGMLQuantizationType", IntEnum("Kinds", old))
-    with pytest.raises(UserError, match="gguf is too old: it has no MXFP4"):
-        export(gguf_exporter, model, tmp_path / "out")
 
 
 def test_a_wider_matrix_than_that_of_the_config_is_refused(make_checkpoint, tmp_path):

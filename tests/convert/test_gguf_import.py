@@ -4,6 +4,7 @@ import json
 import re
 from itertools import pairwise
 
+import gguf
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -18,13 +19,20 @@ from lmx.models.loader import load, load_tokenizer
 from mlx.utils import tree_flatten
 from safetensors.numpy import load_file
 
-gguf = pytest.importorskip("gguf")
-
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
 TEXT = "Straße, naïve: 東京 🙂 1234\n\tdef add(left, right):  return left"
 ROUNDED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
-BLOCKS = ("Q3_K", "Q4_K", "Q5_K", "Q6_K")
-BYTES = {"Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+# Types that the package cannot quantize, and the bytes of their float16 steps.
+STEPS = {
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "IQ2_XXS": [0],
+    "IQ4_XS": [0],
+    "TQ2_0": [64],
+}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -58,10 +66,11 @@ def interleave_rows(rows, heads):
 
 
 def random_blocks(rng, shape, kind):
-    """Random k-quant blocks with small scales."""
-    size, count = BYTES[kind], shape[-1] // 256
+    """Random blocks of 256 weights with small scales."""
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    count = shape[-1] // values
     data = rng.integers(0, 256, (shape[0], count, size), dtype=np.uint8)
-    for place in {"Q3_K": [108], "Q6_K": [208]}.get(kind, [0, 2]):
+    for place in STEPS[kind]:
         steps = (rng.random((shape[0], count, 1)) * 2e-4).astype(np.float16)
         data[..., place : place + 2] = steps.view(np.uint8)
     return data.reshape(shape[0], -1)
@@ -122,7 +131,7 @@ def make_gguf(make_checkpoint, tmp_path):
                 expected[name] = value
                 writer.add_tensor(gguf_name(name), value[order])
                 continue
-            if kind in BLOCKS:
+            if kind in STEPS:
                 raw = random_blocks(rng, value.shape, kind)
             else:
                 raw = gguf.quants.quantize(value[order], ggml)
@@ -153,7 +162,7 @@ def dequantized_weights(folder):
     return weights
 
 
-@pytest.mark.parametrize("kind", [*ROUNDED, *BLOCKS, "F16", "F32", "BF16"])
+@pytest.mark.parametrize("kind", [*ROUNDED, *STEPS, "F16", "F32", "BF16"])
 def test_weights_equal_those_of_the_gguf_package(make_gguf, kind):
     path, expected, _ = make_gguf(kind)
     weights = dequantized_weights(resolve_checkpoint(path))
@@ -284,9 +293,9 @@ def test_unsupported_type_names_the_tensor(make_gguf):
     name = b"blk.0.attn_q.weight"
     data = bytearray(path.read_bytes())
     at = data.index(name) + len(name) + 4 + 2 * 8
-    data[at] = 10  # Q2_K
+    data[at] = 9  # Q8_1
     path.write_bytes(data)
-    with pytest.raises(UserError, match=r"blk.0.attn_q.weight has ggml's type 10"):
+    with pytest.raises(UserError, match=r"blk.0.attn_q.weight has ggml's type Q8_1"):
         reader.read(path)
 
 

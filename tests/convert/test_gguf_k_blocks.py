@@ -1,5 +1,6 @@
 """Weights on GGUF's grids become its blocks, and the gguf package reads them."""
 
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -7,8 +8,6 @@ from lmx.config.quant_spec import GGUF_MODES, QuantSpec
 from lmx.convert.gguf import blocks, k_blocks
 from lmx.quantization.gguf_grid import FORMATS
 from lmx.quantization.packing import dequantize, pack
-
-gguf = pytest.importorskip("gguf")
 
 modes = pytest.mark.parametrize("mode", GGUF_MODES)
 

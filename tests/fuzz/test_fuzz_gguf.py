@@ -254,7 +254,6 @@ def run_case(seed: str, bases: list[str]) -> str:
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory, tokenizer_folder) -> list[str]:
     """Tiny files: of 16 bits, of codes of 4 and 5 bits, and of other families."""
-    pytest.importorskip("gguf")
     from lmx.convert.gguf.writer import write
     from lmx.models.loader import load
 

@@ -107,7 +107,6 @@ def test_dry_run_shows_data_memory_and_time(tmp_path, capsys):
         "data     1-draft: generates at most ",
         "(target ",
         "for 10 steps",
-        "1-draft: benchmark roughly ",
     ):
         assert expected in output
 

@@ -12,6 +12,7 @@ from lmx import cpu
 from lmx.cli import main
 from lmx.config.model import ScratchModelConfig
 from lmx.config.quant_spec import QuantizationConfig
+from lmx.config.quantize import GPTQConfig
 from lmx.config.train import TeacherConfig, TrainConfig
 from lmx.data.batching import Batch
 from lmx.data.record_formats import DataRecord
@@ -26,6 +27,7 @@ from lmx.pipeline.estimate import (
     training_cost,
 )
 from lmx.pipeline.plan import load, plan
+from lmx.pipeline.quantize_cost import QuantizeCost
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
@@ -118,7 +120,7 @@ def test_dry_run_shows_model_data_and_plan(workspace, capsys):
         "count to three<|im_end|>\n",
         "⟦one two three<|im_end|>⟧",
         "1-train: tiny, rows.jsonl -> exports/recipe/stages/1-train",
-        " for 7 steps at the ",
+        " for 7 steps\n",
         "disk     needs ",
     ):
         assert expected in output
@@ -488,6 +490,17 @@ def test_quantize_stage_has_time_memory_and_disk(model, tmp_path, capsys):
             "disk",
         ]
     assert times["fast"] < times["standard"] < times["best"]
+
+
+def test_quantize_time_counts_the_experts_that_a_token_sees():
+    network = build_model(QWEN3_MOE)
+    specs = select_layers(network, QuantizationConfig(bits=4, group_size=32)).specs
+    config = GPTQConfig(bits=4, group_size=32)
+    one, every = (
+        QuantizeCost(config, network, specs, mx.float16, experts).work
+        for experts in (1, 0)
+    )
+    assert one < 0.9 * every
 
 
 @pytest.mark.slow

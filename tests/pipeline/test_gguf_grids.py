@@ -1,13 +1,12 @@
 """Recipes that quantize to block types of GGUF: what is trained is what is served."""
 
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.convert.exporters.hf import dequantized_weights
 from lmx.models.loader import load
 from tiny_runs import TRAIN, Run
-
-gguf = pytest.importorskip("gguf")
 
 # A K block fits the width, but not the 288 inputs of down_proj. 288 is no multiple of
 # 64 either.

@@ -12,8 +12,6 @@ from lmx.models.loader import load
 from lmx.quantization.packing import pack
 from tiny_runs import TRAIN, Run
 
-pytest.importorskip("gguf")
-
 
 def test_exports_of_a_gguf_model_name_its_class_and_a_base_that_loads(tmp_path, base):
     file = tmp_path / "tiny.gguf"

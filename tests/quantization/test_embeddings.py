@@ -7,10 +7,10 @@ from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import GradientTap, hook_calls
 from lmx.models.loader import build_model
 from lmx.quantization.ptq import embeddings, output_fisher
-from lmx.quantization.ptq.cost import CostMeter
 from lmx.quantization.ptq.embeddings import MIN_CLUSTER_ROWS, cluster_rows
 from lmx.quantization.ptq.fisher import ForwardBackwardPass, sampled_label_loss
 from lmx.quantization.ptq.output_fisher import estimate_output_fisher
+from lmx.run.logger import NullLogger
 from mlx.utils import tree_map
 from tiny_checkpoints import LLAMA
 
@@ -39,7 +39,7 @@ def statistics_of(model, folder, tokens=TOKENS, shard_size=4):
         compute=mx.float32,
         folder=folder,
         max_tokens=4096,
-        meter=CostMeter(),
+        logger=NullLogger(),
     )
     return statistics[PATH]
 

@@ -1,5 +1,6 @@
 """Round-to-nearest on the block types of GGUF."""
 
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -58,7 +59,6 @@ def test_nan_stays_in_its_block(mode):
 
 @pytest.mark.parametrize("mode", ["q4_0", "q5_0", "q8_0"])
 def test_rtn_is_as_good_as_that_of_the_gguf_package(mode):
-    gguf = pytest.importorskip("gguf")
     spec = QuantSpec(mode=mode)
     weight = mx.random.normal((64, 512), key=mx.random.key(1))
     kind = gguf.GGMLQuantizationType[mode.upper()]

@@ -1,5 +1,6 @@
 """The forward weights of training are those of GGUF's blocks, bit for bit."""
 
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -8,8 +9,6 @@ from lmx.convert.gguf import blocks
 from lmx.quantization.packing import dequantize
 from lmx.quantization.target_layers import QuantizationPlan
 from test_fake_quant import Run
-
-gguf = pytest.importorskip("gguf")
 
 PATHS = [f"self_attn.{x}_proj" for x in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj"]
 SMALL = "model.layers.0.mlp.down_proj"

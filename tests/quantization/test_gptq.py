@@ -1,7 +1,6 @@
 """GPTQ has a lower divergence than RTN and logs its errors."""
 
 from functools import cache
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +13,7 @@ from lmx.quantization.packing import dequantize
 from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
+from lmx.run.logger import NullLogger
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
@@ -40,9 +40,10 @@ def tokens_of(seed, count=96):
     return (320 * share**3).astype(mx.int32)
 
 
-class RecordingLogger(SimpleNamespace):
+class RecordingLogger(NullLogger):
     def __init__(self):
-        super().__init__(lines=[])
+        super().__init__()
+        self.lines = []
         self.info = self.warning = self.debug = self.lines.append
 
 

@@ -7,7 +7,6 @@ from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import GradientTap, hook_calls
 from lmx.models.loader import build_model
 from lmx.quantization.ptq import output_fisher as module
-from lmx.quantization.ptq.cost import CostMeter
 from lmx.quantization.ptq.fisher import (
     sample_labels,
     sampled_label_loss,
@@ -20,6 +19,7 @@ from lmx.quantization.ptq.output_fisher import (
     output_fisher,
     token_weights,
 )
+from lmx.run.logger import NullLogger
 from mlx.utils import tree_map
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
@@ -54,7 +54,7 @@ def estimate(model, folder, paths, shard_size=2, counted=None, max_tokens=4096):
         compute=mx.float32,
         folder=folder,
         max_tokens=max_tokens,
-        meter=CostMeter(),
+        logger=NullLogger(),
     )
     return [output_fisher(folder, index) for index in range(len(model))]
 

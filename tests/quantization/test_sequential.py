@@ -19,11 +19,11 @@ from lmx.models.loader import build_model, load
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.ptq import gptq_solver
 from lmx.quantization.ptq.base import PTQContext, PTQMethod, QuantizedTensor
-from lmx.quantization.ptq.cost import CostMeter, SequentialCost
 from lmx.quantization.ptq.gptq import GPTQ
 from lmx.quantization.ptq.sequential import SequentialPipeline
 from lmx.quantization.target_layers import select_layers
-from lmx.run.logger import RunLogger
+from lmx.run.logger import NullLogger, RunLogger
+from lmx.run.progress import ProgressBar
 from mlx.utils import tree_flatten, tree_map
 from test_output_fisher import gradients_of
 from tiny_checkpoints import LLAMA, QWEN3_MOE
@@ -159,30 +159,29 @@ def test_gptq_call_chain_has_seven_calls(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("effort", ["fast", "standard"])
-def test_meter_counts_the_estimated_work(effort, tmp_path):
-    model, done, notes = model_of(), [], []
+def test_progress_reaches_the_end_block_by_block(effort, tmp_path):
+    bars, model = {}, model_of()
+
+    class Recorder(NullLogger):
+        def close_progress(self, progress):
+            super().close_progress(progress)
+            bars[progress.line().partition("  ")[0]] = notes[:]
+            notes.clear()
+
+    notes, advance = [], ProgressBar.advance
+
+    def record(bar, amount=1, note=None):
+        notes.append(note or amount)
+        advance(bar, amount, note)
+
     config = GPTQConfig.model_validate({"bits": 3, "effort": effort})
-    context = context_of(model, tmp_path)
-    cost = SequentialCost.of(
-        model,
-        context.specs,
-        tokens=TOKENS.size,
-        fisher_tokens=TOKENS.size,
-        compared_tokens=TOKENS.size,
-        refine_iters=config.refine_iters,
-    )
-
-    def advance(amount, note):
-        done.append(amount)
-        notes.extend([note] if note else [])
-
-    context = replace(context, meter=CostMeter(cost, advance))
-    GPTQ(config, context).quantize()
-    # Untied: the pass before the blocks computes no moments of the head.
-    unused = cost.logits(TOKENS.size, gradient=False)
-    assert sum(done) == pytest.approx(cost.total - unused, rel=0.02)
-    assert notes[1:] == [f"block {number} of 3" for number in (1, 2, 3)]
-    assert max(done) < 0.5 * cost.total
+    context = replace(context_of(model, tmp_path), logger=Recorder())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgressBar, "advance", record)
+        GPTQ(config, context).quantize()
+    assert list(bars) == ["Fisher information 100%", "quantization 100%"]
+    texts = [note for note in bars["quantization 100%"] if isinstance(note, str)]
+    assert texts == [f"block {number} of 3" for number in (1, 2, 3)]
 
 
 def test_full_precision_stream_reads_the_first_tokens_only(tmp_path):

@@ -8,11 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .. import cpu
 from ..data import cache
-from ..evaluation.memory_bandwidth import measure_memory_bandwidth, shortest_time
+from ..evaluation.memory_bandwidth import measure_memory_bandwidth
 from ..run import terminal
 from ..version import __version__
-
-MATMUL_SIZE = 1024
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,15 +72,11 @@ def _unused_cuda(on_gpu: bool) -> list[tuple[str, str]]:
 
 def _speed() -> list[tuple[str, str]]:
     """Speed of a float32 matrix product and of memory."""
-    import mlx.core as mx
+    from ..pipeline.resources import matmul_speed
 
-    size = MATMUL_SIZE
-    square = mx.sin(mx.arange(size * size, dtype=mx.float32)).reshape(size, size)
-    mx.eval(square)
-    flops = 2 * size**3 / shortest_time(lambda: mx.eval(square @ square))
-    bandwidth = measure_memory_bandwidth()
+    flops, bandwidth = matmul_speed(), measure_memory_bandwidth()
     return [
-        ("matmul", f"{flops / 1e9:,.0f} GFLOP/s (float32, {size} x {size})"),
+        ("matmul", f"{flops / 1e9:,.0f} GFLOP/s (float32, 1024 x 1024)"),
         ("memory bandwidth", f"{bandwidth / 1e9:,.1f} GB/s (reading)"),
     ]
 

@@ -99,7 +99,7 @@ def _train(argv: list[str]) -> int:
 
         complete(parser)
     arguments = parser.parse_intermixed_args(argv)
-    options = given_options(arguments, "train")
+    options = [*given_options(arguments, "train")]
     if not (arguments.recipe or arguments.list or options):
         parser.error("give a recipe, options such as --model, or --list")
     return _run_recipe(arguments, options)

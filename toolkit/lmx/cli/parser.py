@@ -1,4 +1,4 @@
-"""An argument parser that knows option names of other tools and earlier versions."""
+"""An argument parser that knows option names of other tools."""
 
 import argparse
 import sys
@@ -10,33 +10,21 @@ from ..run import terminal
 
 # Option or verb: its name here.
 KNOWN = {
-    "keys": "schema",
     "import": "convert",
     "finetune": "train",
     "chat": "generate --chat",
     "server": "mlx_lm.server",
-    "--check": "--dry-run",
-    "--fresh": "--restart",
     "--overwrite": "--restart",
     "--force": "--ignore-limits",
-    "--raw": "--ignore-chat-template",
     "--adapter": "--adapter-path",
     "--lora": "--adapter-path",
-    "--kv-start": "--quantized-kv-start",
     "--draft": "--draft-model",
     "--speculative-model": "--draft-model",
     "--draft-tokens": "--num-draft-tokens",
     "--num-speculative-tokens": "--num-draft-tokens",
-    "--exact-verify": "--check-parity",
-    "--one-by-one": "--sequential-verify",
-    "--batch-file": "--input-file",
-    "--save-session": "--save-prompt-cache",
-    "--load-session": "--prompt-cache-file",
     "--temp": "--temperature",
     "--system-prompt": "--system",
     "--max-new-tokens": "--max-tokens",
-    "--against": "--compare",
-    "--text": "--corpus",
     "--rank": "--lora-rank",
     "--lora-r": "--lora-rank",
     "--q-bits": "--bits",

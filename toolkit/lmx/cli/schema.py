@@ -2,16 +2,14 @@
 
 import argparse
 import json
-import re
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from ..config.json_schema import recipe_schema
 from ..config.key_hints import addresses_of
 from ..config.messages import fields, nearest
-from ..config.schema import RecipeConfig, StageEntry
+from ..config.schema import StageEntry
 from ..errors import UserError
 from ..run import terminal
 
@@ -20,53 +18,25 @@ HEAD = """\
 # Recipe reference
 
 Generated from the schema by `lmx schema --markdown`. `lmx schema adapter` shows one
-block.
+block. [Write a recipe](training.md#write-a-recipe) says how to start one.
 
 A heading is the address of a block. With the name of a key it is an override:
 `lmx-train recipe.yaml stages.train.adapter.rank=8` sets `rank` in
 `stages.train.adapter`. In a recipe, every stage is an entry of the list `stages`, as in
 `- train:`. The default `absent` means that the key is not set. Any other key is an
 error; its message suggests the nearest key.
-
-## Write a recipe
-
-`lmx init` asks for your model, data, task and bits, and writes a commented recipe; the
-options `--model`, `--data`, `--task`, `--bits` and `--output` answer the questions. For
-a quantized model, `qat` continues from its codes.
-`lmx recipes` lists the included recipes, and `lmx recipes copy NAME` writes one beside
-you. Neither overwrites a file.
-
-```bash
-lmx init --model Qwen/Qwen3-0.6B --data data/skills/train.jsonl --output mine.yaml
-lmx recipes copy qat_4bit tiny.yaml
-```
-
-Editors with yaml-language-server (VS Code with the YAML extension, Neovim, Helix, Zed)
-then check the recipe while you type, complete keys and values, and show their meaning.
-The first line of these recipes tells them where the JSON Schema is:
-`# yaml-language-server: $schema=...`. `lmx schema --json` prints the schema, for
-another place. The schema knows keys, types and limits. `lmx-train RECIPE --dry-run`
-also checks files and rules of several keys.
-
-Shells complete verbs, options, included recipes and the keys of overrides. For bash,
-add `eval "$(lmx completion bash)"` to `~/.bashrc`. For zsh, add
-`eval "$(lmx completion zsh)"` to `~/.zshrc`, after `compinit`. For fish:
-`lmx completion fish > ~/.config/fish/completions/lmx.fish`.
 """
 OVERVIEW = """\
 `lmx schema NAME` shows a block, a key or a value: `lmx schema train`,
 `lmx schema learning_rate`, `lmx schema gptq`. All blocks, each with its keys:
 """
-KINDS = {
+TYPES = {
     "integer": "whole number",
     "number": "number",
     "string": "text",
     "boolean": "true or false",
     "null": "null",
-}
-# Words of `KeyReference.values` that are no values.
-TYPE_WORDS = {"list", "of", "or", "mapping", "to", "block"} | {
-    word for kind in KINDS.values() for word in kind.split()
+    "object": "block",
 }
 LIMITS = {
     "minimum": "≥",
@@ -79,29 +49,19 @@ PATTERN = "<pattern>"
 
 
 @dataclass(frozen=True)
-class KeyReference:
-    """A key: its accepted values, default and meaning, as text."""
-
-    name: str
-    values: str
-    default: str
-    meaning: str
-
-
-@dataclass(frozen=True)
-class BlockReference:
+class Block:
     """A block of keys.
 
     Attributes:
         address: dotted path, e.g. "stages.train.adapter"; "" = the top level.
         only: the variant with these keys, e.g. "method: gptq"; "" = all variants.
-        keys: empty if `meaning` refers to another block with the same keys.
+        keys: JSON Schema by name; empty if `meaning` refers to another block.
     """
 
     address: str
     meaning: str
     only: str = ""
-    keys: tuple[KeyReference, ...] = ()
+    keys: dict[str, dict] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -109,108 +69,97 @@ class BlockReference:
         return ", ".join(filter(None, [self.address or "top level", self.only]))
 
 
-def blocks() -> list[BlockReference]:
+def blocks() -> list[Block]:
     """All blocks of the schema, each before its inner blocks."""
-    # The values of a key after validation, not all that a recipe may write for them.
-    top = RecipeConfig.model_json_schema(mode="serialization")
-    return list(_walk("", [top], top["$defs"], {}))
+    root = recipe_schema()
+    return list(_walk("", [root], root["$defs"], {}))
 
 
 def _walk(
-    address: str, variants: list[dict], definitions: dict, seen: dict
-) -> Iterator[BlockReference]:
+    address: str, variants: list[dict], definitions: dict, seen: dict[str, str]
+) -> Iterator[Block]:
     """The blocks at an address that holds one of `variants`, and their inner blocks.
 
     Args:
-        definitions: of the JSON Schema.
         seen: address by variants, of blocks that were yielded before.
     """
-    name = tuple(sorted(variant["title"] for variant in variants))
-    if name in seen:
-        yield BlockReference(address, f"The keys of `{seen[name]}`.")
+    if (name := json.dumps(variants)) in seen:
+        yield Block(address, f"The keys of `{seen[name]}`.")
         return
     seen[name] = address
-    keys_of = [variant.get("properties", {}) for variant in variants]
-    common = {
-        key: node
-        for key, node in keys_of[0].items()
-        if all(node == keys.get(key) for keys in keys_of)
-    }
-    meaning = _one_line(variants[0].get("description"))
-    if len(variants) > 1:
+    first, *others = [_keys(variant) for variant in variants]
+    common = {k: v for k, v in first.items() if all(o.get(k) == v for o in others)}
+    meaning = variants[0]["description"]
+    if others:
         meaning = "Keys that all variants below have."
         if not common:
             meaning = "The keys of one of the variants below."
-    yield BlockReference(address, meaning, "", _key_references(common))
+    yield Block(address, meaning, "", common)
     inner = dict(common)
-    for variant, keys in zip(variants, keys_of, strict=True):
+    for variant, keys in zip(variants, [first, *others], strict=True):
         extra = {key: node for key, node in keys.items() if key not in common}
-        if not extra:
-            continue
         inner |= extra
-        tag = next(key for key, node in extra.items() if "const" in node)
-        meaning = _one_line(variant.get("description"))
-        only = f"{tag}: {extra.pop(tag)['const']}"
-        yield BlockReference(address, meaning, only, _key_references(extra))
+        for tag in [key for key, node in extra.items() if "const" in node]:
+            only = f"{tag}: {extra.pop(tag)['const']}"
+            yield Block(address, variant["description"], only, extra)
     for key, node in inner.items():
-        if below := [definitions[name] for name in dict.fromkeys(_references(node))]:
-            step = f"{key}.{PATTERN}" if "additionalProperties" in node else key
-            yield from _walk(f"{address}.{step}".lstrip("."), below, definitions, seen)
+        below: dict[str, dict[str, dict]] = {}
+        for path, name in _inner(f"{address}.{key}".lstrip("."), node):
+            below.setdefault(path, {})[name] = definitions[name]
+        for path, found in below.items():
+            yield from _walk(path, list(found.values()), definitions, seen)
 
 
-def _references(node: Any) -> Iterator[str]:
-    """The names of the blocks that a key may hold."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-        if key == "$ref":
-            yield value.rpartition("/")[2]
-        elif isinstance(value, dict | list) and key not in ("default", "discriminator"):
-            yield from _references(value)
+def _keys(block: dict) -> dict[str, dict]:
+    """The keys of a block, with `required` where it is."""
+    required = block.get("required", [])
+    return {k: v | {"required": k in required} for k, v in block["properties"].items()}
 
 
-def _key_references(keys: dict[str, dict]) -> tuple[KeyReference, ...]:
-    return tuple(
-        KeyReference(
-            name, _values(node), _default(node), _one_line(node.get("description"))
-        )
-        for name, node in keys.items()
-    )
+def _alternatives(node: dict) -> list[dict]:
+    parts = node.get("anyOf", node.get("oneOf"))
+    return [n for part in parts for n in _alternatives(part)] if parts else [node]
 
 
-def _one_line(text: str | None) -> str:
-    return " ".join((text or "").split())
+def _inner(address: str, node: dict) -> Iterator[tuple[str, str]]:
+    """The blocks that a value, or the entries of its list or mapping, may be: address
+    and name."""
+    for part in _alternatives(node):
+        if "$ref" in part:
+            yield address, part["$ref"].rpartition("/")[2]
+        if "items" in part:
+            yield from _inner(address, part["items"])
+        if isinstance(values := part.get("additionalProperties"), dict):
+            yield from _inner(f"{address}.{PATTERN}", values)
 
 
 def _default(node: dict) -> str:
-    if "default" not in node:
+    if node["required"]:
         return "required"
-    default = node["default"]
-    if isinstance(default, dict) and "additionalProperties" not in node:
-        return "its defaults"
-    return "absent" if default is None else json.dumps(default).strip('"')
+    if "default" in node:
+        return f"default {json.dumps(node['default'])}".replace('"', "")
+    is_absent = {"type": "null"} in _alternatives(node)
+    return "default absent" if is_absent else "its defaults"
 
 
 def _values(node: dict) -> str:
     """Accepted values as text, without null where it is the default."""
-    values = _alternatives(node)
-    is_absent = node.get("default", "") is None
-    return ", or ".join(v for v in values if not (is_absent and v == "null"))
+    texts = [_type(part) for part in _alternatives(node)]
+    texts = [text for text in texts if text != "null" or "default" in node]
+    return ", or ".join(dict.fromkeys(texts))
 
 
-def _alternatives(node: dict) -> list[str]:
-    """The alternatives of a key, each as text."""
-    if parts := node.get("anyOf") or node.get("oneOf"):
-        return list(dict.fromkeys(t for part in parts for t in _alternatives(part)))
-    if "$ref" in node:
-        return ["block"]
-    if "const" in node or "enum" in node:
-        choices = node.get("enum", [node.get("const")])
-        return [", ".join(json.dumps(value).strip('"') for value in choices)]
-    if items := node.get("items"):
-        return [f"list of {' or '.join(_alternatives(items))}"]
-    if values := node.get("additionalProperties"):
-        return [f"mapping of text to {' or '.join(_alternatives(values))}"]
+def _type(node: dict) -> str:
+    if choices := node.get("enum", [node["const"]] if "const" in node else None):
+        return ", ".join(json.dumps(value).strip('"') for value in choices)
+    if "items" in node:
+        return f"list of {_values(node['items'])}".replace(", or ", " or ")
+    if isinstance(inside := node.get("additionalProperties"), dict):
+        return f"mapping of text to {_values(inside)}".replace(", or ", " or ")
+    kind = node.get("type", "object")
     limits = [f"{sign} {node[key]:g}" for key, sign in LIMITS.items() if key in node]
-    return [" ".join([KINDS[node["type"]], ", ".join(limits)]).strip()]
+    name = TYPES[kind if isinstance(kind, str) else kind[0]]
+    return f"{name} {', '.join(limits)}".strip()
 
 
 def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
@@ -239,7 +188,7 @@ def schema(arguments: argparse.Namespace) -> int:
     elif arguments.markdown:
         text = markdown()
     elif arguments.name:
-        text = "\n".join(map(_block_text, _named(arguments.name)))
+        text = "\n".join(_text(b).replace("`", "") for b in _named(arguments.name))
     else:
         text = "\n".join([OVERVIEW, *map(_block_summary, blocks()), ""])
     terminal.write_out(text)
@@ -248,20 +197,32 @@ def schema(arguments: argparse.Namespace) -> int:
 
 def markdown() -> str:
     """The whole schema as a page."""
-    return "\n".join([HEAD, *map(_section, blocks())])
+    sections = (f"{'###' if b.only else '##'} {_text(b)}" for b in blocks())
+    return "\n".join([HEAD, *sections])
 
 
-def _named(name: str) -> list[BlockReference]:
+def _text(block: Block) -> str:
+    """A block with its keys, as text for the terminal or in Markdown."""
+    address = f"`{block.address}`" if block.address else "top level"
+    lines = [f"{address}, `{block.only}`" if block.only else address, ""]
+    if block.meaning:
+        lines += [*_wrapped(block.meaning), ""]
+    for key, node in block.keys.items():
+        values = f"- `{key}`: {_values(node)}; {_default(node)}. {node['description']}"
+        lines += _wrapped(values, rest="  ")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _named(name: str) -> list[Block]:
     """The blocks with this address, or the block with this title; else what has such
     a key or value."""
     every, end = blocks(), f".{name}"
-    by_address = [b for b in every if f".{b.address}".endswith(end)]
     matches = (
-        by_address
+        [b for b in every if f".{b.address}".endswith(end)]
         or [b for b in every if b.title == name]
-        or _with_key(lambda b, key: f".{b.address}.{key.name}".endswith(end))
+        or _with_key(lambda b, key, _: f".{b.address}.{key}".endswith(end))
         or [b for b in every if name in b.only.split(": ")]
-        or _with_key(lambda _, key: name in _words(key.values))
+        or _with_key(lambda _, key, node: name in _choices(node))
     )
     if not matches:
         hint = _hint(name)
@@ -269,20 +230,21 @@ def _named(name: str) -> list[BlockReference]:
     return matches
 
 
-def _with_key(
-    test: Callable[[BlockReference, KeyReference], bool],
-) -> list[BlockReference]:
+def _with_key(test: Callable[[Block, str, dict], bool]) -> list[Block]:
     """Blocks cut down to one key that passes the test."""
     return [
-        BlockReference(block.address, "", block.only, (key,))
+        replace(block, meaning="", keys={key: node})
         for block in blocks()
-        for key in block.keys
-        if test(block, key)
+        for key, node in block.keys.items()
+        if test(block, key, node)
     ]
 
 
-def _words(values: str) -> set[str]:
-    return set(re.split("[ ,]+", values)) - TYPE_WORDS
+def _choices(node: dict) -> list[str]:
+    """The words that a key, or an entry of its list, may have as its value."""
+    parts = _alternatives(node)
+    inside = [word for p in parts if "items" in p for word in _choices(p["items"])]
+    return inside + [word for p in parts for word in p.get("enum", [p.get("const")])]
 
 
 def _hint(name: str) -> str:
@@ -290,8 +252,7 @@ def _hint(name: str) -> str:
     if known := addresses_of(name):
         return f"called {' or '.join(known)} here"
     names = {block.address.rpartition(".")[2] for block in blocks()}
-    names |= {key.name for block in blocks() for key in block.keys}
-    names = sorted(names - {"", PATTERN})
+    names = sorted(names.union(*(block.keys for block in blocks())) - {"", PATTERN})
     if inside := [each for each in names if name in each]:
         return f"names with this part: {', '.join(inside)}"
     hint = nearest(name, names)
@@ -300,55 +261,16 @@ def _hint(name: str) -> str:
     return hint
 
 
-def _block_summary(block: BlockReference) -> str:
+def _block_summary(block: Block) -> str:
     """The title and the names of the keys."""
-    names = ", ".join(key.name for key in block.keys)
+    names = ", ".join(block.keys)
     text = names if names or block.only else block.meaning.replace("`", "")
-    return "\n".join([block.title, *_wrapped(text, 4)])
+    return "\n".join([block.title, *_wrapped(text, "    ", "    ")])
 
 
-def _block_text(block: BlockReference) -> str:
-    """A block as text for the terminal."""
-    lines = [block.title, *_wrapped(block.meaning, 2)]
-    for key in block.keys:
-        lines += ["", *_wrapped(f"{key.name}: {key.values}; {_default_text(key)}", 2)]
-        lines += _wrapped(key.meaning, 6)
-    return "\n".join(lines) + "\n"
-
-
-def _default_text(key: KeyReference) -> str:
-    return key.default if key.default == "required" else f"default {key.default}"
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    space = " " * indent
-    return textwrap.wrap(text, WIDTH, initial_indent=space, subsequent_indent=space)
-
-
-def _section(block: BlockReference) -> str:
-    """A block as a section of the page."""
-    if block.only:
-        title = f"### `{block.address}`, `{block.only}`"
-    else:
-        title = f"## `{block.address}`" if block.address else "## Top level"
-    parts = [f"{title}\n", f"{_escaped(block.meaning)}\n"]
-    if block.keys:
-        rows = [
-            f"| `{key.name}` | {_escaped(key.values)} | {_escaped(key.default)} "
-            f"| {_escaped(key.meaning)} |"
-            for key in block.keys
-        ]
-        head = ["| key | values | default | meaning |", "|---|---|---|---|"]
-        parts.append("\n".join([*head, *rows, ""]))
-    return "\n".join(parts)
-
-
-def _escaped(text: str) -> str:
-    """Escape bars, and outside of code spans also < and *."""
-    parts = re.split("(`[^`]*`)", text.replace("|", r"\|"))
-    return "".join(
-        p if p.startswith("`") else re.sub("([<*])", r"\\\1", p) for p in parts
-    )
+def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    indents = {"initial_indent": first, "subsequent_indent": rest}
+    return textwrap.wrap(text, WIDTH, break_on_hyphens=False, **indents)
 
 
 def listing() -> str:

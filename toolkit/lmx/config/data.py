@@ -23,9 +23,9 @@ class DataConfig(ConfigModel):
         [],
         examples=["data/skills/train.jsonl", "builtin:stdlib", "openai/gsm8k:main"],
     )
-    """Training data: a file, folder, Hub id or builtin:<name>, or a list of them. A Hub
-    id is owner/name, owner/name@revision, and both with a configuration and a split, as
-    in openai/gsm8k:main[test]."""
+    """Training data: a file, folder, Hub id or `builtin:<name>`, or a list of them. A
+    Hub id is owner/name, owner/name@revision, and both with a configuration and a
+    split, as in openai/gsm8k:main[test]."""
     valid: DataSources = Field(
         [],
         examples=[

@@ -1,6 +1,5 @@
 """The `export` block: formats and the Hugging Face Hub."""
 
-from importlib.util import find_spec
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -35,8 +34,6 @@ class ExportConfig(ConfigModel):
     def _check_formats(self):
         if len(set(self.formats)) < len(self.formats):
             raise ValueError("formats has duplicates")
-        if "gguf" in self.formats and not find_spec("gguf"):
-            raise ValueError("format gguf needs a package: pip install gguf")
         if self.adapter_path and "peft" not in self.formats:
             raise ValueError("adapter_path needs peft in formats")
         if self.hub_repo_id and "mlx" not in self.formats:

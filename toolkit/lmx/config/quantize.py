@@ -16,8 +16,8 @@ class CalibrationConfig(ConfigModel):
     """The calibration data: tokens on which activations are captured."""
 
     dataset: str | None = Field(None, examples=["builtin:stdlib"])
-    """A file, folder, Hub id or builtin:<name>. Default: the recipe's training data, or
-    builtin:stdlib if it has none."""
+    """A file, folder, Hub id or `builtin:<name>`. Default: the recipe's training data,
+    or builtin:stdlib if it has none."""
     num_tokens: int | None = Field(None, ge=1)
     """Calibration tokens. Default: 8 times the width of the widest layer, at least
     32768."""

@@ -105,7 +105,7 @@ class RecipeConfig(ConfigModel):
     seed: int = Field(0, ge=0)
     """Random seed."""
     output: str | None = Field(None, examples=["exports/try"])
-    """Run directory. Default: exports/<recipe name>."""
+    """Run directory. Default: `exports/<recipe name>`."""
     tracker: Trackers = Field([])
     """Experiment trackers: a name, a block, or a list of both."""
     stages: list[StageEntry] = Field(min_length=1, max_length=MAX_STAGES)

@@ -66,7 +66,6 @@ class DraftStage(Stage):
             steps=config.steps,
             batch_key="batch_tokens",
             work=draft_benchmark_work(shape, config),
-            work_name="benchmark",
             remedies=(
                 f"{self.address}.batch_tokens={max(8, config.batch_tokens // 2)}",
                 f"{self.address}.{smaller}",

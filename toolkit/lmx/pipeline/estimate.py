@@ -248,7 +248,6 @@ class StageResources:
         memory: bytes by part, if it does not train.
         work: operations of large matrix products that take as long, besides training
             and the generation of its data.
-        work_name: what this work is; empty = all that the stage does.
     """
 
     model: ModelShape
@@ -262,7 +261,6 @@ class StageResources:
     remedies: tuple[str, ...] = ()
     memory: dict[str, int] = field(default_factory=dict)
     work: float = 0
-    work_name: str = ""
 
 
 def training_cost(
@@ -312,7 +310,7 @@ def training_cost(
     online = config.teacher is not None and not config.teacher.offline
     if online:
         memory["teacher"] = compute * total
-    active = sum(prod(s) * share for s, share in _active(shape.experts, matrices))
+    active = active_weights(shape.experts, matrices)
     width = shape.setting("num_hidden_layers") * shape.setting("hidden_size")
     to_weights = trained if config.adapter else active
     per_token = (4 + 2 * config.gradient_checkpointing) * active + 2 * to_weights
@@ -402,6 +400,11 @@ def _active(experts: int, matrices: dict) -> list[tuple[tuple[int, ...], float]]
         for name, size in matrices.items()
         if not (has_head and "embed" in name)
     ]
+
+
+def active_weights(experts: int, matrices: dict) -> float:
+    """Weights that a token is multiplied with, see `_active`."""
+    return sum(prod(size) * share for size, share in _active(experts, matrices))
 
 
 def inputs_and_outputs(experts: int, matrices: dict) -> float:

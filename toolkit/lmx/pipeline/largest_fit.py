@@ -4,6 +4,7 @@ The estimate assumes that every example has `max_seq_length` tokens. So it grows
 each of the keys, whatever the data, and a run with the result is never refused.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -45,32 +46,20 @@ class FitBounds:
 
 
 @dataclass(frozen=True)
-class FitTrial:
-    """A value of the key.
-
-    Attributes:
-        memory: estimated bytes of the stage that needs most.
-    """
-
-    value: int
-    memory: int
-    fits: bool
-
-
-@dataclass(frozen=True)
 class LargestFit:
     """The largest value of a key that fits.
 
     Attributes:
         address: the key of an override, such as "data.max_seq_length".
-        trials: all values that were tried, in ascending order.
+        trials: by value that was tried, ascending, the estimated bytes of the stage
+            that needs most.
         limit: bytes of memory that the estimate may reach, USABLE of the machine's.
         reason: why the value is not larger.
     """
 
     address: str
     value: int
-    trials: tuple[FitTrial, ...]
+    trials: dict[int, int]
     limit: int
     reason: str
 
@@ -83,10 +72,10 @@ class LargestFit:
             f"{readable_size(self.limit)}: {USABLE:.0%} of the limit, as estimates may "
             "be too low",
         )
-        place = [trial.value for trial in self.trials].index(self.value)
+        place, tried = [*self.trials].index(self.value), [*self.trials.items()]
         rows = [
-            [f"{t.value:,}", readable_size(t.memory), "yes" if t.fits else "no"]
-            for t in self.trials[max(0, place - MAX_SHOWN) : place + MAX_SHOWN + 1]
+            [f"{v:,}", readable_size(size), "yes" if size <= self.limit else "no"]
+            for v, size in tried[max(0, place - MAX_SHOWN) : place + MAX_SHOWN + 1]
         ]
         for line in aligned([[key, "estimate", "fits"], *rows]):
             yield "", line
@@ -212,33 +201,27 @@ class FitFinder:
         return length, length * sequences, reason
 
     def _largest(self, search: _Search) -> LargestFit:
-        """Halve the bound until it fits, then search between the last two values."""
-        trials: dict[int, FitTrial] = {}
-        value, too_large = search.bound, search.bound + 1
-        while not (trial := self._try(search, value, trials)).fits:
-            if value <= search.smallest:
-                raise self._nothing_fits(search, trial)
-            value, too_large = max(search.smallest, value // 2), value
-        while too_large - value > 1:
-            middle = (value + too_large) // 2
-            if self._try(search, middle, trials).fits:
-                value = middle
-            else:
-                too_large = middle
-        reason = search.reason if value == search.bound else "more does not fit"
-        ordered = tuple(trials[tried] for tried in sorted(trials))
+        """Halve the range until the largest value that fits is known."""
+        trials: dict[int, int] = {}
+
+        def fails(value: int) -> bool:
+            check = self.check({search.address: value})
+            trials[value] = max(map(check.memory, search.stages))
+            return trials[value] > self._limit
+
+        values = range(search.smallest, search.bound + 1)
+        too_large = fails(search.bound)
+        position = bisect_left(values, True, key=fails) if too_large else len(values)
+        if position == 0:
+            raise self._nothing_fits(search)
+        value = values[position - 1]
+        reason = "more does not fit" if too_large else search.reason
+        ordered = dict(sorted(trials.items()))
         return LargestFit(search.address, value, ordered, self._limit, reason)
 
-    def _try(
-        self, search: _Search, value: int, trials: dict[int, FitTrial]
-    ) -> FitTrial:
-        check = self.check({search.address: value})
-        memory = max(map(check.memory, search.stages))
-        trials[value] = FitTrial(value, memory, memory <= self._limit)
-        return trials[value]
-
-    def _nothing_fits(self, search: _Search, trial: FitTrial) -> UserError:
-        check = self.check({search.address: trial.value})
+    def _nothing_fits(self, search: _Search) -> UserError:
+        smallest = search.smallest
+        check = self.check({search.address: smallest})
         name = max(search.stages, key=check.memory)
         others = [
             remedy
@@ -246,8 +229,8 @@ class FitFinder:
             if search.address not in remedy
         ]
         return UserError(
-            f"{name} needs about {readable_size(trial.memory)} of memory even with "
-            f"{search.address}={trial.value}, and {USABLE:.0%} of the limit are "
+            f"{name} needs about {readable_size(check.memory(name))} of memory even "
+            f"with {search.address}={smallest}, and {USABLE:.0%} of the limit are "
             f"{readable_size(self._limit)}",
             hint=f"try {' or '.join(others)}" if others else None,
             code=WILL_NOT_FIT,

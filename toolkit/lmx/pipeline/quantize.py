@@ -161,30 +161,20 @@ class QuantizeStage(Stage):
         task: "PTQContext",
     ) -> tuple[dict[str, "mx.array"], dict]:
         """The tensors of the best candidate, and facts for the report."""
-        from ..quantization.ptq.cost import CostMeter
         from ..quantization.ptq.methods import METHODS
         from ..quantization.ptq.smoothquant import Smoothing, smooth
         from .ptq_refinement import PostQuantRefinement
 
         config = self.config
-        cost = QuantizeCost(config, loaded.model, selection.specs, loaded.dtype)
-        with context.logger.progress(
-            cost.work, config.method, percent=True
-        ) as progress:
-            task = replace(task, meter=CostMeter(cost.sequential, progress.advance))
-            smoothing = Smoothing([])
-            if config.smoothing:
-
-                def advance(share: float, note: str | None) -> None:
-                    progress.advance(share * cost.smoothing, note)
-
-                smoothing = smooth(task, config, advance)
-            smoothed = smoothing.context(task)
-            tensors = METHODS[config.method](config, smoothed).quantize()
-            tensors |= smoothing.unquantized(task)
-            if not self._refines:
-                return tensors, {}
-            refinement = PostQuantRefinement(
-                config, context, calibration, loaded, selection
-            )
-            return refinement.run(tensors)
+        smoothing = Smoothing([])
+        if config.smoothing:
+            smoothing = smooth(task, config)
+        smoothed = smoothing.context(task)
+        tensors = METHODS[config.method](config, smoothed).quantize()
+        tensors |= smoothing.unquantized(task)
+        if not self._refines:
+            return tensors, {}
+        refinement = PostQuantRefinement(
+            config, context, calibration, loaded, selection
+        )
+        return refinement.run(tensors)

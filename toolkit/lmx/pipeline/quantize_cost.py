@@ -1,18 +1,7 @@
 """Time, memory and disk of a quantize stage, estimated from shapes.
 
-The unit of work is one floating-point operation of a large matrix product, as in
-`quantization/ptq/cost.py`, which counts the calibrated methods. Around them:
-
-    predictions  a forward pass with logits for every token of the evaluation and of
-                 scale tuning, by the full-precision model
-    candidates   a forward pass with logits over the evaluation tokens for each
-    tuning       a forward and a backward pass for every token of every step, of the
-                 probe of the learning rate too
-    smoothing    a forward pass for every token of the search for scales
-    search       mixed precision: both passes over its tokens, and one plan after the
-                 other over its held-out tokens
-    KV cache     a forward pass with logits for every layer and number of bits, and over
-                 the held-out tokens for every candidate
+The time is that of the tokens that go through the model, with or without gradients, and
+of every weight that is rounded or solved.
 """
 
 from dataclasses import dataclass
@@ -26,17 +15,24 @@ from ..config.quant_spec import QuantSpec
 from ..config.quantize import GPTQConfig, PTQConfig
 from ..config.train import chunk_of_many
 from ..cpu import on_cpu
-from .estimate import CHUNKS_AT_ONCE, LOGIT_BYTES, inputs_and_outputs, matrix_shapes
+from ..models.hooks import find_blocks
+from .estimate import (
+    CHUNKS_AT_ONCE,
+    LOGIT_BYTES,
+    active_weights,
+    inputs_and_outputs,
+    matrix_shapes,
+)
 
-# Work on one token relative to the products of its forward pass: without gradients, and
-# with those of scales and biases.
-FORWARD, FORWARD_BACKWARD = 2.0, 8.0
-# Work per weight of rounding to nearest, with reading and writing.
-RTN_WORK = 2e4
+# Time of a forward pass relative to its products, forward passes that take as long as
+# one with gradients, and products of one weight that take as long as to solve it.
+FORWARD, WITH_GRADIENTS, SOLVE = 2.0, 4, 3e4
+# Passes of a calibrated method over its tokens: for outputs, and for second moments.
+CALIBRATION_PASSES = 1.5
 # Evaluations within scale tuning, each over all evaluation tokens.
 TUNING_EVALUATIONS = 9
-# Plans that a mixed-precision search compares, and work per weight of their grids.
-PLANS, GRID_WORK = 6, 5e5
+# Plans that a mixed-precision search compares, and grids of a weight that it solves.
+PLANS, GRIDS = 6, 16
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class QuantizeCost:
         model: only the shapes of its weights are used.
         specs: quantization grid by path of each layer to quantize.
         dtype: dtype that the checkpoint stores.
-        experts: of a mixture, that a token sees; 0 = all. For the memory alone.
+        experts: of a mixture, that a token sees; 0 = all.
     """
 
     config: PTQConfig
@@ -58,17 +54,30 @@ class QuantizeCost:
 
     @property
     def work(self) -> float:
-        """Operations of the whole stage."""
-        total = RTN_WORK * self._weights
-        if self.sequential:
-            total += self.sequential.total
-        if self.config.smoothing:
-            total += self.smoothing
-        if self.config.mixed_precision:
-            total += self._search
-        if self.config.kv_cache:
-            total += self._kv_search
-        return total + self._refinement
+        """Operations of large matrix products that take as long as the stage."""
+        config, held_out = self.config, self.config.calibration.num_eval_tokens
+        refined = self._tokens_of_refinement
+        tokens, solves = refined + (2 * held_out if refined else 0), 1.0
+        if self._is_sequential:
+            tokens += CALIBRATION_PASSES * self.num_tokens + self._compared_tokens
+            tokens += WITH_GRADIENTS * self._fisher_tokens
+        if isinstance(config, GPTQConfig):
+            solves += config.refine_iters
+        if config.smoothing:
+            tokens += self._smoothing_tokens
+        if tuning := config.scale_tuning:
+            tokens += TUNING_EVALUATIONS * held_out
+            tokens += WITH_GRADIENTS * tuning.steps * tuning.batch_tokens
+        if config.mixed_precision:
+            from ..quantization.mixed_precision import search
+
+            tokens += WITH_GRADIENTS * search.CALIBRATION_TOKENS
+            tokens += PLANS * search.HELD_OUT_TOKENS
+            solves += GRIDS
+        if config.kv_cache:
+            tokens += self._kv_tokens
+        active = active_weights(self.experts, self._matrices)
+        return FORWARD * 2 * tokens * active + SOLVE * solves * self._weights
 
     @property
     def memory(self) -> int:
@@ -85,9 +94,10 @@ class QuantizeCost:
             refined = max(refined, 4 * size + self._tuning_memory)
         if self.config.smoothing:
             refined = max(refined, self._smoothing_memory)
-        if self.sequential is None:
+        if not self._is_sequential:
             return max(stored // 2, refined)
-        largest = max((max(self.sequential.solved), self.sequential.head_weights))
+        outer = [p for n, p in self._sizes.items() if not n.startswith(self._prefix)]
+        largest = max(*self._block_sizes, *outer, 0)
         blocks = (4 + self.dtype.size) * largest + 12 * 4 * MAX_ELEMENTS
         logits = 6 * 4 * self._vocabulary * 128
         return int(max(blocks + logits + 4 * self._width**2 * 8, refined))
@@ -98,11 +108,11 @@ class QuantizeCost:
         from ..training.teacher_targets import bytes_per_token
 
         size = 0
-        if self.sequential:
+        if self._is_sequential:
             per_token = 2 * 4 * self._width + 6 * 4 * self._hidden
-            size += (self.num_tokens + self.sequential.compared_tokens) * per_token
-            hidden = 4 * self._hidden * (len(self.sequential.solved) + 1)
-            size += self.sequential.fisher_tokens * hidden
+            size += (self.num_tokens + self._compared_tokens) * per_token
+            hidden = 4 * self._hidden * (len(self._block_sizes) + 1)
+            size += self._fisher_tokens * hidden
         if tuning := self.config.scale_tuning:
             per_token = bytes_per_token(tuning.top_k, self._vocabulary)
             size += self._tokens_of_refinement * per_token
@@ -115,37 +125,47 @@ class QuantizeCost:
 
         return self.config.calibration.num_tokens or default_num_tokens(self._width)
 
-    @cached_property
-    def sequential(self):
-        """`SequentialCost` of a calibrated method; None for RTN."""
+    @property
+    def _fisher_tokens(self) -> int:
+        """Tokens that go forward and back before the blocks are quantized."""
         from ..quantization.ptq.gptq import LIMITS
         from ..quantization.ptq.output_fisher import num_fisher_tokens
 
-        config = self.config
-        if not isinstance(config, GPTQConfig):
-            return None
-        limits = LIMITS[config.effort]
-        outputs = [self._hidden] if config.output_hessian else []
-        fisher = num_fisher_tokens([self._hidden], outputs, limits.fisher_tokens)
-        compared = limits.compared_tokens if config.asymmetric_calibration else 0
-        return self._sequential_cost(
-            tokens=self.num_tokens,
-            fisher_tokens=min(fisher, self.num_tokens),
-            compared_tokens=min(compared, self.num_tokens),
-            refine_iters=config.refine_iters,
-        )
-
-    def _sequential_cost(self, **counts: int):
-        from ..quantization.ptq.cost import SequentialCost
-
-        names = ("tokens", "fisher_tokens", "compared_tokens", "refine_iters")
-        counts = dict.fromkeys(names, 0) | counts
-        return SequentialCost.of(self.model, self.specs, **counts)
+        if not isinstance(self.config, GPTQConfig):
+            return 0
+        outputs = [self._hidden] if self.config.output_hessian else []
+        limit = min(LIMITS[self.config.effort].fisher_tokens, self.num_tokens)
+        return num_fisher_tokens([self._hidden], outputs, limit)
 
     @property
-    def smoothing(self) -> float:
-        """Operations of a search for the scales of SmoothQuant."""
-        return self._passes(self._smoothing_tokens, FORWARD)
+    def _compared_tokens(self) -> int:
+        """Tokens of the full-precision stream."""
+        from ..quantization.ptq.gptq import LIMITS
+
+        config = self.config
+        if not (isinstance(config, GPTQConfig) and config.asymmetric_calibration):
+            return 0
+        return min(LIMITS[config.effort].compared_tokens, self.num_tokens)
+
+    @property
+    def _is_sequential(self) -> bool:
+        """Whether blocks are quantized one by one, with calibration tokens."""
+        return self.config.method != "rtn" and bool(self._block_sizes)
+
+    @cached_property
+    def _prefix(self) -> str:
+        blocks = find_blocks(self.model)
+        return blocks.prefix if blocks else " "
+
+    @cached_property
+    def _block_sizes(self) -> list[int]:
+        """Weights of each block that are quantized."""
+        sizes: dict[str, int] = {}
+        for path in self.specs:
+            if path.startswith(self._prefix):
+                index = path.removeprefix(self._prefix).partition(".")[0]
+                sizes[index] = sizes.get(index, 0) + self._sizes[f"{path}.weight"]
+        return list(sizes.values())
 
     @property
     def _smoothing_tokens(self) -> int:
@@ -156,9 +176,10 @@ class QuantizeCost:
     @property
     def _smoothing_memory(self) -> int:
         """Bytes of a block in float32, and of the hidden states around it."""
-        blocks = self._sequential_cost()
-        block = max(blocks.solved) if blocks else 0
-        return 4 * (2 * block + 2 * self._smoothing_tokens * self._hidden)
+        return 4 * (
+            2 * max(self._block_sizes, default=0)
+            + 2 * self._smoothing_tokens * self._hidden
+        )
 
     @property
     def _tuning_memory(self) -> int:
@@ -171,23 +192,8 @@ class QuantizeCost:
         if chunk := chunk_of_many(self._vocabulary, tokens):
             at_once = min(tokens, CHUNKS_AT_ONCE * chunk)
         size = 4 * tokens * values
-        return size + LOGIT_BYTES[on_cpu()] * self._vocabulary * at_once
-
-    @property
-    def _refinement(self) -> float:
-        config, held_out = self.config, self.config.calibration.num_eval_tokens
-        tuning = config.scale_tuning
-        rolls_back = config.compares_with_rtn
-        if not (tuning or rolls_back):
-            return 0.0
-        passes = 2 + rolls_back
-        trained = 0
-        if tuning:
-            passes += TUNING_EVALUATIONS
-            trained = tuning.steps * tuning.batch_tokens
-        predicted = self._tokens_of_refinement
-        work = self._passes(predicted + passes * held_out, FORWARD)
-        return work + self._passes(trained, FORWARD_BACKWARD)
+        size += LOGIT_BYTES[on_cpu()] * self._vocabulary * at_once
+        return size
 
     @property
     def _tokens_of_refinement(self) -> int:
@@ -203,15 +209,8 @@ class QuantizeCost:
         return held_out + min(config.calibration.num_tokens or wanted, wanted)
 
     @property
-    def _search(self) -> float:
-        from ..quantization.mixed_precision import search
-
-        work = self._passes(search.CALIBRATION_TOKENS, FORWARD_BACKWARD)
-        work += self._passes(PLANS * search.HELD_OUT_TOKENS, FORWARD)
-        return work + GRID_WORK * self._weights
-
-    @property
-    def _kv_search(self) -> float:
+    def _kv_tokens(self) -> int:
+        """Tokens of the passes for every layer, number of bits and candidate."""
         from ..models.loader import make_cache
         from ..quantization.mixed_precision.kv_bits import (
             CALIBRATION_TOKENS,
@@ -220,19 +219,19 @@ class QuantizeCost:
 
         bits = sum(b != UNQUANTIZED for b in set(self.config.kv_cache.candidate_bits))
         tokens = (1 + bits * len(make_cache(self.model))) * CALIBRATION_TOKENS
-        tokens += (2 + bits) * self.config.calibration.num_eval_tokens
-        return self._passes(tokens, FORWARD)
-
-    def _passes(self, tokens: float, factor: float) -> float:
-        return factor * 2 * self._weights * tokens
+        return tokens + (2 + bits) * self.config.calibration.num_eval_tokens
 
     @cached_property
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         return matrix_shapes(self.model)
 
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {name: prod(shape) for name, shape in self._matrices.items()}
+
     @property
     def _weights(self) -> int:
-        return sum(map(prod, self._matrices.values()))
+        return sum(self._sizes.values())
 
     @property
     def _width(self) -> int:

@@ -1,6 +1,5 @@
 """Memory, disk and speed of this machine, and whether a plan fits."""
 
-import time
 from collections.abc import Iterator
 from functools import cache
 
@@ -14,6 +13,7 @@ from ..convert.importers import gguf
 from ..cpu.memory import memory_limit
 from ..data.batching import bucket_lengths
 from ..errors import WILL_NOT_FIT, UserError
+from ..evaluation.memory_bandwidth import shortest_time
 from ..models.loader import check_loadable
 from ..run.fs import free_bytes
 from ..run.progress import format_duration
@@ -39,13 +39,8 @@ def training_speed(dtype: mx.Dtype) -> float:
     inputs = mx.random.normal((PROBE_EXAMPLES, width), key=mx.random.key(0))
     inputs = inputs.astype(dtype)
     step = nn.value_and_grad(net, lambda x: mx.logsumexp(net(x), axis=-1).sum())
-    mx.eval(step(inputs))
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        mx.eval(step(inputs))
-        seconds.append(time.perf_counter() - start)
-    return 6 * PROBE_EXAMPLES * 6 * width**2 / min(seconds)
+    operations = 6 * PROBE_EXAMPLES * 6 * width**2
+    return operations / shortest_time(lambda: mx.eval(step(inputs)))
 
 
 @cache
@@ -54,13 +49,7 @@ def matmul_speed() -> float:
     cpu.enable()
     width = 2 * PROBE_WIDTH
     a, b = mx.random.normal((2, width, width), key=mx.random.key(0))
-    mx.eval(a @ b)
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        mx.eval(a @ b)
-        seconds.append(time.perf_counter() - start)
-    return 2 * width**3 / min(seconds)
+    return 2 * width**3 / shortest_time(lambda: mx.eval(a @ b))
 
 
 class ResourceCheck:
@@ -126,10 +115,8 @@ class ResourceCheck:
     def lines(self) -> Iterator[tuple[str, str]]:
         """Memory, time and disk: topics and texts."""
         for name, needs in self.stages.items():
-            if needs.generation or needs.training:
-                yield from self._stage_lines(name, needs, training_speed(needs.dtype))
-            if needs.work:
-                yield from self._work_lines(name, needs)
+            for topic, text in self._stage_lines(name, needs):
+                yield topic, f"{name}: {text}"
         yield (
             "disk",
             f"needs {readable_size(self.disk)}, free {readable_size(self.free)}",
@@ -164,27 +151,8 @@ class ResourceCheck:
                 code=WILL_NOT_FIT,
             )
 
-    def _work_lines(
-        self, name: str, needs: StageResources
-    ) -> Iterator[tuple[str, str]]:
-        speed = matmul_speed()
-        work = f"{needs.work_name} " if needs.work_name else ""
-        if needs.memory:
-            yield (
-                "memory",
-                f"{name}: about {readable_size(sum(needs.memory.values()))} of "
-                f"{readable_size(self.limit)}",
-            )
-        yield (
-            "time",
-            f"{name}: {work}roughly {format_duration(needs.work / speed)} at the "
-            f"{speed / 1e9:,.0f} GFLOP/s of a product just measured",
-        )
-        if needs.memory:
-            yield "disk", f"{name}: {readable_size(needs.disk)}"
-
     def _stage_lines(
-        self, name: str, needs: StageResources, speed: float
+        self, name: str, needs: StageResources
     ) -> Iterator[tuple[str, str]]:
         if data := needs.generation:
             size = f"{readable_size(data.bytes)} in the cache"
@@ -193,27 +161,27 @@ class ResourceCheck:
                 states = f", hidden states: {readable_size(data.state_bytes)}"
             yield (
                 "data",
-                f"{name}: generates at most {data.tokens:,} tokens, predictions: "
-                f"{size if data.bytes else 'none'}{states}; roughly "
-                f"{format_duration(GENERATION_OVERHEAD * data.operations / speed)}",
+                f"generates at most {data.tokens:,} tokens, predictions: "
+                f"{size if data.bytes else 'none'}{states}",
             )
-        if not (cost := needs.training):
-            return
-        parts = ", ".join(f"{k} {readable_size(v)}" for k, v in cost.memory.items())
-        yield (
-            "memory",
-            f"{name}: about {readable_size(sum(cost.memory.values()))} ({parts}) of "
-            f"{readable_size(self.limit)}; {cost.trained:,} of {cost.parameters:,} "
-            "parameters trained",
-        )
-        duration = "unknown before the data is read"
-        if needs.steps is not None:
-            seconds = TRAINING_OVERHEAD * cost.operations * needs.steps / speed
-            duration = (
-                f"roughly {format_duration(seconds)} for {needs.steps:,} steps at the "
-                f"{speed / 1e9:,.0f} GFLOP/s just measured"
-            )
-        yield "time", f"{name}: {duration}"
+        if size := self.memory(name):
+            parts, trained = "", ""
+            if cost := needs.training:
+                sizes = (f"{k} {readable_size(v)}" for k, v in cost.memory.items())
+                parts = f" ({', '.join(sizes)})"
+                trained = (
+                    f"; {cost.trained:,} of {cost.parameters:,} parameters trained"
+                )
+            limit = readable_size(self.limit)
+            yield "memory", f"about {readable_size(size)}{parts} of {limit}{trained}"
+        seconds = self.seconds(name)
+        if seconds is None:
+            yield "time", "unknown before the data is read"
+        elif seconds:
+            steps = f" for {needs.steps:,} steps" if needs.steps else ""
+            yield "time", f"roughly {format_duration(seconds)}{steps}"
+        if needs.disk:
+            yield "disk", readable_size(needs.disk)
 
 
 def _remedy(needs: StageResources) -> str:

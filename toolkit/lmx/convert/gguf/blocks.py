@@ -3,8 +3,9 @@
 A block starts with d (float16). 32 weights share a scale: Q4_0, Q5_0 and Q8_0 are d *
 (code - middle); Q4_1 and Q5_1 are d * code + m. Blocks of Q4_K and Q5_K have eight such
 groups, d * scale * code - m * minimum, with 6-bit scales and minima, and float32 holds
-the products exactly. The groups of 16 of Q3_K and Q6_K are too small for MLX: such
-tensors become dense float32, which holds d * scale * (code - middle) exactly.
+the products exactly. All other types, whose groups MLX does not have, become dense
+float32 as the package `gguf` dequantizes them; it holds the d * scale * (code - middle)
+of Q3_K and Q6_K exactly.
 """
 
 import math
@@ -60,9 +61,13 @@ def to_dense(tensor: GGUFTensor, offset: int = 0) -> mx.array:
     if tensor.ggml_type == "BF16":
         bits = mx.array(np.ascontiguousarray(tensor.blocks).view(np.uint16))
         return bits.view(mx.bfloat16).reshape(tensor.shape)
-    if dequantize := DENSE_TYPES.get(tensor.ggml_type):
-        return mx.array(dequantize(tensor.blocks).reshape(tensor.shape))
-    dtype = {"F32": np.float32, "F16": np.float16}[tensor.ggml_type]
+    dtype = {"F32": np.float32, "F16": np.float16}.get(tensor.ggml_type)
+    if dtype is None:
+        import gguf
+
+        rows = tensor.blocks.reshape(*tensor.shape[:-1], -1)
+        kind = gguf.GGMLQuantizationType[tensor.ggml_type]
+        return mx.array(gguf.quants.dequantize(rows, kind))
     stored = np.ascontiguousarray(tensor.blocks).view(dtype)
     values = mx.array(stored - dtype(offset) if offset else stored)
     values = values.reshape(tensor.shape)
@@ -192,5 +197,3 @@ GROUPED_TYPES = {
     "Q4_K": (k_blocks.q4_k, 4),
     "Q5_K": (k_blocks.q5_k, 5),
 }
-# Dequantizes the blocks of a type whose groups are too small for MLX.
-DENSE_TYPES = {"Q3_K": k_blocks.dequantize_q3_k, "Q6_K": k_blocks.dequantize_q6_k}

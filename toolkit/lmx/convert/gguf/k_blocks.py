@@ -1,4 +1,4 @@
-"""ggml's K blocks of 256 weights as bytes, and back.
+"""ggml's K blocks of 256 weights as codes, and back to bytes.
 
 Q4_K and Q5_K have eight groups of 32, Q3_K and Q6_K have sixteen groups of 16 without
 minima; see `quantization/gguf_grid`. A checkpoint of MLX holds products of a step and
@@ -46,51 +46,15 @@ def q5_k(blocks: np.ndarray) -> Parts:
 def _scales_and_biases(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scales and biases float32 [..., 8] of a block of Q4_K or Q5_K.
 
-    The block starts with d, m and twelve bytes of 6-bit values: four bytes with the
-    scales of groups 0 to 3, four with their minima, and four with the low nibbles of
-    groups 4 to 7, whose two highest bits are above those of groups 0 to 3.
+    The block starts with d, m and twelve bytes of 6-bit scales and minima.
     """
-    low = blocks[..., 4:8], blocks[..., 8:12]
-    last = blocks[..., 12:16]
-    scales = np.concatenate([low[0] & 63, (last & 15) | (low[0] >> 6 << 4)], axis=-1)
-    minima = np.concatenate([low[1] & 63, (last >> 4) | (low[1] >> 6 << 4)], axis=-1)
+    from gguf.quants import Q4_K
+
+    packed = np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12)
+    values = Q4_K.get_scale_min(packed)
+    scales, minima = (v.reshape(*blocks.shape[:-1], 8) for v in values)
     d, m = (float16_at(blocks, start).astype(np.float32) for start in (0, 2))
     return d * scales, -m * minima
-
-
-def dequantize_q6_k(blocks: np.ndarray) -> np.ndarray:
-    """Float32 [..., 256] of Q6_K: low nibbles, high bit pairs, int8 scales, d."""
-    halves = (*blocks.shape[:-1], 2)
-    low = blocks[..., :128].reshape(*halves, 64)
-    pairs = _pairs(blocks[..., 128:192].reshape(*halves, 32))
-    codes = (nibbles(low) | (pairs << 4)).astype(np.float32) - 32
-    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
-    return _weights(codes, scales, float16_at(blocks, 208))
-
-
-def dequantize_q3_k(blocks: np.ndarray) -> np.ndarray:
-    """Float32 [..., 256] of Q3_K: high bits, low bit pairs, 6-bit scales, d."""
-    shifts = np.arange(8, dtype=np.uint8)[:, None]
-    high = (blocks[..., None, :32] >> shifts) & 1
-    pairs = _pairs(blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 32))
-    codes = pairs.reshape(*blocks.shape[:-1], BLOCK)
-    codes = codes | (high.reshape(codes.shape) << 2)
-    pairs = _pairs(blocks[..., 104:108]).reshape(*blocks.shape[:-1], 16)
-    scales = nibbles(blocks[..., 96:104]) | (pairs << 4)
-    codes, scales = codes.astype(np.float32) - 4, scales.astype(np.float32) - 32
-    return _weights(codes, scales, float16_at(blocks, 108))
-
-
-def _pairs(packed: np.ndarray) -> np.ndarray:
-    """Pairs of bits [..., 4 n] of bytes [..., n], the lowest pairs first."""
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    return ((packed[..., None, :] >> shifts) & 3).reshape(*packed.shape[:-1], -1)
-
-
-def _weights(codes: np.ndarray, scales: np.ndarray, d: np.ndarray) -> np.ndarray:
-    steps = d.astype(np.float32) * scales
-    groups = codes.reshape(*steps.shape, -1) * steps[..., None]
-    return groups.reshape(*steps.shape[:-1], BLOCK)
 
 
 def from_groups(
@@ -175,7 +139,7 @@ def _q3_k_bytes(d: np.ndarray, scales: np.ndarray, codes: np.ndarray) -> np.ndar
 
 
 def _packed_pairs(values: np.ndarray) -> np.ndarray:
-    """Bytes [..., n] of pairs of bits [..., 4, n]; the inverse of `_pairs`."""
+    """Bytes [..., n] of pairs of bits [..., 4, n], the lowest pairs first."""
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(values << shifts, axis=-2)
 

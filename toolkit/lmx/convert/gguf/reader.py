@@ -2,9 +2,9 @@
 
 The layout (ggml's gguf.md): magic, version, counts of tensors and of metadata; metadata
 as key, type, value; for every tensor its name, shape (innermost size first), type and
-offset; then the aligned tensors. All values are little-endian. `gguf.GGUFReader` makes
-one NumPy view of every array element, so a large vocabulary takes it seconds and much
-memory.
+offset; then the aligned tensors. All values are little-endian. `gguf.GGUFReader`
+believes the lengths of a damaged file, and makes one NumPy view of every array element,
+so a large vocabulary takes it seconds and much memory.
 """
 
 import math
@@ -30,23 +30,7 @@ MIN_BYTES, MIN_VALUE_BYTES, MIN_TENSOR_BYTES = (12, 8), 13, 24
 MAX_DIMENSIONS, MAX_DEPTH, MAX_ALIGNMENT = 4, 4, 1 << 20
 NO_GGUF = "this is not a GGUF file"
 HINT = "download or copy the file again"
-# Name, values per block and bytes per block, by ggml's type number.
-GGML_TYPES = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    30: ("BF16", 1, 2),
-    39: ("MXFP4", 32, 17),
-    40: ("NVFP4", 64, 36),
-}
+PLAIN = ("F32", "F16")
 
 
 @dataclass(frozen=True)
@@ -162,12 +146,19 @@ def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _tensor(
     name: str, shape: tuple[int, ...], number: int, offset: int, data: np.ndarray
 ) -> GGUFTensor:
-    if number not in GGML_TYPES:
+    import gguf
+
+    kinds = {kind: kind.name for kind in gguf.GGMLQuantizationType}
+    # The package has a class for every type that it dequantizes.
+    known = {k: v for k, v in kinds.items() if v in PLAIN or hasattr(gguf.quants, v)}
+    if number not in known:
         raise UserError(
-            f"{name} has ggml's type {number}, which is not supported",
-            hint=f"supported types: {', '.join(n for n, *_ in GGML_TYPES.values())}",
+            f"{name} has ggml's type {kinds.get(number, number)}, which is not "
+            "supported",
+            hint=f"supported types: {', '.join(known.values())}",
         )
-    ggml_type, block_values, block_bytes = GGML_TYPES[number]
+    ggml_type = known[number]
+    block_values, block_bytes = gguf.GGML_QUANT_SIZES[number]
     if not all(0 < size < 2**31 for size in shape) or shape[-1] % block_values:
         raise UserError(
             f"{name} has the shape {list(shape)}, which {ggml_type} cannot have"

@@ -18,25 +18,6 @@ from . import blocks, config, float_blocks, tokenizer
 from .architecture import ONE_ROW, PARAMETERS, Architecture
 from .architectures import BY_MODEL_TYPE, TEXT_PART
 
-# llama.cpp's number of a file type, named after the type of most matrices.
-FILE_TYPES = {
-    "F32": 0,
-    "F16": 1,
-    "Q4_0": 2,
-    "Q4_1": 3,
-    "Q8_0": 7,
-    "Q5_0": 8,
-    "Q5_1": 9,
-    "Q3_K": 11,
-    "Q4_K": 14,
-    "Q5_K": 16,
-    "Q6_K": 18,
-    "BF16": 32,
-    "MXFP4": 38,
-    "NVFP4": 39,
-}
-QUANTIZATION_VERSION = 2
-
 
 def write(
     file: Path, loaded: LoadedModel, *, name: str
@@ -61,20 +42,16 @@ def write(
     # The header needs all sizes first. A second pass writes the values, so that only
     # one tensor is in memory.
     for tensor, ggml_type, value, bits in _tensors(loaded):
-        raw = getattr(gguf.GGMLQuantizationType, ggml_type, None)
-        if raw is None:
-            raise UserError(
-                f"the installed package gguf is too old: it has no {ggml_type}",
-                hint="pip install --upgrade gguf",
-                code=FAILED,
-            )
+        raw = gguf.GGMLQuantizationType[ggml_type]
         writer.add_tensor_info(tensor, value.shape, value.dtype, value.nbytes, raw)
         is_matrix = value.ndim > 1 and not tensor.endswith(".bias")
         types += [(ggml_type, bits)] if is_matrix else []
     writer.add_name(name)
     names = [ggml_type for ggml_type, _ in types]
-    writer.add_file_type(FILE_TYPES[max(sorted(set(names)), key=names.count)])
-    writer.add_quantization_version(QUANTIZATION_VERSION)
+    most = max(sorted(set(names)), key=names.count)
+    # MOSTLY_Q4_K_S comes before MOSTLY_Q4_K_M.
+    writer.add_file_type(next(kind for kind in gguf.LlamaFileType if most in kind.name))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for key, value in metadata.items():
         _adder(writer, value)(key, value)
     writer.write_header_to_file()

@@ -24,8 +24,8 @@ from ..gguf.float_blocks import FloatGroups
 from ..gguf.reader import GGUFTensor
 from .affine_repack import AffineGroups
 
-# Bits of a dense weight after the import, where they are not 16.
-DENSE_BITS = {"Q6_K": 32}
+# Types that the import keeps in 16 bits. Norms in F32 are few.
+HALF = ("F32", "F16", "BF16")
 TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -66,7 +66,7 @@ def outline(path: Path) -> tuple[dict, int]:
             if name in config.ROPE_TENSORS:
                 continue
             module, _ = _module_path(name, architecture)
-            bits = DENSE_BITS.get(tensor.ggml_type, 16)
+            bits = 16 if tensor.ggml_type in HALF else 32
             if tensor.ggml_type in blocks.GROUPED_TYPES:
                 _, width = blocks.GROUPED_TYPES[tensor.ggml_type]
                 specs[module] = QuantSpec(bits=width, group_size=blocks.BLOCK)

@@ -6,7 +6,7 @@ A method is a class in `methods.METHODS`. A calibrated method is a `PTQMethod`: 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from ...config.quant_spec import QuantSpec
 from ...config.quantize import PTQConfig
 from ...run.logger import RunLogger
 from ..packing import dequantize, pack
-from .cost import CostMeter
 from .input_statistics import InputStatistics
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ class PTQContext:
         folder: where a method keeps its state. It is deleted once the checkpoint is
             written.
         reread: returns the same model with lazy weights. None = weights stay in memory.
-        meter: counts the work as it is done.
     """
 
     model: nn.Module
@@ -48,7 +46,6 @@ class PTQContext:
     folder: Path
     logger: RunLogger
     reread: Callable[[], nn.Module] | None = None
-    meter: CostMeter = field(default_factory=CostMeter)
 
     def quantized_tensor(
         self, path: str, tensors: dict[str, mx.array]

@@ -24,7 +24,6 @@ from ...run.fs import require_space
 from ..target_layers import has_known_inputs
 from . import activation_cache
 from .activation_cache import FULL, INPUTS, QUANTIZED
-from .cost import CostMeter
 from .input_statistics import CalibrationShard, InputStatistics
 
 FULL_INPUTS = f"{INPUTS}-{FULL}"
@@ -42,7 +41,6 @@ class BlockCalibration:
         tokens: int32 [B, L] by shard.
         before, after: folders of the hidden states around the block.
         num_compared: number of shards, the first ones, with a full-precision stream.
-        meter: counts the work as it is done.
 
     Attributes:
         groups: paths of layers that share their input, in the order of their calls.
@@ -61,11 +59,9 @@ class BlockCalibration:
         after: Path,
         *,
         num_compared: int,
-        meter: CostMeter,
     ):
         self.blockwise = blockwise
         self.index = index
-        self.meter = meter
         self.tokens = tokens
         self.before = before
         self.after = after
@@ -100,7 +96,6 @@ class BlockCalibration:
                 with self._block_until(path), override_inputs(self._block, known):
                     inputs[f"{path}{RESIDUAL}"] = self._run(shard, FULL)
             activation_cache.save(self.after, FULL_INPUTS, shard, inputs)
-            self.meter.forward(self.index, self.tokens[shard].size)
 
     def statistics(
         self, group: list[str], weights: list[mx.array] | None = None
@@ -134,7 +129,6 @@ class BlockCalibration:
                 statistics.add_routed(
                     captured.rows[path], captured.experts[path], visible
                 )
-            self._count_statistics(shard)
         self._cached.append(group)
         return statistics
 
@@ -164,15 +158,6 @@ class BlockCalibration:
             yield CalibrationShard(
                 captured.rows[path], full[path], errors, token_weights
             )
-            self._count_statistics(shard)
-
-    def _count_statistics(self, shard: int) -> None:
-        """Count the work on one shard for one group of layers."""
-        tokens, groups = self.tokens[shard].size, len(self.groups)
-        share = tokens / sum(part.size for part in self.tokens) / groups
-        self.meter.moments(self.index, share)
-        # Together the groups run the block about once.
-        self.meter.forward(self.index, tokens // groups)
 
     def run_quantized(self) -> None:
         """Run the quantized stream to the end of the block."""

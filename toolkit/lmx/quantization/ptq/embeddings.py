@@ -179,7 +179,6 @@ def _head_inputs(
         inputs.append(captured.rows[path].astype(mx.float32))
         weights.append(by_cluster * counted)
         mx.eval(inputs[-1], weights[-1])
-        fb_pass.meter.logits(logits[..., 0].size, gradient=False)
     return mx.concatenate(inputs), mx.concatenate(weights)
 
 

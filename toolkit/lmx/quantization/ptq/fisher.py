@@ -15,9 +15,9 @@ import mlx.core as mx
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import GradientTap, hook_calls, path_of
 from ...run.fs import require_space
+from ...run.progress import ProgressBar
 from ...training.losses import cross_entropy_sum, exp_nonpositive
 from . import activation_cache
-from .cost import CostMeter
 
 # Positions whose logits are in memory at once.
 LOGITS_AT_ONCE = 128
@@ -106,7 +106,7 @@ class ForwardBackwardPass:
         counted: bool [B, L] by shard, the positions whose prediction counts.
         compute: dtype to run blocks in.
         folder: for hidden states and gradients.
-        meter: counts the work as it is done.
+        progress: of shards and blocks; backward counts twice.
     """
 
     blockwise: BlockwiseModel
@@ -114,7 +114,7 @@ class ForwardBackwardPass:
     counted: list[mx.array]
     compute: mx.Dtype
     folder: Path
-    meter: CostMeter
+    progress: ProgressBar
 
     def forward(self, *, reserved_bytes: int = 0) -> None:
         """Run every shard to the end of the last block.
@@ -138,7 +138,7 @@ class ForwardBackwardPass:
                     hidden = self.hidden(index, shard)
                     hidden = self.blockwise.run_block(index, tokens, hidden)
                     self._save(index + 1, shard, hidden)
-                    self.meter.forward(index, tokens.size)
+                    self.progress.advance()
 
     def start_backward(self) -> None:
         """Compute the gradients with respect to the output of the last block."""
@@ -155,7 +155,6 @@ class ForwardBackwardPass:
                 args = hidden[chunk], tokens[chunk], counted[chunk]
                 gradients[chunk] = mx.grad(loss)(*args, next(keys))
                 mx.eval(gradients)
-                self.meter.logits(args[1].size, gradient=True)
             self._save(GRADIENTS, shard, gradients)
 
     def backward(
@@ -188,7 +187,7 @@ class ForwardBackwardPass:
                         mx.eval(gradient, vars(sums))
                         before.append(gradient)
                     self._save(GRADIENTS, shard, mx.concatenate(before))
-                    self.meter.backward(index, tokens.size)
+                    self.progress.advance(2)
             yield index, sums
 
     @property

@@ -99,7 +99,6 @@ class GPTQ(PTQMethod):
                 context.dtype,
                 refine_iters=self.config.refine_iters,
                 max_sets=self._row_sets,
-                on_solved=context.meter.solve,
             )
             for path, layer in layers.items():
                 self._log_errors(path, layer, errors.get(path))
@@ -224,7 +223,6 @@ class GPTQ(PTQMethod):
             spec,
             dtype,
             refine_iters=self.config.refine_iters,
-            on_solved=self.context.meter.solve,
         )[path]
         self._log_errors(name, layer)
         return replace(layer, tensors=layer.tensors | fixed)

@@ -81,7 +81,6 @@ def solve_layers(
     *,
     refine_iters: int = 3,
     max_sets: int = 16,
-    on_solved: Callable[[int], None] | None = None,
 ) -> dict[str, QuantizedLayer]:
     """Quantize the weights of layers that share their input.
 
@@ -91,7 +90,6 @@ def solve_layers(
         refine_iters: rounds of refit and coordinate descent after GPTQ.
         max_sets: row sets with an output Hessian. More sets compensate better and take
             longer.
-        on_solved: called with the number of weights of every finished row set.
     """
     solve = _solver(spec)
     num_sets = _num_sets(layers, max_sets)
@@ -106,8 +104,6 @@ def solve_layers(
         for rows, target in zip(present, targets, strict=True):
             part = slice(end, end := end + len(target))
             rows.add(index, best, part, target, spec)
-        if on_solved:
-            on_solved(weight.size)
         del best, target, targets, weight  # before the arrays of the next rows exist
     return {name: rows.quantized() for name, rows in solutions.items()}
 

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import differentiable
-from .cost import CostMeter
+from ...run.logger import RunLogger
 from .embeddings import embedding_statistics, embeddings, tied_heads
 from .fisher import ForwardBackwardPass, visible_positions
 from .input_statistics import InputStatistics
@@ -44,9 +44,9 @@ def estimate_output_fisher(
     compute: mx.Dtype,
     folder: Path,
     max_tokens: int,
-    meter: CostMeter,
+    logger: RunLogger,
 ) -> dict[str, InputStatistics]:
-    """Run tokens forward and the gradients of their loss back.
+    """Run tokens forward and their gradients back; statistics of embeddings by path.
 
     Args:
         block_paths: paths in each block of the layers to estimate; see `output_fisher`.
@@ -54,10 +54,7 @@ def estimate_output_fisher(
         compute: dtype to run blocks in.
         folder: for the results, and temporarily for hidden states.
         max_tokens: limit of the tokens, if all count alike.
-        meter: counts the work as it is done.
-
-    Returns:
-        Statistics of embeddings by path.
+        logger: shows the progress.
 
     Raises:
         UserError: the disk has no space.
@@ -75,12 +72,14 @@ def estimate_output_fisher(
     limit = num_fisher_tokens(widths, sizes, max_tokens)
     limit = limit if all_count else MAX_WEIGHTED_TOKENS
     tokens, counted = _first(tokens, limit), _first(counted, limit)
+    work = 3 * len(tokens) * len(blockwise)
     with (
         TemporaryDirectory(dir=folder) as states,
+        logger.progress(work, "Fisher information", percent=True) as progress,
         differentiable(blockwise.model),
         blockwise.cast_outer_weights(compute),
     ):
-        args = blockwise, tokens, counted, compute, Path(states), meter
+        args = blockwise, tokens, counted, compute, Path(states), progress
         fb_pass = ForwardBackwardPass(*args)
         heads = tied_heads(fb_pass, embedding_paths) if embedding_paths else []
         fb_pass.forward(reserved_bytes=sum(4 * size**2 for size in sizes))

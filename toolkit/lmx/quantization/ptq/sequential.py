@@ -29,6 +29,7 @@ from ...cpu import malloc, on_cpu
 from ...models.blockwise import BlockwiseModel
 from ...run.folder_index import read_index, write_index
 from ...run.fs import atomic_folder, remove
+from ...run.progress import ProgressBar
 from . import activation_cache
 from .activation_cache import FULL, QUANTIZED
 from .base import PTQMethod, QuantizedTensor
@@ -144,11 +145,18 @@ class SequentialPipeline:
         Returns:
             Packed codes, scales and biases by name, lazily loaded.
         """
-        with _low_memory():
-            for index in range(self._start(), len(self.blockwise)):
-                note = f"block {index + 1} of {len(self.blockwise)}"
-                self.context.meter.start(note)
-                self._quantize_block(index)
+        sizes = [self._size(*paths) for paths in enumerate(self._block_paths)]
+        logger = self.context.logger
+        with (
+            _low_memory(),
+            logger.progress(sum(sizes), "quantization", percent=True) as progress,
+        ):
+            progress.advance(0, "Fisher information and embeddings")
+            first = self._start()
+            progress.skip(sum(sizes[:first]))
+            for index in range(first, len(self.blockwise)):
+                progress.advance(0, f"block {index + 1} of {len(self.blockwise)}")
+                self._quantize_block(index, progress)
             self._quantize_head()
         files = sorted(self.folder.glob(f"*/{TENSORS}"))
         return {k: v for file in files for k, v in mx.load(str(file)).items()}
@@ -163,9 +171,7 @@ class SequentialPipeline:
         if done is not None:
             for number in range(done):
                 activation_cache.drop(self.folder / f"{number:04d}")
-            self.context.meter.skip_blocks(done)
             return done
-        self.context.meter.start("Fisher information and embeddings")
         remove(self.folder)
         self.folder.mkdir(parents=True)
         self.blockwise.verify(self.tokens[0][:1, :8])
@@ -234,7 +240,7 @@ class SequentialPipeline:
                 compute=self.compute,
                 folder=target,
                 max_tokens=self.method.max_fisher_tokens,
-                meter=self.context.meter,
+                logger=self.context.logger,
             )
             for path, weight in weights.items():
                 quantized |= self.method.quantize_group(
@@ -249,7 +255,11 @@ class SequentialPipeline:
             hidden = {"hidden": self.blockwise.embed(tokens)}
             activation_cache.save(folder, stream, shard, hidden)
 
-    def _quantize_block(self, index: int) -> None:
+    def _size(self, index: int, paths: list[str]) -> int:
+        """Weights of some layers of a block."""
+        return sum(weight.size for weight in self._weights(index, paths).values())
+
+    def _quantize_block(self, index: int, progress: ProgressBar) -> None:
         before, tensors = self.folder / f"{index:04d}", {}
         paths = self._block_paths[index]
         with (
@@ -264,7 +274,6 @@ class SequentialPipeline:
                 before,
                 after,
                 num_compared=self.num_compared,
-                meter=self.context.meter,
             )
             calibration.run_full_precision()
             called = {path for group in calibration.groups for path in group}
@@ -276,6 +285,7 @@ class SequentialPipeline:
                     self._statistics(index, group, calibration, called),
                 )
                 tensors |= self._assign(index, quantized)
+                progress.advance(self._size(index, group))
             calibration.run_quantized()
             mx.save_safetensors(str(after / TENSORS), tensors)
         activation_cache.drop(before)

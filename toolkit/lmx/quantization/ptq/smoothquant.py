@@ -27,6 +27,7 @@ from ...models.blockwise import BlockwiseModel, cast
 from ...models.hooks import capture_inputs
 from ...run.folder_index import read_index, write_index
 from ...run.fs import atomic_folder
+from ...run.progress import ProgressBar
 from .base import PTQContext, Weights
 from .scale_mappings import BlockMappings, ScaleMapping
 
@@ -43,9 +44,6 @@ HINT = "remove smoothing_strength"
 
 # Tokens [B, L], and whether each is before the padding.
 Shard = tuple[mx.array, mx.array]
-# Called with the share of the search that is done since the last call, and a note on
-# what comes next.
-Advance = Callable[[float, str | None], None]
 
 
 @dataclass(frozen=True)
@@ -106,15 +104,12 @@ class Smoothing:
         return {name: v for name, v in changed.items() if name not in quantized}
 
 
-def smooth(
-    context: PTQContext, config: PTQConfig, advance: Advance = lambda *_: None
-) -> Smoothing:
+def smooth(context: PTQContext, config: PTQConfig) -> Smoothing:
     """Find the scales of a model, or read those of an interrupted run.
 
     Args:
         context: its `reread` is not None.
         config: its `smoothing` is not 0.
-        advance: called with every finished share of the work.
 
     Returns:
         No places if the model cannot be smoothed and the recipe does not name
@@ -133,7 +128,7 @@ def smooth(
     smoothing = _read(folder, digest)
     if smoothing is None:
         try:
-            smoothing = Smoothing(_search(context, strength, batch, advance))
+            smoothing = Smoothing(_search(context, strength, batch))
         except UserError as error:
             if config.smoothing_strength is not None:
                 raise
@@ -146,11 +141,13 @@ def smooth(
 
 
 def _search(
-    context: PTQContext, strength: float, batch: "CalibrationBatch", advance: Advance
+    context: PTQContext, strength: float, batch: "CalibrationBatch"
 ) -> list[tuple[ScaleMapping, mx.array]]:
     parts = batch.parts(BATCH_TOKENS)
     shards = [(mx.array(p.tokens), mx.array(p.seen.copy())) for p in parts]
-    places = list(_places(context, strength, shards, advance))
+    blockwise = BlockwiseModel(context.model, context.reread, hint=HINT)
+    with context.logger.progress(len(blockwise), "smoothing block") as progress:
+        places = list(_places(context, strength, shards, blockwise, progress))
     if not places:
         raise UserError(
             "no norm or linear layer of this model can take the scales of "
@@ -164,16 +161,15 @@ def _places(
     context: PTQContext,
     strength: float,
     shards: list[Shard],
-    advance: Advance,
+    blockwise: BlockwiseModel,
+    progress: ProgressBar,
 ) -> Iterator[tuple[ScaleMapping, mx.array]]:
     """The mappings of all blocks with their scales."""
-    blockwise = BlockwiseModel(context.model, context.reread, hint=HINT)
     blockwise.verify(shards[0][0][:1, :8])
     hidden = [cast(blockwise.embed(tokens), mx.float32) for tokens, _ in shards]
     mx.eval(hidden)
     block_mappings = BlockMappings()
-    for index, module in enumerate(blockwise.blocks):
-        advance(0, f"smoothing, block {index + 1} of {len(blockwise)}")
+    for index, module in enumerate(progress.track(blockwise.blocks)):
         dtypes = {k: v.dtype for k, v in tree_flatten(module.parameters())}
         prefix = f"{blockwise.prefix}{index}."
         with blockwise.loaded_block(index, mx.float32) as block:
@@ -196,7 +192,6 @@ def _places(
                 weights |= mapping.apply(weights, scale)
                 mx.eval(scale)
                 yield _in_model(mapping, prefix), scale
-        advance(1 / len(blockwise), None)
     blockwise.unload()
 
 
