@@ -25,9 +25,9 @@ class Lmx:
         start = time.perf_counter()
         sampler = BatchSampler(GREEDY, [prompt])
         steps = decode(
-            CacheState(self._model), [prompt], count, sampler, prefill_step_size=512
+            CacheState(self._model), prompt, count, sampler, prefill_step_size=512
         )
-        return _timed((tokens.item() for tokens, _ in steps), start)
+        return _timed((token for token, _ in steps), start)
 
     def generate_batch(
         self, prompts: list[list[int]], count: int

@@ -93,13 +93,6 @@ def _qat(quantizer: str) -> Callable[..., Stages]:
     return stages
 
 
-def _bit_schedule(arguments: Namespace, grid: Grid) -> Stages:
-    """A fifth of the steps at 8 bits, a fifth at 4, the others at `grid` bits."""
-    steps = max(1, arguments.steps // 5)
-    schedule = [{"bits": wide, "steps": steps} for wide in (8, 4) if wide > grid]
-    return _qat("lsq")(arguments, grid, bit_schedule=schedule)
-
-
 def _late_qat(arguments: Namespace, grid: Grid) -> Stages:
     """Full precision for a fraction of the steps, then fake quantization."""
     begin = round(arguments.fp_fraction * arguments.steps)
@@ -192,7 +185,6 @@ METHODS = (
     Method("qat fixed_scale", _qat("fixed_scale"), grids=ALL_GRIDS),
     Method("qat lsq", _qat("lsq")),
     Method("qat late", _late_qat),
-    Method("qat bit schedule", _bit_schedule),
     Method("qat ternary", _qat("ternary"), grids=(2,)),
     Method("qat from gptq", _from_gptq, grids=ALL_GRIDS),
     Method("qat from codes", _from_codes),

@@ -10,7 +10,7 @@ import time
 
 import random_llama
 
-BITS = {"minmax": 4, "lsq": 4, "scales_only": 4, "seq": 2, "ternary": 2}
+BITS = {"minmax": 4, "lsq": 4, "scales_only": 4, "ternary": 2}
 GROUP_SIZE, RANK, LEARNING_RATE = 64, 16, 1e-4
 # The first step is traced; the second is the first with warm caches.
 WARMUP_STEPS = 2

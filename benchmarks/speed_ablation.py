@@ -23,8 +23,8 @@ from lmx.errors import UserError
 from lmx.evaluation.latency import cut_prompts, sample_text
 from lmx.evaluation.memory_bandwidth import measure_memory_bandwidth, weight_bytes
 from lmx.generation.batching import BatchGenerator, GenerationRequest
-from lmx.generation.decode_loop import BatchSampler, decode
-from lmx.generation.engine import GREEDY, Generator
+from lmx.generation.decode_loop import prefill
+from lmx.generation.engine import Generator
 from lmx.generation.kv_cache import CacheState
 from lmx.generation.prompt import encode_text
 from lmx.generation.speculative.draft_length import DraftLengthController
@@ -235,16 +235,23 @@ class SpeedAblation:
 
     def _static(self) -> float:
         """Seconds of decoding until the longest completion ends; none leaves before."""
-        sampler = BatchSampler(GREEDY, self.prompts)
-        cache = CacheState(self.model)
-        steps = decode(
-            cache, self.prompts, self.max_tokens, sampler, prefill_step_size=512
-        )
-        next(steps)[0].tolist()
+        cache, prompts = CacheState(self.model), mx.array(self.prompts)
+        prefill(cache, prompts[:, :-1], step_size=512)
+        tokens = self._next(cache, prompts[:, -1:])
+        mx.eval(tokens)
         start = time.perf_counter()
-        for tokens, _ in steps:
+        for _ in range(self.max_tokens - 1):
+            # The next step runs while the tokens of this one are read.
+            following = self._next(cache, tokens)
             tokens.tolist()
+            tokens = following
+        tokens.tolist()
         return time.perf_counter() - start
+
+    def _next(self, cache: CacheState, tokens: mx.array) -> mx.array:
+        tokens = mx.argmax(cache.forward(tokens)[:, -1], axis=-1)[:, None]
+        mx.async_eval(tokens)
+        return tokens
 
     def _continuous(self) -> float:
         """Seconds of decoding the same completions; each one leaves when it ends."""

@@ -39,7 +39,10 @@ RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer.split
 LAZY = {
     "mlx_lm": {"models/loader.py", "evaluation/lm_eval.py", "convert/exporters/"},
     "lm_eval": {"evaluation/lm_eval.py"},
-    "transformers": {"models/loader.py", "convert/", "data/chat/rendering.py"},
+    "transformers": {
+        *("models/loader.py", "models/transformers_config.py"),
+        *("convert/", "data/chat/rendering.py"),
+    },
     "datasets": {"data/hub_datasets.py"},
     "rich": {"run/logger.py"},
     "wandb": {"run/wandb_tracker.py"},

@@ -98,7 +98,7 @@ class Reference:
         return np.array(logits)
 
     def _layers(self, embeddings, hidden):
-        for index in range(self.config.num_layers):
+        for index in range(self.config.num_hidden_layers):
             name = f"layers.{index}"
             residual = hidden
             if index:
@@ -124,10 +124,10 @@ class Reference:
             for part in "qkv"
         )
         queries, keys = rotated(queries), rotated(keys)
-        groups = config.num_heads // config.num_kv_heads
-        outputs = np.zeros((length, config.num_heads, size))
+        groups = config.num_attention_heads // config.num_key_value_heads
+        outputs = np.zeros((length, config.num_attention_heads, size))
         for row in range(length):
-            for head in range(config.num_heads):
+            for head in range(config.num_attention_heads):
                 of_head = head // groups
                 scores = keys[: row + 1, of_head] @ queries[row, head] / np.sqrt(size)
                 weights = np.exp(scores - scores.max())

@@ -396,15 +396,15 @@ def config(
     changes = dict.fromkeys(WINDOWS, window)
     if active_experts:
         changes |= dict.fromkeys(ACTIVE_EXPERTS, active_experts)
-    return _changed(settings, changes)
+    return changed(settings, changes)
 
 
-def _changed(settings: dict, changes: dict) -> dict:
+def changed(settings: dict, changes: dict) -> dict:
     """With other values of the keys that the family has."""
-    changed = {k: v for k, v in changes.items() if k in settings}
+    known = {k: v for k, v in changes.items() if k in settings}
     if "text_config" in settings:
-        changed["text_config"] = _changed(settings["text_config"], changes)
-    return settings | changed
+        known["text_config"] = changed(settings["text_config"], changes)
+    return settings | known
 
 
 def member(family: str, **changes):

@@ -88,16 +88,16 @@ def test_draft_gives_the_same_text(run, model):
     ("prompt", "options", "message"),
     [
         ("x", {"temp": 1}, "unknown option 'temp'"),
-        ("x", {"max_tokens": -1}, "max_tokens must be 0 or more"),
-        ("x", {"num_draft_tokens": 0}, "num_draft_tokens must be 1 to 32"),
-        ("x", {"stop": [""]}, "a stop string is empty"),
+        ("x", {"max_tokens": -1}, "max_tokens: must be at least 0, got -1"),
+        ("x", {"num_draft_tokens": 0}, "num_draft_tokens: must be at least 1, got 0"),
+        ("x", {"stop": [""]}, "stop.0: string should have at least 1 character"),
         ("x", {"temperature": -1.0}, "temperature is -1.0"),
         ("x", {"system": "s", "ignore_chat_template": True}, "needs the chat template"),
         (["x"], {"draft": "prompt-lookup"}, "draft works with one prompt"),
         (["x"], {"stream": True}, "stream works with one prompt"),
-        ([1, 2], {}, "a prompt is a text or a list of messages, got int"),
-        ([{"content": "x"}], {}, "a prompt is a text or a list of messages"),
-        (5, {}, "a prompt is a text or a list of messages, got int"),
+        ([1, 2], {}, "prompt.0: expected a dict or text or a list, got 1"),
+        ([{"content": "x"}], {}, "prompt.0: a message needs role"),
+        (5, {}, "prompt: expected text or a list, got 5"),
     ],
 )
 def test_wrong_options_are_user_errors(model, prompt, options, message):

@@ -26,7 +26,7 @@ def test_dict_keywords_and_file_are_the_same_recipe(tmp_path):
 
 def test_recipe_needs_one_source():
     for arguments, keys in (((), {}), ((KEYS,), KEYS)):
-        with pytest.raises(TypeError, match="either a recipe or its keys"):
+        with pytest.raises(lmx.UserError, match="either a recipe or its keys"):
             lmx.Recipe(*arguments, **keys)
 
 

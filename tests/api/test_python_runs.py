@@ -210,6 +210,15 @@ def test_loss_from_python_trains_and_is_part_of_the_recipe(
         (lambda logits, targets, mask: logits.sum(axis=-1), r"must return the sum"),
         (lambda logits, targets, mask: logits.nothing, r"fails: AttributeError"),
         (lambda logits, targets, mask: sys.exit(0), r"fails: SystemExit: 0"),
+        (
+            lambda logits, targets, mask: (mask * (logits.argmax(-1) != targets)).sum(),
+            r"gradient of the loss .* is zero",
+        ),
+        (lambda logits, targets, mask: mx.array(1.0), r"gradient of the loss .* is"),
+        (
+            lambda logits, targets, mask: mx.stop_gradient(logits).sum(),
+            r"gradient of the loss .* is zero",
+        ),
     ],
 )
 def test_wrong_loss_is_named(uncompiled, loss, message, recipe, tmp_path):

@@ -32,9 +32,7 @@ def test_override_keys_are_those_of_the_schema():
     assert offered("data.max") == ["data.max_seq_length=", "data.max_samples="]
     assert "stages.train.qat.bits=" in offered("stages.train.qat.")
     # A list or a mapping is set as a whole.
-    assert offered("stages.train.qat.bit_schedule") == [
-        "stages.train.qat.bit_schedule="
-    ]
+    assert offered("stages.train.sample_prompts") == ["stages.train.sample_prompts="]
     every = offered("")
     assert len(set(every)) == len(every) > 50
 

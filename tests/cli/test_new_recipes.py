@@ -1,14 +1,26 @@
 """`lmx recipes` and `lmx init`: recipes of the user's own."""
 
 import io
+import json
+import re
+import shutil
 from itertools import product
 
+import exporting
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import packers
 import pytest
 from lmx.cli import init, main
 from lmx.config import bundled
 from lmx.config.recipe_text import SCHEMA_LINE
 from lmx.config.yaml_io import read
+from lmx.convert.exporters import gguf
+from lmx.convert.importers import load_model
+from lmx.pipeline import resources
 from lmx.pipeline.plan import load, plan
+from mlx.utils import tree_flatten
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +126,12 @@ REFUSED = {
     ("--data", "a/b"): "--model is missing",
     ("--model", "a/b", "--data", "c/d", "--task", "draft", "--bits", "4"): "--bits",
     ("--model", "./none", "--data", "c/d"): "no such file or folder: './none'",
-    ("--model", "a/b", "--data", "./x.jsonl"): "qat_4bit.yaml:",
+    (
+        "--model",
+        "a/b",
+        "--data",
+        "./x.jsonl",
+    ): "data.train: no such file or folder: './x.jsonl'",
 }
 
 
@@ -151,3 +168,107 @@ def test_init_asks_on_a_terminal(elsewhere, monkeypatch, capsys):
     # The end of the input is an interruption.
     monkeypatch.setattr("sys.stdin", TerminalInput("qat\n"))
     assert main.main(["init"]) == 130
+
+
+ROW = '{"prompt": "count to three", "completion": "one two three"}\n'
+KINDS = {
+    "plain": {},
+    "affine_2_32": {"bits": 2, "group_size": 32},
+    "affine_4_32": {"bits": 4, "group_size": 32},
+    "affine_4_128": {"bits": 4, "group_size": 128},
+    "affine_8_64": {"bits": 8, "group_size": 64},
+    "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    "nvfp4": {"bits": 4, "group_size": 16, "mode": "nvfp4"},
+    "mxfp8": {"bits": 8, "group_size": 32, "mode": "mxfp8"},
+    "gguf_f16": {},
+    "gguf_q4_1": {"bits": 4, "group_size": 32},
+    "gptq": {"bits": 4, "group_size": 128},
+    "awq": {"bits": 4, "group_size": 64},
+}
+
+
+# The GGUF export keeps the codes of these.
+GGUF = {"gguf_f16": "plain", "gguf_q4_1": "affine_4_32"}
+
+
+@pytest.fixture(scope="module")
+def models(make_checkpoint, tmp_path_factory):
+    """A function that writes a tiny model of a kind."""
+    root = tmp_path_factory.mktemp("kinds")
+    base = make_checkpoint(dtype="float16", intermediate_size=128, num_hidden_layers=2)
+
+    def write(kind):
+        codes, folder = KINDS[kind], root / kind
+        bits, size = codes.get("bits"), codes.get("group_size")
+        if kind in ("gptq", "awq"):
+            packed = getattr(packers, kind)
+            settings = {"quant_method": kind, "bits": bits, "group_size": size}
+            rng = np.random.default_rng(0)
+            packers.write_checkpoint(
+                base,
+                folder,
+                lambda _, outputs, inputs: packers.random_codes(
+                    rng, outputs, inputs, bits=bits, size=size, symmetric=True
+                ),
+                lambda layer: packed(layer, bits),
+                settings | {"sym": True, "zero_point": True, "version": "gemm"},
+            )
+        elif kind.startswith("gguf"):
+            exporting.export(gguf, write(GGUF[kind]), folder)
+            [file] = folder.glob("*.gguf")
+            return file
+        elif kind == "plain":
+            return base
+        elif not folder.exists():
+            quantized = load_model(base, compute="stored")
+            layers = {"bits": bits, "group_size": size, "mode": codes.get("mode")}
+            layers = {k: v for k, v in layers.items() if v}
+            nn.quantize(quantized.model, **layers)
+            shutil.copytree(base, folder)
+            weights = dict(tree_flatten(quantized.model.parameters()))
+            mx.save_safetensors(str(folder / "model.safetensors"), weights)
+            config = quantized.config | {"quantization": layers}
+            (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+QUICK = ("affine_4_32", "nvfp4", "gguf_q4_1", "gptq")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS],
+)
+def test_what_init_writes_passes_its_dry_run(
+    kind, models, elsewhere, capsys, monkeypatch
+):
+    """Codes are kept: training continues from them, and nothing quantizes twice."""
+    for speed in ("training_speed", "matmul_speed"):
+        monkeypatch.setattr(resources, speed, lambda *_: 1e9)
+    model = str(models(kind))
+    (elsewhere / "rows.jsonl").write_text(20 * ROW)
+    codes = KINDS[kind]
+    for task in init.TASKS:
+        for bits in (None, 2, 4, 8) if task in init.BY_BITS else (None,):
+            arguments = ["--task", task, "--model", model, "--data", "rows.jsonl"]
+            arguments += ["--bits", str(bits)] if bits else []
+            file = elsewhere / "r.yaml"
+            code = main.main(["init", *arguments, "--output", str(file)])
+            error = capsys.readouterr().err
+            fits = task == "qat" and bits in (None, codes.get("bits"))
+            if codes and task in init.BY_BITS and not fits:
+                assert (code, file.exists()) == (2, False)
+                what = rf"quantized to {codes['bits']} bits already"
+                assert re.search(what, error), error
+                continue
+            assert code == 0, error
+            if codes and task == "qat":
+                [stage, *_] = read(file.read_text()).data["stages"]
+                assert stage["train"]["qat"] == codes
+            # With these bits, the recipe is the one without.
+            if not bits or not codes:
+                assert main.train([str(file), "--dry-run"]) == 0, capsys.readouterr()
+            capsys.readouterr()
+            file.unlink()

@@ -91,7 +91,7 @@ ACCEPTED = {
     ),
     "default method": stages({"quantize": {"bits": 3, "scale_tuning": True}}),
     "method": stages({"quantize": {"method": "gptq", "effort": "best"}}),
-    "no scale tuning": stages({"quantize": {"method": "awq", "scale_tuning": False}}),
+    "no scale tuning": stages({"quantize": {"method": "gptq", "scale_tuning": False}}),
     "scale tuning": stages({"quantize": {"method": "rtn", "scale_tuning": {}}}),
     "words for booleans": stages({"train": TRAIN | {"packing": "yes", "fsdp": "Off"}}),
     "overrides": stages(
@@ -117,7 +117,7 @@ REJECTED = {
     "no stage": stages(),
     "two kinds": stages({"train": TRAIN, "evaluate": {}}),
     "empty entry": stages({}),
-    "key of another method": stages({"quantize": {"method": "awq", "effort": "fast"}}),
+    "key of another method": stages({"quantize": {"method": "rtn", "effort": "fast"}}),
     "key without its method": stages({"quantize": {"effort": "fast"}}),
     "unknown method": stages({"quantize": {"method": "rtnn"}}),
     "null block": stages({"train": TRAIN}) | {"data": None},

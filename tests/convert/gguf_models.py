@@ -75,6 +75,7 @@ MODELS = {
     },
     "gemma3_text": SQUARE
     | {
+        "tie_word_embeddings": False,
         "num_hidden_layers": 7,
         "head_dim": 32,
         "query_pre_attn_scalar": 32,
@@ -183,6 +184,7 @@ MODELS = {
         "num_dense_layers": 1,
         "route_norm": True,
         "route_scale": 1.5,
+        "mup_enabled": True,
     },
     "glm4_moe_lite": DEEPSEEK_EXPERTS
     | {

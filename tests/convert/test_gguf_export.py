@@ -1,6 +1,7 @@
 """GGUF exports in llama.cpp's reader: names, types, values and tokenizer."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import gguf
@@ -11,6 +12,8 @@ from exporting import export, quantized_checkpoint
 from gguf_models import LINEAR, LLAMA3_SCALING, NAMES, YARN, config_of
 from lmx.config.quant_spec import QuantSpec
 from lmx.convert.exporters import gguf as gguf_exporter
+from lmx.convert.exporters import hf as hf_exporter
+from lmx.convert.exporters import mlx as mlx_exporter
 from lmx.convert.gguf import blocks
 from lmx.convert.gguf import config as gguf_config
 from lmx.convert.gguf import tokenizer as gguf_tokenizer
@@ -21,6 +24,9 @@ from lmx.quantization.bit_packing import pack_codes
 from lmx.quantization.packing import pack
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 from tiny_global_scale import write_checkpoints
+
+# The tiny configs have keys of several families, and leave some of their own out.
+pytestmark = pytest.mark.filterwarnings("ignore:.*config.json")
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
@@ -332,7 +338,10 @@ def test_sentencepiece_tokenizer_roundtrip(tmp_path):
             },
             "sliding-window layers",
         ),
-        ({"model_type": "helium"}, "export of helium models is not supported"),
+        (
+            {"model_type": "helium", "tie_word_embeddings": False},
+            "export of helium models is not supported",
+        ),
         (QWEN3_MOE | {"norm_topk_prob": False}, "norm_topk_prob: False: llama.cpp"),
         (config_of("qwen3_moe") | LINEAR, "'linear' in qwen3moe"),
         (config_of("gemma2") | {"query_pre_attn_scalar": 16}, "scalar: 16: llama.cpp"),
@@ -408,3 +417,19 @@ def test_changed_export_is_refused(make_checkpoint, tmp_path, monkeypatch, part)
 def test_a_config_without_a_number_is_refused(key):
     with pytest.raises(UserError, match="the config has no value for"):
         gguf_config.to_metadata(LLAMA | {key: None})
+
+
+def test_exports_carry_the_theta_of_rope_parameters(make_checkpoint, tmp_path):
+    source = shutil.copytree(make_checkpoint(), tmp_path / "source")
+    parameters = {"rope_type": "default", "rope_theta": 5e5}
+    config = LLAMA | {"rope_parameters": parameters}
+    del config["rope_theta"]
+    (source / "config.json").write_text(json.dumps(config))
+    for exporter in (mlx_exporter, hf_exporter, gguf_exporter):
+        export(exporter, source, tmp_path / exporter.FOLDER)
+    for exporter in (mlx_exporter, hf_exporter):
+        written = json.loads((tmp_path / exporter.FOLDER / "config.json").read_text())
+        assert written["rope_theta"] == 5e5
+        assert written["rope_parameters"] == parameters
+    reader, _ = read_gguf(tmp_path / gguf_exporter.FOLDER)
+    assert reader.fields["llama.rope.freq_base"].parts[-1][0] == 5e5

@@ -162,6 +162,37 @@ def test_experts_are_stacked(make_packed, make_checkpoint, name):
     assert mx.allclose(logits, dense_logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("is_tied", [True, None])
+def test_a_head_of_its_own_is_imported(make_packed, is_tied):
+    checkpoint = make_packed(FORMATS["gptq"])
+    expected = load_model(checkpoint.dense).model(TOKENS)
+    file = checkpoint.folder / "config.json"
+    config = json.loads(file.read_text())
+    del config["tie_word_embeddings"]
+    config |= {"tie_word_embeddings": True} if is_tied else {}
+    file.write_text(json.dumps(config))
+    if is_tied:
+        with pytest.warns(UserWarning, match="lm_head.weight has other values"):
+            target = convert(checkpoint)
+    else:
+        target = convert(checkpoint)
+    actual = load_model(target).model(TOKENS)
+    assert mx.allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rope_parameters_are_imported(make_packed):
+    checkpoint = make_packed(FORMATS["gptq"])
+    for folder in (checkpoint.folder, checkpoint.dense):
+        file = folder / "config.json"
+        config = json.loads(file.read_text()) | {"rope_theta": 5e5}
+        if folder == checkpoint.folder:
+            config["rope_parameters"] = {"rope_theta": config.pop("rope_theta")}
+        file.write_text(json.dumps(config))
+    expected = load_model(checkpoint.dense).model(TOKENS)
+    actual = load_model(convert(checkpoint)).model(TOKENS)
+    assert mx.allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["gptq symmetric", "awq", "compressed"])
 def test_stock_mlx_lm_loads_the_import(make_packed, name):
     target = convert(make_packed(FORMATS[name]))

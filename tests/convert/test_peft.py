@@ -10,7 +10,7 @@ from exporting import export
 from lmx.cli import main
 from lmx.config.lora import LoRAConfig
 from lmx.convert.exporters import peft as peft_exporter
-from lmx.convert.importers import peft
+from lmx.convert.importers import load_model, peft
 from lmx.errors import UserError
 from lmx.models.loader import load
 from lmx.models.lora import io, lora_model
@@ -116,24 +116,79 @@ Q = "model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("settings", "weights", "message"),
     [
-        ({"peft_type": "VERA"}, {}, "type VERA"),
-        ({"bias": "all"}, {}, "bias: all"),
-        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights: pissa"),
+        ({"peft_type": "VERA"}, {}, "peft_type: expected 'LORA', got \"VERA\""),
+        ({"bias": "all"}, {}, "bias: expected 'none', got \"all\""),
+        ({"init_lora_weights": "pissa"}, {}, 'init_lora_weights: .* got "pissa"'),
         ({"layer_replication": [[0, 1]]}, {}, "layer_replication"),
-        ({"something_new": True}, {}, "something_new: True"),
-        ({"alpha_pattern": {"(": 3}}, {}, "adapter_config.json is damaged"),
-        ({"lora_alpha": "six"}, {}, "adapter_config.json is damaged"),
+        ({"something_new": True}, {}, "something_new: true is not supported"),
+        ({"alpha_pattern": {"(": 3}}, {}, r"\( is no pattern: missing \)"),
+        ({"lora_alpha": "six"}, {}, 'lora_alpha: expected a number, got "six"'),
+        ({"lora_alpha": None}, {}, "lora_alpha: expected a number, got nothing"),
+        ({"r": 0}, {}, "r: must be at least 1, got 0"),
+        ({"r": 5}, {}, "or no floats of rank 5"),
+        ({"target_modules": 5}, {}, "target_modules: expected a list, got 5"),
         ({"use_dora": True}, {}, "is incomplete"),
         ({}, {f"{Q}.lora_magnitude_vector": np.ones(128)}, "is incomplete"),
+        ({}, {f"{Q}.lora_B.weight": None}, "is incomplete"),
+        ({}, {f"{Q}.lora_A.weight": np.ones((4, 4), np.int8)}, "or no floats"),
+        ({}, {f"{Q}.lora_A.weight": np.ones(4)}, "q_proj is incomplete, or no"),
         ({}, {"lm_head.weight": np.ones((2, 2))}, "lm_head.weight does not belong"),
+        ({}, {"lm_head.base_layer.weight": np.ones((2, 2))}, "save_embedding_layers=F"),
         ({}, {"model.embed_tokens.lora_embedding_A": np.ones((2, 2))}, "not belong"),
     ],
 )
 def test_unsupported_peft_adapters_are_refused(tmp_path, settings, weights, message):
-    weights = {name: value.astype(np.float32) for name, value in weights.items()}
-    folder = write_peft_adapter(tmp_path, lora_matrices(Q, 4) | weights, **settings)
-    with pytest.raises(UserError, match=message):
+    weights = {
+        name: value if value is None or value.dtype == np.int8 else np.float32(value)
+        for name, value in (lora_matrices(Q, 4) | weights).items()
+    }
+    weights = {name: value for name, value in weights.items() if value is not None}
+    folder = write_peft_adapter(tmp_path, weights, **settings)
+    with pytest.raises(UserError, match=message) as caught:
         peft.resolve_adapter(folder)
+    assert str(caught.value.place).startswith(str(folder / "adapter_"))
+
+
+def test_lora_on_the_head_is_imported_or_refused(base, make_checkpoint, tmp_path):
+    """peft stores it so with `save_embedding_layers=False`."""
+    weights = lora_matrices("lm_head", 4, outputs=320)
+    folder = write_peft_adapter(tmp_path / "peft", weights, target_modules=["lm_head"])
+    adapted = load_model(base, adapter=folder).model
+    expected = load_file(base / "model.safetensors")
+    update = weights["lm_head.lora_B.weight"] @ weights["lm_head.lora_A.weight"]
+    expected["lm_head.weight"] = expected["lm_head.weight"] + 6 / 4 * update
+    model = load(base).model
+    model.load_weights([(name, mx.array(value)) for name, value in expected.items()])
+    assert mx.allclose(adapted(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
+    tied = make_checkpoint(dtype="float32", tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"lm_head\.lora_a is not read here"):
+        load_model(tied, adapter=folder)
+
+
+@pytest.mark.parametrize("settings", [{}, {"layers_to_transform": [1]}])
+def test_layers_that_peft_adapts_are_all_there(base, tmp_path, settings):
+    """The config does not name the blocks, so all of them are adapted."""
+    names = "model.layers.{}.self_attn.q_proj", "model.layers.{}.self_attn.o_proj"
+    targets = {"target_modules": ["q_proj", "self_attn.o_proj"]} | settings
+    weights = {}
+    for name in names:
+        weights |= lora_matrices(name.format(1), 4)
+    partial = write_peft_adapter(tmp_path / "partial", weights, **targets)
+    for name in names:
+        weights |= lora_matrices(name.format(0), 4)
+    whole = write_peft_adapter(tmp_path / "whole", weights, **targets)
+    load_model(base, adapter=whole)
+    model = load(base).model
+    lora_model.attach(model, LoRAConfig(rank=4, target_modules=["self_attn*"]), seed=0)
+    if settings:
+        load_model(base, adapter=partial)
+        init_adapter(model, peft.resolve_adapter(partial))
+        return
+    lacking = r"tensor model\.layers\.0\.self_attn\.o_proj"
+    with pytest.raises(UserError, match=lacking):
+        load_model(base, adapter=partial)
+    with pytest.raises(UserError, match=lacking):
+        init_adapter(model, peft.resolve_adapter(partial))
 
 
 def test_adapters_that_peft_lacks_are_refused(base, tmp_path):
@@ -172,16 +227,16 @@ def test_training_starts_from_an_adapter(base, tmp_path, kind, adapter_format):
     lora_model.attach(
         model, LoRAConfig(type=kind, alpha=7.0, target_modules=ranks), seed=5
     )
-    init_adapter(lora_model.adapted_layers(model), peft.resolve_adapter(start))
+    init_adapter(model, peft.resolve_adapter(start))
     assert mx.allclose(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_modules": ["mlp.*"], "rank": 4}, "does not adapt so"),
-        ({"type": "dora"}, "does not adapt so"),
-        ({"target_modules": {"self_attn.[qv]_proj": 4, "mlp.*": 1}}, "no higher rank"),
+        ({"target_modules": ["mlp.*"], "rank": 4}, "is not read here"),
+        ({"type": "dora", "target_modules": ["*"], "rank": 4}, "down_proj.m"),
+        ({"target_modules": {"self_attn.[qv]_proj": 4, "mlp.*": 1}}, "no lower rank"),
     ],
 )
 def test_incompatible_initial_adapter_is_refused(base, tmp_path, settings, message):
@@ -189,5 +244,5 @@ def test_incompatible_initial_adapter_is_refused(base, tmp_path, settings, messa
     model = load(base).model
     lora_model.attach(model, LoRAConfig(**LORA | settings), seed=0)
     with pytest.raises(UserError) as caught:
-        init_adapter(lora_model.adapted_layers(model), tmp_path / "adapter")
+        init_adapter(model, tmp_path / "adapter")
     assert message in str(caught.value)

@@ -82,13 +82,6 @@ def test_weights_are_not_kept_if_memory_is_short(monkeypatch):
     assert quantized_matmul.keep_dequantized(model) == size
 
 
-def test_available_memory_is_read_from_the_kernel(tmp_path, monkeypatch):
-    file = tmp_path / "meminfo"
-    file.write_text("MemTotal: 100 kB\nMemAvailable:    7 kB\n")
-    monkeypatch.setattr(quantized_matmul, "MEMORY_FILE", file)
-    assert quantized_matmul.available_memory() == 7 * 1024
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_fast_layers_equal_mlx_for_every_row_count(grid, bias, calls):

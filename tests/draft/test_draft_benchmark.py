@@ -1,6 +1,7 @@
 """A draft learns its target's distribution, and the predicted lengths are measured."""
 
 from itertools import count
+from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -150,17 +151,10 @@ class NullTokenizer:
     """A tokenizer without text and without end-of-sequence tokens."""
 
     eos_token_ids = ()
-    last_segment = ""
+    added_tokens_decoder: ClassVar[dict] = {}
 
-    @property
-    def detokenizer(self):
-        return self
-
-    def add_token(self, token):
-        pass
-
-    def finalize(self):
-        pass
+    def decode(self, tokens, **_):
+        return ""
 
 
 def noisy(model, amount):

@@ -1,15 +1,20 @@
 """Continuous batching: each request gets its tokens of a single run; none starves."""
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.errors import UserError
 from lmx.generation.batching import BatchGenerator, GenerationRequest
 from lmx.generation.engine import Generator
+from lmx.generation.kv_cache import CacheState
+from lmx.generation.merged_caches import merge, require_batchable
 from lmx.generation.sampling import Sampling
+from lmx.models.loader import make_cache
 from test_kv_cache import tiny as family_model
-from tiny_families import VOCABULARY
+from tiny_families import FAMILIES, VOCABULARY, WINDOW, member
 from tiny_generators import byte_tokenizer, tiny
 
+STEPS = 2 * WINDOW
 SETTINGS = [
     Sampling(),
     Sampling(temperature=1.0, seed=3),
@@ -83,6 +88,65 @@ def test_batch_generator_supports_other_caches(family):
     assert completions == [
         generate_alone(model, request, tokenizer) for request in requests
     ]
+
+
+def decoded(model, prompts, *, together: bool) -> mx.array:
+    """Logits [B, steps, V] of the tokens after prompts of unequal lengths."""
+    states = [CacheState(model) for _ in prompts]
+    if together:
+        states = [make_cache(model) for _ in prompts]
+    for state, prompt in zip(states, prompts, strict=True):
+        if together:
+            model(prompt[None, :-STEPS], cache=state)
+        else:
+            state.forward(prompt[None, :-STEPS])
+    steps = mx.stack([prompt[-STEPS:] for prompt in prompts])
+    if not together:
+        rows = zip(states, steps, strict=True)
+        logits = [[s.forward(token[None, None]) for token in row] for s, row in rows]
+        return mx.concatenate([mx.concatenate(row, axis=1) for row in logits])
+    caches = merge(states)
+    logits = [model(column[:, None], cache=caches) for column in steps.T]
+    return mx.concatenate(logits, axis=1)
+
+
+SHOWN = ("gemma2", "gemma3n", "plamo3")
+
+
+@pytest.fixture
+def _uncompiled():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize(
+    "family",
+    [f if f in SHOWN else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
+)
+def test_ragged_batches_have_the_logits_of_their_sequences(family):
+    model = member(family).eval()
+    require_batchable(model)
+    draw = np.random.default_rng(0)
+    # As many as gemma2's heads, and more; prompts before, at and after the window.
+    lengths = [STEPS + n for n in (3 * WINDOW, 2, WINDOW - 1)]
+    prompts = [mx.array(draw.integers(1, VOCABULARY, n)) for n in lengths]
+    for count in (1, 2, 3):
+        alone = decoded(model, prompts[:count], together=False)
+        off = decoded(model, prompts[:count], together=True) - alone
+        assert mx.abs(off).max() <= 1e-4 * mx.abs(alone).max()
+
+
+@pytest.mark.parametrize("family", ["afm7", "gemma2"])
+def test_batches_that_differ_from_their_sequences_are_refused(family, monkeypatch):
+    """AFM reads one offset for all rows; gemma2 as mlx-lm has it mixes up its mask."""
+    model = member(family).eval()
+    if family == "gemma2":
+        attention = type(model.layers[0].self_attn)
+        monkeypatch.setattr(attention, "__call__", attention.__call__.__wrapped__)
+    with pytest.raises(UserError, match="cannot decode several sequences together"):
+        BatchGenerator(model)
 
 
 def test_batch_generator_rejects_caches_without_merge():
@@ -181,6 +245,7 @@ def test_batch_generator_launches_next_step_early():
             return model(tokens, cache=cache)
 
     batcher = BatchGenerator(Recorder())
+    calls.clear()
     batcher.submit(GenerationRequest([1], max_tokens=3))
     assert batcher.step() == []
     assert len(batcher.step()) == 1

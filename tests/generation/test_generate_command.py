@@ -7,7 +7,8 @@ import os
 
 import pytest
 from lmx.cli import generate, main
-from lmx.errors import UserError
+from lmx.errors import WILL_NOT_FIT, UserError
+from lmx.generation import engine
 from lmx.generation.engine import Generator
 from lmx.generation.outputs import GenerationResponse, GenerationResult
 from lmx.generation.sampling import Sampling
@@ -44,6 +45,22 @@ def test_generate_streams_text_and_reports_on_stderr(generator, run_folder, caps
     assert err.count("tokens/s") == 2
     assert err.endswith(" GB\n")
     assert "\x1b" not in out + err
+
+
+def test_more_tokens_than_fit_in_memory_are_refused(
+    generator, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(engine, "available_memory", lambda: 10**9)
+    write_folder(generator, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["max_position_embeddings"] = 10**9
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--prompt", "hello", "--max-tokens", "90000000"]
+    assert main.main(["generate", str(tmp_path), *words]) == WILL_NOT_FIT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("the KV cache of 90,000,0")
+    assert "3,906,250 tokens fit: lower max_tokens" in err
 
 
 def test_generate_json_is_one_object(generator, run_folder, capsys):

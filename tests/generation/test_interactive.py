@@ -16,7 +16,7 @@ from lmx.data.tokenizer_files import require_same_tokenizer
 from lmx.errors import UserError
 from lmx.generation.engine import Generator
 from lmx.generation.kv_cache import CacheState
-from lmx.generation.prefix_cache import PrefixCache, load_messages
+from lmx.generation.prefix_cache import METADATA_FILE, PrefixCache
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative import factory
 from lmx.run.terminal import StreamedText, printable
@@ -93,6 +93,10 @@ def test_chat_streams_text_only(generator, folder, capsys, monkeypatch):
     assert capsys.readouterr() == (printable(reply) + "\n", "")
 
 
+def messages_in(cache_folder):
+    return json.loads((cache_folder / METADATA_FILE).read_text())["prompt"]["messages"]
+
+
 @pytest.mark.parametrize("place", ["token", "forward"])
 def test_interrupt_ends_an_answer_and_not_the_chat(
     generator, folder, capsys, monkeypatch, place, tmp_path
@@ -124,7 +128,7 @@ def test_interrupt_ends_an_answer_and_not_the_chat(
     assert lmx(folder, "--chat", *words) == 0
     first, second = capsys.readouterr().out.splitlines()
     (whole,) = chat(generator, ["hello"], 9)
-    said = load_messages(cache_folder)[1]["content"]
+    said = messages_in(cache_folder)[1]["content"]
     assert first == printable(said)
     assert whole.startswith(said)
     assert 0 < len(said) < len(whole)
@@ -134,7 +138,7 @@ def test_interrupt_ends_an_answer_and_not_the_chat(
         {"role": "user", "content": "and then?"},
     ]
     assert second == printable(generator.chat(messages, max_tokens=9).text)
-    assert load_messages(cache_folder)[:3] == messages
+    assert messages_in(cache_folder)[:3] == messages
 
 
 def test_interrupted_forward_pass_leaves_no_cache(generator, monkeypatch):

@@ -96,7 +96,7 @@ def reference_draft(model, head, context, count, *, normalized=True, shift=1):
         normalized, shift: other values are errors that a test must find.
     """
     logits, (known, tokens) = [], (len(context) - 1, list(context))
-    _, states = forward_with_hidden_states(model, mx.array([context]), [head.layer_id])
+    _, states = forward_with_hidden_states(model, mx.array([context]), head.layer_ids)
     states = states[:, :known]
     states = model.model.norm(states) if normalized else states
     for _ in range(count):

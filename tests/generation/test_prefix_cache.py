@@ -1,6 +1,7 @@
 """Prompt caches from a file or an earlier request, compared with new caches."""
 
 import json
+import os
 
 import mlx.core as mx
 import pytest
@@ -35,9 +36,8 @@ def test_saved_prompt_cache_continues_identically(family, tmp_path):
         cache, tmp_path / "chat", digest="d", tokens=ids(tokens)
     )
     loaded = CacheState(model)
-    assert prefix_cache.load_prompt_cache(loaded, tmp_path / "chat", digest="d") == ids(
-        tokens
-    )
+    found = prefix_cache.load_prompt_cache(loaded, tmp_path / "chat", digest="d")
+    assert found.tokens == ids(tokens)
     for token in ids(random_tokens(12, seed=1)):
         one = mx.array([[token]])
         assert mx.array_equal(loaded.forward(one), cache.forward(one))
@@ -56,28 +56,109 @@ def test_saved_prompt_cache_keeps_quantized_keys(tmp_path):
     assert mx.array_equal(loaded.forward(one), cache.forward(one))
 
 
-def test_load_prompt_cache_rejects_other_models_and_damage(tmp_path):
+@pytest.fixture
+def saved(tmp_path):
+    """A model, and the folder of a prompt cache of it."""
     model, tokens = tiny("llama"), random_tokens(9)
     cache, folder = CacheState(model), tmp_path / "chat"
     cache.forward(tokens)
-    prefix_cache.save_prompt_cache(cache, folder, digest="d", tokens=ids(tokens))
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    prefix_cache.save_prompt_cache(
+        cache, folder, digest="d", tokens=ids(tokens), messages=chat
+    )
+    return model, folder
+
+
+def load(saved, *, model=None, digest="d"):
+    cache = CacheState(model or saved[0])
+    return prefix_cache.load_prompt_cache(cache, saved[1], digest=digest)
+
+
+def edit(saved, change, *, signed=False):
+    """Change what the metadata says, with or without its hash."""
+    file = saved[1] / prefix_cache.METADATA_FILE
+    content = json.loads(file.read_text())
+    change(content["prompt"])
+    if signed:
+        prompt = prefix_cache.SavedPrompt.model_validate(content["prompt"])
+        content["sha256"] = prompt.sha256
+    file.write_text(json.dumps(content))
+
+
+def test_load_prompt_cache_returns_what_was_saved(saved):
+    loaded = load(saved)
+    assert loaded.tokens == ids(random_tokens(9))
+    assert [m["content"] for m in loaded.messages] == ["hi", "ho"]
+
+
+def test_load_prompt_cache_rejects_other_models(saved, tmp_path):
     with pytest.raises(UserError, match="another model"):
-        prefix_cache.load_prompt_cache(CacheState(model), folder, digest="e")
+        load(saved, digest="e")
     with pytest.raises(UserError, match="not a saved prompt cache"):
-        prefix_cache.load_prompt_cache(
-            CacheState(model), tmp_path / "nothing", digest="d"
-        )
+        load((saved[0], tmp_path / "nothing"))
     with pytest.raises(UserError, match="does not match the caches"):
-        prefix_cache.load_prompt_cache(CacheState(tiny("gemma3")), folder, digest="d")
-    content = bytearray((folder / prefix_cache.ARRAYS_FILE).read_bytes())
-    content[-1] ^= 1
-    (folder / prefix_cache.ARRAYS_FILE).write_bytes(content)
-    with pytest.raises(UserError, match="damaged"):
-        prefix_cache.load_prompt_cache(CacheState(model), folder, digest="d")
-    metadata = json.loads((folder / prefix_cache.METADATA_FILE).read_text())
-    (folder / prefix_cache.METADATA_FILE).write_text(json.dumps(metadata)[:-20])
+        load(saved, model=tiny("gemma3"))
+    with pytest.raises(UserError, match="prompt cache is damaged"):
+        load(saved, model=tiny("llama", head_dim=32))
+
+
+CHANGES = {
+    "a token less": lambda prompt: prompt["tokens"].pop(0),
+    "tokens swapped": lambda prompt: prompt["tokens"].sort(),
+    "another token": lambda prompt: prompt["tokens"].__setitem__(0, 99),
+    "another message": lambda prompt: prompt["messages"].pop(),
+    "another model": lambda prompt: prompt.update(digest="e"),
+    "another kind": lambda prompt: prompt["kinds"].__setitem__(0, "RotatingKVCache"),
+}
+MALFORMED = {
+    "no messages": lambda prompt: prompt.pop("messages"),
+    "no tokens": lambda prompt: prompt.pop("tokens"),
+    "a message without text": lambda prompt: prompt["messages"][0].pop("content"),
+    "a text for a token": lambda prompt: prompt["tokens"].append("x"),
+    "a negative token": lambda prompt: prompt["tokens"].append(-1),
+    "an unknown key": lambda prompt: prompt.update(more=1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_a_prompt_cache_is_noticed(saved, change):
+    edit(saved, CHANGES[change])
+    with pytest.raises(UserError, match="prompt cache is damaged"):
+        load(saved)
+
+
+@pytest.mark.parametrize("change", MALFORMED)
+def test_malformed_metadata_is_refused(saved, change):
+    edit(saved, MALFORMED[change])
     with pytest.raises(UserError, match="not a saved prompt cache"):
-        prefix_cache.load_prompt_cache(CacheState(model), folder, digest="d")
+        load(saved)
+
+
+@pytest.mark.parametrize("change", ["a token less", "another kind"])
+def test_metadata_that_does_not_fit_the_arrays_is_refused(saved, change):
+    edit(saved, CHANGES[change], signed=True)
+    with pytest.raises(UserError, match=r"is damaged|does not match the caches"):
+        load(saved)
+
+
+def test_damaged_files_of_a_prompt_cache_are_refused(saved):
+    arrays, metadata = (
+        saved[1] / name
+        for name in (prefix_cache.ARRAYS_FILE, prefix_cache.METADATA_FILE)
+    )
+    content = bytearray(arrays.read_bytes())
+    content[-1] ^= 1
+    arrays.write_bytes(content)
+    with pytest.raises(UserError, match="prompt cache is damaged"):
+        load(saved)
+    metadata.write_text(metadata.read_text()[:-20])
+    with pytest.raises(UserError, match="not JSON"):
+        load(saved)
+    for file in (arrays, metadata):  # a pipe would be read for ever
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(UserError):
+            load(saved)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

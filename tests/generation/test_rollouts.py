@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from lmx.generation.merged_caches import require_batchable
 from lmx.generation.rollouts import sample_completions
 from test_kv_cache import tiny as family
 from tiny_generators import tiny
@@ -58,6 +59,8 @@ def test_caches_are_not_larger_than_the_completions_may_need():
             return logits
 
     model = Watched(tiny("llama"))
+    require_batchable(model)
+    model.sizes.clear()
     sample(model)
     longest = max(map(len, PROMPTS)) - 1
     assert max(model.sizes) == longest + 10

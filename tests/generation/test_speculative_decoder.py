@@ -7,6 +7,8 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
+from lmx.errors import UserError
+from lmx.generation.batching import BatchGenerator, GenerationRequest
 from lmx.generation.engine import Generator
 from lmx.generation.prefix_cache import PrefixCache
 from lmx.generation.sampling import Sampling
@@ -66,6 +68,43 @@ class Noisy:
             if (len(context) + position) % 3 == 2:
                 draft_tokens[position] = (draft_tokens[position] + 1) % VOCABULARY
         return DraftTokens(mx.array(draft_tokens, mx.int32))
+
+
+def broken(**changes):
+    """A model with one weight that is NaN, as after a diverged training."""
+    model = sharpened("llama", **changes)
+    model.model.norm.weight[0] = float("nan")
+    return model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_predictions_that_are_nan_are_refused(temperature):
+    sampling = Sampling(temperature=temperature)
+    index = NGramIndex()
+
+    def speculative(model, proposer):
+        return Generator(
+            model,
+            byte_tokenizer(),
+            make_proposer=lambda _: proposer,
+            draft_length=DraftLengthController(fixed=3),
+        )
+
+    good, bad = sharpened("llama"), broken()
+    draft = speculative(good, DraftModelProposer(bad))
+    with pytest.raises(UserError, match="the draft model's predictions are NaN"):
+        tokens_of(draft, sampling=sampling)
+    lookup = speculative(bad, PromptLookupProposer(index))
+    for generator in (lookup, Generator(bad, byte_tokenizer())):
+        with pytest.raises(UserError, match="the model's predictions are NaN"):
+            tokens_of(generator, sampling=sampling)
+    with pytest.raises(UserError, match="the model's predictions are NaN"):
+        BatchGenerator(bad)
+    batcher = BatchGenerator(good)
+    batcher.model = bad  # NaN for these prompts only
+    batcher.submit(GenerationRequest(PROMPT, sampling=sampling))
+    with pytest.raises(UserError, match="the model's predictions are NaN"):
+        batcher.step()
 
 
 def tokens_of(generator, prompt=PROMPT, **options):

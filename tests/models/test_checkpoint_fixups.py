@@ -190,8 +190,18 @@ def test_load_keeps_a_stored_head_that_the_config_omits(folder, tmp_path, capfd)
     assert load(folder).config["tie_word_embeddings"] is False
     texts = [generate(place, capfd)[1]["text"] for place in (explicit, folder)]
     assert texts[0] == texts[1]
+
+
+def test_load_uses_a_stored_head_that_differs_from_the_tied_embedding(folder, capfd):
+    """transformers keeps such a head too."""
+    weights = read_weights(folder)
+    head = mx.random.normal(weights[EMBEDDING].shape, key=mx.random.key(1))
     edit_json(folder / "config.json", tie_word_embeddings=True)
-    assert generate(folder, capfd)[1]["text"] != texts[0]
+    write_weights(folder, weights | {HEAD: head})
+    with pytest.warns(UserWarning, match="lm_head.weight has other values"):
+        loaded = load(folder)
+    assert loaded.config["tie_word_embeddings"] is False
+    assert mx.array_equal(dict(tree_flatten(loaded.model.parameters()))[HEAD], head)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,10 @@ def refusal(folder) -> UserError:
         ({"rope_theta": 0}, "rope_theta is 0; it must be a number above 0"),
         ({"rope_theta": float("nan")}, "rope_theta is nan; it must be a number above"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
+        (
+            {"num_hidden_layers": [2], "layer_types": ["full_attention"]},
+            "num_hidden_layers is [2]; this architecture reads",
+        ),
         ({"layer_types": []}, "layer_types has 0 entries for 1 layers"),
         (
             {"architectures": [[1]]},

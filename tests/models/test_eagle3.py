@@ -1,7 +1,6 @@
 """EAGLE-3 drafters: parity with float64, gradients, the draft vocabulary, files."""
 
 import json
-from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,7 +33,7 @@ VARIANTS = {
     "norm_before_residual": {"norm_before_residual": True},
     "norm_before_fc": {"norm_before_fc": True},
     "bias": {"attention_bias": True},
-    "layers": {"num_layers": 2},
+    "layers": {"num_hidden_layers": 2},
     "whole_vocabulary": {"draft_vocab_size": VOCABULARY},
 }
 
@@ -48,7 +47,7 @@ def variant(target, **changes):
     """A drafter with changed options and random weights."""
     drafter = tiny_drafter(target)
     mx.random.seed(8)
-    drafter = Eagle3Drafter(replace(drafter.config, **changes))
+    drafter = Eagle3Drafter(drafter.config.model_copy(update=changes))
     drafter.choose_vocabulary(np.arange(VOCABULARY)[::-1] % 7)
     weights = tree_map(
         lambda w: w + 0.2 * mx.random.normal(w.shape), drafter.trainable_parameters()
@@ -285,7 +284,7 @@ def test_sizes_follow_the_target():
     assert drafter.layer_ids == (1, 14, 26)
     assert drafter.max_draft_tokens == 7
     assert drafter.config.intermediate_size == 80
-    assert drafter.config.rope["rope_parameters"]["rope_theta"] == 5e5
+    assert drafter.config.rope_theta == 5e5
     assert drafter.layers[0].self_attn.q_proj.weight.shape == (32, 2 * WIDTH)
 
 
@@ -338,7 +337,7 @@ def flat_form(config, weights):
         else value
         for name, value in weights.items()
     }
-    del weights["embed_tokens.weight"]
+    del weights["embed_tokens.weight"], flat["rope_parameters"]
     return flat, weights
 
 
@@ -380,22 +379,109 @@ def test_offsets_that_are_ids_are_refused(target):
             loaded(config, weights | {"d2t": d2t}, target)
 
 
+REFUSED = [
+    ("model_type: expected 'llama'", {"model_type": "deepseek_v3"}),
+    ("hidden_act: expected 'silu'", {"hidden_act": "gelu"}),
+    ("mlp_bias: expected False", {"mlp_bias": True}),
+    ("sliding_window 512 is not supported", {"sliding_window": 512}),
+    ("embed_requires_grad: expected False", {"embed_requires_grad": True}),
+    ("target_hidden_size must be hidden_size", {"target_hidden_size": 64}),
+    ("bias: expected False", {"bias": True}),
+    ("hidden_size: must be at least 1, got 0", {"hidden_size": 0}),
+    ("hidden_size: must be less than 2.14748e", {"hidden_size": 10**30}),
+    ("num_attention_heads: must be at least 1, got 0", {"num_attention_heads": 0}),
+    ("num_attention_heads: expected a whole number", {"num_attention_heads": 2.0}),
+    ("heads do not fit", {"num_key_value_heads": 3}),
+    ("head_dim: must be at least 1", {"head_dim": 0}),
+    ("vocab_size: expected a whole number, got nothing", {"vocab_size": None}),
+    ("draft_vocab_size must be at most vocab_size", {"draft_vocab_size": 10**6}),
+    ("draft_vocab_size: must be at least 1", {"draft_vocab_size": 0}),
+    ("rms_norm_eps: expected a number, got nothing", {"rms_norm_eps": None}),
+    ("rms_norm_eps: must be less than 1", {"rms_norm_eps": 5}),
+    ("attention_bias: expected true or false", {"attention_bias": "yes"}),
+    ("norm_before_fc: expected true or false", {"norm_before_fc": 1}),
+    (f"{KEY}: expected a list", {KEY: 3}),
+    (f"{KEY}.0: expected a whole number", {KEY: ["1"]}),
+    (f"{KEY}: 0 is the embedding", {KEY: [0, 1]}),
+    ("layer_ids: must be a list of blocks in ascending order", {KEY: [2, 1]}),
+    ("layer_ids.0: must be at least 0", {"eagle_config": {KEY: [-1]}}),
+    ("eagle_config: expected a block of keys", {"eagle_config": "x"}),
+    ("use_aux_hidden_state", {"eagle_config": {"use_aux_hidden_state": False}}),
+    ("speculators_config.proposal_methods.0: expected a block of keys",
+     {"speculators_config": {"proposal_methods": [1]}}),
+    ("rope_scaling: expected .* got \"x\"", {"rope_scaling": {"type": "x"}}),
+    ("rope_theta: expected a number", {"rope_parameters": {"rope_theta": "1e4"}}),
+    ("rope_parameters must be a block", {"rope_parameters": {"full_attention": 1}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "change"), REFUSED)
+def test_configs_that_are_wrong_or_not_supported_have_one_clear_error(
+    target, message, change
+):
+    flat, _ = flat_form(*stored(variant(target)))
+    with pytest.raises(UserError, match=message) as caught:
+        Eagle3Drafter.from_config(flat | change, place="drafter/config.json")
+    assert caught.value.place == "drafter/config.json"
+
+
+def test_positions_of_transformers_5_are_read(target):
+    """`rope_parameters` stand for `rope_theta` and `rope_scaling`."""
+    flat, _ = flat_form(*stored(variant(target)))
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    old = flat | {"rope_theta": 5e5, "rope_scaling": scaling}
+    new = {k: v for k, v in flat.items() if not k.startswith("rope")}
+    new["rope_parameters"] = scaling | {"rope_theta": 5e5}
+    by_layer = new | {"rope_parameters": {"full_attention": new["rope_parameters"]}}
+    expected = Eagle3Drafter.from_config(old, place="").config
+    assert expected.rope["rope_theta"] == 5e5
+    for config in (new, by_layer, new | {"rope_theta": None, "rope_scaling": None}):
+        read = Eagle3Drafter.from_config(config, place="").config
+        assert read.rope == expected.rope
+        layer = read.model_copy(update={"layer_ids": (0, 1)}).to_json()
+        again = layer["transformer_layer_config"]
+        assert (again["rope_theta"], again["rope_scaling"]) == (5e5, scaling)
+        assert again["rope_parameters"] == new["rope_parameters"]
+    rotated = [
+        Eagle3Drafter.from_config(config, place="").layers[0].self_attn.rope
+        for config in (old, new, flat)
+    ]
+    x = mx.random.normal((1, 1, 8, expected.head_dim), key=mx.random.key(0))
+    assert mx.array_equal(rotated[0](x), rotated[1](x))
+    assert not mx.allclose(rotated[0](x), rotated[2](x), atol=1e-2)
+
+
+def write(folder, config, weights):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("message", "change"),
     [
-        ("model_type", "deepseek_v3"),
-        ("hidden_act", "gelu"),
-        ("mlp_bias", True),
-        ("sliding_window", 512),
-        ("embed_requires_grad", True),
-        ("target_hidden_size", 64),
-        ("bias", True),
+        ("num_hidden_layers is 10,000,000, but the", {"num_hidden_layers": 10**7}),
+        ("hidden_size is 2,000,000,000, but no", {"hidden_size": 2 * 10**9}),
+        ("blocks 0 to 1, the drafter reads", {KEY: [1, 9]}),
+        ("tensor layers.0.mlp.up_proj.* is missing", "layers.0.mlp.up_proj.weight"),
+        ("up_proj.weight has values of .*int8", {}),
     ],
 )
-def test_options_that_are_not_supported_are_refused_by_name(target, key, value):
-    flat, _ = flat_form(*stored(variant(target)))
-    with pytest.raises(UserError, match=key):
-        Eagle3Drafter.from_config(flat | {key: value}, place="drafter")
+def test_folders_that_do_not_fit_are_refused(target, tmp_path, message, change):
+    config, weights = stored(variant(target))
+    name = "layers.0.mlp.up_proj.weight"
+    if change == name:
+        del weights[name]
+    elif not change:
+        weights[name] = weights[name].astype(mx.int8)
+    elif KEY in change:
+        config |= change
+    else:
+        config["transformer_layer_config"] |= change
+    with pytest.raises(UserError, match=message) as caught:
+        load_drafter(write(tmp_path, config, weights), target)
+    assert str(tmp_path) in caught.value.place
 
 
 def test_a_missing_key_and_the_embedding_as_a_layer_are_named(target):

@@ -74,24 +74,29 @@ def test_set_compute_dtype_respects_cast_predicate():
 
 
 @pytest.mark.parametrize(
-    ("config", "generation", "ends"),
+    ("config", "generation", "tokenizer", "ends"),
     [
-        (2, [2, 0], {0, 2}),
-        ([2, 0], 2, {0, 2}),
-        (0, 1, {0, 1, 2}),
-        (None, 1, {1, 2}),
-        (1, None, {1, 2}),
-        (None, None, {2}),
+        (2, [2, 0], None, {0, 2}),
+        ([2, 0], 2, None, {0, 2}),
+        (0, 1, None, {0, 1, 2}),
+        (None, 1, None, {1, 2}),
+        (1, None, None, {1, 2}),
+        (None, None, None, {2}),
+        (None, None, [2, 1], {1, 2}),
+        (0, None, 1, {0, 1, 2}),
     ],
 )
-def test_load_merges_end_tokens_of_all_files(folder, config, generation, ends):
+def test_load_merges_end_tokens_of_all_files(
+    folder, config, generation, tokenizer, ends
+):
     """The tokenizer's end token, 2, is always included."""
     edit(folder / "config.json", eos_token_id=config)
     edit(folder / "generation_config.json", eos_token_id=generation)
+    edit(folder / "tokenizer_config.json", eos_token_ids=tokenizer)
     assert load_tokenizer(folder).eos_token_ids == ends
     loaded = load(folder)
     assert loaded.tokenizer.eos_token_ids == ends
-    named = {*flat(config), *flat(generation)}
+    named = {*flat(config), *flat(generation), *flat(tokenizer)}
     assert set(flat(loaded.config.get("eos_token_id"))) == named
 
 

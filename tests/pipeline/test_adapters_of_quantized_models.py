@@ -113,20 +113,12 @@ def test_adapter_of_experts_and_embedding(tmp_path, make_checkpoint):
     [
         ({}, "a quantized model cannot be trained in full"),
         (
-            {"adapter": {"rank": 4}, "qat": GRID | {"quantizer": "seq"}},
-            "the model is quantized here, and seq would quantize it again",
+            {"adapter": {"rank": 4}, "qat": GRID | {"quantizer": "ternary"}},
+            "the model is quantized here, and ternary would quantize it again",
         ),
         (
             {"adapter": {"type": "dora"}, "qat": GRID},
             "a dora adapter does not work with qat",
-        ),
-        (
-            {"adapter": {"type": "qa_lora"}, "qat": GRID},
-            "a qa_lora adapter does not change the codes of the model",
-        ),
-        (
-            {"adapter": {"type": "qa_lora", "init_from": "adapters"}},
-            "a qa_lora adapter is saved as a plain LoRA adapter",
         ),
     ],
 )

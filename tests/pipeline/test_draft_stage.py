@@ -155,7 +155,7 @@ def test_completions_are_generated_once_for_several_losses(draft_run, tmp_path):
     other = {
         **DRAFT,
         "draft_model": {"init_from": str(draft_run.model), "num_layers": [1]},
-        "loss": "reverse_kl",
+        "loss": "forward_kl",
         "quantization": {"bits": 8, "group_size": 32},
     }
     run = make_run(tmp_path, {"draft": other}, "export", model=draft_run.model)

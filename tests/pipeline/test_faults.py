@@ -175,7 +175,7 @@ def test_generation_refuses_predictions_that_are_not_numbers(model, capsys):
     assert main.main(["generate", str(model), "--prompt", "1 + 1"]) == 1
     output, error = capsys.readouterr()
     assert output == ""
-    assert error.startswith("the model predicts NaN")
+    assert error.startswith("the model's predictions are NaN")
 
 
 def test_run_refuses_a_model_without_tokenizer(tmp_path, model, capsys):

@@ -249,5 +249,5 @@ def test_find_needs_a_dry_run(workspace, capsys):
     assert not (workspace / "exports").exists()
     assert main.train(["recipe.yaml", "--dry-run", "--find", "rank"]) == 2
     assert "find is one of max_seq_length" in capsys.readouterr().err
-    with pytest.raises(lmx.UserError, match="find is one of max_seq_length"):
+    with pytest.raises(lmx.UserError, match="find: expected 'max_seq_length'"):
         lmx.check("recipe.yaml", find="rank")

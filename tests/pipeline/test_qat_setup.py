@@ -18,8 +18,6 @@ from pydantic import ValidationError
 
 UP, DOWN = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
 COMMON = {"steps": 10, "batch_size": 1}
-BIT_SCHEDULE = {"bit_schedule": [{"bits": 8, "steps": 5}]}
-DECREASING_BITS = {"qat": QATConfig(bits=2, **BIT_SCHEDULE)}
 
 
 def config(adapter=None, **qat) -> TrainConfig:
@@ -118,7 +116,6 @@ def test_latent_init_of_unquantized_model_is_refused(make_checkpoint):
             {"bits": 4, "quantizer": "lsq", "fake_quant_after_n_steps": 2},
             "would quantize it again",
         ),
-        ({"bits": 4, "quantizer": "lsq"} | BIT_SCHEDULE, "would quantize it again"),
     ],
 )
 def test_quantized_model_is_never_quantized_again(mixed_model, qat, message):
@@ -183,11 +180,6 @@ def test_floating_point_model_is_never_quantized_again(
         ),
         ({"steps": 5}, "fake_quant_after_n_steps must be below steps"),
         (
-            DECREASING_BITS | {"load_best_at_end": True},
-            "bit_schedule does not work with load_best_at_end",
-        ),
-        (DECREASING_BITS | {"steps": 5}, "bit_schedule must be below steps"),
-        (
             {"qat": QATConfig(quantizer="scales_only"), "adapter": LoRAConfig()},
             "scales_only trains no weights",
         ),
@@ -204,5 +196,3 @@ def test_require_steps_refuses_late_phases():
     require_steps(None, 1)
     with pytest.raises(UserError, match="begins after 5 steps, and there are 5"):
         require_steps(QATConfig(fake_quant_after_n_steps=5), 5)
-    with pytest.raises(UserError, match="2 bits begins after 5 steps, and there are 4"):
-        require_steps(DECREASING_BITS["qat"], 4)

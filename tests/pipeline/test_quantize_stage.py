@@ -70,10 +70,6 @@ def test_eval_kl_covers_completions_only(tmp_path, base):
     [
         ({"method": "rtn"}, None),
         ({"method": "rtn", "scale_tuning": TUNE}, ["rtn", "scale_tuning"]),
-        (
-            {"mode": "nvfp4", "bits": None, "group_size": None, "scale_tuning": TUNE},
-            ["rtn", "scale_tuning"],
-        ),
         # No layer has scales that tuning trains.
         ({"scale_tuning": TUNE, "overrides": {"*": {"mode": "nvfp4"}}}, ["rtn"]),
         ({"method": "gptq", "scale_tuning": False}, ["rtn", "gptq"]),

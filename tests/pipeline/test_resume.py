@@ -22,11 +22,6 @@ KINDS = {
     "qat": {"qat": GRID},
     "grids": {"adapter": LORA, "qat": GRID | {"quantizer": "lsq"}},
     "late-grids": {"qat": GRID | {"quantizer": "lsq", "fake_quant_after_n_steps": 6}},
-    "down": {
-        "qat": GRID
-        | {"quantizer": "lsq", "fake_quant_after_n_steps": 1}
-        | {"bit_schedule": [{"bits": 8, "steps": 3}, {"bits": 6, "steps": 3}]}
-    },
 }
 
 
@@ -63,8 +58,6 @@ def expected(tmp_path_factory, base):
         pytest.param("late-grids", "step", 6, marks=pytest.mark.slow),
         ("late-grids", "step", 7),
         pytest.param("late-grids", "step", 10, marks=pytest.mark.slow),
-        pytest.param("down", "step", 6, marks=pytest.mark.slow),
-        pytest.param("down", "step", 9, marks=pytest.mark.slow),
     ],
 )
 def test_run_resumes_after_kill(tmp_path, base, expected, kind, where, call):

@@ -313,6 +313,8 @@ MISTRAL3 = {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
         "vocab_size": 320,
     },
     "eos_token_id": [2, 0],

@@ -28,7 +28,6 @@ MODES = {
     "scales_only": {"qat": GRID | {"quantizer": "scales_only"}},
     "fixed_scale": {"qat": GRID | {"quantizer": "fixed_scale"}},
     "lora_minmax": {"qat": GRID, "adapter": {"rank": 4}},
-    "qa_lora": {"adapter": {"type": "qa_lora", "rank": 4}},
 }
 # The tensors that a mode does not change.
 UNCHANGED = {
@@ -37,7 +36,6 @@ UNCHANGED = {
     "scales_only": {"weight"},
     "fixed_scale": {"scales", "biases"},
     "lora_minmax": {"scales", "biases"},
-    "qa_lora": {"weight", "scales"},
 }
 CHANGES_CODES = {mode for mode, names in UNCHANGED.items() if "weight" not in names}
 TOKENS = mx.array([[5, 80, 200, 7, 33, 120]])
@@ -113,8 +111,7 @@ def test_training_without_updates_keeps_the_codes(tmp_path, base, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_training_from_codes_improves_exported_loss(trained_run, mode):
     run = trained_run(mode)
-    is_logged = "training continues from the codes of 15 layers" in run.log
-    assert is_logged == (mode != "qa_lora")
+    assert "training continues from the codes of 15 layers" in run.log
     improvement = run.json("report.json")["training"]["improvement"]
     assert improvement["in_training"] > 0.01
     assert improvement["exported"] == pytest.approx(
@@ -145,40 +142,13 @@ def test_training_from_codes_improves_exported_loss(trained_run, mode):
         assert same == (name in UNCHANGED[mode]), name
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("lora_minmax", marks=pytest.mark.slow), "qa_lora"]
-)
-def test_training_from_codes_resumes_after_kill(tmp_path, base, trained_run, mode):
-    stages = {"quantize": GRID}, {"train": TRAINING | MODES[mode]}
+def test_training_from_codes_resumes_after_kill(tmp_path, base, trained_run):
+    stages = {"quantize": GRID}, {"train": TRAINING | MODES["lora_minmax"]}
     run = Run(tmp_path, *stages, model=base)
     assert run.run_with_signal("SIGKILL", "step", 8).returncode == -signal.SIGKILL
     assert run() == 0
     assert "resuming after step 6" in run.log
-    assert run.outcome() == trained_run(mode).outcome()
-
-
-def test_qa_lora_of_imported_model_changes_biases_only(tmp_path, trained_run):
-    """After two QA-LoRA stages the model has the size of the base."""
-    first = trained_run("qa_lora")
-    train = {"train": TRAIN | MODES["qa_lora"]}
-    stages = train, train, {"evaluate": METRICS_ONLY}, "export"
-    run = Run(tmp_path, *stages, model=quantized(first))
-    assert run() == 0
-    names = ["1-train", "2-train"]
-    places = [run.output / "stages" / name / "model" for name in names]
-    sizes = [(f / "model.safetensors").stat().st_size for f in places]
-    assert sizes == [(quantized(first) / "model.safetensors").stat().st_size] * 2
-    assert (run.output / "adapters/adapters.safetensors").is_file()
-    base_loss, *_, last = run.json("report.json")["models"].values()
-    assert base_loss["loss"] - last["loss"] > 0.01
-    assert last["bits_per_weight"] < 4
-
-
-def test_qa_lora_of_unquantized_model_is_refused(tmp_path, base, capsys):
-    run = Run(tmp_path, {"train": TRAIN | MODES["qa_lora"]}, model=base)
-    assert run() == 2
-    assert "a qa_lora adapter needs a quantized model" in capsys.readouterr().err
-    assert not run.output.exists()
+    assert run.outcome() == trained_run("lora_minmax").outcome()
 
 
 @pytest.mark.slow
@@ -216,14 +186,10 @@ def test_training_from_codes_of_an_imported_model(tmp_path, make_checkpoint):
             "with quantize_lm_head: True; this block has",
         ),
         (GRID, "minmax would quantize it again"),
-        (GRID | {"quantizer": "seq"}, "seq would quantize it again"),
+        (GRID | {"quantizer": "ternary"}, "ternary would quantize it again"),
         (
             GRID | {"quantizer": "lsq", "fake_quant_after_n_steps": 3},
             "leave fake_quant_after_n_steps out",
-        ),
-        (
-            GRID | {"quantizer": "lsq", "bit_schedule": [{"bits": 8, "steps": 2}]},
-            "leave bit_schedule out",
         ),
     ],
 )

@@ -166,7 +166,6 @@ def test_exported_weights_equal_forward_weights(
         ("scales_only", False),
         ("fixed_scale", False),
         ("fixed_scale", True),
-        ("seq", False),
         ("ternary", True),
     ],
 )
@@ -246,74 +245,6 @@ def test_fake_quant_starts_after_n_steps(make_checkpoint, tmp_path, grid):
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("grid", ["minmax", "lsq"])
-def test_bit_schedule_steps_equal_runs_of_those_bits(
-    make_checkpoint, tmp_path, grid, adapted
-):
-    """Each step equals a step of a run that has the same bits from the start."""
-    folder = make_checkpoint(dtype="bfloat16")
-    schedule = [{"bits": 8, "steps": 2}, {"bits": 3, "steps": 1}]
-    # Without adapters, embeddings would be quantized once, to the final bits.
-    common = {"group_size": 32, "quantizer": grid, "quantize_embeddings": False}
-    config = QATConfig(bits=2, bit_schedule=schedule, **common)
-    run = Run(folder, config, adapted=adapted, config=config)
-    runs = {}
-    for bits in (8, 3, 2):
-        fixed = QATConfig(bits=bits, **common)
-        runs[bits] = Run(folder, fixed, adapted=adapted, config=fixed)
-    for number, bits in enumerate((8, 8, 3, 2, 2)):
-        has_changed = run.step.on_step(number)
-        assert has_changed == (number in (2, 3)), number
-        parameters = run.step.parameters
-        losses = {}
-        for width, reference_run in runs.items():
-            reference_run.step.parameters.update(parameters)
-            losses[width] = reference_run.step(batch(number), 0.01, number)[:3]
-        actual = run.step(batch(number), 0.01, number)[:3]
-        matching = {
-            w
-            for w, outputs in losses.items()
-            if mx.allclose(
-                mx.stack(outputs), mx.stack(actual), rtol=1e-6, atol=0
-            ).item()
-        }
-        assert matching == {bits}, number
-        mx.eval(run.step.parameters)
-    assert_exported_equals_forward(run, tmp_path / "out")
-
-
-def test_bit_schedule_reinitializes_scales_from_current_weights(make_checkpoint):
-    schedule = [{"bits": 4, "steps": 1}]
-    config = QATConfig(bits=2, group_size=32, quantizer="lsq", bit_schedule=schedule)
-    run = Run(make_checkpoint(), config, adapted=False, config=config)
-    run.train(1)
-    path = "model.layers.0.mlp.up_proj"
-    before = run.step.parameters[f"{path}.scales"]
-    run.step.on_step(1)
-    initial = LSQQuantizer(run.plan.specs[path], mx.float16, "mse").init(
-        run.step.parameters[f"{path}.weight"]
-    )
-    assert mx.array_equal(run.step.parameters[f"{path}.scales"], initial["scales"])
-    assert not mx.array_equal(before, initial["scales"])
-
-
-def test_bit_schedule_keeps_layers_of_more_bits(make_checkpoint):
-    schedule = [{"bits": 4, "steps": 1}, {"bits": 3, "steps": 1}]
-    config = QATConfig(bits=2, group_size=32, bit_schedule=schedule)
-    specs = {LINEAR[0]: GRIDS[0], LINEAR[1]: QuantSpec(bits=6, group_size=32)}
-    folder = make_checkpoint(dtype="float32")
-    run = Run(folder, QuantizationPlan(specs, {}), adapted=False, config=config)
-    for number, bits in enumerate((4, 3, 2)):
-        run.step.on_step(number)
-        weights = run.step.fake_quant.forward_weights(run.step.parameters, mx.float32)
-        for path, width in ((LINEAR[0], bits), (LINEAR[1], 6)):
-            spec = QuantSpec(bits=width, group_size=32)
-            packed = pack(run.step.parameters[f"{path}.weight"], spec, mx.float32)
-            expected = dequantize(packed, spec, mx.float32)
-            assert mx.array_equal(weights[f"{path}.weight"], expected)
-
-
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("embeddings", "head"), itertools.product([False, True], repeat=2)
@@ -341,7 +272,6 @@ def test_embeddings_and_head_are_quantized_by_choice(
         ("lsq", True),
         ("scales_only", False),
         ("fixed_scale", True),
-        ("seq", True),
         ("ternary", False),
     ],
 )

@@ -15,7 +15,6 @@ from lmx.quantization.qat.quantizers import (
     LSQQuantizer,
     MinMaxQuantizer,
     ScalesOnlyQuantizer,
-    SEQQuantizer,
     TernaryQuantizer,
 )
 from mlx.optimizers import Adam
@@ -31,7 +30,7 @@ KINDS = [
     *itertools.product(
         (MinMaxQuantizer, LSQQuantizer, ScalesOnlyQuantizer, FixedScaleQuantizer), SPECS
     ),
-    *itertools.product((SEQQuantizer, TernaryQuantizer), SPECS[:3]),
+    *((TernaryQuantizer, spec) for spec in SPECS[:3]),
 ]
 
 
@@ -217,28 +216,11 @@ def test_scales_only_gradients_match_quantized_matmul(bits):
     assert_close(actual["biases"], np.array(expected[1]).reshape(-1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_seq_levels_match_the_paper(dtype):
-    """alpha * (round(2 clip(w / alpha) - 1/2) + 1/2) / 2."""
-    alpha = 0.75
-    share = np.linspace(-1, 1, 64)
-    quantizer = SEQQuantizer(QuantSpec(bits=2, group_size=64), dtype, "minmax")
-    qparams = {"scales": mx.array([alpha / 2])}
-    value = quantizer.fake_quantize(mx.array(share[None] * alpha, mx.float32), qparams)
-    clipped = np.clip(share, -0.99, 0.99)
-    expected = (np.rint(2 * clipped - 0.5) + 0.5) / 2
-    np.testing.assert_array_equal(np.array(value[0]) / alpha, expected)
-    assert sorted(set(expected)) == [-0.75, -0.25, 0.25, 0.75]
-
-
-@pytest.mark.parametrize(
-    "quantizer_class", [SEQQuantizer, TernaryQuantizer], ids=["seq", "ternary"]
-)
-def test_stretched_elastic_gradients_match_the_paper(quantizer_class):
+def test_ternary_gradients_match_the_paper():
     """d alpha is level - w / alpha inside the range and the level outside it."""
     weight, probe = normal(3, 64), normal(3, 64, seed=1, scale=1.0)
     quantizer, qparams = moved_quantizer(
-        quantizer_class, TWO_BITS, mx.float32, 0.8 * weight
+        TernaryQuantizer, TWO_BITS, mx.float32, 0.8 * weight
     )
 
     def loss(weight, qparams):
@@ -247,33 +229,23 @@ def test_stretched_elastic_gradients_match_the_paper(quantizer_class):
     d_weight, actual = mx.grad(loss, argnums=(0, 1))(weight, qparams)
     w, s, g = to_float64(weight, quantizer.pack(weight, qparams)["scales"], probe)
     w, s, g = w.reshape(-1, 32), s.reshape(-1, 1), g.reshape(-1, 32)
-    middle = quantizer.ZERO_POINT
-    level = np.clip(np.rint(w / s + middle), 0, 2 * middle) - middle
-    inside = np.abs(w / s) <= middle + 0.5
+    level = np.clip(np.rint(w / s), -1, 1)
+    inside = np.abs(w / s) <= 1.5
     assert 0 < inside.mean() < 1
     gradient = np.where(inside, level - w / s, level)
     assert_close(d_weight, (g * inside).reshape(3, 64))
-    assert_close(
-        actual["scales"], (g * gradient).sum(axis=1) / np.sqrt(32 * 2 * middle)
-    )
+    assert_close(actual["scales"], (g * gradient).sum(axis=1) / np.sqrt(32 * 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "quantizer_class", [SEQQuantizer, TernaryQuantizer], ids=["seq", "ternary"]
-)
-def test_stretched_elastic_levels_are_stored_exactly(quantizer_class, dtype):
+def test_ternary_levels_are_stored_exactly(dtype):
     weight = normal(64, 256)
-    quantizer, qparams = moved_quantizer(quantizer_class, TWO_BITS, dtype, weight)
+    quantizer, qparams = moved_quantizer(TernaryQuantizer, TWO_BITS, dtype, weight)
     packed = quantizer.pack(weight, qparams)
     value = dequantize(packed, TWO_BITS, dtype).reshape(-1, 32)
     scale, actual = to_float64(packed["scales"].reshape(-1, 1), value)
     levels = np.unique(actual / scale)
-    expected_value = {
-        SEQQuantizer: [-1.5, -0.5, 0.5, 1.5],
-        TernaryQuantizer: [-1, 0, 1],
-    }[quantizer_class]
-    assert levels.tolist() == expected_value
+    assert levels.tolist() == [-1, 0, 1]
     # The stored scale is the trained scale rounded to the dtype.
     rounding_error = scale[:, 0] / to_float64(qparams["scales"])[0] - 1
     assert np.abs(rounding_error).max() < {mx.bfloat16: 2**-6, mx.float16: 2**-9}.get(
@@ -286,7 +258,6 @@ def test_stretched_elastic_levels_are_stored_exactly(quantizer_class, dtype):
     [
         (LSQQuantizer, SPECS[3]),
         (LSQQuantizer, TWO_BITS),
-        (SEQQuantizer, TWO_BITS),
         (TernaryQuantizer, TWO_BITS),
     ],
     ids=lambda v: getattr(v, "__name__", "")[-10:],
@@ -334,13 +305,11 @@ def test_trained_scales_lower_the_loss_more():
     minmax = final_loss(MinMaxQuantizer)
     assert all(
         final_loss(quantizer_class) < 0.7 * minmax
-        for quantizer_class in (LSQQuantizer, ScalesOnlyQuantizer, SEQQuantizer)
+        for quantizer_class in (LSQQuantizer, ScalesOnlyQuantizer)
     )
 
 
-@pytest.mark.parametrize(
-    "quantizer_class", [LSQQuantizer, SEQQuantizer, TernaryQuantizer]
-)
+@pytest.mark.parametrize("quantizer_class", [LSQQuantizer, TernaryQuantizer])
 def test_constant_groups_stay_finite(quantizer_class):
     """A zero group can have a zero scale, but all values stay finite."""
     weight = mx.concatenate([mx.zeros((1, 32)), mx.full((1, 32), 0.25)])
@@ -408,10 +377,6 @@ def test_init_from_codes_keeps_the_codes(quantizer_class, dtype, spec):
         assert not mx.array_equal(low_precision["weight"], packed["weight"])
 
 
-def bit_schedule(*widths):
-    return {"bit_schedule": [{"bits": bits, "steps": 2} for bits in widths]}
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -431,8 +396,7 @@ def bit_schedule(*widths):
             {"mode": "nvfp4", "quantizer": "scales_only"},
             "nvfp4 has no trainable scales",
         ),
-        ({"mode": "mxfp8", "quantizer": "seq"}, "mxfp8 has no trainable scales"),
-        ({"bits": 4, "quantizer": "seq"}, "quantizer: seq needs bits: 2"),
+        ({"mode": "mxfp8", "quantizer": "ternary"}, "mxfp8 has no trainable scales"),
         ({"quantizer": "ternary"}, "quantizer: ternary needs bits: 2"),
         ({"scale_init": "minmax"}, "do not apply to quantizer: minmax"),
         ({"scale_lr_multiplier": 2.0}, "do not apply to quantizer: minmax"),
@@ -443,17 +407,6 @@ def bit_schedule(*widths):
         (
             {"quantizer": "scales_only", "fake_quant_after_n_steps": 3},
             "fake_quant_after_n_steps does not apply to quantizer: scales_only",
-        ),
-        (
-            {"quantizer": "fixed_scale"} | bit_schedule(8),
-            "needs mode: affine and quantizer: minmax or lsq",
-        ),
-        ({"bits": 2, "quantizer": "ternary"} | bit_schedule(8), "minmax or lsq"),
-        ({"mode": "mxfp4"} | bit_schedule(8), "needs mode: affine"),
-        (bit_schedule(8, 4), "fewer bits than the one before, and more than bits: 4"),
-        (
-            {"bits": 2} | bit_schedule(4, 8),
-            "fewer bits than the one before, and more than bits: 2",
         ),
     ],
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..pipeline.dry_run import DryRun
 from ..pipeline.largest_fit import FitKey
+from .arguments import checked
 from .recipe import Overrides, Recipe, RecipeLike, as_recipe
 from .table import Table
 
@@ -83,6 +84,7 @@ class Check:
         return Table(["", ""], self.lines)._repr_html_()
 
 
+@checked
 def check(
     recipe: RecipeLike,
     *,

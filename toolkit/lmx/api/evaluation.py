@@ -1,7 +1,7 @@
 """`lmx.evaluate`: measure a model on data."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,8 @@ from ..pipeline.runner import make_context
 from ..run.distributed import SINGLE_PROCESS
 from ..run.logger import RunLogger
 from ..run.tables import table
-from .functions import MetricFunction, checked_metric
+from .arguments import Integer, checked
+from .functions import Metrics, checked_metric
 from .jobs import Data, data_block
 from .model import Model, ModelLike, load, model_path
 from .recipe import Recipe
@@ -103,13 +104,14 @@ class Evaluation:
         return self.table._repr_html_()
 
 
+@checked
 def evaluate(
     model: Model | ModelLike,
     data: Data | None = None,
-    metrics: Mapping[str, MetricFunction] | None = None,
+    metrics: Metrics | None = None,
     *,
     reference: Model | ModelLike | None = None,
-    seed: int = 0,
+    seed: Integer = 0,
     quiet: bool = False,
     **keys: Any,
 ) -> Evaluation:

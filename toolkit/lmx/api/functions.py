@@ -7,9 +7,10 @@ import textwrap
 from collections.abc import Callable, Mapping
 from functools import wraps
 from types import CodeType
-from typing import Any
+from typing import Annotated, Any
 
 import mlx.core as mx
+from pydantic import Strict
 
 from ..data.record_formats import DataRecord
 from ..errors import FAILED, UserError
@@ -18,6 +19,9 @@ from ..pipeline.extensions import Loss, Metric
 from .model import Model
 
 MetricFunction = Callable[[Model, list[dict[str, Any]]], float]
+Metrics = Annotated[Mapping[str, MetricFunction], Strict(False)]
+# Tokens of random logits with which a loss is tested.
+PROBE_TOKENS = 8
 PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -56,9 +60,7 @@ def identity(function: Callable[..., Any], *, name: str) -> dict[str, str]:
     }
 
 
-def python_block(
-    loss: Loss | None, metrics: Mapping[str, MetricFunction] | None
-) -> dict[str, Any] | None:
+def python_block(loss: Loss | None, metrics: Metrics | None) -> dict[str, Any] | None:
     """The `python` block of a recipe with these functions; None = without any.
 
     Raises:
@@ -79,12 +81,16 @@ def checked_loss(function: Loss) -> Loss:
     """The loss; its errors name it.
 
     Raises (when called):
-        UserError: it fails, or does not return one number.
+        UserError: it fails, does not return one number, or has no gradient.
     """
-    name = function.__qualname__
+    name, tested = function.__qualname__, False
 
     @wraps(function)
     def loss(logits: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
+        nonlocal tested
+        if not tested:
+            tested = True
+            _require_gradient(loss, logits.shape)
         try:
             total = function(logits, targets, mask)
         except (Exception, SystemExit) as error:
@@ -102,6 +108,24 @@ def checked_loss(function: Loss) -> Loss:
         return total.astype(mx.float32)
 
     return loss
+
+
+def _require_gradient(loss: Loss, shape: tuple[int, ...]) -> None:
+    """Refuse a loss that no logit changes, such as one of argmax: nothing would train.
+
+    Args:
+        shape: of the logits, which may be traced and have no values.
+    """
+    shape = (*(1 for _ in shape[2:]), PROBE_TOKENS, shape[-1])
+    logits = mx.random.normal(shape, key=mx.random.key(0))
+    targets = mx.arange(PROBE_TOKENS).reshape(shape[:-1]) % shape[-1]
+    gradient = mx.grad(loss)(logits, targets, mx.ones(shape[:-1], mx.bool_))
+    if not mx.any(gradient).item():
+        raise UserError(
+            f"the gradient of the loss {loss.__qualname__} is zero for random logits",
+            hint="argmax, comparisons, .item() and mx.stop_gradient have no gradient",
+            code=FAILED,
+        )
 
 
 def checked_metric(function: MetricFunction, name: str) -> Metric:

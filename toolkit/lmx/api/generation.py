@@ -3,41 +3,62 @@
 import os
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Annotated, Any, Literal, Unpack, overload
+
+from pydantic import AfterValidator, Field
+
+# That of Python 3.11 cannot be checked.
+from typing_extensions import TypedDict
 
 from ..config.draft import MAX_DRAFT_TOKENS
-from ..config.quant_spec import KV_CACHE_BITS
+from ..config.quant_spec import KVCacheBits
 from ..errors import UserError
 from ..generation.engine import Generator
 from ..generation.outputs import GenerationResponse, GenerationResult
 from ..generation.prompt import encode_prompt
 from ..generation.requests import generate_requests, make_request
 from ..generation.sampling import Sampling
+from .arguments import STRICT, Integer, PathLike, checked
 from .model import Model, ModelLike, load
 
-Messages = list[dict[str, str]]
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    if missing := {"role", "content"} - message.keys():
+        raise ValueError(f"a message needs {' and '.join(sorted(missing))}")
+    return message
+
+
+Messages = Annotated[
+    list[Annotated[dict[str, Any], AfterValidator(_message)]], Field(min_length=1)
+]
 Prompt = str | Messages
 Prompts = list[str] | list[Messages]
 SAMPLING = [field.name for field in fields(Sampling)]
+DEFAULTS: dict[str, Any] = {
+    **{"max_tokens": 256, "stop": [], "system": None, "draft": None, "kv_bits": None},
+    **{"num_draft_tokens": None, "ignore_chat_template": False},
+}
 
 
 class GenerateOptions(TypedDict, total=False):
     """Options of `lmx.generate`, named as those of the command `lmx generate`."""
 
-    max_tokens: int
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+
+    max_tokens: Annotated[Integer, Field(ge=0, lt=2**31)]
     temperature: float
     top_p: float
-    top_k: int
+    top_k: Integer
     min_p: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    seed: int
-    stop: list[str]
+    seed: Integer
+    stop: str | list[Annotated[str, Field(min_length=1)]]
     system: str | None
-    draft: str | os.PathLike[str] | None
-    num_draft_tokens: int | None
-    kv_bits: int | None
+    draft: PathLike | None
+    num_draft_tokens: Annotated[Integer, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None
+    kv_bits: KVCacheBits | None
     ignore_chat_template: bool
 
 
@@ -71,6 +92,7 @@ def generate(
 ) -> Iterator[GenerationResponse]: ...
 
 
+@checked
 def generate(
     model: Model | ModelLike,
     prompt: Prompt | Prompts,
@@ -102,13 +124,16 @@ def generate(
         UserError: the model does not load, a prompt cannot be encoded or is too long,
             or an option is out of its range.
     """
-    settings = _checked(dict(options))
+    settings: dict[str, Any] = DEFAULTS | options
+    if settings["ignore_chat_template"] and settings["system"] is not None:
+        raise UserError("system needs the chat template: omit ignore_chat_template")
+    sampling = Sampling(**{k: settings[k] for k in SAMPLING if k in settings})
     loaded = model if isinstance(model, Model) else load(model)
     draft, count = settings.pop("draft"), settings.pop("num_draft_tokens")
     kv_bits = settings.pop("kv_bits")
     name = None if draft is None else os.fspath(draft)
-    sampling = Sampling(**{k: settings[k] for k in SAMPLING if k in settings})
     max_tokens, stop = settings["max_tokens"], settings["stop"]
+    stop = [stop] if isinstance(stop, str) else stop
     if _is_batch(prompt):
         if stream or name or kv_bits:
             option = "stream" if stream else "draft" if name else "kv_bits"
@@ -127,44 +152,6 @@ def generate(
     return generator.generate(tokens, **wanted)
 
 
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with their defaults.
-
-    Raises:
-        UserError: one is unknown or out of its range.
-    """
-    known = GenerateOptions.__annotations__
-    if unknown := [name for name in options if name not in known]:
-        raise UserError(
-            f"unknown option {unknown[0]!r}", hint=f"available: {', '.join(known)}"
-        )
-    defaults = dict.fromkeys(("system", "draft", "num_draft_tokens", "kv_bits"))
-    defaults |= {"max_tokens": 256, "stop": [], "ignore_chat_template": False}
-    options = defaults | options
-    if isinstance(options["stop"], str):
-        options["stop"] = [options["stop"]]
-    count = options["num_draft_tokens"]
-    faults = {
-        f"max_tokens must be 0 or more, got {options['max_tokens']}": (
-            options["max_tokens"] < 0
-        ),
-        f"kv_bits must be 2, 4, 8 or 16, got {options['kv_bits']}": (
-            options["kv_bits"] not in (None, *KV_CACHE_BITS)
-        ),
-        "a stop string is empty": not all(options["stop"]),
-        f"num_draft_tokens must be 1 to {MAX_DRAFT_TOKENS}, got {count}": (
-            count is not None and not 1 <= count <= MAX_DRAFT_TOKENS
-        ),
-        "system needs the chat template: leave out ignore_chat_template": (
-            options["ignore_chat_template"] and options["system"] is not None
-        ),
-    }
-    for message, is_fault in faults.items():
-        if is_fault:
-            raise UserError(message)
-    return options
-
-
 def _is_batch(prompt: Any) -> bool:
     """Whether it is a list of prompts, not one prompt."""
     if not isinstance(prompt, list):
@@ -181,21 +168,9 @@ def _encode(model: Model, prompt: Any, settings: dict[str, Any]) -> list[int]:
     ignores_template = settings["ignore_chat_template"]
     if isinstance(prompt, list) and ignores_template:
         raise UserError("messages need the chat template")
-    if not isinstance(prompt, str) and not (prompt and _is_chat(prompt)):
-        raise UserError(
-            f"a prompt is a text or a list of messages, got {type(prompt).__name__}",
-            hint='a message is {"role": "user", "content": "..."}',
-        )
     return encode_prompt(
         model.tokenizer,
         prompt,
         system=settings["system"],
         ignore_chat_template=ignores_template,
-    )
-
-
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(
-        isinstance(message, dict) and "role" in message and "content" in message
-        for message in prompt
     )

@@ -7,19 +7,21 @@ from typing import Any
 
 from ..errors import UserError
 from ..run.fs import MANIFEST
+from .arguments import Integer, Keys, PathLike, checked
 from .model import Model, ModelLike, model_path
 from .run import Run
 from .training import train
 
-Data = str | os.PathLike[str] | Sequence[str] | Mapping[str, Any]
+Data = PathLike | Sequence[str] | Keys
 
 
+@checked
 def quantize(
     model: Model | ModelLike,
     *,
     data: Data | None = None,
-    output: str | os.PathLike[str] | None = None,
-    seed: int = 0,
+    output: PathLike | None = None,
+    seed: Integer = 0,
     restart: bool = False,
     ignore_limits: bool = False,
     quiet: bool = False,
@@ -34,11 +36,9 @@ def quantize(
         output: the run directory; None = exports/ and the model's name with a hash of
             all settings, so that the same call finds its result again.
         seed: as in a recipe.
-        restart: as for `lmx.train`.
-        ignore_limits: as for `lmx.train`.
-        quiet: as for `lmx.train`.
-        keys: those of a quantize stage: method ("rtn", "gptq", "awq"), bits,
-            group_size, ... (docs/recipes.md).
+        restart, ignore_limits, quiet: as for `lmx.train`.
+        keys: those of a quantize stage: method ("rtn", "gptq"), bits, group_size,
+            ... (docs/recipes.md).
 
     Returns:
         The run; `model_path` is the quantized model.
@@ -57,12 +57,13 @@ def quantize(
     )
 
 
+@checked
 def make_draft(
     model: Model | ModelLike,
     data: Data,
     *,
-    output: str | os.PathLike[str] | None = None,
-    seed: int = 0,
+    output: PathLike | None = None,
+    seed: Integer = 0,
     restart: bool = False,
     ignore_limits: bool = False,
     quiet: bool = False,
@@ -73,11 +74,7 @@ def make_draft(
     Args:
         model: as for `quantize`.
         data: prompts like those that the model will get, as for `quantize`.
-        output: as for `quantize`.
-        seed: as for `quantize`.
-        restart: as for `quantize`.
-        ignore_limits: as for `quantize`.
-        quiet: as for `quantize`.
+        output, seed, restart, ignore_limits, quiet: as for `quantize`.
         keys: those of a draft stage: architecture, steps, draft_model, ...
             (docs/recipes.md).
 
@@ -97,11 +94,12 @@ def make_draft(
     )
 
 
+@checked
 def export(
     model: Model | ModelLike,
     formats: Sequence[str] = ("mlx",),
     *,
-    output: str | os.PathLike[str] | None = None,
+    output: PathLike | None = None,
     restart: bool = False,
     ignore_limits: bool = False,
     quiet: bool = False,
@@ -113,10 +111,7 @@ def export(
         model: as for `quantize`.
         formats: "mlx", "hf" (transformers), "gguf" (llama.cpp), and "peft", the
             adapter that the `Run` trained, or that the `Model` was loaded with.
-        output: as for `quantize`.
-        restart: as for `quantize`.
-        ignore_limits: as for `quantize`.
-        quiet: as for `quantize`.
+        output, restart, ignore_limits, quiet: as for `quantize`.
         keys: further keys of an export stage: hub_repo_id, private, license, and
             adapter_path, the adapter that "peft" exports.
 

@@ -4,7 +4,7 @@ import os
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mlx.nn.layers.base import Module
 
@@ -16,9 +16,10 @@ from ..generation.speculative.factory import proposer_factory
 from ..models.checkpoint import model_folder
 from ..models.loader import LoadedModel
 from ..run.fs import MANIFEST
+from .arguments import PathLike, checked
 from .run import Run
 
-ModelLike = str | os.PathLike[str] | Run
+ModelLike = PathLike | Run
 
 
 class Model:
@@ -139,14 +140,15 @@ def set_draft(
     return generator.make_proposer is not None
 
 
+@checked
 def load(
     source: ModelLike,
-    adapter: str | os.PathLike[str] | None = None,
-    draft: str | os.PathLike[str] | Run | None = None,
+    adapter: PathLike | None = None,
+    draft: PathLike | Run | None = None,
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    compute: str = "auto",
+    compute: Literal["auto", "stored", "float32", "float16", "bfloat16"] = "auto",
 ) -> Model:
     """Load a model.
 

@@ -15,11 +15,13 @@ from ..config.overrides import Override
 from ..config.plain_data import plain_data
 from ..config.redaction import redact
 from ..config.schema import RecipeConfig
+from ..errors import UserError
 from ..pipeline.plan import RunPlan, load, load_data, plan
 from ..run.fs import write_atomic
+from .arguments import Keys, PathLike, checked
 
-RecipeLike = Union["Recipe", str, os.PathLike[str], Mapping[str, Any]]
-Overrides = Mapping[str, Any] | Sequence[Override]
+RecipeLike = Union["Recipe", PathLike, Keys]
+Overrides = Keys | Sequence[Override]
 # Characters of the recipe's hash in the name of a run without a file.
 HASH_CHARACTERS = 8
 
@@ -73,16 +75,8 @@ class Recipe:
         **keys: Unpack[RecipeKeys],
     ):
         if (source is None) == (not keys):
-            raise TypeError("give either a recipe or its keys")
-        pairs = _pairs(overrides)
-        if isinstance(source, str | os.PathLike):
-            self.loaded = load(bundled.locate(os.fspath(source)), pairs)
-        elif isinstance(source, Recipe):
-            self.loaded = _derived(source.loaded, pairs)
-        else:
-            data: Mapping[str, Any] = keys if source is None else source
-            loaded = load_data(data, pairs, name="recipe", root=Path.cwd())
-            self.loaded = replace(loaded, name=_name(loaded))
+            raise UserError("give either a recipe or its keys")
+        self.loaded = _recipe(keys if source is None else source, overrides)
 
     @property
     def name(self) -> str:
@@ -159,10 +153,22 @@ class Recipe:
         return f"<pre>{html.escape(redact(self.to_yaml()))}</pre>"
 
 
+@checked
+def _recipe(source: RecipeLike, overrides: Overrides | None) -> LoadedRecipe:
+    """The recipe of the arguments of `Recipe`."""
+    pairs = _pairs(overrides)
+    if isinstance(source, Recipe):
+        return _derived(source.loaded, pairs)
+    if isinstance(source, Mapping):
+        loaded = load_data(source, pairs, name="recipe", root=Path.cwd())
+        return replace(loaded, name=_name(loaded))
+    return load(bundled.locate(os.fspath(source)), pairs)
+
+
 def as_recipe(
     recipe: RecipeLike,
     overrides: Overrides | None = None,
-    output: str | os.PathLike[str] | None = None,
+    output: PathLike | None = None,
     **values: Any,
 ) -> Recipe:
     """A recipe with overrides, of which `output` and `values` are the last ones.
@@ -194,13 +200,14 @@ def _pairs(overrides: Overrides | None) -> list[Override]:
     Raises:
         ConfigErrors: a value is no plain data.
     """
-    if overrides is None:
-        return []
-    if not isinstance(overrides, Mapping):
-        return list(overrides)
     errors: list[ConfigError] = []
     pairs: list[Override] = []
-    for key, value in overrides.items():
+    items = overrides.items() if isinstance(overrides, Mapping) else overrides or ()
+    for item in items:
+        if isinstance(item, str):
+            pairs.append(item)
+            continue
+        key, value = item
         plain, faults = plain_data(value, tuple(key.split(".")))
         pairs.append((key, plain))
         errors += faults

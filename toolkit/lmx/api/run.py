@@ -16,6 +16,7 @@ from ..run.html.record import Record, read_resolved
 from ..run.report import REPORT, read_report
 from ..run.run_dir import RECIPE
 from ..run.tables import table
+from .arguments import PathLike, checked
 from .recipe import Recipe
 from .table import Table
 
@@ -168,7 +169,8 @@ class Run:
         return name and (find(name, self.path) or Path(name))
 
 
-def open_run(path: str | os.PathLike[str]) -> Run:
+@checked
+def open_run(path: PathLike) -> Run:
     """The results of a run directory.
 
     Raises:

@@ -1,27 +1,28 @@
 """`lmx.train`: run a recipe."""
 
-import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..errors import Interrupted, UserError
+from ..errors import Interrupted
 from ..pipeline import runner
 from ..pipeline.extensions import Extensions, Loss
 from ..run.callbacks import Callback, CallbackList
-from .functions import MetricFunction, checked_loss, checked_metric, python_block
+from .arguments import PathLike, checked
+from .functions import Metrics, checked_loss, checked_metric, python_block
 from .recipe import Overrides, Recipe, RecipeLike, as_recipe
 from .run import Run, open_run
 
 
+@checked
 def train(
     recipe: RecipeLike,
     *,
     overrides: Overrides | None = None,
-    output: str | os.PathLike[str] | None = None,
+    output: PathLike | None = None,
     callbacks: Sequence[Callback] = (),
     loss: Loss | None = None,
-    metrics: Mapping[str, MetricFunction] | None = None,
+    metrics: Metrics | None = None,
     restart: bool = False,
     ignore_limits: bool = False,
     allow_python: bool = False,
@@ -60,7 +61,7 @@ def train(
     block = python_block(loss, metrics)
     resolved = as_recipe(recipe, overrides, output, python=block)
     extensions = Extensions(
-        CallbackList(_checked(callbacks)),
+        CallbackList(callbacks),
         checked_loss(loss) if loss else None,
         {name: checked_metric(f, name) for name, f in (metrics or {}).items()},
         allow_python,
@@ -73,20 +74,6 @@ def train(
         ignore_limits=ignore_limits,
         quiet=quiet,
     )
-
-
-def _checked(callbacks: Sequence[Callback]) -> Sequence[Callback]:
-    """The callbacks.
-
-    Raises:
-        UserError: one is no instance of `Callback`.
-    """
-    if wrong := [c for c in callbacks if not isinstance(c, Callback)]:
-        raise UserError(
-            f"a callback is an instance of lmx.Callback, got {wrong[0]!r}",
-            hint="derive your class from lmx.Callback, and give an instance of it",
-        )
-    return callbacks
 
 
 def run_recipe(recipe: Recipe, extensions: Extensions, **options: Any) -> Run:

@@ -14,6 +14,7 @@ from ..config.draft import MAX_DRAFT_TOKENS
 from ..config.quant_spec import KV_CACHE_BITS
 from ..config.text_files import read_text
 from ..errors import INTERRUPTED, UserError
+from ..generation.prompt import utf8_text
 from ..run import terminal
 
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="quantize the KV cache after N tokens; default 0",
     )
-    add("--save-prompt-cache", metavar="FOLDER", help="save the KV cache at the end")
-    add("--prompt-cache-file", metavar="FOLDER", help="continue from a saved KV cache")
+    folder = {"metavar": "FOLDER", "type": lambda path: Path(os.path.expanduser(path))}
+    add("--save-prompt-cache", **folder, help="save the KV cache at the end")
+    add("--prompt-cache-file", **folder, help="continue from a saved KV cache")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
     add("--trust-remote-code", action="store_true", help="run the model's own Python")
@@ -298,11 +300,15 @@ class InteractiveSession:
         self._generator, self._sampling = generator, sampling
         self._messages: list[dict[str, str]] = []
         self._output = terminal.StreamedText()
-        self._require_replaceable_cache()
+        if args.save_prompt_cache:
+            from ..generation.prefix_cache import require_replaceable
+
+            # Before the generation, which would be lost.
+            require_replaceable(args.save_prompt_cache)
         if args.prompt_cache_file:
             self._load()
         if args.system is not None and not self._messages:
-            self._messages = [{"role": "system", "content": args.system}]
+            self._messages = [{"role": "system", "content": utf8_text(args.system)}]
 
     def chat(self, turns: Iterator[str]) -> None:
         """Respond to every turn. What was said before an error or Ctrl-C is saved.
@@ -379,28 +385,20 @@ class InteractiveSession:
         cache, tokens = latest
         save_prompt_cache(
             cache,
-            Path(os.path.expanduser(self._args.save_prompt_cache)),
+            self._args.save_prompt_cache,
             digest=self._digest(),
             tokens=tokens,
             messages=self._messages if self._args.chat else [],
         )
 
-    def _require_replaceable_cache(self) -> None:
-        """Refuse other files before the generation, which would be lost."""
-        from ..generation.prefix_cache import require_replaceable
-
-        if folder := self._args.save_prompt_cache:
-            require_replaceable(Path(os.path.expanduser(folder)))
-
     def _load(self) -> None:
-        from ..generation import prefix_cache
+        from ..generation.prefix_cache import load_prompt_cache
 
-        folder = Path(os.path.expanduser(self._args.prompt_cache_file))
-        cache = self._generator.new_cache()
-        tokens = prefix_cache.load_prompt_cache(cache, folder, digest=self._digest())
-        self._generator.prefix_cache.insert(tokens, cache)
+        cache, folder = self._generator.new_cache(), self._args.prompt_cache_file
+        saved = load_prompt_cache(cache, folder, digest=self._digest())
+        self._generator.prefix_cache.insert(saved.tokens, cache)
         if self._args.chat:
-            self._messages = prefix_cache.load_messages(folder)
+            self._messages = saved.messages
 
     def _digest(self) -> str:
         from ..models.checkpoint import quick_digest
@@ -413,7 +411,7 @@ class InteractiveSession:
     def _encode(self, text: str) -> list[int]:
         if self._args.ignore_chat_template:
             return self._generator.encode_text(text)
-        self._messages.append({"role": "user", "content": text})
+        self._messages.append({"role": "user", "content": utf8_text(text)})
         return self._generator.encode_chat(self._messages)
 
     def _set_draft(self, prompt: list[int]) -> None:

@@ -3,11 +3,14 @@
 import argparse
 import re
 import shlex
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..config.bundled import bundled_recipes
-from ..config.errors import KeyPath
+from ..config.errors import ConfigErrors, KeyPath
+from ..config.loader import find as find_from
 from ..config.recipe_text import set_value, without_key, without_schema_line
 from ..config.yaml_io import read
 from ..errors import UserError
@@ -61,17 +64,16 @@ def init(arguments: argparse.Namespace) -> int:
     if terminal.input_is_terminal() and terminal.output_is_terminal():
         _ask(arguments)
     task = arguments.task or "qat"
-    bits = arguments.bits or (4 if task in BY_BITS else None)
-    if bits and task not in BY_BITS:
+    if arguments.bits and task not in BY_BITS:
         raise UserError(f"--bits does not apply to {task}", hint="qat or quantize")
     if not arguments.model or not (arguments.data or task == "quantize"):
         missing = "--data" if arguments.model else "--model"
         raise UserError(f"{missing} is missing", hint="see lmx init --help")
-    target = arguments.output or Path(
-        f"{task}_{bits}bit.yaml" if bits else f"{task}.yaml"
-    )
+    quantization = _quantization(task, arguments.model, arguments.bits)
+    name = f"{task}_{quantization['bits']}bit" if quantization else task
+    target = arguments.output or Path(f"{name}.yaml")
     require_new(target)
-    text = recipe_text(task, arguments.model, arguments.data, bits)
+    text = recipe_text(task, arguments.model, arguments.data, quantization)
     _check(target, text)
     write_recipe(target, text)
     lines = [str(target)]
@@ -82,21 +84,62 @@ def init(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def recipe_text(task: str, model: str, data: str | None, bits: int | None) -> str:
+def recipe_text(
+    task: str, model: str, data: str | None, quantization: dict[str, Any] | None
+) -> str:
     """The recipe of a task, with its comments.
 
     Args:
         data: training data; None = none, for the task quantize.
-        bits: None for a task without quantization.
+        quantization: `bits`, or the whole grid of a model from whose codes qat goes on;
+            None for a task without quantization.
     """
-    by_bits = BY_BITS.get(task, {})
-    name = by_bits.get(bits, by_bits.get(4)) or TEMPLATES[task]
+    by_bits, grid = BY_BITS.get(task, {}), quantization or {}
+    bits, has_codes = grid.get("bits"), "group_size" in grid
+    name = by_bits.get(4 if has_codes else bits, by_bits.get(4)) or TEMPLATES[task]
     text = without_schema_line(bundled_recipes()[name].read_text("utf-8"))
     if bits:
         text = _with_bits(text, bits)
+    if has_codes:
+        text = set_value(text, ("stages", 0, "train", "qat"), grid)
     text = set_value(text, ("model",), model)
     text = _with_data(text, task, data)
     return text if model == INCLUDED_MODEL else _for_other_model(text, task)
+
+
+def _quantization(task: str, model: str, bits: int | None) -> dict[str, Any] | None:
+    """The argument of `recipe_text`.
+
+    Raises:
+        UserError: the recipe would quantize a quantized model again, or the model
+            cannot be imported.
+    """
+    from ..convert.importers import resolve_checkpoint
+    from ..pipeline.plan import initial_state
+
+    if task not in BY_BITS:
+        return None
+    find = partial(find_from, root=Path.cwd())
+    state = initial_state({"model": model}, find)
+    if state.quantization == {}:
+        # MLX's grid for another tool's codes is that of the import.
+        folder = str(resolve_checkpoint(find(model)))
+        state = initial_state({"model": folder}, find)
+    if state.quantization is None:
+        return {"bits": bits or 4}
+    keys = ("bits", "group_size", "mode", "global_scale", "quantize_activations")
+    values = [(key, (state.config | state.quantization).get(key)) for key in keys]
+    grid = {key: value for key, value in values if value not in (None, False, "affine")}
+    if task == "qat" and "bits" in grid and bits in (None, grid["bits"]):
+        return grid
+    raise UserError(
+        f"the model is quantized to {grid.get('bits')} bits already, and quantizing "
+        "again adds error",
+        place=model,
+        hint="leave --bits out: --task qat continues from the codes; or start from the "
+        f"model before it was quantized, or expand it: lmx convert {model} TARGET "
+        "--dequantize",
+    )
 
 
 def _with_bits(text: str, bits: int) -> str:
@@ -159,11 +202,17 @@ def _check(target: Path, text: str) -> None:
     """Refuse a recipe that `lmx-train` would refuse.
 
     Raises:
-        ConfigErrors: all errors, with the lines that would have been written.
+        ConfigErrors: all errors, with their keys.
     """
     from ..pipeline.plan import load, plan
 
-    plan(load(target, text=text))
+    try:
+        plan(load(target, text=text))
+    except ConfigErrors as errors:
+        # There is no file whose lines could be named.
+        raise ConfigErrors(
+            None, "", [replace(e, place=None) for e in errors.errors]
+        ) from None
 
 
 def _ask(arguments: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -177,6 +178,9 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a command. A `UserError` becomes a message and an exit code."""
     terminal.reserve_streams()
     sys.excepthook = terminal.write_crash
+    warnings.showwarning = lambda message, *_: terminal.write_err(
+        redact(f"warning: {message}\n")
+    )
     try:
         return command(argv)
     except terminal.ReaderGone:

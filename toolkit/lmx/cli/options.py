@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "data.train",
             "calibration data: file, folder or Hub id; default: built-in text",
         ),
-        "--method": ("stages.quantize.method", "rtn, gptq or awq"),
+        "--method": ("stages.quantize.method", "rtn or gptq"),
         "--bits": ("stages.quantize.bits", "bits per weight"),
         "--group-size": ("stages.quantize.group_size", "weights per scale"),
         **SEED,

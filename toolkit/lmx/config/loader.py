@@ -11,12 +11,13 @@ from pydantic import ValidationError
 
 from . import bundled, yaml_io
 from .errors import ConfigError, ConfigErrors, KeyPath
-from .messages import Problem, explain, path_of
+from .messages import Problem, explain
 from .overrides import Override, merge, shown
 from .plain_data import plain_data
 from .redaction import redact, redact_values
 from .schema import RecipeConfig
 from .text_files import read_text
+from .validation import path_of
 
 Check = Callable[[dict, Callable[[str], Path | None]], list[Problem]]
 

@@ -1,4 +1,4 @@
-"""The `adapter` block: LoRA, DoRA and QA-LoRA."""
+"""The `adapter` block: LoRA and DoRA."""
 
 from typing import Annotated, Literal
 
@@ -19,11 +19,9 @@ TargetModules = Annotated[
 class LoRAConfig(ConfigModel):
     """A low-rank adapter (LoRA, arXiv 2106.09685): W + alpha / rank * B A."""
 
-    type: Literal["lora", "dora", "qa_lora"] = "lora"
+    type: Literal["lora", "dora"] = "lora"
     """lora. dora (arXiv 2402.09353): also trains the magnitude of every output channel;
-    not for expert layers, and not with qat. qa_lora (arXiv 2309.14717): for linear
-    layers of a quantized model; one input per quantization group, so that the adapter
-    merges into the group biases, and the codes do not change."""
+    not for expert layers, and not with qat."""
     rank: Rank = 16
     """Rank of the update."""
     alpha: float | None = Field(None, gt=0)
@@ -33,8 +31,8 @@ class LoRAConfig(ConfigModel):
     loraplus_lr_ratio: float = Field(1.0, gt=0)
     """Learning rate of B divided by that of A (LoRA+, arXiv 2402.12354)."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on the adapter input. Not with qat or qa_lora, which merge the adapter in
-    every step."""
+    """Dropout on the adapter input. Not with qat, which merges the adapter in every
+    step."""
     target_modules: TargetModules = Field(
         "auto", examples=["auto", ["*_proj"], {"self_attn.*": 32, "mlp.*": 8}]
     )

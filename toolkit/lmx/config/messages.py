@@ -1,7 +1,6 @@
 """Messages for pydantic errors, with hints, and navigation in the schema."""
 
 import difflib
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,34 +8,14 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from ..errors import MAX_VALUE, shorten
 from .base import ConfigModel
 from .errors import KeyPath
 from .key_hints import key_hint, value_hint
 from .schema import RecipeConfig, StageEntry
+from .validation import EXPECTED, describe, path_of, shown
 
-EXPECTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
-    "dict_type": "a block of keys",
-    "model_type": "a block of keys",
-    "model_attributes_type": "a block of keys",
-}
 # Keys whose value chooses among several blocks.
 TAGS = ("method", "type")
-LIMITS = {
-    "greater_than": "must be more than {gt:g}, got {got}",
-    "greater_than_equal": "must be at least {ge:g}, got {got}",
-    "less_than": "must be less than {lt:g}, got {got}",
-    "less_than_equal": "must be at most {le:g}, got {got}",
-    "too_short": "needs at least one entry",
-    "too_long": "has {actual_length:,} entries, at most {max_length} are allowed",
-}
 
 
 @dataclass(frozen=True)
@@ -53,7 +32,6 @@ def explain(error: dict, data: Any) -> Problem:
     """The problem behind one pydantic error about `data`."""
     kind, context = error["type"], error.get("ctx", {})
     path = path_of(error["loc"], data)
-    got = shown(error["input"])
     if kind == "extra_forbidden":
         return _unknown_key(path, data)
     if kind == "missing":
@@ -65,33 +43,8 @@ def explain(error: dict, data: Any) -> Problem:
         return Problem(path, f"missing key '{key}'", of="block")
     if kind in ("literal_error", "union_tag_invalid"):
         return _unknown_value(path, error, data)
-    if kind in LIMITS:
-        return Problem(path, LIMITS[kind].format(**context, got=got))
-    if expected := EXPECTED.get(kind):
-        return Problem(path, f"expected {expected}, got {got}", _type_hint(path, error))
-    return Problem(path, f"{error['msg'][0].lower()}{error['msg'][1:]}, got {got}")
-
-
-def path_of(location: Iterable[str | int], data: Any) -> KeyPath:
-    """The keys of a pydantic location that exist in `data`, without union tags."""
-    path: list[str | int] = []
-    for step in location:
-        known = range(len(data)) if isinstance(data, list) else data
-        if isinstance(known, dict | range) and step in known:
-            data = data[step]
-            path.append(step)
-    return tuple(path)
-
-
-def shown(value: Any) -> str:
-    """A value as text for a message."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, dict):
-        return "a block of keys"
-    if isinstance(value, list):
-        return "a list"
-    return shorten(json.dumps(value, default=str), MAX_VALUE)
+    hint = _type_hint(path, error) if kind in EXPECTED else None
+    return Problem(path, describe(error), hint)
 
 
 def nearest(name: Any, names: Iterable[str]) -> str | None:
@@ -212,6 +165,4 @@ def _type_hint(path: KeyPath, error: dict) -> str | None:
         return f"write '- {value}:'" if value in fields(StageEntry) else None
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
         return "use quotes to make it text"
-    if error["type"] == "bool_type":
-        return value_hint(path, error["input"], ["true", "false"])
     return None

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import ConfigError, KeyPath
-from .yaml_io import MAX_DEPTH, TOO_DEEP
+from .validation import kind_name
+from .yaml_io import MAX_DEPTH, TOO_DEEP, text_fault
 
 SCALARS = (bool, int, float)
 
@@ -31,11 +32,13 @@ def _plain(value: Any, path: KeyPath, errors: list[ConfigError]) -> Any:
         case None:
             return None
         case str():
+            if fault := text_fault(value):
+                errors.append(ConfigError(fault, path=path))
             return str.__str__(value)
         case bool() | int() | float():
             return next(kind(value) for kind in SCALARS if isinstance(value, kind))
         case os.PathLike():
-            return os.fspath(value)
+            return _plain(os.fspath(value), path, errors)
         case Mapping():
             return _block(value, path, errors)
         case list() | tuple():
@@ -59,6 +62,5 @@ def _block(value: Mapping, path: KeyPath, errors: list[ConfigError]) -> dict:
 
 
 def _kind(value: Any) -> str:
-    name = type(value).__name__
     hint = "; give it to lmx.train as loss or metrics" * callable(value)
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}{hint}"
+    return f"{kind_name(value)}{hint}"

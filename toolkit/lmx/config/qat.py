@@ -1,30 +1,15 @@
 """The `qat` block: fake quantization in training."""
 
-from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from .base import ConfigModel
-from .quant_spec import FLOAT_MODES, Bits, QuantizationConfig, QuantSpec
+from .quant_spec import FLOAT_MODES, QuantizationConfig, QuantSpec
 
-# Quantizers with three or four levels around zero.
-SYMMETRIC_QUANTIZERS = ("seq", "ternary")
 # Quantizers that can continue from the codes of a quantized model.
 CONTINUES_FROM_CODES = ("lsq", "scales_only", "fixed_scale")
-# Quantizers whose trained parameters do not depend on the number of bits.
-ANY_WIDTH_QUANTIZERS = ("minmax", "lsq")
 # Quantizers of the floating-point modes.
 FLOAT_QUANTIZERS = ("minmax", "fixed_scale")
-
-
-class BitScheduleStep(ConfigModel):
-    """A phase of the training with more bits."""
-
-    bits: Bits
-    """Bits per code."""
-    steps: int = Field(ge=1)
-    """Optimizer steps of this phase."""
 
 
 class QATConfig(QuantizationConfig):
@@ -32,18 +17,17 @@ class QATConfig(QuantizationConfig):
     weights; gradients pass through the rounding (straight-through estimator)."""
 
     quantizer: (
-        Literal["minmax", "lsq", "scales_only", "fixed_scale", "seq", "ternary"] | None
+        Literal["minmax", "lsq", "scales_only", "fixed_scale", "ternary"] | None
     ) = None
     """minmax: MLX's scale and bias of the current weights. lsq: trained scales and
     biases (LSQ, arXiv 1902.08153). fixed_scale: scales and biases stay as initialized;
     only codes change. scales_only: codes stay; only scales and biases are trained
-    (EfficientQAT's E2E-QP, arXiv 2407.11062). seq: 2 bits, levels -3, -1, 1, 3 times a
-    trained scale (SEQ of ParetoQ, arXiv 2502.02631). ternary: 2 bits, levels -1, 0, 1
-    times a trained scale. lsq, scales_only and fixed_scale can continue from a
-    quantized model. The modes mxfp4, nvfp4 and mxfp8 have minmax and fixed_scale; those
-    of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with
-    fake_quant_after_n_steps or bit_schedule) and for an adapter on a quantized model;
-    else minmax."""
+    (EfficientQAT's E2E-QP, arXiv 2407.11062). ternary: 2 bits, levels -1, 0, 1 times
+    a trained scale (ParetoQ, arXiv 2502.02631). lsq, scales_only and fixed_scale can
+    continue from a quantized model. The modes mxfp4, nvfp4 and mxfp8 have minmax and
+    fixed_scale; those of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and
+    mxfp8 (minmax with fake_quant_after_n_steps) and for an adapter on a quantized
+    model; else minmax."""
     scale_init: Literal["minmax", "mse"] = "mse"
     """Initial scales and biases. minmax: the range of the weights; mse: the smallest
     squared rounding error. A quantized model keeps its stored ones."""
@@ -58,19 +42,6 @@ class QATConfig(QuantizationConfig):
     fake_quant_after_n_steps: int = Field(0, ge=0)
     """Steps in full precision before fake quantization of the trained layers begins.
     Layers that are not trained are quantized from the first step on."""
-    bit_schedule: list[BitScheduleStep] = Field(
-        [], examples=[[{"bits": 8, "steps": 50}, {"bits": 6, "steps": 50}]]
-    )
-    """Phases with more bits before `bits`, e.g. `[{bits: 8, steps: 50}, {bits: 6,
-    steps: 50}]`. They begin after fake_quant_after_n_steps, each with fewer bits than
-    the one before. The export always has `bits`. Trained scales are initialized anew in
-    each phase. A layer with more bits than the phase keeps its own."""
-
-    @property
-    def phase_starts(self) -> list[int]:
-        """First step of every phase; the last phase is that of `bits`."""
-        durations = (phase.steps for phase in self.bit_schedule)
-        return [*accumulate([self.fake_quant_after_n_steps, *durations])]
 
     def quantizer_for(self, spec: QuantSpec) -> str:
         """The quantizer of a layer.
@@ -83,10 +54,10 @@ class QATConfig(QuantizationConfig):
             if name in FLOAT_QUANTIZERS:
                 return name
             # Fixed scales are those of the weights before the first step.
-            return "minmax" if self.phase_starts[-1] else "fixed_scale"
+            return "minmax" if self.fake_quant_after_n_steps else "fixed_scale"
         if spec.mode != "affine":
             return "minmax"
-        if name in SYMMETRIC_QUANTIZERS and spec.bits != 2:
+        if name == "ternary" and spec.bits != 2:
             return "lsq"
         return name or "minmax"
 
@@ -95,7 +66,7 @@ class QATConfig(QuantizationConfig):
         name = self.quantizer_for(spec)
         if name in ("minmax", "fixed_scale"):
             return 0
-        return 1 if name in SYMMETRIC_QUANTIZERS else 2
+        return 1 if name == "ternary" else 2
 
     def is_straight_through(self, spec: QuantSpec) -> bool:
         """Whether a weight of a layer has the gradient of its quantized weight."""
@@ -103,7 +74,7 @@ class QATConfig(QuantizationConfig):
 
     def for_quantized_model(self, *, adapts: bool) -> "QATConfig":
         """The config for a quantized base, where the default differs."""
-        if self.quantizer or self.phase_starts[-1]:
+        if self.quantizer or self.fake_quant_after_n_steps:
             return self
         if adapts or self.mode in FLOAT_MODES:
             return self.model_copy(update={"quantizer": "fixed_scale"})
@@ -113,8 +84,8 @@ class QATConfig(QuantizationConfig):
     def _check_keys_fit_quantizer(self):
         quantizer = self.quantizer or self.quantizer_for(self)
         self._check_mode(quantizer)
-        if quantizer in SYMMETRIC_QUANTIZERS and self.bits != 2:
-            raise ValueError(f"quantizer: {quantizer} needs bits: 2")
+        if quantizer == "ternary" and self.bits != 2:
+            raise ValueError("quantizer: ternary needs bits: 2")
         scale_keys = self.scale_init, self.scale_lr_multiplier
         if quantizer == "minmax" and scale_keys != ("mse", 0.1):
             raise ValueError(
@@ -125,10 +96,8 @@ class QATConfig(QuantizationConfig):
                 "scale_lr_multiplier does not apply to quantizer: fixed_scale, which "
                 "trains no scales"
             )
-        if self.latent_init is not None and quantizer not in (
-            *ANY_WIDTH_QUANTIZERS,
-            "fixed_scale",
-        ):
+        has_latents = quantizer in ("minmax", "lsq", "fixed_scale")
+        if self.latent_init is not None and not has_latents:
             raise ValueError(
                 f"latent_init does not apply to quantizer: {quantizer}, which has no "
                 "latent weights that continue from codes"
@@ -143,8 +112,6 @@ class QATConfig(QuantizationConfig):
                 "quantizer: fixed_scale sets its scales before the first step: remove "
                 "fake_quant_after_n_steps"
             )
-        if self.bit_schedule:
-            self._check_bit_schedule()
         return self
 
     def _check_mode(self, quantizer: str):
@@ -153,18 +120,4 @@ class QATConfig(QuantizationConfig):
             raise ValueError(
                 f"{self.mode} has no trainable scales: use quantizer: "
                 + " or ".join(names)
-            )
-
-    def _check_bit_schedule(self):
-        if self.quantizer_for(self) not in ANY_WIDTH_QUANTIZERS or (
-            self.mode != "affine"
-        ):
-            raise ValueError(
-                "bit_schedule needs mode: affine and quantizer: minmax or lsq"
-            )
-        widths = [*(phase.bits for phase in self.bit_schedule), self.bits]
-        if sorted({*widths}, reverse=True) != widths:
-            raise ValueError(
-                "every phase of bit_schedule must have fewer bits than the one before, "
-                f"and more than bits: {self.bits}"
             )

@@ -1,4 +1,4 @@
-"""The `quantize` block: calibration, refinement and the methods rtn, gptq and awq."""
+"""The `quantize` block: calibration, refinement and the methods rtn and gptq."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,8 +8,6 @@ from .base import ConfigModel
 from .quant_spec import Bits, FloatMode, KVCacheBits, QuantizationConfig
 
 SMOOTHING_STRENGTH = 0.5
-# Modes whose scales are fine enough to be trained.
-SCALE_TUNING_MODES = ("affine", "nvfp4")
 # In a JSON Schema, of the methods that are not the default: see `QuantizeConfig`.
 METHOD_IS_REQUIRED: dict[str, Any] = {"required": ["method"]}
 
@@ -36,8 +34,7 @@ class CalibrationConfig(ConfigModel):
 
 
 class ScaleTuningConfig(ConfigModel):
-    """Train scales and biases by distillation; the codes do not change. In mode nvfp4,
-    the scales of blocks.
+    """Train scales and biases by distillation; the codes do not change. Mode affine.
 
     Adam minimizes the divergence from the unquantized model, whose predictions are
     cached on disk. The result is the best step on held-out tokens, which may be the
@@ -50,8 +47,8 @@ class ScaleTuningConfig(ConfigModel):
     """Tokens per step, in sequences of `calibration.max_seq_length`. A forward pass has
     at most 1,024 of them, or one sequence."""
     learning_rate: float | None = Field(None, gt=0)
-    """Learning rate relative to the mean scale of the layer (nvfp4: to every scale).
-    Default: found by a short probe; 0.003 in mode nvfp4."""
+    """Learning rate relative to the mean scale of the layer. Default: found by a short
+    probe."""
     top_k: int = Field(256, ge=1)
     """Most probable tokens cached per position. The remaining probability counts as one
     outcome."""
@@ -86,8 +83,7 @@ class MixedPrecisionConfig(ConfigModel):
     )
     """Group sizes to choose from."""
     candidate_modes: list[FloatMode] = Field([], examples=[["nvfp4"]])
-    """Floating-point modes to choose from as well: mxfp4, nvfp4, mxfp8. Not with
-    awq."""
+    """Floating-point modes to choose from as well: mxfp4, nvfp4, mxfp8."""
 
     @model_validator(mode="after")
     def _check_one_target(self):
@@ -156,7 +152,7 @@ class PTQConfig(QuantizationConfig):
 
     @model_validator(mode="after")
     def _check_scales(self):
-        if self.scale_tuning and self.mode not in SCALE_TUNING_MODES:
+        if self.scale_tuning and self.mode != "affine":
             raise ValueError(
                 f"{self.mode} has no trainable scales; remove scale_tuning"
             )
@@ -173,10 +169,9 @@ class PTQConfig(QuantizationConfig):
 
     @model_validator(mode="after")
     def _check_token_weights(self):
-        names = " and ".join(self.ignores_token_weights)
-        if self.calibration.loss_on == "completions" and names:
+        if self.calibration.loss_on == "completions" and self.mixed_precision:
             raise ValueError(
-                f"{names} weights all tokens equally: remove calibration.loss_on"
+                "mixed_precision weights all tokens equally: remove calibration.loss_on"
             )
         return self
 
@@ -193,31 +188,6 @@ class PTQConfig(QuantizationConfig):
             return self.smoothing_strength
         is_w4a4 = self.mode == "nvfp4" and self.quantize_activations
         return SMOOTHING_STRENGTH if is_w4a4 else 0.0
-
-    @property
-    def ignores_token_weights(self) -> list[str]:
-        """Enabled options that weight all calibration tokens equally."""
-        return ["mixed_precision"] if self.mixed_precision else []
-
-
-class AWQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
-    """Activation-aware scaling and clipping, then RTN (AWQ, arXiv 2306.00978)."""
-
-    method: Literal["awq"] = "awq"
-    """Quantization method."""
-
-    @model_validator(mode="after")
-    def _check_affine(self):
-        if self.mode != "affine":
-            raise ValueError(f"awq needs mode: affine; use gptq for {self.mode}")
-        if self.mixed_precision and self.mixed_precision.candidate_modes:
-            raise ValueError("awq is for affine grids; remove candidate_modes")
-        return self
-
-    @property
-    def ignores_token_weights(self) -> list[str]:
-        """The method itself."""
-        return ["awq"]
 
 
 class RTNConfig(PTQConfig):
@@ -248,8 +218,8 @@ class GPTQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
     effort: Literal["fast", "standard", "best"] = "standard"
     """Time to spend; it sets the keys that the recipe does not name. fast: one pass of
     GPTQ, with refine_iters 0, output_hessian false and rollback_if_worse false.
-    standard: the defaults. best: refine_iters 3 and, in modes affine and nvfp4,
-    scale_tuning; several times slower."""
+    standard: the defaults. best: refine_iters 3 and, in mode affine, scale_tuning;
+    several times slower."""
     dampening_frac: float = Field(0.1, gt=0, le=1)
     """Initial Hessian dampening, as a fraction of the mean of its diagonal."""
     refine_iters: int = Field(1, ge=0)
@@ -269,8 +239,7 @@ class GPTQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
     def _set_effort(cls, value):
         if isinstance(value, dict) and isinstance(value.get("effort"), str):
             keys = EFFORTS.get(value["effort"], {}) | value
-            has_tuning = value.get("mode", "affine") in SCALE_TUNING_MODES
-            if not has_tuning and "scale_tuning" not in value:
+            if value.get("mode", "affine") != "affine" and "scale_tuning" not in value:
                 keys["scale_tuning"] = None
             return keys
         return value
@@ -281,6 +250,6 @@ def _default_to_rtn(value):
 
 
 QuantizeConfig = Annotated[
-    Annotated[RTNConfig | GPTQConfig | AWQConfig, Field(discriminator="method")],
+    Annotated[RTNConfig | GPTQConfig, Field(discriminator="method")],
     BeforeValidator(_default_to_rtn),
 ]

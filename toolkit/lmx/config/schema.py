@@ -1,7 +1,5 @@
 """The recipe schema: the top level and the stages."""
 
-import os
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -15,10 +13,9 @@ from .model import ModelConfig
 from .quantize import QuantizeConfig
 from .trackers import Trackers
 from .train import TrainConfig
+from .validation import require_path
 
 MAX_STAGES = 100
-# Of a file's name, in all common file systems; of a path, with room for our own files.
-MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500
 
 
 class FunctionConfig(ConfigModel):
@@ -135,11 +132,5 @@ class RecipeConfig(ConfigModel):
     @field_validator("output")
     @classmethod
     def _check_output(cls, value: str | None) -> str | None:
-        path = Path(os.path.expanduser(value or ""))
-        if path.parts and path.parts[0].startswith("~"):
-            raise ValueError(f"there is no user {path.parts[0].removeprefix('~')}")
-        if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
-            raise ValueError(f"a name in the path has over {MAX_NAME_BYTES} bytes")
-        if len(os.fsencode(path)) > MAX_PATH_BYTES:
-            raise ValueError(f"the path has more than {MAX_PATH_BYTES:,} bytes")
+        require_path(value or "")
         return value

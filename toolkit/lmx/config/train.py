@@ -232,9 +232,9 @@ class TrainConfig(ConfigModel):
         return self
 
     def _check_adapter(self, adapter: LoRAConfig):
-        if adapter.dropout and (self.qat or self.keeps_codes):
+        if adapter.dropout and self.qat:
             raise ValueError(
-                "adapter dropout does not work with qat or qa_lora: "
+                "adapter dropout does not work with qat: "
                 "the quantized weight contains the merged adapter"
             )
         if self.qat and adapter.type == "dora":
@@ -242,31 +242,18 @@ class TrainConfig(ConfigModel):
                 "a dora adapter does not work with qat: use type: lora, "
                 "or train first and quantize afterwards"
             )
-        if adapter.init_from and self.keeps_codes:
-            raise ValueError(
-                "a qa_lora adapter is saved as a plain LoRA adapter and cannot be "
-                "continued: use the resulting model as the recipe's model"
-            )
-        if self.qat and self.keeps_codes:
-            raise ValueError(
-                "a qa_lora adapter does not change the codes of the model: remove qat"
-            )
 
     def _check_qat(self, qat: QATConfig):
         if qat.quantizer == "scales_only" and self.adapter:
             raise ValueError("quantizer: scales_only trains no weights: remove adapter")
-        last_phase = qat.phase_starts[-1]
-        if not last_phase:
-            return
-        keys = ("fake_quant_after_n_steps", "bit_schedule")
-        names = [key for key in keys if getattr(qat, key)]
-        if self.load_best_at_end or self.early_stopping_patience:
+        start = qat.fake_quant_after_n_steps
+        if start and (self.load_best_at_end or self.early_stopping_patience):
             raise ValueError(
-                f"{names[0]} does not work with load_best_at_end or "
+                "fake_quant_after_n_steps does not work with load_best_at_end or "
                 "early_stopping_patience: earlier validations have other bits"
             )
-        if self.steps and self.steps <= last_phase:
-            raise ValueError(f"{' and '.join(names)} must be below steps")
+        if start and self.steps and self.steps <= start:
+            raise ValueError("fake_quant_after_n_steps must be below steps")
 
     def _check_loss(self, name: str):
         for key in ("teacher", "packing", "fsdp"):
@@ -350,11 +337,6 @@ class TrainConfig(ConfigModel):
         """Whether the only signal is the model before quantization."""
         teacher = self.teacher
         return bool(teacher and not teacher.model and not teacher.ce_weight)
-
-    @property
-    def keeps_codes(self) -> bool:
-        """Whether the adapter merges into the biases of a quantized model."""
-        return self.adapter is not None and self.adapter.type == "qa_lora"
 
     @property
     def _non_default_keys(self) -> set[str]:

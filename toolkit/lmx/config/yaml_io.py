@@ -124,7 +124,7 @@ class Document:
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 self._add_error(key, "a key must be text, not a list or a block")
-            elif fault := _fault(key.value):
+            elif fault := text_fault(key.value):
                 self._add_error(key, fault)
             elif key.value in built:
                 first = self.keys[(*path, key.value)]
@@ -140,7 +140,7 @@ class Document:
         return built
 
     def _scalar(self, kind: str, node: yaml.ScalarNode, path: KeyPath) -> Any:
-        if fault := _fault(node.value):
+        if fault := text_fault(node.value):
             return self._invalid_value(node, path, fault)
         try:
             value = _scalar(kind, node.value)
@@ -221,7 +221,7 @@ def _scalar(kind: str, text: str) -> Any:
     return text
 
 
-def _fault(text: str) -> str | None:
+def text_fault(text: str) -> str | None:
     """Why a scalar is not text that a file can hold."""
     if "\0" in text:
         return "a NUL character is not allowed"

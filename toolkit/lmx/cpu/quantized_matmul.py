@@ -8,16 +8,15 @@ them again, which takes less than a tenth of the time of the products with 512 r
 keeps the memory of the codes.
 """
 
-import os
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from . import blas
+from .memory import available_memory
 
 # Input rows from which dequantizing is faster, by bits or by mode. Measured on one core
 # with OpenBLAS: the same for layers of 256 to 2048, but different for each packing of
@@ -29,7 +28,6 @@ MIN_ROWS_FLOATING = {"mxfp4": 24, "nvfp4": 24, "mxfp8": 2}
 MIN_WEIGHTS_PER_CORE = 1 << 18
 # Share of the available memory that dequantized weights may take.
 EXPANDED_SHARE = 0.25
-MEMORY_FILE = Path("/proc/meminfo")
 
 
 def use_fast_layers(model: nn.Module) -> None:
@@ -71,15 +69,6 @@ def keep_dequantized(model: Any) -> int:
         layer._source = (layer.weight, layer.scales)
         mx.eval(layer._dense)
     return size
-
-
-def available_memory() -> int:
-    """Bytes that a process can get without swapping."""
-    for line in MEMORY_FILE.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return 1024 * int(value.split()[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def multiply(layer: nn.Module, x: mx.array) -> mx.array:

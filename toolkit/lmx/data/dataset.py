@@ -56,11 +56,8 @@ class ReadStats:
         """What was read, in the words of the log."""
         yield f"{self.source}: {self.records:,} examples, format {self.format}"
         if self.unknown:
-            names = ", ".join(self.unknown)
-            yield (
-                f"{self.source}: lmx does not use {shorten(names)}; the chat template "
-                "sees the keys of messages"
-            )
+            names = shorten(", ".join(self.unknown))
+            yield f"{self.source}: keys that lmx does not use: {names}"
 
     def problems(self) -> Iterator[str]:
         """What was skipped, in the words of the log."""

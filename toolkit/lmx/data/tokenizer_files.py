@@ -30,23 +30,26 @@ SETTINGS = {
 } | dict.fromkeys(
     ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token"), str | dict
 )
+# Where a folder names its end tokens; mlx-lm writes the last.
+END_TOKENS = dict.fromkeys(("config.json", "generation_config.json"), "eos_token_id")
+END_TOKENS["tokenizer_config.json"] = "eos_token_ids"
 
 
 def eos_token_ids(folder: Path) -> list[int]:
-    """Every end token that config.json and generation_config.json name.
+    """Every end token that the model's files and tokenizer_config.json name.
 
     Raises:
         UserError: one of the files cannot be read.
     """
     ids = []
-    for name in ("config.json", "generation_config.json"):
+    for name, key in END_TOKENS.items():
         if (folder / name).is_file():
             _require_object(folder / name)
-            value = read_json(folder / name).get("eos_token_id")
+            value = read_json(folder / name).get(key)
             some = [] if value is None else value if type(value) is list else [value]
             if not all(type(token) is int and token >= 0 for token in some):
                 raise UserError(
-                    f"eos_token_id is {str(value)[:40]}; it must be a token id or a "
+                    f"{key} is {str(value)[:40]}; it must be a token id or a "
                     "list of token ids",
                     place=str(folder / name),
                     hint="copy the value from the tokenizer, or remove the key",

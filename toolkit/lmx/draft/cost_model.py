@@ -144,11 +144,10 @@ class _Timer:
 
 
 def _standard_steps(target: Any, prompt_length: int) -> Iterator[None]:
-    prompts = [[0] * prompt_length]
-    sampler = BatchSampler(SAMPLING, prompts)
+    prompt = [0] * prompt_length
+    sampler = BatchSampler(SAMPLING, [prompt])
     cache = CacheState(target)
-    for token, _ in decode(cache, prompts, UNLIMITED, sampler, prefill_step_size=512):
-        token.item()
+    for _ in decode(cache, prompt, UNLIMITED, sampler, prefill_step_size=512):
         yield
 
 

@@ -65,11 +65,7 @@ class DraftLoss:
     def __init__(
         self, loss: DraftLossName, *, eta: float = 3.0, cross_entropy: float = 0.0
     ):
-        divergences = DIVERGENCES | {
-            "total_variation": total_variation,
-            "adaptive_kl_tv": adaptive_kl_tv(eta),
-        }
-        self.measure = divergences[loss]
+        self.measure = DIVERGENCES.get(loss) or adaptive_kl_tv(eta)
         self.cross_entropy = cross_entropy
 
     def labels(self, inputs, documents, target: tuple) -> tuple:

@@ -7,6 +7,8 @@ from statistics import mean, pvariance
 
 from ..generation.engine import Generator
 from ..generation.prompt import Messages
+from ..generation.requests import generate_requests, make_request
+from ..generation.sampling import Sampling
 
 MAX_WRONG_SHOWN = 5
 
@@ -71,9 +73,11 @@ def measure_exact_match(
     """
     assert items, "no items"
     prompts = [item.prompt(generator) for item in items]
-    completions = generator.batch_generate(prompts, max_tokens=max_tokens)
+    requests = [make_request(generator, p, max_tokens, Sampling()) for p in prompts]
+    completions = generate_requests(generator, requests)
     by_skill, wrong, results = {}, [], []
-    for item, completion in zip(items, completions, strict=True):
+    for item, result in zip(items, completions, strict=True):
+        completion = result.text
         is_correct = answer_filter(completion) == answer_filter(item.answer)
         correct, count = by_skill.get(item.skill, (0, 0))
         by_skill[item.skill] = correct + is_correct, count + 1

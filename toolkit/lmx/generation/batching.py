@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import UserError
 from ..models.loader import make_cache
-from .decode_loop import CLEAR_CACHE_INTERVAL, BatchSampler
+from .decode_loop import CLEAR_CACHE_INTERVAL, BatchSampler, require_numbers
+from .merged_caches import merge, require_batchable
 from .sampling import Sampling
 
 
@@ -56,7 +56,7 @@ class BatchGenerator:
         prefill_step_size: prompt tokens processed between two decode steps.
 
     Raises:
-        UserError: a cache of this model cannot be batched.
+        UserError: this model cannot be batched.
     """
 
     def __init__(
@@ -72,12 +72,7 @@ class BatchGenerator:
         self._next_tokens = mx.zeros(0, mx.int32)
         self._in_flight: tuple[list[_Sequence], mx.array] | None = None
         self._steps = 0
-        for cache in make_cache(model):
-            if not hasattr(type(cache), "merge"):
-                raise UserError(
-                    f"this model's {type(cache).__name__} cannot hold several requests",
-                    hint="generate one completion at a time",
-                )
+        require_batchable(model)
 
     @property
     def idle(self) -> bool:
@@ -154,7 +149,7 @@ class BatchGenerator:
 
     def _join(self, sequence: _Sequence) -> None:
         """Add a prefilled sequence to the batch."""
-        caches = [type(cache).merge([cache]) for cache in sequence.caches]
+        caches = merge([sequence.caches])
         sequence.caches = []
         if self._batch:
             for batched, cache in zip(self._caches, caches, strict=True):
@@ -169,6 +164,8 @@ class BatchGenerator:
         if not self._batch:
             return None
         logits = self.model(self._next_tokens[:, None], cache=self._caches)[:, -1, :]
+        if any(sequence.launched == 0 for sequence in self._batch):
+            require_numbers(logits, "the model")
         self._next_tokens = self._sample(logits).astype(mx.int32)
         mx.async_eval(self._next_tokens)
         for sequence in self._batch:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from ..errors import FAILED, UserError
+from ..errors import nan_predictions
 from .kv_cache import CacheState
 from .logits_processors import LogitsProcessor
 from .sampling import Sampling, make_sampler
@@ -42,20 +42,20 @@ class BatchSampler:
 
 def decode(
     cache: CacheState,
-    prompts: Sequence[Sequence[int]],
+    prompt: Sequence[int],
     max_tokens: int,
     sampler: BatchSampler,
     *,
     prefill_step_size: int,
     logprobs: bool = False,
-) -> Iterator[tuple[mx.array, mx.array | None]]:
-    """Yield `max_tokens` times the next tokens [B] of B prompts of equal length.
+) -> Iterator[tuple[int, float | None]]:
+    """Yield `max_tokens` times the next token of a prompt.
 
-    The second item is their log-probabilities [B] under the model, or None. While a
-    step is consumed, the next step already runs.
+    The second item is its log-probability under the model, or None. While a step is
+    consumed, the next step already runs.
 
     Args:
-        cache: may already contain a prefix of the prompts, at most all but their last
+        cache: may already contain a prefix of the prompt, at most all but its last
             token.
 
     Raises:
@@ -66,13 +66,8 @@ def decode(
         tokens: mx.array, *, is_first: bool = False
     ) -> tuple[mx.array, mx.array | None]:
         logits = cache.forward(tokens)[:, -1, :]
-        if is_first and mx.isnan(logits).any().item():
-            raise UserError(
-                "the model predicts NaN",
-                hint="a weight is NaN or infinite, or the model needs bfloat16 or "
-                "float32 in place of float16",
-                code=FAILED,
-            )
+        if is_first:
+            require_numbers(logits, "the model")
         sampled = sampler(logits)
         scores = _logprobs(logits, sampled) if logprobs else None
         mx.async_eval(sampled, scores)
@@ -81,20 +76,26 @@ def decode(
     if not max_tokens:
         return
     with wired_limit():
-        tokens = mx.array(prompts)
-        prefill(
-            cache,
-            tokens[:, cache.length : -1],
-            step_size=prefill_step_size // len(prompts),
-        )
+        tokens = mx.array([prompt])
+        prefill(cache, tokens[:, cache.length : -1], step_size=prefill_step_size)
         next_step = step(tokens[:, -1:], is_first=True)
         for n in range(1, max_tokens + 1):
-            current = next_step
+            token, score = next_step
             if n < max_tokens:
-                next_step = step(current[0][:, None])
-            yield current
+                next_step = step(token[:, None])
+            yield token.item(), None if score is None else score.item()
             if n % CLEAR_CACHE_INTERVAL == 0:
                 mx.clear_cache()
+
+
+def require_numbers(logits: mx.array, model: str) -> None:
+    """Refuse the predictions of a model, such as "the draft model", that are NaN.
+
+    Raises:
+        UserError: a logit is NaN.
+    """
+    if mx.isnan(logits).any().item():
+        raise nan_predictions(model)
 
 
 def prefill(cache: CacheState, tokens: mx.array, *, step_size: int) -> None:
@@ -102,7 +103,6 @@ def prefill(cache: CacheState, tokens: mx.array, *, step_size: int) -> None:
 
     The logits are never evaluated, so the LM head costs nothing.
     """
-    step_size = max(1, step_size)
     for start in range(0, tokens.shape[1], step_size):
         cache.forward(tokens[:, start : start + step_size])
         cache.evaluate()

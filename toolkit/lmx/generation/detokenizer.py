@@ -5,6 +5,13 @@ from typing import Any
 
 from .outputs import FinishReason
 
+# What a tokenizer decodes bytes to that are no character, or not yet.
+REPLACEMENT = "\ufffd"
+MAX_WAITING = 64
+"""Tokens after which bytes that are no character are given as they are."""
+MIN_CONTEXT, MAX_CONTEXT = 4, 16
+"""Tokens of a prompt that are decoded with the completion."""
+
 
 class StopStringMatcher:
     """Passes text through up to the first stop string.
@@ -46,8 +53,13 @@ def _partial_match(text: str, stop: str) -> int:
 class StreamingDetokenizer:
     """Turns the tokens of one completion into text and detects its end.
 
+    The text is the tokenizer's decoding of prompt and completion, less that of the
+    prompt: the end of the prompt decides whether a word begins with a space. A special
+    token ends a text, so nothing before the last one counts.
+
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
+        prompt: the tokens before the completion.
         stop_tokens: tokens that end the completion; they produce no text.
         stop_strings: strings that end the completion; they are not part of the text.
     """
@@ -55,12 +67,16 @@ class StreamingDetokenizer:
     def __init__(
         self,
         tokenizer: Any,
+        prompt: Sequence[int],
         stop_tokens: Collection[int],
         stop_strings: Sequence[str] = (),
     ):
-        self._detokenizer = tokenizer.detokenizer
+        self._tokenizer = tokenizer
         self._stop_tokens = stop_tokens
         self._matcher = StopStringMatcher(stop_strings)
+        self._tokens = self._context(prompt)
+        # The text of tokens[_start:_end] is out, and gives the tokens after it context.
+        self._start, self._end = 0, len(self._tokens)
 
     def add(self, token: int, *, last: bool) -> tuple[str, FinishReason | None]:
         """Add a token.
@@ -73,12 +89,39 @@ class StreamingDetokenizer:
         """
         is_stop = token in self._stop_tokens
         if not is_stop:
-            self._detokenizer.add_token(token)
-        if is_stop or last:
-            self._detokenizer.finalize()
-        text = self._matcher.push(self._detokenizer.last_segment)
+            self._tokens.append(token)
+        text = self._matcher.push(self._new_text(last=is_stop or last))
         if is_stop or last:
             text += self._matcher.flush()
         if is_stop or self._matcher.matched:
             return text, "stop"
         return text, "length" if last else None
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The end of a prompt that is decoded with the completion."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        special, tokens = {number for number, token in added if token.special}, []
+        for token in reversed(prompt[-MAX_CONTEXT:]):
+            # Enough, unless it starts inside a character.
+            is_enough = len(tokens) >= MIN_CONTEXT
+            if is_enough and not self._decode(tokens).startswith(REPLACEMENT):
+                break
+            if token in special:
+                break
+            tokens.insert(0, token)
+        return tokens
+
+    def _new_text(self, *, last: bool) -> str:
+        """The text of new tokens, without a character that is not complete yet."""
+        before = self._decode(self._tokens[self._start : self._end])
+        text = self._decode(self._tokens[self._start :])
+        waiting = len(self._tokens) - self._end
+        if text.endswith(REPLACEMENT) and not last and waiting < MAX_WAITING:
+            return ""
+        if not text.startswith(before):  # bytes that are no characters hide the others
+            before, text = "", self._decode(self._tokens[self._end :])
+        self._start, self._end = self._end, len(self._tokens)
+        return text[len(before) :]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)

@@ -1,16 +1,17 @@
-"""The generator: prompts in, text out, streamed or for many prompts at once."""
+"""The generator: a prompt in, text out, whole or streamed."""
 
-import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from .. import cpu
-from ..errors import UserError
+from ..cpu.memory import available_memory
+from ..errors import WILL_NOT_FIT, UserError
+from ..models.token_ids import check_ids
 from .decode_loop import BatchSampler, decode
 from .detokenizer import StreamingDetokenizer
 from .kv_cache import CacheState, KVBits
-from .outputs import GenerationResponse, GenerationResult
+from .outputs import CompletionOutput, GenerationResponse, GenerationResult
 from .prefix_cache import PrefixCache
 from .prompt import Messages, encode_chat, encode_text
 from .sampling import Sampling
@@ -19,8 +20,8 @@ from .speculative.draft_length import DraftLengthController
 from .speculative.proposer import MakeProposer
 
 GREEDY = Sampling()
-BATCH_SIZE = 32
-"""Prompts decoded together by `Generator.batch_generate`."""
+MIN_CHECKED = 4096
+"""Fewer tokens take less memory than the model itself."""
 
 
 class Generator:
@@ -72,6 +73,8 @@ class Generator:
         self.speculative_stats: SpeculativeStats | None = None
         config = getattr(model, "args", None)
         self.max_positions = getattr(config, "max_position_embeddings", None)
+        text = getattr(config, "text_config", None) or {}
+        self.vocab_size = getattr(config, "vocab_size", None) or text.get("vocab_size")
 
     def stream(
         self,
@@ -91,9 +94,11 @@ class Generator:
             stop: strings that end the completion and are not part of it.
 
         Raises:
-            UserError: the prompt is empty, or longer than the model's positions.
+            UserError: the prompt is empty, or longer than the model's positions, or
+                the KV cache of `max_tokens` does not fit in memory.
         """
         max_tokens = self.clamp_max_tokens(prompt, max_tokens)
+        self.require_memory([len(prompt) + max_tokens])
         if self.prefix_cache:
             cache, _ = self.prefix_cache.fetch(prompt, self.new_cache)
         else:
@@ -101,9 +106,17 @@ class Generator:
         if self.make_proposer and not logprobs:
             steps = self._speculative(cache, prompt, max_tokens, sampling)
         else:
-            steps = self._standard(cache, prompt, max_tokens, sampling, logprobs)
+            steps = decode(
+                cache,
+                prompt,
+                max_tokens,
+                BatchSampler(sampling, [prompt]),
+                prefill_step_size=self.prefill_step_size,
+                logprobs=logprobs,
+            )
         stop_tokens = self.resolve_stop_tokens(stop_tokens)
-        responses = self._detokenize(steps, max_tokens, stop_tokens, stop)
+        detokenizer = StreamingDetokenizer(self.tokenizer, prompt, stop_tokens, stop)
+        responses = self._detokenize(steps, max_tokens, detokenizer)
         return self._store_prefix(responses, prompt, cache)
 
     def generate(
@@ -114,55 +127,16 @@ class Generator:
         **options,
     ) -> GenerationResult:
         """Generate a whole completion. `options` are those of `stream`."""
-        responses, start = [], time.perf_counter()
-        first = last = start
-        for response in self.stream(prompt, **options):
-            last = time.perf_counter()
-            first = first if responses else last
-            responses.append(response)
-            on_token(response)
-        tokens = [response.token for response in responses]
         stop_tokens = self.resolve_stop_tokens(options.get("stop_tokens"))
-        if tokens and tokens[-1] in stop_tokens:
-            tokens = tokens[:-1]
-        return GenerationResult(
-            text="".join(response.text for response in responses),
-            tokens=tokens,
-            prompt_tokens=len(prompt),
-            finish_reason=responses[-1].finish_reason if responses else "length",
-            ttft_ms=1000 * (first - start) if responses else None,
-            prefill_tokens_per_second=_rate(len(prompt), first - start),
-            decode_tokens_per_second=_rate(len(responses) - 1, last - first),
-        )
+        output = CompletionOutput(len(prompt), stop_tokens)
+        for response in self.stream(prompt, **options):
+            output.add(response)
+            on_token(response)
+        return output.result()
 
     def chat(self, prompt: str | Messages, **options) -> GenerationResult:
         """Reply to a chat: `generate` on the encoded messages."""
         return self.generate(self.encode_chat(prompt), **options)
-
-    def batch_generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int = 256,
-        stop_tokens: Collection[int] | None = None,
-    ) -> list[str]:
-        """Greedy completions of many prompts, in their order.
-
-        Prompts of equal length are decoded together. Without padding, the only
-        difference to single prompts is the summation order inside a matmul.
-        """
-        groups = defaultdict(list)
-        for index, prompt in enumerate(prompts):
-            groups[len(prompt), self.clamp_max_tokens(prompt, max_tokens)].append(index)
-        stop_tokens, texts = self.resolve_stop_tokens(stop_tokens), {}
-        for (_, count), indices in groups.items():
-            for start in range(0, len(indices), BATCH_SIZE):
-                batch = indices[start : start + BATCH_SIZE]
-                completions = self._decode_batch(
-                    [prompts[index] for index in batch], count, stop_tokens
-                )
-                texts |= zip(batch, map(self._detokenize_all, completions), strict=True)
-        return [texts[index] for index in range(len(prompts))]
 
     def encode_chat(self, prompt: str | Messages, **options: Any) -> list[int]:
         """Token ids of a chat with the generation prompt; see `prompt.encode_chat`."""
@@ -176,10 +150,13 @@ class Generator:
         """`max_tokens`, limited by the model's positions. The last needs no position.
 
         Raises:
-            UserError: the prompt is empty, or longer than the model's positions.
+            UserError: the prompt is empty, longer than the model's positions, or has an
+                id that the model does not have.
         """
         if not len(prompt):
             raise UserError("the prompt is empty", hint="give at least one token")
+        if self.vocab_size:
+            check_ids(prompt, self.vocab_size, lambda i: self.tokenizer.decode([i]))
         room = max_tokens
         if self.max_positions is not None:
             room = self.max_positions - len(prompt) + 1
@@ -190,6 +167,28 @@ class Generator:
                 hint="shorten the prompt",
             )
         return min(max_tokens, room)
+
+    def require_memory(self, lengths: Sequence[int]) -> None:
+        """Refuse sequences whose KV caches, at these lengths, do not fit in memory.
+
+        Raises:
+            UserError: with the bytes.
+        """
+        if sum(lengths) < MIN_CHECKED:
+            return
+        needed, available = self._bytes_per_token * sum(lengths), available_memory()
+        if needed > available:
+            raise UserError(
+                f"the KV cache of {sum(lengths):,} tokens takes {needed / 1e9:,.1f} "
+                f"GB, and {available / 1e9:,.1f} GB of memory are available",
+                hint=f"{int(available / self._bytes_per_token):,} tokens fit: lower "
+                "max_tokens, or quantize the cache (kv_bits)",
+                code=WILL_NOT_FIT,
+            )
+
+    @cached_property
+    def _bytes_per_token(self) -> float:
+        return self.new_cache().bytes_per_token()
 
     def resolve_stop_tokens(
         self, stop_tokens: Collection[int] | None
@@ -206,20 +205,6 @@ class Generator:
             kv_bits=self.kv_bits,
             quantized_kv_start=self.quantized_kv_start,
         )
-
-    def _standard(
-        self, cache: CacheState, prompt, max_tokens: int, sampling, logprobs: bool
-    ) -> Iterator[tuple[int, float | None]]:
-        steps = decode(
-            cache,
-            [prompt],
-            max_tokens,
-            BatchSampler(sampling, [prompt]),
-            prefill_step_size=self.prefill_step_size,
-            logprobs=logprobs,
-        )
-        for token, logprob in steps:
-            yield token.item(), None if logprob is None else logprob.item()
 
     def _speculative(
         self, cache: CacheState, prompt, max_tokens: int, sampling: Sampling
@@ -259,46 +244,12 @@ class Generator:
                 cache.rollback(max(0, cache.length - len(tokens)))
                 self.prefix_cache.insert(tokens[: cache.length], cache)
 
+    @staticmethod
     def _detokenize(
-        self, steps, max_tokens: int, stop_tokens: frozenset[int], stop: Sequence[str]
+        steps, max_tokens: int, detokenizer: StreamingDetokenizer
     ) -> Iterator[GenerationResponse]:
-        detokenizer = StreamingDetokenizer(self.tokenizer, stop_tokens, stop)
         for n, (token, logprob) in enumerate(steps, 1):
             text, finish_reason = detokenizer.add(token, last=n == max_tokens)
             yield GenerationResponse(text, token, logprob, finish_reason)
             if finish_reason:
                 return
-
-    def _decode_batch(
-        self, prompts, max_tokens: int, stop_tokens: frozenset[int]
-    ) -> list[list[int]]:
-        """Greedy completions of prompts of equal length, without stop tokens."""
-        completions = [[] for _ in prompts]
-        unfinished = set(range(len(prompts)))
-        steps = decode(
-            self.new_cache(),
-            prompts,
-            max_tokens,
-            BatchSampler(GREEDY, prompts),
-            prefill_step_size=self.prefill_step_size,
-        )
-        for tokens, _ in steps:
-            for index, token in enumerate(tokens.tolist()):
-                if token in stop_tokens:
-                    unfinished.discard(index)
-                elif index in unfinished:
-                    completions[index].append(token)
-            if not unfinished:
-                break
-        return completions
-
-    def _detokenize_all(self, tokens: list[int]) -> str:
-        detokenizer = self.tokenizer.detokenizer
-        for token in tokens:
-            detokenizer.add_token(token)
-        detokenizer.finalize()
-        return detokenizer.text
-
-
-def _rate(tokens: int, seconds: float) -> float | None:
-    return tokens / seconds if tokens > 0 and seconds > 0 else None

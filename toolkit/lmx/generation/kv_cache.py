@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from ..errors import UserError
 from ..models.hidden_states import forward_with_hidden_states
 from ..models.loader import make_cache
 from .recorded_states import RecordedStates
 
-PLAIN, QUANTIZED = "KVCache", "QuantizedKVCache"
+GROWING = PLAIN, QUANTIZED = "KVCache", "QuantizedKVCache"
 KVBits = int | Sequence[int] | None
 # The kind of recorded hidden states in `CacheState.state`, where they come last.
 HIDDEN_STATES = "HiddenStates"
@@ -73,6 +74,19 @@ class CacheState:
         leaves = [leaf for leaf in self.layer_caches if not leaf.empty()]
         recorded = self.recorded.nbytes if self.recorded else 0
         return sum(leaf.nbytes for leaf in leaves) + recorded
+
+    def bytes_per_token(self) -> float:
+        """What every token adds to an empty cache once it is quantized.
+
+        Sliding windows and recurrent states are left out: they stop growing.
+        """
+        # Only shapes are used, so nothing is computed.
+        self.forward(mx.zeros((1, 1), mx.int32))
+        if self._layer_bits:
+            self._quantize()
+        growing = [c for c in self.layer_caches if type(c).__name__ in GROWING]
+        arrays = tree_flatten([(c.keys, c.values) for c in growing])
+        return sum(value.nbytes / value.shape[2] for _, value in arrays)
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Process tokens [B, L]; returns lazy logits [B, L, V]."""
@@ -301,18 +315,12 @@ class WindowCache:
     ) -> mx.array | str | None:
         """Mask of the next `length` tokens over the result of `update_and_fetch`."""
         window = window_size or self.max_size
-        # mlx-lm's plamo3 creates its caches one position too small.
-        self.max_size = max(self.max_size, window)
         before = min(self.offset, self.max_size - 1)
         if before + length <= window and not return_array:
             return None if length == 1 else "causal"
         columns = mx.arange(before + length)
         rows = mx.arange(before, before + length)[:, None]
         return (columns <= rows) & (columns > rows - window)
-
-    def is_trimmable(self) -> bool:
-        """True: the last `WINDOW_SLACK` tokens can be trimmed at any time."""
-        return True
 
     def can_trim(self, count: int) -> bool:
         """Whether the full window is still buffered after trimming `count` tokens."""

@@ -1,16 +1,21 @@
 """Prefix cache: reuse of processed prompt prefixes, in memory and on disk."""
 
+import hashlib
 import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
 import mlx.core as mx
+from annotated_types import Len
 from mlx.utils import tree_flatten, tree_unflatten
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
-from ..errors import UserError
-from ..run.fs import atomic_folder, hash_file
+from ..errors import UserError, error_detail, library_errors
+from ..models.safetensors_io import read_header
+from ..run.fs import atomic_folder, hash_file, read_json
 from .kv_cache import CacheState
 from .prompt import Messages
 
@@ -101,6 +106,32 @@ def require_replaceable(folder: Path) -> None:
         )
 
 
+class SavedPrompt(BaseModel):
+    """What a prompt cache says of itself, besides its arrays.
+
+    Attributes:
+        digest: hash of the model; only this model can load the cache.
+        kinds: the class of every layer cache.
+        scalars: values of the cache state that are no arrays.
+        tokens: that the cache has processed.
+        messages: the chat that was processed; may be empty.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    digest: str
+    arrays_sha256: str
+    kinds: list[str]
+    scalars: dict[str, int | None]
+    tokens: list[NonNegativeInt]
+    messages: list[Annotated[dict[Literal["role", "content"], str], Len(2)]]
+
+    @property
+    def sha256(self) -> str:
+        """Hash of all of it, and so of the arrays too."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
 def save_prompt_cache(
     cache: CacheState,
     folder: Path,
@@ -112,8 +143,7 @@ def save_prompt_cache(
     """Write a cache and its tokens to a folder, atomically.
 
     Args:
-        digest: hash of the model; only this model can load the cache.
-        messages: the chat that was processed; see `load_messages`.
+        digest, messages: see `SavedPrompt`.
 
     Raises:
         UserError: the folder has other files.
@@ -126,19 +156,20 @@ def save_prompt_cache(
         (arrays if isinstance(value, mx.array) else scalars)[name] = value
     with atomic_folder(folder) as partial:
         mx.save_safetensors(str(partial / ARRAYS_FILE), arrays)
-        metadata = {
-            "digest": digest,
-            "sha256": hash_file(partial / ARRAYS_FILE),
-            "kinds": kinds,
-            "scalars": scalars,
-            "tokens": [int(token) for token in tokens],
-            "messages": list(messages),
-        }
-        (partial / METADATA_FILE).write_text(json.dumps(metadata))
+        saved = SavedPrompt(
+            digest=digest,
+            arrays_sha256=hash_file(partial / ARRAYS_FILE),
+            kinds=[*kinds],
+            scalars=scalars,
+            tokens=[int(token) for token in tokens],
+            messages=[*messages],
+        )
+        content = {"sha256": saved.sha256, "prompt": saved.model_dump()}
+        (partial / METADATA_FILE).write_text(json.dumps(content))
 
 
-def load_prompt_cache(cache: CacheState, folder: Path, *, digest: str) -> list[int]:
-    """Restore a saved prompt cache into `cache`; returns its tokens.
+def load_prompt_cache(cache: CacheState, folder: Path, *, digest: str) -> SavedPrompt:
+    """Restore a saved prompt cache into `cache`.
 
     Raises:
         UserError: the folder holds no prompt cache, a damaged one, or one of another
@@ -146,21 +177,24 @@ def load_prompt_cache(cache: CacheState, folder: Path, *, digest: str) -> list[i
     """
     place = str(folder)
     try:
-        metadata = json.loads((folder / METADATA_FILE).read_bytes())
-        is_damaged = hash_file(folder / ARRAYS_FILE) != metadata["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"not a saved prompt cache: {error}", place=place) from None
-    if is_damaged:
-        raise UserError("the saved prompt cache is damaged", place=place)
-    if metadata["digest"] != digest:
+        content = read_json(folder / METADATA_FILE)
+        saved = SavedPrompt.model_validate(content.get("prompt"))
+        read_header(folder / ARRAYS_FILE)
+        hashes = saved.sha256, hash_file(folder / ARRAYS_FILE)
+    except (OSError, ValueError) as error:
+        detail = error_detail(error)
+        raise UserError(f"not a saved prompt cache: {detail}", place=place) from None
+    damaged = "the saved prompt cache is damaged"
+    if hashes != (content.get("sha256"), saved.arrays_sha256):
+        raise UserError(damaged, place=place)
+    if saved.digest != digest:
         raise UserError("the saved prompt cache belongs to another model", place=place)
-    arrays = mx.load(str(folder / ARRAYS_FILE))
-    states = tree_unflatten([*arrays.items(), *metadata["scalars"].items()])
-    state = list(zip(metadata["kinds"], states, strict=True))
-    cache.restore(state, len(metadata["tokens"]))
-    return metadata["tokens"]
-
-
-def load_messages(folder: Path) -> Messages:
-    """The chat of a prompt cache that `load_prompt_cache` accepted; may be empty."""
-    return json.loads((folder / METADATA_FILE).read_bytes())["messages"]
+    with library_errors(damaged, place=place):
+        arrays = mx.load(str(folder / ARRAYS_FILE))
+        states = tree_unflatten([*arrays.items(), *saved.scalars.items()])
+        state = list(zip(saved.kinds, states, strict=True))
+        cache.restore(state, len(saved.tokens))
+        # Only the shapes are checked; nothing is computed.
+        cache.model(mx.zeros((1, 1), mx.int32), cache=cache.caches)
+        cache.restore(state, len(saved.tokens))
+    return saved

@@ -1,56 +1,13 @@
 """Many requests at once: continuous batching, whole completions in their order."""
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
+from ..errors import UserError
 from .batching import BatchGenerator, GenerationRequest
 from .detokenizer import StreamingDetokenizer
 from .engine import Generator
-from .outputs import FinishReason, GenerationResult
-
-
-@dataclass(eq=False)
-class RequestProgress:
-    """A request and its output so far.
-
-    Attributes:
-        times: of the first and the last token, in seconds.
-    """
-
-    request: GenerationRequest
-    detokenizer: StreamingDetokenizer
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    times: tuple[float, float] | None = None
-
-    def add(self, token: int, is_last: bool, batcher: BatchGenerator) -> None:
-        """Append a token; a stop string ends the request early."""
-        if self.finish_reason:
-            return
-        now = time.perf_counter()
-        self.times = (self.times[0] if self.times else now, now)
-        text, self.finish_reason = self.detokenizer.add(token, last=is_last)
-        self.text += text
-        if token not in self.request.stop_tokens:
-            self.tokens.append(token)
-        if self.finish_reason:
-            batcher.cancel(self.request)
-
-    def result(self, start: float) -> GenerationResult:
-        """The finished completion. Prefills of a batch are not timed."""
-        first, last = self.times or (start, start)
-        seconds, steps = last - first, len(self.tokens) - 1
-        return GenerationResult(
-            text=self.text,
-            tokens=self.tokens,
-            prompt_tokens=len(self.request.prompt),
-            finish_reason=self.finish_reason or "length",
-            ttft_ms=1000 * (first - start) if self.times else None,
-            prefill_tokens_per_second=None,
-            decode_tokens_per_second=steps / seconds if steps > 0 < seconds else None,
-        )
+from .outputs import CompletionOutput, GenerationResponse, GenerationResult
 
 
 def make_request(
@@ -74,29 +31,53 @@ def generate_requests(
 ) -> Iterator[GenerationResult]:
     """Yield the completions in the order of the requests, each as soon as possible.
 
+    They are decoded together, or one by one with a quantized cache or with a model that
+    cannot be batched.
+
     Args:
         stop: strings that end a completion and are not part of it.
 
     Raises:
-        UserError: a cache of this model cannot be batched.
+        UserError: the KV caches do not fit in memory.
     """
-    batcher = BatchGenerator(
-        generator.model, prefill_step_size=generator.prefill_step_size
-    )
-    start, pending = time.perf_counter(), []
-    by_request: dict[GenerationRequest, RequestProgress] = {}
+    batcher = None if generator.kv_bits else _batcher(generator)
+    if batcher is None:
+        for request in requests:
+            yield generator.generate(
+                request.prompt,
+                max_tokens=request.max_tokens,
+                sampling=request.sampling,
+                stop_tokens=request.stop_tokens,
+                stop=stop,
+            )
+        return
+    lengths = sorted(len(r.prompt) + r.max_tokens for r in requests)
+    generator.require_memory(lengths[-batcher.max_batch_size :])
+    outputs: dict[GenerationRequest, CompletionOutput] = {}
+    detokenizers: dict[GenerationRequest, StreamingDetokenizer] = {}
     for request in requests:
-        detokenizer = StreamingDetokenizer(
-            generator.tokenizer, request.stop_tokens, stop
+        detokenizers[request] = StreamingDetokenizer(
+            generator.tokenizer, request.prompt, request.stop_tokens, stop
         )
-        pending.append(RequestProgress(request, detokenizer))
-        by_request[request] = pending[-1]
+        outputs[request] = CompletionOutput(len(request.prompt), request.stop_tokens)
         batcher.submit(request)
-        if request.max_tokens <= 0:
-            pending[-1].finish_reason = "length"
-    pending.reverse()
-    while pending:
-        while pending and pending[-1].finish_reason:
-            yield pending.pop().result(start)
-        for request, token, is_last in batcher.step():
-            by_request[request].add(token, is_last, batcher)
+    for request in requests:
+        output = outputs[request]
+        while not output.finish_reason and request.max_tokens > 0:
+            for other, token, is_last in batcher.step():
+                text, reason = detokenizers[other].add(token, last=is_last)
+                outputs[other].add(GenerationResponse(text, token, None, reason))
+                if reason:  # a stop string ends the request early
+                    batcher.cancel(other)
+        # Prefills of a batch are not timed.
+        yield replace(output.result(), prefill_tokens_per_second=None)
+
+
+def _batcher(generator: Generator) -> BatchGenerator | None:
+    """None if the model cannot be batched."""
+    try:
+        return BatchGenerator(
+            generator.model, prefill_step_size=generator.prefill_step_size
+        )
+    except UserError:
+        return None

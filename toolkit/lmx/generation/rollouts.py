@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..errors import UserError
 from ..models.loader import make_cache
 from .decode_loop import wired_limit
+from .merged_caches import merge, require_batchable
 
 PREFILL_STEP_SIZE = 512
 # Finished completions leave the batch when at most this share of it is still decoded:
@@ -53,7 +53,7 @@ def sample_completions(
         seed: equal models, prompts and seeds give equal completions.
 
     Raises:
-        UserError: the caches of this model cannot hold several sequences.
+        UserError: this model cannot be batched.
     """
     completions = [[Completion() for _ in range(num_generations)] for _ in prompts]
     active = [completion for group in completions for completion in group]
@@ -92,22 +92,16 @@ def sample_completions(
 
 def _prefill(model: Any, prompts: Sequence[Sequence[int]], copies: int) -> list:
     """Caches of all prompts but their last tokens, `copies` of each."""
+    require_batchable(model)
     sequences = []
     for prompt in prompts:
         caches = make_cache(model)
-        for cache in caches:
-            if not hasattr(type(cache), "merge"):
-                raise UserError(
-                    f"this model's {type(cache).__name__} cannot hold several "
-                    "sequences, so it cannot be trained on its own completions"
-                )
         for start in range(0, len(prompt) - 1, PREFILL_STEP_SIZE):
             chunk = prompt[start : min(start + PREFILL_STEP_SIZE, len(prompt) - 1)]
             model(mx.array([chunk]), cache=caches)
             mx.async_eval([cache.state for cache in caches])
         sequences.append(caches)
-    layers = zip(*sequences, strict=True)
-    merged = [type(caches[0]).merge(list(caches)) for caches in layers]
+    merged = merge(sequences)
     if copies > 1:
         indices = mx.array(np.repeat(np.arange(len(prompts)), copies))
         for cache in merged:

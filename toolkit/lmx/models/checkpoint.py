@@ -10,6 +10,7 @@ from ..data.cache import file_hash
 from ..errors import UserError
 from ..run.fs import read_json, require_own_entries
 from .config_check import check_config, check_sizes
+from .rope_parameters import in_both_spellings
 from .safetensors_io import DTYPE_BYTES, DTYPE_NAMES, read_header
 
 # Tensors of a quantized layer besides its codes.
@@ -38,7 +39,7 @@ def model_folder(model: str) -> str:
 
 
 def read_config(path: Path) -> dict:
-    """The config.json of a checkpoint folder.
+    """The config.json of a checkpoint folder, RoPE in both spellings.
 
     Raises:
         UserError: it is missing, or it is no model's, or a value is of a wrong type or
@@ -53,6 +54,7 @@ def read_config(path: Path) -> dict:
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         raise UserError("the config names no model_type", place=str(file))
+    config = in_both_spellings(config, str(file))
     check_config(config, str(file))
     return config
 

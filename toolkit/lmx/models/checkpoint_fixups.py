@@ -1,7 +1,9 @@
 """Repairs of published checkpoints that mlx-lm would misread, made while loading."""
 
+import copy
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,44 +12,58 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
-from .checkpoint import read_config, tensor_files
+from .checkpoint import tensor_files
 from .config_check import BITS
 from .safetensors_io import read_tensors
 
 # Tables computed from the config, which older programs stored with the weights.
 BUFFERS = re.compile(r"(rotary\w*\.inv_freq|\.masked_bias|embeddings\.position_ids)$")
 HEAD, EMBEDDING = "lm_head.", "model.embed_tokens."
+EMBEDDING_WEIGHT = "embed_tokens.weight"
 
 # mlx-lm's choice of a model's class and arguments class by its config.
 ModelClasses = Callable[[dict], tuple[Callable[[Any], nn.Module], type]]
 
 
-def load_options(path: Path, classes: ModelClasses) -> dict[str, Any]:
+def load_options(path: Path, config: dict, classes: ModelClasses) -> dict[str, Any]:
     """Arguments for mlx-lm's `load_model` of a folder.
 
     Raises:
         UserError: a file is damaged, or the folder has files of several models.
     """
-    config = read_config(path)
-    # With code in the checkpoint, mlx-lm takes the class from there.
-    arguments = None if "model_file" in config else classes(config)[1]
+    files = tensor_files(path)
+    head = head_config(config, files, lambda n: mx.load(str(files[n]))[n], str(path))
     return {
-        "model_config": _implied_config(config, arguments, set(tensor_files(path))),
+        "model_config": copy.deepcopy(config) | head,
         "get_model_classes": _with_fixed_tensors(path, classes),
     }
 
 
-def _implied_config(config: dict, arguments: type | None, names: set[str]) -> dict:
-    """Config keys that are missing, but follow from the names of the tensors.
+def head_config(
+    config: dict, names: Iterable[str], read: Callable[[str], mx.array], place: str
+) -> dict:
+    """`tie_word_embeddings`, as the tensors in the files say.
 
-    mlx-lm ties the head of many models whose config does not say so, and would drop the
-    stored head. Hugging Face's programs store no head where it is tied.
+    mlx-lm ties the head of many models whose config does not say so, and drops a stored
+    head. Hugging Face's programs store no head where it is tied, and keep one whose
+    values differ.
     """
-    key = "tie_word_embeddings"
-    is_argument = key in getattr(arguments, "__dataclass_fields__", ())
-    is_given = key in config | config.get("text_config", {})
-    has_both = {f"{HEAD}weight", f"{EMBEDDING}weight"} <= names
-    return {key: False} if has_both and is_argument and not is_given else {}
+    key, names = "tie_word_embeddings", list(names)
+    heads = [name for name in names if name.endswith(f"{HEAD}weight")]
+    embeddings = [name for name in names if name.endswith(EMBEDDING_WEIGHT)]
+    if not heads or not embeddings:
+        return {}
+    # The longer names are those of other parts, such as an audio decoder.
+    head, embedding = (min(names, key=len) for names in (heads, embeddings))
+    text = config.get("text_config") or {}
+    if (config | text).get(key):
+        if mx.array_equal(read(head), read(embedding)).item():
+            return {}
+        values = f"{head} has other values than {embedding}"
+        warnings.warn(
+            f"{place}: {key} is true, but {values}: both are used", stacklevel=2
+        )
+    return {key: False} | ({"text_config": text | {key: False}} if text else {})
 
 
 def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:

@@ -72,9 +72,14 @@ def write_checkpoint(
         config["quantization_config"] = config["quantization"]
         if quantize_activations:
             config[QUANTIZE_ACTIVATIONS] = True
-    _write_json(folder / "config.json", _encode_nonfinite(dict(sorted(config.items()))))
+    write_config(folder, config)
     _copy_companions(companions, folder, with_code="model_file" in config)
     _write_weights(folder, weights, specs or {})
+
+
+def write_config(folder: Path, config: dict) -> None:
+    """Write config.json, with its keys sorted as mlx-lm sorts them."""
+    _write_json(folder / "config.json", _encode_nonfinite(dict(sorted(config.items()))))
 
 
 def quantization_block(specs: dict[str, QuantSpec], kept: list[str]) -> dict:

@@ -22,6 +22,7 @@ POSITIVE = (
     *("n_embd", "n_layer", "n_layers", "n_head", "n_heads", "d_model", "num_layers"),
 )
 NOT_NEGATIVE = ("intermediate_size", "moe_intermediate_size", "num_experts")
+THETAS = ("rope_theta", "rope_local_base_freq", "rotary_emb_base")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 KINDS = {
     "quantization": dict,
@@ -39,7 +40,6 @@ KINDS = {
 # mlx.core.quantize knows these.
 BITS, MODES = (1, 2, 3, 4, 5, 6, 8), ("affine", "mxfp4", "mxfp8", "nvfp4")
 MAX_TEXT = 200
-TAGGED_FLOAT = "__float__"
 LAYERS = re.compile(r"(^|_)(layers?|depth)$")
 EXPERTS = re.compile(r"experts?$")
 SIZES = re.compile(
@@ -67,7 +67,7 @@ def check_config(config: dict, place: str) -> None:
             )
     for _, block in _blocks(config):
         layers, kinds = block.get("num_hidden_layers"), block.get("layer_types")
-        if layers and kinds is not None and len(kinds) < layers:
+        if type(layers) is int and kinds is not None and len(kinds) < layers:
             raise UserError(
                 f"layer_types has {len(kinds)} entries for {layers:,} layers",
                 place=place,
@@ -91,7 +91,7 @@ def check_arguments(config: dict, arguments: type, place: str) -> None:
     for key, field in getattr(arguments, "__dataclass_fields__", {}).items():
         value, kinds = config.get(key), _kinds(field.type)
         is_read = kinds and value is not None and not key.endswith("token_id")
-        if not is_read or isinstance(value, kinds) or _is_tagged_float(value):
+        if not is_read or isinstance(value, kinds):
             continue
         names = " or ".join(sorted(kind.__name__ for kind in kinds))
         raise UserError(
@@ -163,8 +163,10 @@ def _fault(path: str, value: Any) -> str | None:
         return "a whole number of at least 0"
     if key in EPSILONS and not (_is_number(value) and value >= 0):
         return "a number of at least 0"
-    if key == "rope_theta" and isinstance(value, str | bool | int | float):
+    if key in THETAS and not isinstance(value, list):
         return None if _is_number(value) and value > 0 else "a number above 0"
+    if key == "partial_rotary_factor" and not isinstance(value, list):
+        return None if _is_number(value) and 0 < value <= 1 else "above 0, at most 1"
     return None
 
 
@@ -217,11 +219,6 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
         return ()
     # What is declared as one of int, float and bool is published as any of them.
     return tuple(kinds | ({int, float} if kinds & {int, float, bool} else set()))
-
-
-def _is_tagged_float(value: Any) -> bool:
-    """Whether this is how transformers writes infinity: {"__float__": "Infinity"}."""
-    return isinstance(value, dict) and set(value) == {TAGGED_FLOAT}
 
 
 def _shown(value: Any) -> str:

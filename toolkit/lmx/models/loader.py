@@ -3,10 +3,12 @@
 Only this module, the exporters and lm-eval's wrapper import mlx-lm.
 """
 
+import copy
 import importlib.util
 import os
 import re
 import resource
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +23,15 @@ from .. import cpu
 from ..config.quant_spec import KV_CACHE_BITS
 from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
-from . import checkpoint_fixups, config_check
-from .checkpoint import check_weights, missing_shards, read_config
+from ..run.fs import object_in
+from . import checkpoint_fixups, config_check, longrope, token_ids
+from .architecture_fixes import repair
+from .checkpoint import check_weights, config_int, missing_shards, read_config
 from .global_scale import NAME as GLOBAL_SCALE
 from .global_scale import support_cpus
+from .lora.io import load_adapter
 from .qq_linear import replace_qq_layers
-from .safetensors_io import read_header
+from .transformers_config import complete
 
 CHECKPOINT_PATTERNS = [
     *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"),
@@ -45,7 +50,6 @@ PLUGINS = {"tool_parser_type": "tool_parsers", "chat_template_type": "chat_templ
 DENSE = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.Conv1d)
 # In config.json, ignored by mlx-lm: bits of the KV cache of every layer.
 KV_BITS = "kv_bits"
-CONFIG_HINT = "copy config.json from the model that the weights belong to"
 
 
 @dataclass(frozen=True)
@@ -112,10 +116,10 @@ def load(
     path = checkpoint_folder(
         source, revision=revision, trust_remote_code=trust_remote_code
     )
-    check_loadable(path, trust_remote_code=trust_remote_code)
+    own_config = check_loadable(path, trust_remote_code=trust_remote_code)
 
     def read() -> tuple[nn.Module, dict, mx.Dtype]:
-        return _load_lazily(path, trust_remote_code, compute, adapter)
+        return _load_lazily(path, own_config, trust_remote_code, compute, adapter)
 
     model, config, dtype = read()
     if not lazy:
@@ -128,23 +132,28 @@ def load(
     return LoadedModel(model, tokenizer, config, path, dtype, lambda: read()[0])
 
 
-def _load_lazily(path: Path, trust_remote_code: bool, compute: str, adapter):
+def _load_lazily(
+    path: Path, config: dict, trust_remote_code: bool, compute: str, adapter
+):
     """A model whose weights are unread, its config, and the type it is stored in."""
     with _mlx_lm() as utils, _load_errors(path):
         model, config = utils.load_model(
             path,
             lazy=True,
             trust_remote_code=trust_remote_code,
-            **checkpoint_fixups.load_options(path, utils._get_classes),
+            **checkpoint_fixups.load_options(path, config, utils._get_classes),
         )
-        _prepare(model)
+        _prepare(model, config)
     replace_qq_layers(model)
     support_cpus(model)
     _check_dtypes(model, path)
     dtype = stored_dtype(model)
     _check_forward_pass(model, path)
     if adapter:
-        _load_adapter(model, Path(os.path.expanduser(adapter)))
+        with _mlx_lm():
+            from mlx_lm.tuner.utils import linear_to_lora_layers
+        folder = Path(os.path.expanduser(adapter))
+        load_adapter(model, folder, linear_to_lora_layers)
     if compute != "stored":
         cast(model, compute_dtype(compute, dtype))
     cpu.enable(model)
@@ -197,8 +206,10 @@ def download_snapshot(
     return Path(folder)
 
 
-def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
-    """Check a checkpoint folder without loading weights.
+def check_loadable(path: Path, *, trust_remote_code: bool = False) -> dict:
+    """The config of a checkpoint folder, checked without loading weights.
+
+    Values that the file leaves to transformers' defaults are filled in.
 
     Raises:
         UserError: no config, an unknown architecture, code in the checkpoint that is
@@ -216,26 +227,35 @@ def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
         )
     check_weights(path, config)
     if "model_file" not in config:
-        model_arguments(config, place=place)
-    elif not trust_remote_code:
+        return complete_config(config, place=place)
+    if not trust_remote_code:
         raise UserError(
             f"this model needs Python code from its checkpoint "
             f"({config['model_file']}), which runs only with trust_remote_code",
             place=place,
             hint="review the code, then set trust_remote_code: true",
         )
+    return config
 
 
-def _load_adapter(model: nn.Module, folder: Path) -> None:
-    with _mlx_lm():
-        from mlx_lm.tuner.utils import load_adapters
-    hint = "is it of this model, with adapter_config.json beside it?"
-    with library_errors("the adapter does not load", place=folder, hint=hint):
-        read_header(folder / "adapters.safetensors")
-        load_adapters(model, str(folder))
-        mx.eval(model.parameters())
-    # Dropout is for training.
-    model.eval()
+def complete_config(config: dict, *, place: str) -> dict:
+    """A config with the values that it leaves to transformers' defaults.
+
+    Raises:
+        UserError: mlx-lm has no such architecture, or a value is missing or wrong.
+    """
+    _, arguments = model_classes(config, place=place)
+    with _mlx_lm() as utils, _config_errors(place):
+        config = utils._decode_tagged_floats(config)
+        config_check.check_arguments(config, arguments, place)
+        config = complete(config, arguments, utils._get_classes, place)
+    model_arguments(config, place=place)
+    return config
+
+
+def _config_errors(place: str | Path):
+    hint = config_check.HINT
+    return library_errors("mlx-lm rejects the config", place=place, hint=hint)
 
 
 def _load_errors(path: Path):
@@ -272,7 +292,7 @@ def _check_forward_pass(model: nn.Module, path: Path) -> None:
         UserError: the model cannot compute.
     """
     place = path / "config.json"
-    with library_errors("the model cannot run", place=place, hint=CONFIG_HINT):
+    with library_errors("the model cannot run", place=place, hint=config_check.HINT):
         model(mx.zeros((1, 2), mx.int32), cache=make_cache(model))
 
 
@@ -309,8 +329,8 @@ def build_model(config: dict, *, place: str | Path = "config.json") -> nn.Module
     model_class, _ = model_classes(config, place=str(place))
     arguments = model_arguments(config, place=place)
     message = "mlx-lm cannot build this model"
-    with library_errors(message, place=place, hint=CONFIG_HINT):
-        return _prepare(model_class(arguments))
+    with library_errors(message, place=place, hint=config_check.HINT):
+        return _prepare(model_class(arguments), config)
 
 
 def model_arguments(config: dict, *, place: str | Path = "config.json") -> Any:
@@ -321,17 +341,19 @@ def model_arguments(config: dict, *, place: str | Path = "config.json") -> Any:
     """
     _, arguments_class = model_classes(config, place=str(place))
     config_check.check_arguments(config, arguments_class, str(place))
-    with library_errors("mlx-lm rejects the config", place=place, hint=CONFIG_HINT):
-        return arguments_class.from_dict(config)
+    with _config_errors(place):
+        # mlx-lm changes some of the values in place.
+        return arguments_class.from_dict(copy.deepcopy(config))
 
 
-def _prepare(model: nn.Module) -> nn.Module:
-    # mlx-lm's recurrent_gemma skips nn.Module.__init__, so it could not be frozen.
-    if not hasattr(model, "_no_grad"):
-        nn.Module.__init__(model)
+def _prepare(model: nn.Module, config: dict) -> nn.Module:
+    repair(model)
     # Before the model computes: mlx-lm's compiled functions keep what they were traced
     # with, so a later replacement would change the rounding of the same model.
     cpu.enable()
+    with _mlx_lm():
+        from mlx_lm.models.rope_utils import SuScaledRoPE
+    longrope.use_short_factors(model, config, SuScaledRoPE)
     return model
 
 
@@ -342,7 +364,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         UserError: the folder has no tokenizer, or it cannot be read.
     """
     # Imports jinja2.
-    from ..data.chat.rendering import limit_templates
+    from ..data.chat.rendering import ChatTemplate, limit_templates
 
     limit_templates()
     settings = check_tokenizer_files(path)
@@ -354,8 +376,11 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         try:
             with _tokenizer_errors(path):
                 tokenizer = utils.load_tokenizer(path, options, eos_token_ids=ids)
-                tokenizer.encode("a")
-                return tokenizer
+                # Some files have SentencePiece's decoder for a byte-level vocabulary.
+                if "Ġ" in tokenizer.decode(tokenizer.encode("a a")):
+                    from tokenizers import decoders
+
+                    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
         except UserError:
             # If this file alone is damaged, the error names it.
             if (file := path / "tokenizer.json").is_file():
@@ -364,6 +389,13 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
                 with _tokenizer_errors(file):
                     Tokenizer.from_file(str(file))
             raise
+    if rows := config_int(object_in(path / "config.json"), "vocab_size"):
+        token_ids.guard(tokenizer, rows)
+    template = ChatTemplate(tokenizer)
+    if template.exists and template.ignores_messages:
+        text = f"{path}: the chat template writes no text of a user's message"
+        warnings.warn(text, stacklevel=2)
+    return tokenizer
 
 
 def _tokenizer_errors(place: Path):
@@ -401,21 +433,20 @@ def kv_cache() -> Any:
 
 
 def make_rope(head_dim: int, config: dict) -> nn.Module:
-    """The rotary embedding of a config.json in the Hugging Face format.
+    """A rotary embedding.
 
     Args:
-        config: `rope_theta`, `rope_scaling`, or `rope_parameters` with both, and
-            `max_position_embeddings`.
+        config: `rope_theta`, `rope_scaling` and `max_position_embeddings`, as in a
+            config.json of Hugging Face.
     """
     with _mlx_lm():
         from mlx_lm.models.rope_utils import initialize_rope
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or (
-        parameters if "rope_type" in parameters else None
-    )
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
     return initialize_rope(
-        head_dim, theta, False, scaling, config.get("max_position_embeddings")
+        head_dim,
+        config["rope_theta"],
+        False,
+        config["rope_scaling"],
+        config["max_position_embeddings"],
     )
 
 

@@ -17,11 +17,6 @@ def is_quantized(layer: nn.Module) -> bool:
     return "scales" in layer and hasattr(layer, "group_size")
 
 
-def is_affine_quantized(layer: nn.Module) -> bool:
-    """Whether the layer stores codes, scales and biases of an affine grid."""
-    return is_quantized(layer) and layer.mode == "affine"
-
-
 def weight_shape(layer: nn.Module) -> tuple[int, ...]:
     """The shape [..., out, in] of a layer's weight.
 

@@ -166,6 +166,8 @@ def _tokenized(
         return facts | {"sources": [vars(t) for t in rows.train.stats.values()]}
 
     tokenizer = [
+        # Ids beyond the model's are refused while tokenizing.
+        config_int(loaded.config, "vocab_size"),
         fingerprint.tokenizer(loaded.path),
         fingerprint.versions(),
         fingerprint.code(),

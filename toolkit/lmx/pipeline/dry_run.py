@@ -19,6 +19,7 @@ from ..data.tokenization import (
     template_messages,
 )
 from ..errors import UserError
+from ..models.longrope import check_length
 from ..run import terminal
 from ..run.run_dir import check_output
 from .estimate import ModelShape
@@ -123,6 +124,7 @@ class DryRun:
         yield from lines
         yield from _stages(plan)
         if shape:
+            check_length(shape.config, max(lengths, default=0))
             share = sample.total / max(1, len(sample.rows))
             self.resources = ResourceCheck(loaded, plan, shape, lengths, share)
             yield from self.resources.lines()

@@ -305,7 +305,7 @@ def training_cost(
         "optimizer": _optimizer_bytes(trained_sizes, config) // shards,
         "step": max(backward, 8 * trained // shards),
     }
-    if config.adapter and not config.qat and not config.keeps_codes:
+    if config.adapter and not config.qat:
         memory["step"] = max(memory["step"], compute * total)
     online = config.teacher is not None and not config.teacher.offline
     if online:
@@ -361,12 +361,8 @@ def _trained_sizes(model: nn.Module, config: TrainConfig) -> list[int]:
     if config.qat and config.qat.quantizer == "scales_only":
         return []
     if config.adapter:
-        # The layers are not quantized here. QA-LoRA's matrices are smaller.
-        adapter = config.adapter
-        if config.keeps_codes:
-            adapter = adapter.model_copy(update={"type": "lora"})
-        merged = config.qat is not None or config.keeps_codes
-        lora_model.attach(model, adapter, seed=0, merged=merged)
+        merged = config.qat is not None
+        lora_model.attach(model, config.adapter, seed=0, merged=merged)
     return [value.size for _, value in tree_flatten(model.trainable_parameters())]
 
 

@@ -189,7 +189,7 @@ def check_recipe(data: dict, find: Find) -> list[Problem]:
     stages = list(_raw_stages(data, find, formats))
     problems += _check_functions(data, stages)
     problems += _check_trackers(data.get("tracker"))
-    state = _initial_state(data, find)
+    state = initial_state(data, find)
     for raw in stages:
         if stage := STAGES.get(raw.kind):
             problems += stage.check(raw, state)
@@ -211,7 +211,7 @@ def _raw_stages(data: dict, find: Find, formats: Formats) -> Iterator[RawStage]:
             yield RawStage(path, kind, block, datasets, find, formats)
 
 
-def _initial_state(data: dict, find: Find) -> ModelState:
+def initial_state(data: dict, find: Find) -> ModelState:
     """The recipe's model before its first stage."""
     model, (_, source) = data.get("model"), _model_path(data)
     try:

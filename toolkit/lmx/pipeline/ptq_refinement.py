@@ -29,7 +29,6 @@ from ..models.checkpoint import weights_digest
 from ..models.loader import KV_BITS, LoadedModel
 from ..quantization.mixed_precision import kv_bits
 from ..quantization.packing import pack
-from ..quantization.ptq.block_scale_tuning import BlockScaleTuner
 from ..quantization.ptq.candidates import CandidateModel, CandidateSelector
 from ..quantization.ptq.scale_tuning import ScaleTuner
 from ..quantization.target_layers import QuantizationPlan
@@ -232,31 +231,25 @@ class PostQuantRefinement:
         is_rtn = self.config.method == "rtn" and self.config.compares_with_rtn
         selector.add("smoothquant" if is_rtn else self.config.method, tensors)
         modes = {spec.mode for spec in self.selection.specs.values()}
-        if self.config.scale_tuning and self.config.mode not in modes:
+        if self.config.scale_tuning and "affine" not in modes:
             self.context.logger.warning(
-                f"scale_tuning trains nothing: no layer has mode {self.config.mode}"
+                "scale_tuning trains nothing: no layer has mode affine"
             )
         elif self.config.scale_tuning:
-            tuner = self._tuner(model, train_targets, eval_targets)
+            tuner = ScaleTuner(
+                self.config.scale_tuning,
+                model,
+                train_targets,
+                eval_targets,
+                folder=self.context.folder / "tuning",
+                seed=self.context.seed,
+                logger=self.context.logger,
+            )
             selector.add("scale_tuning", selector.tensors | tuner.run())
         return selector.tensors, {
             "eval_kl": selector.divergences,
             "selected_candidate": selector.best_name,
         }
-
-    def _tuner(
-        self, model: CandidateModel, training: PartTargets, held_out: PartTargets
-    ) -> ScaleTuner:
-        settings = {
-            "folder": self.context.folder / "tuning",
-            "seed": self.context.seed,
-            "logger": self.context.logger,
-        }
-        tuning = self.config.scale_tuning, model, training, held_out
-        if self.config.mode == "affine":
-            return ScaleTuner(*tuning, **settings)
-        dense = self.context.load(self.loaded.path).model
-        return BlockScaleTuner(*tuning, dense=dense, **settings)
 
     def _targets(self) -> tuple[PartTargets, PartTargets | None]:
         """The full-precision model's predictions for evaluation and for training."""

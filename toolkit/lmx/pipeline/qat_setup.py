@@ -14,7 +14,6 @@ from ..quantization.dequantize import (
     PackedLayers,
     dequantized_model,
     layer_specs,
-    packed_layers,
 )
 from ..quantization.qat.quantizers import make_quantizer
 from ..quantization.target_layers import QuantizationPlan, select_layers
@@ -26,9 +25,9 @@ class QATModel:
     """A model to train.
 
     Attributes:
-        loaded: its layers are not quantized, except for QA-LoRA.
-        selection: the layers that have a fake quantizer, or codes that stay.
-        qat: how they are quantized; None = not at all, or by QA-LoRA's fixed codes.
+        loaded: its layers are not quantized.
+        selection: the layers that have a fake quantizer.
+        qat: how they are quantized; None = not at all.
         packed: the codes that training begins with; None if the model has none.
     """
 
@@ -62,8 +61,6 @@ def prepare(
     Raises:
         UserError: the training would quantize a quantized model again.
     """
-    if config.keeps_codes:
-        return _with_fixed_codes(loaded)
     qat, place = config.qat, str(loaded.path)
     if has_quantized_inputs(loaded.model) and not (qat and qat.quantize_activations):
         raise UserError(
@@ -97,27 +94,13 @@ def prepare(
 
 
 def require_steps(qat: QATConfig | None, steps: int) -> None:
-    """Raise UserError if the last phase of the bit schedule begins after the steps."""
-    if qat and qat.phase_starts[-1] >= steps:
+    """Raise UserError if fake quantization begins after the steps."""
+    if qat and qat.fake_quant_after_n_steps >= steps:
         raise UserError(
-            f"fake quantization to {qat.bits} bits begins after {qat.phase_starts[-1]} "
-            f"steps, and there are {steps}",
-            hint="lower fake_quant_after_n_steps or the steps of bit_schedule, or "
-            "train longer",
+            f"fake quantization begins after {qat.fake_quant_after_n_steps} steps, and "
+            f"there are {steps}",
+            hint="lower fake_quant_after_n_steps, or train longer",
         )
-
-
-def _with_fixed_codes(loaded: LoadedModel) -> QATModel:
-    """A model of which QA-LoRA changes the biases alone."""
-    specs = layer_specs(loaded.model)
-    if not specs:
-        raise UserError(
-            "a qa_lora adapter needs a quantized model; this one is not",
-            place=str(loaded.path),
-            hint="quantize it first, or use type lora",
-        )
-    selection = QuantizationPlan(specs, _unquantized_layers(loaded))
-    return QATModel(loaded, selection, packed=packed_layers(loaded.model))
 
 
 def _from_codes(
@@ -171,13 +154,13 @@ def _require_same_specs(
     qat: QATConfig, specs: dict[str, QuantSpec], loaded: LoadedModel
 ) -> None:
     place = str(loaded.path)
-    if qat.quantizer not in CONTINUES_FROM_CODES or qat.phase_starts[-1]:
+    if qat.quantizer not in CONTINUES_FROM_CODES or qat.fake_quant_after_n_steps:
         raise UserError(
             "this model is quantized, and training would quantize it again",
             place=place,
             hint=f"the quantizers {', '.join(CONTINUES_FROM_CODES)} continue from its "
-            "codes, without fake_quant_after_n_steps or bit_schedule; or start from "
-            "the unquantized model",
+            "codes, without fake_quant_after_n_steps; or start from the unquantized "
+            "model",
         )
     wanted = QuantSpec(**qat.model_dump(include=set(QuantSpec.model_fields)))
     by_name = {_describe(spec): spec for spec in specs.values()}

@@ -29,13 +29,8 @@ from .estimate import (
 FORWARD, WITH_GRADIENTS, SOLVE = 2.0, 4, 3e4
 # Passes of a calibrated method over its tokens: for outputs, and for second moments.
 CALIBRATION_PASSES = 1.5
-# Forward passes of AWQ's search over them.
-AWQ_PASSES = 6
 # Evaluations within scale tuning, each over all evaluation tokens.
 TUNING_EVALUATIONS = 9
-# Bytes of a weight whose block scale is tuned: dense, its element, scaled, its gradient
-# and that of the element.
-TUNED_WEIGHT_BYTES = 20
 # Plans that a mixed-precision search compares, and grids of a weight that it solves.
 PLANS, GRIDS = 6, 16
 
@@ -68,8 +63,6 @@ class QuantizeCost:
             tokens += WITH_GRADIENTS * self._fisher_tokens
         if isinstance(config, GPTQConfig):
             solves += config.refine_iters
-        if config.method == "awq":
-            tokens += AWQ_PASSES * self.num_tokens
         if config.smoothing:
             tokens += self._smoothing_tokens
         if tuning := config.scale_tuning:
@@ -199,10 +192,7 @@ class QuantizeCost:
         if chunk := chunk_of_many(self._vocabulary, tokens):
             at_once = min(tokens, CHUNKS_AT_ONCE * chunk)
         size = 4 * tokens * values
-        size += LOGIT_BYTES[on_cpu()] * self._vocabulary * at_once
-        if self.config.mode == "nvfp4":
-            size += TUNED_WEIGHT_BYTES * self._weights
-        return size
+        return size + LOGIT_BYTES[on_cpu()] * self._vocabulary * at_once
 
     @property
     def _tokens_of_refinement(self) -> int:

@@ -1,9 +1,7 @@
 """Memory, disk and speed of this machine, and whether a plan fits."""
 
-import os
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,10 +10,10 @@ from .. import cpu
 from ..config.loader import LoadedRecipe
 from ..convert import importers
 from ..convert.importers import gguf
+from ..cpu.memory import memory_limit
 from ..data.batching import bucket_lengths
 from ..errors import WILL_NOT_FIT, UserError
 from ..evaluation.memory_bandwidth import shortest_time
-from ..models.checkpoint import read_config
 from ..models.loader import check_loadable
 from ..run.fs import free_bytes
 from ..run.progress import format_duration
@@ -27,20 +25,6 @@ from .plan import RunPlan
 # training, 1.8 for generating data in batches.
 TRAINING_OVERHEAD, GENERATION_OVERHEAD = 1.3, 1.8
 PROBE_EXAMPLES, PROBE_WIDTH = 256, 512
-DEVICE_MEMORY = ("max_recommended_working_set_size", "total_memory", "memory_size")
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-
-def memory_limit() -> int:
-    """Bytes a run may use: what the GPU recommends, else this machine's memory."""
-    info = mx.device_info()
-    if device := next((int(info[key]) for key in DEVICE_MEMORY if key in info), 0):
-        return device
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(physical, int(CONTAINER_LIMIT.read_text()))
-    except (OSError, ValueError):  # no container, or "max"
-        return physical
 
 
 @cache
@@ -226,8 +210,7 @@ def model_shape(loaded: LoadedRecipe) -> ModelShape | None:
     # The shape of a folder in another format is known once it has been imported.
     if folder is None or source:
         return None
-    check_loadable(folder, trust_remote_code=model.trust_remote_code)
-    config = read_config(folder)
+    config = check_loadable(folder, trust_remote_code=model.trust_remote_code)
     if "model_file" in config:
         return None
     return ModelShape.of_folder(folder, config)

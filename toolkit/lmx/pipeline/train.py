@@ -70,14 +70,10 @@ class TrainStage(Stage):
             yield Problem((*raw.path, "loss"), message, hint, "key")
         yield from _check_formats(raw)
         yield from _check_rewards(raw)
-        adapter_path = (*raw.path, "adapter")
         if state.is_untrained and has_adapter:
+            path, message = (*raw.path, "adapter"), "an adapter needs a trained model"
             hint = "leave adapter out: a model from scratch is trained in full"
-            yield Problem(adapter_path, "an adapter needs a trained model", hint, "key")
-        elif state.quantization is None and _keeps_codes(raw):
-            message = "a qa_lora adapter needs a quantized model; this one is not"
-            hint = "quantize it first, or use type: lora"
-            yield Problem(adapter_path, message, hint, "key")
+            yield Problem(path, message, hint, "key")
         if state.quantization is None:
             return
         is_activation_quantized = (state.config | state.quantization).get(
@@ -100,7 +96,7 @@ class TrainStage(Stage):
         quantization = state.quantization
         if qat is not None:
             quantization = quantization_values(qat)
-        elif has_adapter and not _keeps_codes(raw):
+        elif has_adapter:
             # The adapter is fused into dequantized weights.
             quantization = None
         state = super().next_state(raw, state)
@@ -115,7 +111,7 @@ class TrainStage(Stage):
         dtype = training_dtype(config.compute_dtype, workload.dtype)
         batch = self._batch(workload)
         cost = training_cost(current, config, batch, dtype.size)
-        if current.is_quantized and not config.keeps_codes:
+        if current.is_quantized:
             # An adapter is fused into dequantized weights, usually of 16 bits.
             current = replace(current, bytes=2 * cost.parameters, float_values=None)
         # A new checkpoint is written before an old one is removed.
@@ -219,10 +215,6 @@ class TrainStage(Stage):
             yield f"{address}.adapter={{rank: 16}}"
 
 
-def _keeps_codes(raw: RawStage) -> bool:
-    return raw.value("adapter", "type") == "qa_lora"
-
-
 def _check_formats(raw: RawStage) -> Iterator[Problem]:
     """The problem of a loss whose examples are in no dataset."""
     loss = raw.value("loss")
@@ -263,10 +255,10 @@ def _check_qat_of_codes(raw: RawStage, before: dict) -> Iterator[Problem]:
             "it again"
         )
         yield Problem(path, message, f"{CONTINUES} continues from the codes", "key")
-    for key in ("fake_quant_after_n_steps", "bit_schedule"):
-        if raw.value("qat", key):
-            message = "the model is quantized here, and training begins with its codes"
-            yield Problem((*path, key), message, f"leave {key} out", "key")
+    key = "fake_quant_after_n_steps"
+    if raw.value("qat", key):
+        message = "the model is quantized here, and training begins with its codes"
+        yield Problem((*path, key), message, f"leave {key} out", "key")
     after = quantization_values(raw.value("qat"))
     names = [key for key in before if key in after and before[key] != after[key]]
     if names:

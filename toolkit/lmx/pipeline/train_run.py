@@ -18,7 +18,7 @@ from ..models.lora import lora_model
 from ..models.lora.io import init_adapter
 from ..models.quantized_layers import TENSORS
 from ..quantization.packing import dequantize
-from ..quantization.qat.fake_quant import FakeQuant, QALoRAWeights
+from ..quantization.qat.fake_quant import FakeQuant
 from ..run.fs import atomic_folder, copy_folder
 from ..training.grpo_loss import GRPOLoss
 from ..training.losses import cross_entropy_sum
@@ -218,7 +218,7 @@ class TrainRun:
         )
         if adapter.init_from:
             folder = self.context.find(adapter.init_from) or Path(adapter.init_from)
-            init_adapter(lora_model.adapted_layers(model), resolve_adapter(folder))
+            init_adapter(model, resolve_adapter(folder))
         return keys
 
     def _make_trainer(self) -> Trainer:
@@ -334,9 +334,7 @@ class TrainRun:
             decay_ratio=config.decay_ratio,
         )
 
-    def _optimizer(
-        self, fake_quant: FakeQuant | QALoRAWeights | None
-    ) -> OptimizerConfig:
+    def _optimizer(self, fake_quant: FakeQuant | None) -> OptimizerConfig:
         config, lr_multipliers = self.config, {}
         if config.adapter:
             trained = dict(tree_flatten(self.loaded.model.trainable_parameters()))
@@ -353,10 +351,8 @@ class TrainRun:
             lr_multipliers=lr_multipliers,
         )
 
-    def _fake_quant(self) -> FakeQuant | QALoRAWeights:
+    def _fake_quant(self) -> FakeQuant:
         network, model = self.loaded.model, self.model
-        if self.config.keeps_codes:
-            return QALoRAWeights(network, model.packed)
         specs, dtype = self.selection.specs, self.loaded.dtype
         return FakeQuant(network, specs, dtype, model.qat, model.packed)
 

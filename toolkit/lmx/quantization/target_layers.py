@@ -17,6 +17,8 @@ from ..errors import UserError
 
 # The part of a layer's path before its path in the block.
 BLOCK_PREFIX = re.compile(r"^.*?\.\d+\.")
+# The class of a mixture's linear layers, by name: only the loader may import mlx-lm.
+EXPERTS = "SwitchLinear"
 SKIP_HINT = "use skip for this layer, or a mode that quantizes activations"
 
 
@@ -91,6 +93,15 @@ def select_layers(
     return QuantizationPlan(
         specs, skipped, explicit & specs.keys(), quantization.quantize_activations
     )
+
+
+def has_known_inputs(module: nn.Module) -> bool:
+    """Whether a layer multiplies its inputs by one matrix, or by one for each expert.
+
+    mlx-lm's layers of latent attention have one for each head, which they use
+    transposed for some lengths of the input: the cost of their errors is unknown.
+    """
+    return module.weight.ndim == 2 or type(module).__name__ == EXPERTS
 
 
 def takes_global_scale(module: nn.Module) -> bool:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..errors import UserError
+
 
 @dataclass
 class RunState:
@@ -65,9 +67,15 @@ class Callback:
 
 
 class CallbackList:
-    """The callbacks of a run, called in order with its state."""
+    """The callbacks of a run, called in order with its state.
+
+    Raises:
+        UserError: a callback has no hook, or a method that is never called.
+    """
 
     def __init__(self, callbacks: Sequence[Callback] = ()):
+        for callback in callbacks:
+            _require_hooks(callback)
         self._callbacks = tuple(callbacks)
         self.state = RunState()
 
@@ -83,3 +91,15 @@ class CallbackList:
         for callback in self._callbacks:
             if getattr(callback, f"on_{event}")(self.state) is False:
                 self.state.stop()
+
+
+def _require_hooks(callback: Callback) -> None:
+    kind, hooks = type(callback), {n for n in vars(Callback) if n.startswith("on_")}
+    names = {n for n in dir(kind) if n.startswith("on_")}
+    if names == hooks and any(getattr(kind, n) is not vars(Callback)[n] for n in hooks):
+        return
+    unknown = ", ".join(sorted(names - hooks)) or "a method"
+    raise UserError(
+        f"lmx never calls {unknown} of {kind.__name__}",
+        hint=f"a callback has one or more of {', '.join(sorted(hooks))}",
+    )

@@ -8,17 +8,11 @@ one.
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cpu import multiplies_exactly
 from ..models.loader import make_cache
+from ..models.logit_errors import more_than_rounding
 
 # Caches of attention over keys and values. Recurrent states have no mask.
 ATTENTION_CACHES = {"KVCache", "RotatingKVCache"}
-# How far the logits of a position may be off, relative to their norm: in float32, and
-# where products are rounded to bfloat16, or to TF32 on a GPU. A document moves the
-# logits of SmolLM2 by .12 in bfloat16 when its positions move; a wrong mask by 2.4.
-EXACT_TOLERANCE, ROUNDED_TOLERANCE = 1e-4, 0.25
-# The least norm of logits to compare with.
-MIN_NORM = 1e-3
 
 
 class PackingUnsupported(Exception):
@@ -71,16 +65,8 @@ class DocumentCaches:
             raise PackingUnsupported(reason) from None
         finally:
             model.train(training)
-        is_float32 = packed.dtype == mx.float32 and alone.dtype == mx.float32
-        is_exact = is_float32 and multiplies_exactly()
-        tolerance = EXACT_TOLERANCE if is_exact else ROUNDED_TOLERANCE
-        alone, packed = alone.astype(mx.float32), packed.astype(mx.float32)
-        norms = mx.maximum(mx.linalg.norm(alone, axis=-1), MIN_NORM)
-        error = (mx.linalg.norm(packed - alone, axis=-1) / norms).max().item()
-        if not error <= tolerance:
-            raise PackingUnsupported(
-                f"logits of a packed document are off by {error:.0%}"
-            )
+        if error := more_than_rounding(packed, alone):
+            raise PackingUnsupported(f"logits of a packed document are {error}")
 
 
 class _DocumentMasks:

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from ...errors import FAILED, UserError
-from ...run.fs import copy_folder, hash_folder
+from ...models.checkpoint import read_config
+from ...models.checkpoint_writer import write_config
+from ...run.fs import copy_folder, hash_folder, read_json
 from .base import ExportContext, FormatCard
 
 FOLDER = "model"
@@ -23,6 +25,9 @@ mlx_lm.generate --model . --prompt "..."
 def export(folder: Path, context: ExportContext) -> None:
     """Copy the evaluated checkpoint into an empty folder, byte for byte.
 
+    Only config.json is written anew if it has RoPE in the spelling of transformers 5
+    alone, which mlx-lm would not read.
+
     Raises:
         UserError: the copy differs.
     """
@@ -33,3 +38,6 @@ def export(folder: Path, context: ExportContext) -> None:
             place=str(folder),
             code=FAILED,
         )
+    if (config := read_config(folder)) != read_json(folder / "config.json"):
+        (folder / "config.json").unlink()
+        write_config(folder, config)

@@ -7,8 +7,7 @@ import mlx.core as mx
 
 from ...errors import FAILED, UserError
 from ...models import safetensors_io
-from ...models.lora.io import WEIGHTS_FILE
-from ...run.fs import read_json
+from ...models.lora.io import read_adapter
 from ..importers import peft as peft_importer
 from .base import ExportContext, FormatCard
 from .hf import check_supported as check_hf_supported
@@ -41,9 +40,9 @@ def export(folder: Path, context: ExportContext) -> None:
             hint="train with `adapter:`, or remove peft from formats",
         )
     check_hf_supported(context.load(context.model).config)
-    config = read_json(context.adapters / peft_importer.CONFIG)
-    tensors = safetensors_io.read_tensors(context.adapters / WEIGHTS_FILE)
-    write(folder, dict(tensors), config)
+    adapter, tensors = read_adapter(context.adapters)
+    config = adapter.model_dump()
+    write(folder, tensors, config)
     verify_roundtrip(folder, tensors, config)
 
 
@@ -52,8 +51,8 @@ def write(folder: Path, tensors: dict[str, mx.array], config: dict) -> None:
 
     Args:
         tensors: by mlx-lm's names.
-        config: mlx-lm's adapter config; its key `model`, if present, names the base
-            model.
+        config: mlx-lm's adapter config; its key `model` names the base model, if it is
+            known.
 
     Raises:
         UserError: peft has no adapter for one of the layers.
@@ -87,7 +86,7 @@ def lora_config(config: dict, paths: list[str]) -> dict:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.get("model"),
+        "base_model_name_or_path": config["model"],
         "inference_mode": True,
         "r": lora["rank"],
         "lora_alpha": lora["scale"] * lora["rank"],
@@ -113,7 +112,7 @@ def verify_roundtrip(folder: Path, expected: dict[str, mx.array], config: dict) 
         mx.array_equal(tensors[name], value) for name, value in expected.items()
     )
     lora, read = config["lora_parameters"], read_config["lora_parameters"]
-    same_scale = abs(read["scale"] - lora["scale"]) <= 1e-6 * lora["scale"]
+    same_scale = abs(read["scale"] - lora["scale"]) <= 1e-6 * abs(lora["scale"])
     if not (equal and same_scale and read["rank"] == lora["rank"]):
         raise UserError(
             "the adapter differs after reading the export; nothing is published",

@@ -10,7 +10,8 @@ from mlx.utils import tree_flatten
 from ...config.quant_spec import FLOAT_MODES, QuantSpec
 from ...errors import UserError, library_errors
 from ...models import checkpoint_writer
-from ...models.loader import build_model
+from ...models.checkpoint_fixups import head_config
+from ...models.loader import build_model, complete_config
 from ...models.mtp_weights import MODEL_TYPES, PREFIX, as_mlx, dequantize, write_mtp
 from ..gguf.float_blocks import FloatGroups
 from . import gguf, hf_folder
@@ -65,7 +66,12 @@ def convert_checkpoint(
 def _read(source: Path, companions: Path):
     """Config, dense tensors and quantized layers of a folder or a GGUF file."""
     if source.is_dir():
-        return hf_folder.read(source)
+        config, dense, layers = hf_folder.read(source)
+        config = complete_config(config, place=str(source / "config.json"))
+        weights = {f"{path}.weight": layer.packed for path, layer in layers.items()}
+        weights |= dense
+        config |= head_config(config, weights, weights.__getitem__, str(source))
+        return config, dense, layers
     return gguf.read(source, companions)
 
 

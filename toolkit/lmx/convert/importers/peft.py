@@ -4,23 +4,27 @@ peft stores A [rank, in] and B [out, rank]; mlx-lm stores their transposes. peft
 is alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
 """
 
-import json
 import math
 import os
 import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 import mlx.core as mx
+from pydantic import ConfigDict, Field, model_validator
 
+from ...config.validation import FileConfig, shown
 from ...data import cache
-from ...errors import UserError, library_errors
+from ...errors import UserError, shorten
+from ...models.lora.io import with_one_rank, write_adapter
+from ...models.lora.layers import LoRALinear
 from ...models.safetensors_io import read_tensors
 from ...run.fs import read_json
 
 # Part of the cache key; changes when an import writes other values.
-VERSION = 1
+VERSION = 2
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # mlx-lm's name of a tensor and whether it is transposed, by peft's name.
@@ -29,16 +33,45 @@ LEAVES = {
     "lora_B.weight": ("lora_b", True),
     "lora_magnitude_vector": ("m", False),
 }
-# Settings that are read, or that do not change what a trained adapter computes.
-SUPPORTED_KEYS = """
-    task_type peft_type auto_mapping peft_version base_model_name_or_path revision
-    inference_mode r target_modules exclude_modules lora_alpha lora_dropout bias
-    use_rslora init_lora_weights layers_to_transform layers_pattern rank_pattern
-    alpha_pattern megatron_core use_dora qalora_group_size eva_config
-    ensure_weight_tying runtime_config
+# Settings that do not change what a trained adapter computes.
+HARMLESS_KEYS = """
+    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
+    layers_pattern megatron_core qalora_group_size eva_config ensure_weight_tying
+    runtime_config
 """
-# Initializations that do not change the base weights.
-SUPPORTED_INITS = (True, False, "gaussian", "orthogonal", "eva")
+
+
+class PeftConfig(FileConfig):
+    """peft's adapter_config.json: what is read, with the values that lmx supports."""
+
+    model_config = ConfigDict(extra="allow")
+
+    peft_type: Literal["LORA"]
+    r: Annotated[int, Field(ge=1, lt=2**31)]
+    lora_alpha: float
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    bias: Literal["none"] = "none"
+    # Others change the base weights.
+    init_lora_weights: Literal[True, False, "gaussian", "orthogonal", "eva"] = True
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        for key, value in self.model_extra.items():
+            if value and key not in HARMLESS_KEYS.split():
+                raise ValueError(f"{shorten(key)}: {shown(value)} is not supported")
+        for pattern in (*(self.rank_pattern or {}), *(self.alpha_pattern or {})):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern} is no pattern: {error}") from None
+        return self
 
 
 def is_adapter(folder: Path) -> bool:
@@ -56,52 +89,40 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
     Raises:
         UserError: mlx-lm has no such adapter, or the folder is damaged.
     """
-    place = str(folder)
-    config = read_json(folder / CONFIG)
-    _check_supported(config, place)
-    file = folder / WEIGHTS
+    config_file, file = folder / CONFIG, folder / WEIGHTS
+    config = PeftConfig.read(read_json(config_file), place=str(config_file))
     if not file.is_file():
-        raise UserError(f"this adapter has no {WEIGHTS}", place=place)
+        raise UserError(f"this adapter has no {WEIGHTS}", place=str(folder))
     layers: dict[str, dict[str, mx.array]] = {}
     for name, value in read_tensors(file).items():
-        path, leaf = _path(name, place)
+        path, leaf = _path(name, str(file))
         name, transposed = LEAVES[leaf]
         layers.setdefault(path, {})[name] = value.T if transposed else value
-    leaves = {"lora_a", "lora_b", *(["m"] if config.get("use_dora") else [])}
+    leaves = {"lora_a", "lora_b", *(["m"] if config.use_dora else [])}
     for path, layer in layers.items():
-        complete = layer.keys() == leaves
-        if not complete or layer["lora_a"].shape[1] != len(layer["lora_b"]):
-            raise UserError(f"the adapter of {path} is incomplete", place=place)
+        rank = _by_pattern(config.rank_pattern, path, config.r)
+        a, b = (layer[n].shape if n in layer else () for n in ("lora_a", "lora_b"))
+        are_floats = all(mx.issubdtype(v.dtype, mx.floating) for v in layer.values())
+        has_rank = a[1:] == (rank,) and b[:1] == (rank,)
+        if layer.keys() != leaves or not has_rank or not are_floats:
+            message = (
+                f"the adapter of {path} is incomplete, or no floats of rank {rank}"
+            )
+            raise UserError(message, place=str(file))
     if not layers:
-        raise UserError("this adapter has no matrices", place=place)
-    with library_errors(f"{CONFIG} is damaged", place=place):
-        return _to_mlx_lm(layers, config)
-
-
-def _to_mlx_lm(layers: dict[str, dict[str, mx.array]], config: dict):
+        raise UserError("this adapter has no matrices", place=str(file))
     scales = {path: _scale(path, layer, config) for path, layer in layers.items()}
-    rank = max(len(layer["lora_b"]) for layer in layers.values())
-    scale = next(iter(scales.values())) if len(set(scales.values())) == 1 else 1.0
-    tensors = {}
-    for path, layer in layers.items():
-        missing = rank - len(layer["lora_b"])
-        tensors[f"{path}.lora_a"] = mx.pad(layer["lora_a"], [(0, 0), (0, missing)])
-        b = layer["lora_b"]
-        if scales[path] != scale:
-            b = (scales[path] / scale) * b.astype(mx.float32)
-        tensors[f"{path}.lora_b"] = mx.pad(b, [(0, missing), (0, 0)])
-        if "m" in layer:
-            tensors[f"{path}.m"] = layer["m"]
+    axes = dict.fromkeys(layers, LoRALinear.RANK_AXIS)
+    tensors, lora = with_one_rank(layers, scales, axes)
+    is_partial = config.exclude_modules or config.layers_to_transform is not None
+    is_known = isinstance(config.target_modules, list) and not is_partial
+    # Full paths, so that no other block gets an adapter.
+    lora |= {"dropout": config.lora_dropout or 0.0, "keys": sorted(layers)}
     return tensors, {
-        "fine_tune_type": "dora" if config.get("use_dora") else "lora",
+        "fine_tune_type": "dora" if config.use_dora else "lora",
         "num_layers": _block_count(layers),
-        "lora_parameters": {
-            "rank": rank,
-            "scale": scale,
-            "dropout": config.get("lora_dropout") or 0.0,
-            # Full paths, so that no other block gets an adapter.
-            "keys": sorted(layers),
-        },
+        "lora_parameters": lora,
+        "peft_target_modules": config.target_modules if is_known else [],
     }
 
 
@@ -117,6 +138,8 @@ def resolve_adapter(source: str | Path) -> Path:
     if not is_adapter(folder):
         return folder
     files = [folder / name for name in (CONFIG, WEIGHTS) if (folder / name).is_file()]
+    # A damaged file may have any size, and all of it would be hashed.
+    read(folder)
     facts = {file.name: cache.file_hash(file) for file in files}
 
     def fill(target: Path) -> dict:
@@ -137,47 +160,41 @@ def convert_adapter(source: Path, target: Path) -> None:
         UserError: see `read`.
     """
     tensors, config = read(source)
-    tensors = {name: mx.contiguous(value) for name, value in tensors.items()}
-    mx.save_safetensors(str(target / "adapters.safetensors"), tensors)
-    (target / CONFIG).write_text(json.dumps(config, indent=4) + "\n")
-
-
-def _check_supported(config: dict, place: str) -> None:
-    kind, supported = config.get("peft_type"), SUPPORTED_KEYS.split()
-    unsupported = [
-        key for key, value in config.items() if value and key not in supported
-    ]
-    if config.get("bias", "none") != "none":
-        unsupported.append("bias")
-    if config.get("init_lora_weights", True) not in SUPPORTED_INITS:
-        unsupported.append("init_lora_weights")
-    if kind != "LORA" or unsupported:
-        what = f"type {kind}"
-        if unsupported:
-            what = f"{unsupported[0]}: {config[unsupported[0]]}"
-        raise UserError(f"peft adapters with {what} are not supported", place=place)
+    write_adapter(target, tensors, {}, **config)
 
 
 def _path(name: str, place: str) -> tuple[str, str]:
     for leaf in LEAVES:
         if name.startswith(PREFIX) and name.endswith(f".{leaf}"):
             return name[len(PREFIX) : -len(leaf) - 1], leaf
+    hint = "adapters of embeddings, experts and fully trained layers are not supported"
+    if name.endswith(".base_layer.weight"):
+        hint = (
+            "peft stored the base model's layer beside its adapter; lmx cannot tell "
+            "whether it was changed. Save the adapter again in peft with "
+            "save_pretrained(folder, save_embedding_layers=False)"
+        )
     raise UserError(
         f"the tensor {name} does not belong to the adapter of a linear layer",
         place=place,
-        hint="adapters of embeddings, experts and fully trained layers are not "
-        "supported",
+        hint=hint,
     )
 
 
-def _scale(path: str, layer: dict[str, mx.array], config: dict) -> float:
+def _scale(path: str, layer: dict[str, mx.array], config: PeftConfig) -> float:
     rank = len(layer["lora_b"])
-    alpha = config["lora_alpha"]
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            alpha = value
-            break
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    alpha = _by_pattern(config.alpha_pattern, path, config.lora_alpha)
+    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def _by_pattern(patterns: dict[str, Any] | None, path: str, default: Any) -> Any:
+    """The value of the first pattern that the end of a path matches."""
+    matching = (
+        value
+        for pattern, value in (patterns or {}).items()
+        if re.match(rf"(.*\.)?({pattern})$", path)
+    )
+    return next(matching, default)
 
 
 def _block_count(paths: Iterable[str]) -> int:

@@ -25,6 +25,7 @@ MAX_CHARACTERS, CHARACTERS_PER_CHARACTER = 1_000_000, 8
 MAX_EXCEEDED = 3
 # The names under which templates switch the chain of thought.
 SWITCHES = ("enable_thinking", "thinking")
+PROBE = "Is it warm in Rome?"
 _exceeded: Counter[str] = Counter()
 
 
@@ -59,6 +60,16 @@ class ChatTemplate:
     def source(self) -> str:
         """The text of the template, of all templates if it has several."""
         return str(self.tokenizer.chat_template)
+
+    @property
+    def ignores_messages(self) -> bool:
+        """Whether the text of a user's message is not in the prompt, as with an empty
+        template."""
+        try:
+            message = {"role": "user", "content": PROBE}
+            return PROBE not in self.render([message], add_generation_prompt=True)
+        except NoTrainableTokens:
+            return False
 
     @cached_property
     def switches(self) -> tuple[str, ...]:

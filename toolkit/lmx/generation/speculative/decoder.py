@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from ..decode_loop import CLEAR_CACHE_INTERVAL, prefill, wired_limit
+from ..decode_loop import CLEAR_CACHE_INTERVAL, prefill, require_numbers, wired_limit
 from ..kv_cache import CacheState
 from ..sampling import Sampling
 from .draft_length import DraftLengthController
@@ -140,6 +140,7 @@ class SpeculativeDecoder:
             unread = mx.array([prompt[self.cache.length : -1]], mx.int32)
             prefill(self.cache, unread, step_size=self.prefill_step_size)
             logits = self.cache.forward(mx.array([prompt[-1:]], mx.int32))[:, -1]
+            require_numbers(logits, "the model")
             self._sampler = TargetSampler(self.sampling, prompt, logits.shape[-1])
             self._context = [*prompt, self._sample(logits).item()]
             yield self._context[-1]

@@ -4,56 +4,36 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ...models.drafters.dflash import DFlashDrafter
-from ..kv_cache import CacheState
-from .proposer import NO_DRAFT, DraftSampler, DraftTokens, TargetSampler
+from .proposer import NO_DRAFT, DraftTokens, HiddenStateProposer, TargetSampler
 
 # Hidden states that the drafter processes at once.
 STEP_SIZE = 512
 
 
-class DFlashProposer:
+class DFlashProposer(HiddenStateProposer):
     """Proposes draft tokens from the hidden states of the target's cache.
 
     Every draft token is sampled from the distribution of its own slot, independent of
     the other ones.
-
-    Args:
-        cache: of the completion. From here on, it records hidden states.
-        sampled: sample draft tokens with the target's settings; otherwise draft
-            greedily. Both are lossless; the better acceptance rate depends on the pair.
-        seed: seed of the draft samples, independent of the target's.
     """
 
-    def __init__(
-        self,
-        drafter: DFlashDrafter,
-        cache: CacheState,
-        *,
-        sampled: bool = True,
-        seed: int = 0,
-    ):
-        self.drafter = drafter
-        self._target_cache = cache
-        self._sampler = DraftSampler(sampled=sampled, seed=seed ^ 0xDF1A)
-        self._cache = drafter.make_cache()
-        # Position of the next token whose hidden states are read. It only grows: the
-        # hidden states of rejected draft tokens were removed before the next round.
-        self._end = 0
-        cache.record_hidden_states(drafter.layer_ids)
+    salt = 0xDF1A
+    # Position of the next token whose hidden states are read. It only grows: the hidden
+    # states of rejected draft tokens were removed before the next round.
+    _end = 0
 
     def propose(
         self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
     ) -> DraftTokens:
         """Launch the draft: at most as many tokens as the drafter's block has."""
-        count = min(num_draft_tokens, self.drafter.max_draft_tokens)
+        count = min(num_draft_tokens, self._drafter.max_draft_tokens)
         anchor = len(context) - 1
         assert self._target_cache.recorded.end == anchor
         self._read_states()
         if not count or not self._end:
             return NO_DRAFT
-        hidden = self.drafter.draft_block(context[-1], anchor, self._cache, count)
-        logits = self.drafter.target_logits(self.drafter.head(hidden))
+        hidden = self._drafter.draft_block(context[-1], anchor, self._cache, count)
+        logits = self._drafter.target_logits(self._drafter.head(hidden))
         rows = iter(mx.split(logits, count))
         return self._sampler.draft(count, sampler, lambda _: next(rows))
 
@@ -69,7 +49,7 @@ class DFlashProposer:
         states = recorded.since(start)
         for first in range(0, states.shape[1], STEP_SIZE):
             piece = states[:, first : first + STEP_SIZE]
-            self.drafter.extend_context(piece, start + first, self._cache)
+            self._drafter.extend_context(piece, start + first, self._cache)
             if states.shape[1] > STEP_SIZE:
                 mx.eval([(cache.keys, cache.values) for cache in self._cache])
         self._end = recorded.end

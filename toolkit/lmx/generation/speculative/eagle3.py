@@ -4,40 +4,18 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ...models.drafters.eagle3 import Eagle3Drafter
-from ..kv_cache import CacheState
-from .proposer import NO_DRAFT, DraftSampler, DraftTokens, TargetSampler
+from .proposer import NO_DRAFT, DraftTokens, HiddenStateProposer, TargetSampler
 
 READ_STEP_SIZE = 512
 """Rows of a long prompt that the drafter reads at once."""
 
 
-class Eagle3Proposer:
-    """Proposes one draft token after the other with an EAGLE-3 drafter.
+class Eagle3Proposer(HiddenStateProposer):
+    """Proposes one draft token after the other with an EAGLE-3 drafter."""
 
-    Args:
-        drafter: bound to the target.
-        cache: the target's cache of this completion; it records hidden states from now
-            on. Tokens whose states are not known are not read by the drafter.
-        sampled: sample draft tokens with the target's settings; otherwise draft
-            greedily. Both are lossless.
-        seed: seed of the draft samples, independent of the target's.
-    """
-
-    def __init__(
-        self,
-        drafter: Eagle3Drafter,
-        cache: CacheState,
-        *,
-        sampled: bool = True,
-        seed: int = 0,
-    ):
-        self._drafter, self._target_cache = drafter, cache
-        self._sampler = DraftSampler(sampled=sampled, seed=seed ^ 0xEA61)
-        cache.record_hidden_states(drafter.layer_ids)
-        self._cache = drafter.make_cache()
-        # The next position to read; None = nothing was read.
-        self._position: int | None = None
+    salt = 0xEA61
+    # The next position to read; None = nothing was read.
+    _position: int | None = None
 
     def propose(
         self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler

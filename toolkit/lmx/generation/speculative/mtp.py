@@ -6,32 +6,23 @@ import mlx.core as mx
 
 from ...models.drafters.mtp import MTPHead
 from ..kv_cache import CacheState
-from .proposer import NO_DRAFT, DraftSampler, DraftTokens, TargetSampler
+from .proposer import NO_DRAFT, DraftTokens, HiddenStateProposer, TargetSampler
 
 STEP_SIZE = 512
 """Positions per forward pass of the head."""
 
 
-class MTPProposer:
-    """Proposes draft tokens with the head that a checkpoint carries.
+class MTPProposer(HiddenStateProposer):
+    """Proposes draft tokens with the head that a checkpoint carries."""
 
-    Args:
-        cache: the target's. Its hidden states are recorded from here on.
-        sampled: sample draft tokens with the target's settings; otherwise draft
-            greedily.
-        seed: seed of the draft samples, independent of the target's.
-    """
+    salt = 0x317B
+    _last: mx.array | None = None
 
-    def __init__(
-        self, head: MTPHead, cache: CacheState, *, sampled: bool = True, seed: int = 0
-    ):
-        cache.record_hidden_states([head.layer_id])
-        self._head, self._target = head, cache
-        self._sampler = DraftSampler(sampled=sampled, seed=seed ^ 0x317B)
+    def __init__(self, head: MTPHead, cache: CacheState, **options):
+        super().__init__(head, cache, **options)
         # The head's caches contain the target's states up to this position. The states
         # of draft tokens are removed after every round.
-        self._caches, self._end = head.make_cache(), cache.recorded.start
-        self._last: mx.array | None = None
+        self._end = cache.recorded.start
 
     def propose(
         self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
@@ -45,17 +36,17 @@ class MTPProposer:
         def next_logits(token: mx.array | None) -> mx.array:
             nonlocal hidden
             if token is not None:
-                hidden = self._head(token[None], hidden, self._caches)
-            return self._head.logits(hidden[:, -1])
+                hidden = self._drafter(token[None], hidden, self._cache)
+            return self._drafter.logits(hidden[:, -1])
 
         draft = self._sampler.draft(num_draft_tokens, sampler, next_logits)
-        for cache in self._caches:
+        for cache in self._cache:
             cache.trim(num_draft_tokens - 1)
         return draft
 
     def _read(self, context: Sequence[int]) -> None:
         """Process the target's new states, each with the token after its own."""
-        recorded = self._target.recorded
+        recorded = self._target_cache.recorded
         assert recorded.end == len(context) - 1
         if self._end == recorded.end:
             return
@@ -63,8 +54,8 @@ class MTPProposer:
         tokens = mx.array([context[self._end + 1 :]], mx.int32)
         for start in range(0, tokens.shape[1], STEP_SIZE):
             part = slice(start, start + STEP_SIZE)
-            inputs = self._head.target_states(states[:, part])
-            self._last = self._head(tokens[:, part], inputs, self._caches)[:, -1:]
+            inputs = self._drafter.target_states(states[:, part])
+            self._last = self._drafter(tokens[:, part], inputs, self._cache)[:, -1:]
             if part.stop < tokens.shape[1]:
-                mx.eval(self._last, [cache.state for cache in self._caches])
+                mx.eval(self._last, [cache.state for cache in self._cache])
         self._end = recorded.end

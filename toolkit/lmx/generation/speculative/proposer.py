@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..decode_loop import require_numbers
 from ..kv_cache import CacheState
 from ..logits_processors import LogitsProcessor
 from ..sampling import Sampling, filter_logits
@@ -119,6 +120,7 @@ class DraftSampler:
     def __init__(self, *, sampled: bool, seed: int):
         self._sampled = sampled
         self._key = mx.random.key(seed)
+        self._is_first = True
 
     def draft(
         self,
@@ -131,11 +133,17 @@ class DraftSampler:
         Args:
             next_logits: logits [1, V] after a draft token int32 [1]; None = after the
                 context.
+
+        Raises:
+            UserError: the first logits are NaN.
         """
         counts, rows, tokens = sampler.counts, [], []
         greedy = sampler.is_greedy or not self._sampled
         for _ in range(count):
             logits = next_logits(tokens[-1] if tokens else None)
+            if self._is_first:
+                require_numbers(logits, "the draft model")
+                self._is_first = False
             # Penalties depend on the draft tokens before.
             logits = sampler.process(logits, counts)
             token = mx.argmax(logits, axis=-1) if greedy else self._sample(logits)
@@ -151,3 +159,27 @@ class DraftSampler:
     def _sample(self, logits: mx.array) -> mx.array:
         self._key, subkey = mx.random.split(self._key)
         return mx.random.categorical(logits, key=subkey)
+
+
+class HiddenStateProposer:
+    """Base class of proposers that read hidden states of the target.
+
+    Args:
+        drafter: bound to the target.
+        cache: of the completion. From here on, it records hidden states; tokens whose
+            states are not known are not read.
+        sampled: sample draft tokens with the target's settings; otherwise draft
+            greedily. Both are lossless; the better acceptance rate depends on the pair.
+        seed: seed of the draft samples, independent of the target's.
+    """
+
+    salt: int
+    """Sets the samples of every kind of drafter apart."""
+
+    def __init__(
+        self, drafter: Any, cache: CacheState, *, sampled: bool = True, seed: int = 0
+    ):
+        cache.record_hidden_states(drafter.layer_ids)
+        self._drafter, self._target_cache = drafter, cache
+        self._sampler = DraftSampler(sampled=sampled, seed=seed ^ self.salt)
+        self._cache = drafter.make_cache()

@@ -8,6 +8,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ...config.draft import DrafterConfig
+from ...errors import UserError
 from ..blockwise import BlockwiseModel
 from ..trunk_head import TrunkHeadSplit
 
@@ -111,13 +112,27 @@ class Drafter(nn.Module, ABC):
         self._target = target
         return self
 
-    @abstractmethod
     def require_shape(self, width: int, vocab_size: int, *, place: str) -> None:
         """Check that the target has the hidden states and the vocabulary of this one.
 
         Raises:
             UserError: it does not.
         """
+        config, needed = self.config, self.config.num_tokens
+        states = self.fc.weight.shape[1] // config.hidden_size
+        if states != len(self.layer_ids):
+            fault = f"{states} hidden states, not {len(self.layer_ids)}"
+        elif config.hidden_size != width:
+            fault = f"the width {config.hidden_size}, this one has the width {width}"
+        elif needed > vocab_size:
+            fault = f"{needed} tokens, the target has {vocab_size} tokens"
+        else:
+            return
+        raise UserError(
+            f"the drafter is for a target of {fault}",
+            place=place,
+            hint="a drafter only works with the target it was trained for",
+        )
 
     @abstractmethod
     def make_cache(self) -> list:
@@ -184,17 +199,17 @@ class Drafter(nn.Module, ABC):
         """Whether a config.json belongs to this architecture."""
 
     @classmethod
-    @abstractmethod
     def from_config(cls, config: dict, *, place: str) -> Self:
         """A drafter with random weights.
 
         Raises:
             UserError: a key is missing or has a value that is not supported.
         """
+        return cls(cls.config_class.from_json(config, place=place))
 
-    @abstractmethod
     def to_config(self) -> dict:
         """The config.json that `from_config` and other programs read."""
+        return self.config.to_json()
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Stored weights under the names of the parameters."""

@@ -5,13 +5,12 @@ draft token. It attends to itself, in both directions, and to the target's hidde
 of all tokens before the anchor, which are keys and values of every layer.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ...errors import UserError, library_errors
 from ..loader import kv_cache, make_rope
 from .base import Drafter
 from .dflash_config import DFlashConfig, is_dflash
@@ -37,7 +36,7 @@ class DFlashAttention(nn.Module):
         self.q_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         # The underscore keeps it out of the parameters.
-        self._rope = make_rope(size, config.to_json())
+        self._rope = make_rope(size, config.rope)
 
     def keys_values(self, rows: mx.array, offset: int | mx.array) -> KeysValues:
         """Keys and values [B, groups, N, D] of rows [B, N, width].
@@ -147,22 +146,6 @@ class DFlashDrafter(Drafter):
         self.layers = [DFlashLayer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(width, eps=eps)
 
-    def require_shape(self, width: int, vocab_size: int, *, place: str) -> None:
-        """See `Drafter`."""
-        config = self.config
-        if config.hidden_size != width:
-            raise UserError(
-                f"the drafter is for a target of the width {config.hidden_size}, this "
-                f"one has the width {width}",
-                place=place,
-            )
-        if max(config.vocab_size, config.mask_token_id + 1) > vocab_size:
-            raise UserError(
-                f"the drafter has {config.vocab_size} tokens and the mask token "
-                f"{config.mask_token_id}, the target has {vocab_size} tokens",
-                place=place,
-            )
-
     def initialize(self) -> None:
         """Start with the target's last blocks."""
         initialize_from_target(self._target.model, self.fc, self.layers, self.norm)
@@ -254,16 +237,6 @@ class DFlashDrafter(Drafter):
     def matches(cls, config: dict) -> bool:
         """See `Drafter`."""
         return is_dflash(config)
-
-    @classmethod
-    def from_config(cls, config: dict, *, place: str) -> Self:
-        """See `Drafter`."""
-        with library_errors("config.json is damaged", place=place):
-            return cls(DFlashConfig.from_json(config, place=place))
-
-    def to_config(self) -> dict:
-        """See `Drafter`."""
-        return self.config.to_json()
 
     def export_weights(self) -> dict[str, mx.array]:
         """See `Drafter`."""

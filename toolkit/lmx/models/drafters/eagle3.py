@@ -5,9 +5,6 @@ token t, joined by `fc`, and predicts token t + 2. After the last row, the outpu
 draft token takes the place of the states of the next one.
 """
 
-from dataclasses import replace
-from typing import Self
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -15,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from ...errors import UserError
 from ..loader import kv_cache
+from .attention_config import architectures
 from .base import Drafter
 from .eagle3_config import SGLANG, SPECULATORS, Eagle3Config, default_layer_ids
 from .eagle3_layers import DraftContext, Eagle3Layer, KeysValues
@@ -50,7 +48,7 @@ class Eagle3Drafter(Drafter):
         self.fc = nn.Linear(inputs, width, bias=False)
         self.layers = [
             Eagle3Layer(config, is_first=not index)
-            for index in range(config.num_layers)
+            for index in range(config.num_hidden_layers)
         ]
         self.norm = nn.RMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
@@ -88,27 +86,6 @@ class Eagle3Drafter(Drafter):
             mx.eval(columns)
         self.lm_head.weight = mx.contiguous(mx.concatenate(columns).T)
         mx.eval(self.parameters())
-
-    def require_shape(self, width: int, vocab_size: int, *, place: str) -> None:
-        config = self.config
-        faults = {
-            f"{config.num_states} hidden states, not {len(self.layer_ids)}": (
-                config.num_states != len(self.layer_ids)
-            ),
-            f"hidden states of width {config.hidden_size}, the target's have {width}": (
-                config.hidden_size != width
-            ),
-            f"{config.vocab_size} tokens, the target has {vocab_size}": (
-                config.vocab_size > vocab_size
-            ),
-        }
-        for fault, is_there in faults.items():
-            if is_there:
-                raise UserError(
-                    f"the drafter is for {fault}",
-                    place=place,
-                    hint="a drafter only works with the target it was trained for",
-                )
 
     # Forward passes
 
@@ -218,17 +195,11 @@ class Eagle3Drafter(Drafter):
 
     @classmethod
     def matches(cls, config: dict) -> bool:
-        architectures = config.get("architectures") or []
-        return config.get("speculators_model_type") == "eagle3" or any(
-            name in architectures for name in (SPECULATORS, *SGLANG)
-        )
-
-    @classmethod
-    def from_config(cls, config: dict, *, place: str) -> Self:
-        return cls(Eagle3Config.from_json(config, place=place))
+        is_eagle3 = config.get("speculators_model_type") == "eagle3"
+        return is_eagle3 or bool({SPECULATORS, *SGLANG} & {*architectures(config)})
 
     def to_config(self) -> dict:
-        return replace(self.config, layer_ids=self.layer_ids).to_json()
+        return self.config.model_copy(update={"layer_ids": self.layer_ids}).to_json()
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """See `Drafter`.

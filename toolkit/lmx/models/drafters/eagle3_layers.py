@@ -41,7 +41,8 @@ class Eagle3Attention(nn.Module):
 
     def __init__(self, config: Eagle3Config, input_size: int):
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         heads, kv_heads = (

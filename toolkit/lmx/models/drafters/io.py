@@ -9,11 +9,13 @@ from mlx.utils import tree_flatten
 
 from ...errors import UserError
 from ...run.fs import read_json, write_atomic
-from ..checkpoint import require_own_files, tensor_files
+from ..checkpoint import check_weights, require_own_files, tensor_files
 from ..hidden_states import require_hidden_states
 from ..loader import checkpoint_folder, download_snapshot, stored_dtype
+from ..required_tensors import require_tensors
 from ..safetensors_io import read_tensors, write_safetensors
 from ..trunk_head import NoTrunkHeadSplit
+from .attention_config import AttentionConfig
 from .base import Drafter, TargetHead
 from .dflash import DFlashDrafter
 from .eagle3 import Eagle3Drafter
@@ -22,6 +24,7 @@ ARCHITECTURES: dict[str, type[Drafter]] = {
     cls.architecture: cls for cls in (Eagle3Drafter, DFlashDrafter)
 }
 WEIGHTS_FILE = "model.safetensors"
+OWN_SIZES = AttentionConfig.model_fields.keys() - {"vocab_size"}
 
 
 def drafter_class(config: dict) -> type[Drafter] | None:
@@ -77,14 +80,20 @@ def load_drafter(source: str | Path, target: nn.Module) -> Drafter:
     cls = drafter_class(config)
     if cls is None:
         raise UserError("this is no drafter that lmx knows", place=place)
-    drafter = cls.from_config(config, place=place)
+    layer = config.get("transformer_layer_config")
+    sizes = config | (layer if isinstance(layer, dict) else {})
+    # Those of the target, such as its number of layers, are in the file, too.
+    check_weights(folder, {k: sizes[k] for k in OWN_SIZES if k in sizes})
+    drafter = cls.from_config(config, place=str(folder / "config.json"))
     weights = {
         name: tensor
         for file in sorted(set(tensor_files(folder).values()))
         for name, tensor in read_tensors(file).items()
     }
     weights = drafter.sanitize(weights)
-    _require_tensors(weights, drafter, place)
+    parameters = dict(tree_flatten(drafter.parameters()))
+    hint = "it is damaged, or of another version or architecture"
+    require_tensors(weights, parameters, place=place, hint=hint)
     drafter.load_weights(list(weights.items()))
     mx.eval(drafter.parameters())
     return bind_target(drafter, target, place=place)
@@ -104,23 +113,3 @@ def save_drafter(folder: Path, drafter: Drafter, dtype: mx.Dtype) -> None:
     write_safetensors(folder / WEIGHTS_FILE, weights)
     config = drafter.to_config() | {"torch_dtype": str(dtype).rpartition(".")[2]}
     write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def _require_tensors(weights: dict, drafter: Drafter, place: str) -> None:
-    """Every parameter must have a tensor of its shape, and every tensor a parameter."""
-    parameters = dict(tree_flatten(drafter.parameters()))
-    for name, value in parameters.items():
-        if name not in weights:
-            raise UserError(f"the drafter's files lack the tensor {name}", place=place)
-        if weights[name].shape != value.shape:
-            raise UserError(
-                f"the tensor {name} has the shape {list(weights[name].shape)} instead "
-                f"of {list(value.shape)}",
-                place=place,
-            )
-    if others := sorted(weights.keys() - parameters.keys()):
-        raise UserError(
-            f"the drafter has a tensor that lmx does not know: {others[0]}",
-            place=place,
-            hint="it is of another version or architecture",
-        )

@@ -27,6 +27,7 @@ from ..mtp_weights import (
     quantized_layers,
     read_mtp,
 )
+from ..required_tensors import require_tensors
 from .base import TargetHead
 
 HINT = "--draft-model prompt-lookup works with every model"
@@ -40,7 +41,7 @@ class MTPHead(nn.Module):
         model: the model, loaded.
 
     Attributes:
-        layer_id: the target's block, from 0, whose output it reads.
+        layer_ids: the target's block, from 0, whose output it reads.
     """
 
     def __init__(self, config: dict, model: nn.Module):
@@ -53,7 +54,7 @@ class MTPHead(nn.Module):
         self.layers = _decoder_layers(config, text.get("mtp_num_hidden_layers") or 1)
         self.norm = nn.RMSNorm(width, eps)
         blocks = find_blocks(model)
-        self.layer_id = len(blocks.trunk[blocks.name]) - 1
+        self.layer_ids = (len(blocks.trunk[blocks.name]) - 1,)
         # `nn.Module` does not treat names with an underscore as parameters.
         self._target, self._blocks = TargetHead(model), blocks
 
@@ -81,7 +82,9 @@ class MTPHead(nn.Module):
         head = cls(target.config, target.model)
         grids = {path: layer_grid(path, config) for path in quantized_layers(tensors)}
         nn.quantize(head, class_predicate=lambda path, _: grids.get(path, False))
-        _check_shapes(head, tensors, str(folder))
+        hint = "its mtp.* is damaged, or of another model"
+        parameters = dict(tree_flatten(head.parameters()))
+        require_tensors(tensors, parameters, place=str(folder), hint=hint)
         support_cpus(head)
         head.load_weights(list(tensors.items()))
         cast(head, stored_dtype(target.model))
@@ -95,7 +98,7 @@ class MTPHead(nn.Module):
         return [kv_cache() for _ in self.layers]
 
     def target_states(self, states: mx.array) -> mx.array:
-        """What it reads of outputs [B, L, width] of the target's block `layer_id`."""
+        """What it reads of outputs [B, L, width] of that block of the target."""
         return self._blocks.trunk.norm(states)
 
     def __call__(self, tokens: mx.array, states: mx.array, caches: list) -> mx.array:
@@ -123,19 +126,6 @@ def is_split_head(source: str | Path) -> bool:
     """Whether a local folder has a head alone, as mlx-vlm's `split_mtp` writes it."""
     file = Path(source).expanduser() / "config.json"
     return file.is_file() and read_json(file).get("model_type") == SPLIT_MODEL_TYPE
-
-
-def _check_shapes(head: MTPHead, tensors: dict[str, mx.array], place: str) -> None:
-    """Refuse tensors that the head of this model does not have, or lacks."""
-    required = {name: v.shape for name, v in tree_flatten(head.parameters())}
-    stored = {name: value.shape for name, value in tensors.items()}
-    for name in sorted(required.keys() | stored.keys()):
-        if required.get(name) != stored.get(name):
-            raise UserError(
-                f"mtp.{name} has the shape {stored.get(name)}, but the config of the "
-                f"model requires {required.get(name)}",
-                place=place,
-            )
 
 
 def _decoder_layers(config: dict, count: int) -> list[nn.Module]:

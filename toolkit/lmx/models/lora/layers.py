@@ -1,4 +1,4 @@
-"""Adapter layers: LoRA (arXiv 2106.09685), DoRA (2402.09353), QA-LoRA (2309.14717)."""
+"""Adapter layers: LoRA (arXiv 2106.09685) and DoRA (2402.09353)."""
 
 import math
 from typing import ClassVar
@@ -231,59 +231,6 @@ class LoRAExperts(AdapterLayer):
         """The weight plus scale * B A, float32 [experts, out, in]."""
         a, b = trained["lora_a"], trained["lora_b"]
         return weight.astype(mx.float32) + self.scale * (b @ a)
-
-
-class QALoRALinear(AdapterLayer):
-    """A frozen quantized layer plus scale * (s A) B: s [groups] are sums of x by group.
-
-    All weights of a group get the same update, so the group's bias absorbs it. The
-    biases of `linear` already hold the sum as it will be stored: the forward pass is
-    its one product, and A [groups, rank] and B [rank, out] get the gradients that the
-    sum would give.
-    """
-
-    def __init__(
-        self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
-    ):
-        super().__init__()
-        outputs, inputs = quantized_layers.weight_shape(linear)
-        self.linear = linear
-        # In training, `linear.biases` is the sum, in the type of training.
-        self._base_biases = linear.biases
-        self.scale = scale
-        # The inputs are sums of a group; this keeps the step as long as LoRA's.
-        a = init_lora_a(inputs // linear.group_size, rank, key)
-        self.lora_a = a / math.sqrt(linear.group_size)
-        self.lora_b = mx.zeros((rank, outputs))
-
-    def __call__(self, x: mx.array) -> mx.array:
-        y = self.linear(x)
-        if not self.training:
-            return y
-        # The product has the gradient for x; this zero has those for A and B.
-        groups = mx.stop_gradient(x).reshape(*x.shape[:-1], -1, self.linear.group_size)
-        update = (groups.sum(axis=-1) @ self.lora_a) @ self.lora_b
-        return y + (self.scale * (update - mx.stop_gradient(update))).astype(y.dtype)
-
-    def merge_biases(self, trained: dict[str, mx.array]) -> mx.array:
-        """The biases [out, groups] plus scale * (A B) transposed, in the stored type.
-
-        One library call, as in `LoRALinear.merge`.
-        """
-        a, b, biases = trained["lora_a"], trained["lora_b"], self._base_biases
-        merged = mx.addmm(biases.astype(mx.float32), b.T, a.T, alpha=self.scale)
-        return merged.astype(biases.dtype)
-
-    def merge(self, weight: mx.array, trained: dict[str, mx.array]) -> mx.array:
-        """A dense weight plus the update of its groups, float32 [out, in]."""
-        plain = self.as_plain_lora(trained)
-        update = (plain["lora_a"] @ plain["lora_b"]).T
-        return weight.astype(mx.float32) + self.scale * update
-
-    def as_plain_lora(self, trained: dict[str, mx.array]) -> dict[str, mx.array]:
-        """The same adapter in plain LoRA's matrices, A [in, rank] and B."""
-        a = mx.repeat(trained["lora_a"], self.linear.group_size, axis=0)
-        return trained | {"lora_a": a}
 
 
 def init_lora_a(

@@ -12,7 +12,6 @@ from ...errors import UserError
 from ..quantized_layers import (
     TENSORS,
     dequantize,
-    is_affine_quantized,
     is_quantized,
 )
 from .layers import (
@@ -22,7 +21,6 @@ from .layers import (
     LoRAEmbedding,
     LoRAExperts,
     LoRALinear,
-    QALoRALinear,
 )
 from .target_modules import (
     EMBEDDING,
@@ -37,7 +35,6 @@ AUTO, EVERYTHING = "auto", "*"
 LAYER_CLASSES = {
     "lora": {LINEAR: LoRALinear, EMBEDDING: LoRAEmbedding, EXPERTS: LoRAExperts},
     "dora": {LINEAR: DoRALinear, EMBEDDING: DoRAEmbedding},
-    "qa_lora": {LINEAR: QALoRALinear},
 }
 
 
@@ -50,7 +47,8 @@ def attach(
         merged: see `LoRALinear`; only linear layers are then adapted.
 
     Returns:
-        The adapted paths within a block; whole paths for layers outside the blocks.
+        The adapted paths within a block, and whole paths of layers outside the blocks.
+        If another block has one of them without an adapter, all are whole paths.
 
     Raises:
         UserError: no layer matches a pattern, or the model has fewer blocks.
@@ -58,6 +56,10 @@ def attach(
     model.freeze()
     classes = {LINEAR: LoRALinear} if merged else LAYER_CLASSES[adapter.type]
     targets = _match_targets(model, adapter, classes)
+    paths, keys = ({getattr(t, name) for t, _ in targets} for name in ("path", "key"))
+    others = find_target_modules(model, adapter.num_layers)
+    if any(other.key in keys and other.path not in paths for other in others):
+        keys = paths
     key, layers = mx.random.key(seed), []
     for target, rank in sorted(targets, key=lambda pair: pair[0].path):
         key, layer_key = mx.random.split(key)
@@ -70,7 +72,7 @@ def attach(
     model.update_modules(tree_unflatten(layers))
     for _, layer in layers:
         layer.unfreeze(keys=list(layer.TRAINABLE), recurse=False)
-    return sorted({target.key for target, _ in targets})
+    return sorted(keys)
 
 
 def _match_targets(
@@ -82,8 +84,6 @@ def _match_targets(
         for target in find_target_modules(model, adapter.num_layers)
         if target.kind in classes
     ]
-    if adapter.type == "qa_lora":
-        targets = [target for target in targets if is_affine_quantized(target.layer)]
     ranks = adapter.ranks.items()
     for pattern, rank in ranks:
         if not any(_matches(pattern, target, rank) for target in targets):

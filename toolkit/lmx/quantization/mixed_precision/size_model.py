@@ -11,10 +11,7 @@ from ...config.quantize import MixedPrecisionConfig
 from ...errors import UserError
 from ..packing import packed_bytes
 from ..ptq.base import PTQContext
-from ..target_layers import QuantizationPlan
-
-# The class of a mixture's linear layers, by name: only the loader may import mlx-lm.
-EXPERTS = "SwitchLinear"
+from ..target_layers import QuantizationPlan, has_known_inputs
 
 # Grids by path.
 SpecByLayer = dict[str, QuantSpec]
@@ -67,8 +64,8 @@ class SizeModel:
             is_layer = name != path and path in plan.specs
             width = value.shape[-1] if value.ndim else 0
             fitting = [spec for spec in candidates if spec.fits(width)]
-            is_known = value.ndim == 2 or type(modules.get(path)).__name__ == EXPERTS
-            is_free = is_layer and is_known and path not in plan.explicit
+            is_free = is_layer and path not in plan.explicit
+            is_free = is_free and has_known_inputs(modules[path])
             if is_free and fitting:
                 options[path] = fitting
             elif is_layer:

@@ -1,7 +1,7 @@
 """The interface of post-training quantization methods.
 
 A method is a class in `methods.METHODS`. A calibrated method is a `PTQMethod`: the
-`SequentialPipeline` calls its hooks for every block of the model.
+`SequentialPipeline` calls it for every block of the model.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
 from ...config.quant_spec import QuantSpec
 from ...config.quantize import PTQConfig
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from ...data.calibration import CalibrationBatch
 
 Weights = dict[str, mx.array]
-# Maps hidden states [B, L, width] to the output of a block.
-BlockForward = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
@@ -71,34 +68,10 @@ class QuantizedTensor:
     weight: mx.array
 
 
-@dataclass(frozen=True)
-class BlockContext:
-    """A block before it is quantized.
-
-    Attributes:
-        prefix: prefix of the names of the block's parameters in the model.
-        weights: float32 parameters of the block by name in the block.
-        dtypes: dtypes that the checkpoint stores them in.
-        paths: paths in the block of the layers to quantize.
-        samples: two samples of the block's input in the quantized model, float32
-            [B, L, width], each with the forward function of the block for it or for its
-            first sequences.
-    """
-
-    prefix: str
-    block: nn.Module
-    weights: Weights
-    dtypes: dict[str, mx.Dtype]
-    paths: list[str]
-    samples: list[tuple[BlockForward, mx.array]]
-
-
 class PTQMethod(ABC):
     """Base class of calibrated quantization methods.
 
     Attributes:
-        fits_floating_point: fit the grids of floating-point modes too. Otherwise layers
-            with such a mode are quantized with RTN.
         needs_cross_moments: run the full-precision stream too, at the cost of a second
             forward pass over some tokens. Without it statistics have no cross moments.
         weighs_embeddings: estimate the cost of errors in embeddings.
@@ -109,7 +82,6 @@ class PTQMethod(ABC):
             calibration tokens count alike.
     """
 
-    fits_floating_point = False
     needs_cross_moments = False
     weighs_embeddings = False
     weighs_outputs = False
@@ -119,10 +91,6 @@ class PTQMethod(ABC):
     def __init__(self, config: PTQConfig, context: PTQContext):
         self.config = config
         self.context = context
-
-    def prepare_block(self, block: BlockContext) -> Weights | None:
-        """New weights for an equivalent block before it is quantized. None = as is."""
-        return None
 
     @abstractmethod
     def quantize_group(
@@ -135,8 +103,3 @@ class PTQMethod(ABC):
             statistics: of their input. None if they receive no hidden states. The
                 caller holds no reference to them, so a method may free them.
         """
-
-
-def set_weights(block: nn.Module, weights: Weights) -> None:
-    """Set parameters of a block by their names in it."""
-    block.update(tree_unflatten(list(weights.items())))

@@ -21,6 +21,7 @@ from ...models.hooks import (
     override_outputs,
 )
 from ...run.fs import require_space
+from ..target_layers import has_known_inputs
 from . import activation_cache
 from .activation_cache import FULL, INPUTS, QUANTIZED
 from .input_statistics import CalibrationShard, InputStatistics
@@ -35,7 +36,8 @@ class BlockCalibration:
     """One block with its weights loaded, between the hidden states around it.
 
     Args:
-        paths: paths in the block of the layers to quantize.
+        paths: paths in the block of the layers to quantize. Those whose inputs do not
+            tell the cost of their errors are in no group.
         tokens: int32 [B, L] by shard.
         before, after: folders of the hidden states around the block.
         num_compared: number of shards, the first ones, with a full-precision stream.
@@ -64,7 +66,10 @@ class BlockCalibration:
         self.before = before
         self.after = after
         self.num_compared = num_compared
-        captured = self._run_one_window(paths)
+        modules = dict(self._block.named_modules())
+        captured = self._run_one_window(
+            [path for path in paths if has_known_inputs(modules[path])]
+        )
         self.groups = captured.groups()
         self._called_again = captured.called_again
         self._cached: list[list[str]] = []

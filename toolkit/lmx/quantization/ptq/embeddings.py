@@ -77,7 +77,7 @@ def tied_heads(fb_pass: ForwardBackwardPass, paths: list[str]) -> list[str]:
 def embedding_statistics(
     fb_pass: ForwardBackwardPass, paths: list[str], heads: list[str]
 ) -> dict[str, InputStatistics]:
-    """Statistics of embeddings by path, with second moments by cluster of rows.
+    """Statistics of embeddings of tokens, with second moments by cluster of rows.
 
     Args:
         fb_pass: after its backward pass.
@@ -85,6 +85,11 @@ def embedding_statistics(
     """
     statistics = {}
     for path, weight in embeddings(fb_pass.blockwise.model, paths).items():
+        tokens = fb_pass.tokens[0]
+        lookups = _lookups(fb_pass, path, tokens).inputs.values()
+        # The rows of a table of positions are looked up once for all sequences.
+        if any(rows.shape != tokens.shape for rows in lookups):
+            continue
         counts = _lookup_counts(fb_pass, path, len(weight))
         clusters = cluster_rows(weight, counts)
         sizes = _sum_by_cluster(clusters, mx.ones(len(weight)))

@@ -47,7 +47,6 @@ class GPTQ(PTQMethod):
     The paper is arXiv 2210.17323; `gptq_solver` names those of the extensions.
     """
 
-    fits_floating_point = True
     weighs_embeddings = True
 
     def __init__(self, config: GPTQConfig, context: PTQContext):
@@ -63,7 +62,7 @@ class GPTQ(PTQMethod):
         """Quantize the layers in `context.specs`.
 
         Returns:
-            Packed codes, scales and biases by name, and the dense weights that changed.
+            Packed codes, scales and biases by name.
         """
         self.context.logger.info(f"effort: {self.config.effort}")
         return SequentialPipeline.from_method(self).run()

@@ -4,7 +4,6 @@ import mlx.core as mx
 
 from ...config.quantize import RTNConfig
 from ..packing import pack
-from .awq import AWQ
 from .base import PTQContext
 from .gptq import GPTQ
 
@@ -29,4 +28,4 @@ class RTN:
 
 
 # Called with the method's config and a `PTQContext`; `quantize()` returns the tensors.
-METHODS = {"rtn": RTN, "gptq": GPTQ, "awq": AWQ}
+METHODS = {"rtn": RTN, "gptq": GPTQ}

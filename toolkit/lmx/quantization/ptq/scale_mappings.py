@@ -1,21 +1,23 @@
 """Places in a block for a scale per channel, which do not change its output.
 
 The outputs of a norm or a linear layer are divided by the scale, and the columns of the
-layers that it feeds are multiplied by it. So the block computes the same output. AWQ
-and SmoothQuant use such scales. There is no table of layer names: `find_mappings` tries
+layers that it feeds are multiplied by it. So the block computes the same output.
+SmoothQuant uses such scales. There is no table of layer names: `find_mappings` tries
 out where this holds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from ...models.hooks import CapturedInputs, capture_inputs
-from .base import BlockForward, Weights, set_weights
+from .base import Weights
 
+# Maps hidden states [B, L, width] to the output of a block.
+BlockForward = Callable[[mx.array], mx.array]
 TOLERANCE = 1e-4
 
 
@@ -29,7 +31,6 @@ class ScaleMapping:
         width: number of scaled channels.
         start: index of the first one among the producer's outputs.
         offset: constant that the block adds to the producer's weight.
-        experts: number of experts if the producer is a mixture. Each has its own scale.
     """
 
     producer: str
@@ -37,18 +38,12 @@ class ScaleMapping:
     width: int
     start: int = 0
     offset: int = 0
-    experts: int | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the scale: [width], or [experts, width]."""
-        return (self.width,) if self.experts is None else (self.experts, self.width)
 
     def apply(self, weights: Weights, scale: mx.array) -> Weights:
-        """The parameters that change with a positive scale of `shape`."""
+        """The parameters that change with a positive scale [width]."""
         name = f"{self.producer}.weight"
         names = [f"{path}.weight" for path in self.consumers]
-        changed = {name: weights[name] * scale[..., None, :] for name in names}
+        changed = {name: weights[name] * scale for name in names}
         weight, factors = weights[name], self._output_factors(weights[name], scale)
         if weight.ndim == 1:
             changed[name] = (weight + self.offset) * factors - self.offset
@@ -63,8 +58,7 @@ class ScaleMapping:
         """The factor of every output of the producer."""
         outputs = weight.shape[0] if weight.ndim == 1 else weight.shape[-2]
         after = outputs - self.start - self.width
-        padding = [(0, 0)] * (scale.ndim - 1) + [(self.start, after)]
-        return mx.pad(1 / scale, padding, constant_values=1)
+        return mx.pad(1 / scale, (self.start, after), constant_values=1)
 
     def round_scale(
         self, weights: Weights, scale: mx.array, dtype: mx.Dtype
@@ -137,15 +131,12 @@ class _MappingFinder:
             if weight.ndim == 1 and weight.size in self.widths:
                 yield ScaleMapping(path, (), weight.size)
                 yield ScaleMapping(path, (), weight.size, offset=1)
-            elif weight.ndim == 2 or path in self.original.experts:
-                outputs = weight.shape[-2]
-                experts = len(weight) if path in self.original.experts else None
+            elif weight.ndim == 2:
+                outputs = len(weight)
                 for width in self.widths:
                     # In a fused layer, the values come last.
                     if outputs % width == 0:
-                        yield ScaleMapping(
-                            path, (), width, outputs - width, experts=experts
-                        )
+                        yield ScaleMapping(path, (), width, outputs - width)
 
     def _with_consumers(self, mapping: ScaleMapping) -> ScaleMapping | None:
         """The mapping with all its consumers. None if it changes the output."""
@@ -179,11 +170,6 @@ class _MappingFinder:
         # A layer may be used transposed, too.
         if {before.shape[-1], self._columns(path)} != {mapping.width}:
             return False
-        if mapping.experts is not None:
-            weight = self.weights[f"{path}.weight"]
-            if path not in captured.experts or len(weight) != mapping.experts:
-                return False
-            scale = scale[captured.experts[path]]
         return _is_near(after * scale, before, mx.linalg.norm(before))
 
     def _columns(self, path: str) -> int:
@@ -194,10 +180,10 @@ class _MappingFinder:
         return self.layers.index(mapping.consumers[0])
 
     def run_with(self, weights: Weights) -> tuple[mx.array, CapturedInputs]:
-        set_weights(self.block, weights)
+        self.block.update(tree_unflatten(list(weights.items())))
         with capture_inputs(self.block, self.layers) as captured:
             output = self.run(self.hidden)
-        set_weights(self.block, self.weights)
+        self.block.update(tree_unflatten(list(self.weights.items())))
         mx.eval(output, captured.rows)
         return output, captured
 
@@ -224,7 +210,7 @@ def _is_near(value: mx.array, other: mx.array, norm: mx.array) -> bool:
 def _probe_scale(mapping: ScaleMapping) -> mx.array:
     """Powers of two other than 1, which every floating-point dtype represents."""
     key = mx.random.key(mapping.width)
-    indices = mx.random.randint(0, 4, mapping.shape, key=key)
+    indices = mx.random.randint(0, 4, (mapping.width,), key=key)
     return mx.array([0.25, 0.5, 2.0, 4.0])[indices]
 
 

@@ -113,7 +113,8 @@ class ScaleTuner:
         self.seed = seed
         self.logger = logger
         self._initial = self._init_masters()
-        self._divergence = self._make_divergence()
+        names = self._flat.unflatten(self._initial)
+        self._divergence = TeacherDivergence(self.model.model, names)
         self._masters = dict(self._initial)
         self._optimizer = optimizers.Adam(0.0, BETAS, bias_correction=True)
         self._reset()
@@ -143,11 +144,6 @@ class ScaleTuner:
         mx.eval(self._units, self._middles)
         named = {f"{p}.{k}": m[k] for p, m in layers.items() for k in KINDS}
         return self._flat.flatten(named)
-
-    def _make_divergence(self) -> TeacherDivergence:
-        """The loss of the model that gets the gradients."""
-        names = self._flat.unflatten(self._initial)
-        return TeacherDivergence(self.model.model, names)
 
     def run(self) -> dict[str, mx.array]:
         """Tune and keep the best scales and biases on held-out tokens.

@@ -24,22 +24,15 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ...cpu import malloc, on_cpu
-from ...models.blockwise import BlockwiseModel, cast
+from ...models.blockwise import BlockwiseModel
 from ...run.folder_index import read_index, write_index
 from ...run.fs import atomic_folder, remove
 from ...run.progress import ProgressBar
 from . import activation_cache
 from .activation_cache import FULL, QUANTIZED
-from .base import (
-    BlockContext,
-    PTQMethod,
-    QuantizedTensor,
-    Weights,
-    set_weights,
-)
+from .base import PTQMethod, QuantizedTensor
 from .block_calibration import BlockCalibration, HeadCalibration
 from .embeddings import embeddings, replaced_weights
 from .input_statistics import InputStatistics
@@ -150,8 +143,7 @@ class SequentialPipeline:
         """Quantize all layers.
 
         Returns:
-            Packed codes, scales and biases by name, lazily loaded, and the dense
-            weights that `prepare_block` changed.
+            Packed codes, scales and biases by name, lazily loaded.
         """
         count, logger = len(self.blockwise), self.context.logger
         with (
@@ -250,7 +242,9 @@ class SequentialPipeline:
                 logger=self.context.logger,
             )
             for path, weight in weights.items():
-                quantized |= self._quantize_outer({path: weight}, statistics.get(path))
+                quantized |= self.method.quantize_group(
+                    {path: weight}, statistics.get(path)
+                )
             mx.save_safetensors(str(target / TENSORS), _by_name(quantized))
         return quantized
 
@@ -263,13 +257,10 @@ class SequentialPipeline:
     def _quantize_block(self, index: int, progress: ProgressBar) -> None:
         before, tensors = self.folder / f"{index:04d}", {}
         paths = self._block_paths[index]
-        parameters = tree_flatten(self.blockwise.blocks[index].parameters())
-        dtypes = {name: value.dtype for name, value in parameters}
         with (
             self._written(f"{index + 1:04d}") as after,
             self.blockwise.loaded_block(index, self.compute),
         ):
-            tensors |= self._prepare_block(index, dtypes)
             calibration = BlockCalibration(
                 self.blockwise,
                 index,
@@ -284,12 +275,11 @@ class SequentialPipeline:
             uncalled = [[path] for path in paths if path not in called]
             groups = [*calibration.groups, *uncalled]
             for group in groups:
-                fitted, quantized = self._split_modes(self._weights(index, group))
-                if fitted:
-                    # Passed on without a name, so that the method can free them.
-                    quantized |= self.method.quantize_group(
-                        fitted, self._statistics(index, group, calibration, called)
-                    )
+                # Passed on without a name, so that the method can free them.
+                quantized = self.method.quantize_group(
+                    self._weights(index, group),
+                    self._statistics(index, group, calibration, called),
+                )
                 tensors |= self._assign(index, quantized)
                 # The passes over the tokens take longer than the solver.
                 progress.advance(1 / len(groups))
@@ -300,49 +290,6 @@ class SequentialPipeline:
         self.context.logger.debug(
             f"block {index + 1} of {len(self.blockwise)} quantized"
         )
-
-    def _prepare_block(self, index: int, dtypes: dict[str, mx.Dtype]) -> Weights:
-        """Let the method replace weights of a block.
-
-        Returns:
-            The changed weights that are not quantized afterwards, by name in the model.
-        """
-        block, prefix = self.blockwise.blocks[index], self._prefix(index)
-        paths = self._block_paths[index]
-        original = dict(tree_flatten(block.parameters()))
-        weights = {name: cast(value, mx.float32) for name, value in original.items()}
-        samples = self._samples(index)
-        new_weights = self.method.prepare_block(
-            BlockContext(prefix, block, weights, dtypes, paths, samples)
-        )
-        if new_weights is None:
-            return {}
-        changed = {k: v for k, v in new_weights.items() if v is not weights[k]}
-        cast_back = {k: cast(v, original[k].dtype) for k, v in changed.items()}
-        set_weights(block, original | cast_back)
-        to_quantize = {f"{path}.weight" for path in paths}
-        return {
-            prefix + name: cast(value, dtypes[name])
-            for name, value in changed.items()
-            if name not in to_quantize
-        }
-
-    def _samples(self, index: int) -> list[tuple[Callable, mx.array]]:
-        """The first shard and another one, or both halves of a single shard."""
-        if len(self.tokens) > 1:
-            chosen = [(shard, slice(None)) for shard in (0, len(self.tokens) // 2)]
-        else:
-            half = (len(self.tokens[0]) + 1) // 2
-            chosen = [(0, slice(half)), (0, slice(-half, None))]
-        folder, samples = self.folder / f"{index:04d}", []
-        for shard, rows in chosen:
-            hidden = activation_cache.load(folder, QUANTIZED, shard)["hidden"][rows]
-            forward = partial(self._forward, index, self.tokens[shard][rows])
-            samples.append((forward, hidden.astype(mx.float32)))
-        return samples
-
-    def _forward(self, index: int, tokens: mx.array, hidden: mx.array) -> mx.array:
-        return self.blockwise.run_block(index, tokens[: len(hidden)], hidden)
 
     def _prefix(self, index: int) -> str:
         return f"{self.blockwise.prefix}{index}."
@@ -369,22 +316,6 @@ class SequentialPipeline:
         fisher = output_fisher(folder, index)
         statistics.output_fisher = {prefix + p: fisher[p] for p in group if p in fisher}
         return statistics
-
-    def _split_modes(
-        self, weights: dict[str, mx.array]
-    ) -> tuple[dict[str, mx.array], dict[str, QuantizedTensor]]:
-        """Weights on grids that the method fits, and all others quantized with RTN."""
-        fitted, quantized = {}, {}
-        for path, weight in weights.items():
-            if self.method.fits_floating_point or self._is_affine(path):
-                fitted[path] = weight
-            else:
-                self.context.logger.info(f"{path} quantized with RTN")
-                quantized[path] = self.context.rtn(path, weight)
-        return fitted, quantized
-
-    def _is_affine(self, path: str) -> bool:
-        return self.context.specs[path].mode == "affine"
 
     def _assign(
         self, index: int, quantized: dict[str, QuantizedTensor]
@@ -416,21 +347,17 @@ class SequentialPipeline:
         quantized: dict[str, QuantizedTensor] = {}
         for group in groups:
             weights = {path: modules[path].weight for path in group}
-            quantized |= self._quantize_outer(weights, calibration.statistics(group))
+            quantized |= self.method.quantize_group(
+                weights, calibration.statistics(group)
+            )
         for path in paths:
             if path not in called:
-                quantized |= self._quantize_outer({path: modules[path].weight}, None)
+                quantized |= self.method.quantize_group(
+                    {path: modules[path].weight}, None
+                )
         with self._written(HEAD) as folder:
             mx.save_safetensors(str(folder / TENSORS), _by_name(quantized))
         self.blockwise.unload()
-
-    def _quantize_outer(
-        self, weights: dict[str, mx.array], statistics: InputStatistics | None
-    ) -> dict[str, QuantizedTensor]:
-        fitted, quantized = self._split_modes(weights)
-        if fitted:
-            quantized |= self.method.quantize_group(fitted, statistics)
-        return quantized
 
 
 def _by_name(layers: dict[str, QuantizedTensor]) -> dict[str, mx.array]:

@@ -5,9 +5,7 @@ The exported codes therefore dequantize, bit for bit, to the weights of the last
 pass.
 """
 
-from bisect import bisect
 from functools import partial
-from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -58,14 +56,11 @@ class FakeQuant:
         self._adapted = adapted_layers(model)
         self._types = {k: v.dtype for k, v in tree_flatten(model.parameters())}
         self._specs = specs
-        min_bits = [*(step.bits for step in self.config.bit_schedule), 0]
-        self._phases = [
-            {path: self._quantizer(spec, bits) for path, spec in specs.items()}
-            for bits in min_bits
-        ]
-        self._quantizers = self._phases[-1]
-        # -1 = full precision.
-        self._phase = -1 if self.config.fake_quant_after_n_steps else 0
+        self._quantizers = {
+            path: make_quantizer(self.config, spec, dtype)
+            for path, spec in specs.items()
+        }
+        self._has_begun = not self.config.fake_quant_after_n_steps
         modules = dict(model.named_modules())
         self._trained = [
             path for path in specs if self._is_trained(path, modules[path])
@@ -87,7 +82,7 @@ class FakeQuant:
             if packed:
                 qparams = quantizer.init_from_codes(packed)
             else:
-                qparams = self._phases[0][path].init(weight)
+                qparams = quantizer.init(weight)
             self.qparams |= _with_path(path, qparams)
             mx.eval(self.qparams)
             return
@@ -103,25 +98,23 @@ class FakeQuant:
         return dict.fromkeys(self.qparams, self.config.scale_lr_multiplier)
 
     def on_step(self, step: int, parameters: dict[str, mx.array]) -> bool:
-        """Enter the phase of a step, counted from 0.
+        """Begin fake quantization where a step, counted from 0, is the first with it.
 
         Args:
-            parameters: get initial scales and biases of the current weights where a
-                phase starts with this step.
+            parameters: get initial scales and biases of the current weights then.
 
         Returns:
             Whether the forward pass changes.
         """
-        starts = self.config.phase_starts
-        phase = bisect(starts, step) - 1
-        if phase <= self._phase:
+        start = self.config.fake_quant_after_n_steps
+        if self._has_begun or step < start:
             return False
-        self._phase = phase
+        self._has_begun = True
         self._fake_quantize_inputs()
-        if step == starts[phase]:
+        if step == start:
             for path in self._trained:
                 weight = self._merged(path, parameters)
-                qparams = self._phases[phase][path].init(weight)
+                qparams = self._quantizers[path].init(weight)
                 parameters |= _with_path(path, qparams)
         return True
 
@@ -141,10 +134,9 @@ class FakeQuant:
                 weights[name] = straight_through(store)(value).astype(compute)
         for path in self._trained:
             weight = self._merged(path, parameters)
-            if self._phase >= 0:
-                quantizer = self._phases[self._phase][path]
+            if self._has_begun:
                 qparams = self._qparams(path, parameters)
-                weight = quantizer.fake_quantize(weight, qparams)
+                weight = self._quantizers[path].fake_quantize(weight, qparams)
             inner = ".linear" if path in self._adapted else ""
             weights[f"{path}{inner}.weight"] = weight.astype(compute)
         return weights
@@ -184,14 +176,8 @@ class FakeQuant:
     def _fake_quantize_inputs(self) -> None:
         """Let linear layers quantize their inputs, once fake quantization has begun."""
         for path in self._quantized_inputs:
-            mode = self._specs[path].mode if self._phase >= 0 else None
+            mode = self._specs[path].mode if self._has_begun else None
             fake_quantize_inputs(self._layers[path], mode)
-
-    def _quantizer(self, spec: QuantSpec, min_bits: int):
-        """The quantizer of a layer in a phase with at least so many bits."""
-        if spec.mode == "affine" and spec.bits < min_bits:
-            spec = spec.model_copy(update={"bits": min_bits})
-        return make_quantizer(self.config, spec, self.dtype)
 
     def _is_trained(self, path: str, module: nn.Module) -> bool:
         if self.config.quantizer == "scales_only":
@@ -230,58 +216,6 @@ class FakeQuant:
         if not layer.grad_through_merge:
             trained = {k: mx.stop_gradient(v) for k, v in trained.items()}
         return layer.merge(layer.base_weight, trained)
-
-
-class QALoRAWeights:
-    """`FakeQuant` for QA-LoRA: codes and scales stay, biases absorb the adapters.
-
-    Args:
-        model: carries `QALoRALinear` adapters.
-        packed: codes, scales and biases of all its quantized layers, as loaded.
-
-    Attributes:
-        qparams, derived_weights: empty; see `FakeQuant`.
-    """
-
-    qparams: ClassVar[dict[str, mx.array]] = {}
-    derived_weights: ClassVar[frozenset[str]] = frozenset()
-
-    def __init__(self, model: nn.Module, packed: PackedLayers):
-        self._layers = adapted_layers(model)
-        self._packed = packed
-
-    def lr_multipliers(self) -> dict[str, float]:
-        """No parameter has a multiplier."""
-        return {}
-
-    def on_step(self, step: int, parameters: dict[str, mx.array]) -> bool:
-        """The forward pass never changes."""
-        return False
-
-    def forward_weights(
-        self, parameters: dict[str, mx.array], compute: mx.Dtype
-    ) -> dict[str, mx.array]:
-        """Adapters, and the merged biases as stored, by path."""
-        weights = {name: value.astype(compute) for name, value in parameters.items()}
-        for path in self._layers:
-            biases = mx.stop_gradient(self._biases(path, parameters))
-            weights[f"{path}.linear.biases"] = biases.astype(compute)
-        return weights
-
-    def export_tensors(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Codes, scales and biases of every quantized layer, for a checkpoint."""
-        tensors = {}
-        for path, packed in self._packed.items():
-            tensors |= _with_path(path, packed)
-        return tensors | {
-            f"{path}.biases": self._biases(path, parameters) for path in self._layers
-        }
-
-    def _biases(self, path: str, parameters: dict[str, mx.array]) -> mx.array:
-        layer = self._layers[path]
-        return layer.merge_biases(
-            {n: parameters[f"{path}.{n}"] for n in layer.TRAINABLE}
-        )
 
 
 def _is_linear(layer: nn.Module) -> bool:

@@ -18,8 +18,6 @@ from ..packing import dequantize, pack
 from .float_quantizers import FixedBlockScaleQuantizer
 from .ste import AffineSTE, StraightThroughQuantizer, codes_as_float
 
-FRACTION_BITS = {mx.float32: 23, mx.float16: 10, mx.bfloat16: 7}
-
 
 class MinMaxQuantizer(StraightThroughQuantizer):
     """MLX's own grid of the current weights, in every mode; trains no parameters."""
@@ -163,42 +161,31 @@ class ScalesOnlyQuantizer(LSQQuantizer):
         return {"weight": self.codes} | pair
 
 
-class StretchedElasticQuantizer(AffineQuantizer):
-    """Symmetric levels scale * (code - ZERO_POINT), codes 0 ... 2 * ZERO_POINT: the
-    stretched elastic quantization of ParetoQ (arXiv 2502.02631).
+class TernaryQuantizer(AffineQuantizer):
+    """Three levels in 2 bits: -1, 0 and 1 times a learned scale; the last code is
+    unused (ParetoQ, arXiv 2502.02631).
 
-    Every level has a cell of one step, the outermost too; a weight further out has no
-    gradient. The clip alpha of the paper is the end of the cells: ZERO_POINT + 1/2
-    steps from zero.
-
-    Attributes:
-        ZERO_POINT: half the last code.
-        SPARE_BITS: low fraction bits of a scale that stay zero, so that the
-            checkpoint's type holds every level exactly.
+    Every level has a cell of one step, the outermost too; a weight further out than 1.5
+    steps, the clip alpha of the paper, has no gradient.
     """
 
-    ZERO_POINT: ClassVar[float]
-    SPARE_BITS: ClassVar[int]
-
     def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
-        top = round(2 * self.ZERO_POINT)
-        self._affine = AffineSTE(spec, dtype, top=top, clip_margin=0.5)
+        self._affine = AffineSTE(spec, dtype, top=2, clip_margin=0.5)
         self._scale_init = scale_init
-        bits = FRACTION_BITS[dtype] - self.SPARE_BITS
-        self._round_scales = straight_through(partial(_round_fraction, bits=bits))
+        self._round_scales = straight_through(partial(mx.array.astype, dtype=dtype))
 
     def init(self, weight: mx.array) -> dict[str, mx.array]:
         """Initial scales: the outermost cells end at the largest weights ("minmax"), or
         the error is least ("mse")."""
         group_size = self._affine.spec.group_size
         groups = weight.astype(mx.float32).reshape(-1, group_size)
-        scales = mx.abs(groups).max(axis=-1) / (self.ZERO_POINT + 0.5)
+        scales = mx.abs(groups).max(axis=-1) / 1.5
         is_minmax = self._scale_init == "minmax"
         return {"scales": scales if is_minmax else self._fit(groups, scales)}
 
     def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
         scales = self._round_scales(qparams["scales"])
-        return scales, -self.ZERO_POINT * scales
+        return scales, -scales
 
     def _fit(self, groups: mx.array, widest: mx.array) -> mx.array:
         """The best of several fractions of the range, improved by least squares."""
@@ -221,34 +208,7 @@ class StretchedElasticQuantizer(AffineQuantizer):
 
     def _levels(self, groups: mx.array, scales: mx.array) -> mx.array:
         inverse = mx.where(scales == 0, 0.0, 1 / scales)[:, None]
-        codes = mx.round(groups * inverse + self.ZERO_POINT)
-        return mx.clip(codes, 0, 2 * self.ZERO_POINT) - self.ZERO_POINT
-
-
-def _round_fraction(values: mx.array, bits: int) -> mx.array:
-    """The nearest float32 whose fraction has `bits` bits."""
-    dropped = 23 - bits
-    if not dropped:
-        return values
-    rounded = values.astype(mx.float32).view(mx.uint32) + (1 << (dropped - 1))
-    return ((rounded >> dropped) << dropped).view(mx.float32)
-
-
-class SEQQuantizer(StretchedElasticQuantizer):
-    """2 bits without a zero: -3/4, -1/4, 1/4 and 3/4 of a learned alpha.
-
-    Alpha is two steps. The last code's product, 3 * scale, has two more fraction bits
-    than the scale.
-    """
-
-    ZERO_POINT, SPARE_BITS = 1.5, 2
-
-
-class TernaryQuantizer(StretchedElasticQuantizer):
-    """Three levels in 2 bits: -1, 0 and 1 times a learned scale; the last code is
-    unused. Products of codes and the scale are the scale or its double."""
-
-    ZERO_POINT, SPARE_BITS = 1.0, 0
+        return mx.clip(mx.round(groups * inverse), -1, 1)
 
 
 QUANTIZERS = {
@@ -256,7 +216,6 @@ QUANTIZERS = {
     "lsq": LSQQuantizer,
     "scales_only": ScalesOnlyQuantizer,
     "fixed_scale": FixedScaleQuantizer,
-    "seq": SEQQuantizer,
     "ternary": TernaryQuantizer,
 }
 FLOAT_QUANTIZERS = {"minmax": MinMaxQuantizer, "fixed_scale": FixedBlockScaleQuantizer}

@@ -1,0 +1,308 @@
+"""Configs as transformers 5 writes them load as what they mean."""
+
+import json
+import shutil
+
+import lmx
+import mlx.core as mx
+import pytest
+from lmx.cli import main
+from lmx.errors import UserError
+from lmx.generation.engine import Generator
+from lmx.models.checkpoint import read_config
+from lmx.models.loader import load
+from tiny_checkpoints import LLAMA, QWEN3_MOE
+from tiny_families import DEEPSEEK_EXPERTS
+
+TOKENS = mx.random.randint(0, 320, (2, 24), key=mx.random.key(0))
+THETA = 5e5
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.2, 1.5, 2.0, 2.0, 2.0, 3.0, 3.0],
+    "long_factor": [1.0, 3.0, 9.0, 9.0, 9.0, 9.0, 20.0, 20.0],
+    "original_max_position_embeddings": 32,
+}
+WITHOUT_THETA = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+# The rest of a config, the earlier keys, and `rope_parameters`.
+SPELLINGS = {
+    "theta": (
+        WITHOUT_THETA,
+        {"rope_theta": THETA},
+        {"rope_type": "default", "rope_theta": THETA},
+    ),
+    "yarn": (
+        WITHOUT_THETA,
+        {"rope_theta": THETA, "rope_scaling": YARN},
+        YARN | {"rope_theta": THETA},
+    ),
+    "llama3": (
+        WITHOUT_THETA,
+        {"rope_theta": THETA, "rope_scaling": LLAMA3},
+        LLAMA3 | {"rope_theta": THETA},
+    ),
+    "dynamic": (
+        WITHOUT_THETA,
+        {"rope_theta": THETA, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": THETA},
+    ),
+    "longrope": (
+        SMALL | {"model_type": "phi3"},
+        {
+            "rope_theta": THETA,
+            "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": 32,
+            "rope_scaling": LONGROPE | {"type": "longrope"},
+        },
+        LONGROPE | {"rope_theta": THETA, "partial_rotary_factor": 1.0},
+    ),
+    "by layer type": (
+        SMALL
+        | {
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        {
+            "rope_theta": THETA,
+            "rope_local_base_freq": 3e3,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+        {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+            "full_attention": {
+                "rope_type": "linear",
+                "factor": 4.0,
+                "rope_theta": THETA,
+            },
+        },
+    ),
+    "other names": (
+        {
+            "model_type": "gpt_neox",
+            "hidden_size": 32,
+            "intermediate_size": 128,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "vocab_size": 320,
+            "max_position_embeddings": 64,
+            "layer_norm_eps": 1e-5,
+            "use_parallel_residual": True,
+            "tie_word_embeddings": False,
+        },
+        {"rotary_emb_base": THETA, "rotary_pct": 0.5},
+        {
+            "rope_type": "default",
+            "rope_theta": THETA,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "required keys": (
+        SMALL
+        | DEEPSEEK_EXPERTS
+        | {
+            "model_type": "glm4_moe",
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": False,
+        },
+        {"rope_theta": THETA, "partial_rotary_factor": 0.5, "rope_scaling": None},
+        {
+            "rope_type": "default",
+            "rope_theta": THETA,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+}
+
+
+def with_config(source, folder, config):
+    shutil.copytree(source, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def logits(folder):
+    return load(folder).model(TOKENS)
+
+
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_both_spellings_give_the_same_logits(make_checkpoint, tmp_path, case):
+    rest, earlier, parameters = SPELLINGS[case]
+    source = make_checkpoint(rest | earlier, dtype="float32")
+    config = rest | {"rope_parameters": parameters}
+    folder = with_config(source, tmp_path / "new", config)
+    both = with_config(source, tmp_path / "both", config | earlier)
+    expected = logits(source)
+    assert mx.array_equal(logits(folder), expected)
+    assert mx.array_equal(logits(both), expected)
+    assert read_config(folder).items() >= {"rope_parameters": parameters}.items()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 1e4}, "rope_theta is 10000.0, but rope_parameters says 500000"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is"),
+        ({"rope_scaling": YARN | {"factor": 2.0}}, "rope_scaling is"),
+        ({"rope_parameters": YARN | {"rope_theta": "x"}}, "rope_theta is 'x'"),
+        ({"rope_parameters": {"rope_theta": [1]}}, r"rope_theta is \[1\]"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2}},
+            "yarn has no original_max_position_embeddings",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "y"}}, "RoPE type y"),
+    ],
+)
+def test_a_contradiction_is_named(make_checkpoint, tmp_path, changes, message):
+    config = WITHOUT_THETA | {"rope_parameters": YARN | {"rope_theta": THETA}}
+    source = make_checkpoint(dtype="float32")
+    folder = with_config(source, tmp_path / "model", config | changes)
+    with pytest.raises(UserError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("base", "removed", "added", "message"),
+    [
+        (LLAMA, "rope_theta", {}, "transformers' defaults: rope_theta 10000.0"),
+        (QWEN3_MOE, "norm_topk_prob", {}, "norm_topk_prob False"),
+        (LLAMA, "max_position_embeddings", {}, "max_position_embeddings 2048"),
+        (LLAMA, None, {"hidden_act": "gelu"}, "llama does not read hidden_act"),
+        (LLAMA, None, {"qk_norm_": 1, "softcap": 3.0}, "read qk_norm_, softcap"),
+        (LLAMA, None, {"partial_rotary_factor": 0.5}, "read partial_rotary_factor"),
+        (
+            LLAMA,
+            None,
+            {"rope_scaling": YARN | {"attention_factor": 2.0, "truncate": False}},
+            "read rope_scaling.attention_factor, rope_scaling.truncate",
+        ),
+    ],
+)
+def test_keys_that_are_left_out_or_not_read_are_named(
+    make_checkpoint, tmp_path, base, removed, added, message
+):
+    source = make_checkpoint(base, dtype="float32")
+    config = {key: value for key, value in base.items() if key != removed} | added
+    folder = with_config(source, tmp_path / "model", config)
+    with pytest.warns(UserWarning, match=message) as caught:
+        load(folder)
+    assert len(caught) == 1
+
+
+def test_published_configs_give_no_warning(make_checkpoint, tmp_path):
+    """Keys of SmolLM2, Llama 3.1 and Qwen2.5 that change nothing."""
+    added = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_dropout": 0.0,
+        "initializer_range": 0.04,
+        "is_llama_config": True,
+        "pretraining_tp": 1,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "transformers_version": "4.42.3",
+        "use_cache": True,
+        "hidden_act": "silu",
+        "_name_or_path": "x",
+    }
+    source = make_checkpoint(dtype="float32")
+    load(with_config(source, tmp_path / "smollm", LLAMA | added))
+    qwen = {"use_sliding_window": False, "sliding_window": 131072}
+    base = SMALL | {"rope_theta": THETA, "model_type": "qwen2"}
+    folder = make_checkpoint(base | qwen | {"max_window_layers": 7}, dtype="float32")
+    load(folder)
+
+
+@pytest.mark.filterwarnings("default:.*config.json")
+def test_a_command_warns_in_one_line(make_checkpoint, tmp_path, capfd):
+    source = make_checkpoint(dtype="float32")
+    folder = with_config(source, tmp_path / "model", LLAMA | {"soft\x1b[31mcap": 3.0})
+    options = ["generate", str(folder), "--prompt", "one", "--max-tokens", "1"]
+    assert main.main(options) == 0
+    line, _ = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: ")
+    assert line.endswith("mlx-lm's llama does not read softcap")
+
+
+def test_a_value_that_nobody_knows_is_an_error(make_checkpoint, tmp_path):
+    """transformers has no class for InternLM2: mlx-lm's default is a guess."""
+    base = SMALL | {"model_type": "internlm2", "bias": False, "rope_theta": THETA}
+    source = make_checkpoint(base, dtype="float32")
+    del base["rope_theta"]
+    with pytest.raises(UserError, match=r"no rope_theta.*has no default for it"):
+        load(with_config(source, tmp_path / "model", base))
+
+
+def test_defaults_are_those_of_transformers(make_checkpoint, tmp_path):
+    """mlx-lm's default of the scale of Gemma 2 is 144, that of its 27B model."""
+    base = SMALL | {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "rope_theta": 1e4,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    }
+    source = make_checkpoint(base, dtype="float32")
+    expected = logits(source)
+    del base["query_pre_attn_scalar"]
+    folder = with_config(source, tmp_path / "model", base)
+    with pytest.warns(UserWarning, match="query_pre_attn_scalar 256"):
+        actual = logits(folder)
+    assert mx.array_equal(actual, expected)
+
+
+def longrope(make_checkpoint, **changes):
+    rest, earlier, _ = SPELLINGS["longrope"]
+    scaling = earlier["rope_scaling"] | changes
+    return make_checkpoint(rest | earlier | {"rope_scaling": scaling}, dtype="float32")
+
+
+def test_longrope_uses_the_short_factors(make_checkpoint):
+    expected = logits(longrope(make_checkpoint))
+    long = logits(longrope(make_checkpoint, long_factor=[5.0] * 8))
+    short = logits(longrope(make_checkpoint, short_factor=[5.0] * 8))
+    assert mx.array_equal(long, expected)
+    assert mx.abs(short - expected).max() > 1e-3
+
+
+def test_longrope_beyond_the_original_length_is_refused(make_checkpoint, tmp_path):
+    source = longrope(make_checkpoint)
+    loaded = load(source)
+    with pytest.raises(UserError, match="33 tokens needs this model's factors of long"):
+        loaded.model(mx.zeros((1, 33), mx.int32))
+    generator = Generator(loaded.model, loaded.tokenizer)
+    with pytest.raises(UserError, match="supports 32 positions"):
+        generator.generate([5] * 33, max_tokens=1)
+    result = generator.generate([5] * 30, max_tokens=10, stop_tokens=[])
+    assert len(result.tokens) == 3
+    assert result.finish_reason == "length"
+    row = {"prompt": "one", "completion": 40 * "two "}
+    (tmp_path / "rows.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    data = {"train": str(tmp_path / "rows.jsonl"), "max_seq_length": 64}
+    stages = [{"train": {"steps": 1, "batch_size": 2}}]
+    recipe = {"model": str(source), "data": data, "stages": stages}
+    with pytest.raises(UserError, match="lmx computes up to 32"):
+        lmx.check(recipe)

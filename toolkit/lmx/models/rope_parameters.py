@@ -1,0 +1,89 @@
+"""Settings of RoPE in a config.json, under the names of both spellings.
+
+transformers 5 writes all of them into `rope_parameters`, by type of layer if they
+differ. mlx-lm's models read `rope_theta`, `rope_scaling`, `partial_rotary_factor` and
+`rope_local_base_freq`, as earlier files have them.
+"""
+
+from typing import Any
+
+from ..errors import UserError
+
+SCALING, LOCAL = "rope_scaling", "rope_local_base_freq"
+ORIGINAL = "original_max_position_embeddings"
+# mlx-lm's names in architectures that have others.
+NAMES = {
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+}
+LONG = ("longrope", "su")
+# Their formulas need the original length, for which mlx-lm has a default.
+EXTENDED = (*LONG, "llama3", "yarn")
+
+
+def in_both_spellings(config: dict, place: str) -> dict:
+    """The config with the values of `rope_parameters` under the earlier names too.
+
+    Raises:
+        UserError: both spellings have a value, and the values differ; or the original
+            length of a scaled context is missing.
+    """
+    config = _completed(config, place)
+    if isinstance(text := config.get("text_config"), dict):
+        config["text_config"] = _completed(text, place)
+    return config
+
+
+def rope_type(scaling: dict) -> str:
+    """The type of RoPE that `rope_scaling` or `rope_parameters` names."""
+    return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def _completed(block: dict, place: str) -> dict:
+    parameters = block.get("rope_parameters")
+    parameters = parameters if isinstance(parameters, dict) else {}
+    for scaling in (block.get(SCALING), parameters, *parameters.values()):
+        if isinstance(scaling, dict) and not isinstance(rope_type(scaling), str):
+            raise UserError("the type of RoPE must be text", place=place)
+    for key, value in _earlier_keys(block, parameters).items():
+        block = block | {key: _merged(key, block.get(key), value, place)}
+    scaling = block.get(SCALING)
+    kind = rope_type(scaling) if isinstance(scaling, dict) else None
+    if kind in EXTENDED and scaling.get(ORIGINAL) is block.get(ORIGINAL) is None:
+        raise UserError(
+            f"{SCALING} of the type {kind} has no {ORIGINAL}",
+            place=place,
+            hint=f"add {ORIGINAL} from the model's authors: it changes all predictions",
+        )
+    return block
+
+
+def _earlier_keys(block: dict, parameters: dict) -> dict[str, Any]:
+    if not parameters:
+        return {}
+    by_layer = {k: v for k, v in parameters.items() if isinstance(v, dict)}
+    main = by_layer.get("full_attention", {}) if by_layer else parameters
+    local = by_layer.get("sliding_attention", {})
+    names = NAMES.get(str(block.get("model_type")), {})
+    keys = [key for key in ("rope_theta", "partial_rotary_factor") if key in main]
+    found = {names.get(key, key): main[key] for key in keys}
+    kind = rope_type(main)
+    is_scaled = kind != "default"
+    found[SCALING] = main | {"type": kind, "rope_type": kind} if is_scaled else None
+    found |= {ORIGINAL: main[ORIGINAL]} if kind in LONG and ORIGINAL in main else {}
+    return found | ({LOCAL: local["rope_theta"]} if "rope_theta" in local else {})
+
+
+def _merged(key: str, given: Any, value: Any, place: str) -> Any:
+    """A value that the config may give in the earlier spelling too."""
+    if given is None or given == {} or given == value:
+        return value
+    if isinstance(given, dict) and isinstance(value, dict):
+        kind = rope_type(given)
+        given = given | {"type": kind, "rope_type": kind}
+        if all(given[name] == value[name] for name in given.keys() & value.keys()):
+            return value | given
+    raise UserError(
+        f"{key} is {str(given)[:60]}, but rope_parameters says {str(value)[:60]}",
+        place=place,
+        hint="remove the one that the model was not trained with",
+    )
