@@ -145,17 +145,16 @@ class SequentialPipeline:
         Returns:
             Packed codes, scales and biases by name, lazily loaded.
         """
-        sizes = [self._size(*paths) for paths in enumerate(self._block_paths)]
-        logger = self.context.logger
+        count, logger = len(self.blockwise), self.context.logger
         with (
             _low_memory(),
-            logger.progress(sum(sizes), "quantization", percent=True) as progress,
+            logger.progress(count, "quantization", percent=True) as progress,
         ):
             progress.advance(0, "Fisher information and embeddings")
             first = self._start()
-            progress.skip(sum(sizes[:first]))
-            for index in range(first, len(self.blockwise)):
-                progress.advance(0, f"block {index + 1} of {len(self.blockwise)}")
+            progress.skip(first)
+            for index in range(first, count):
+                progress.advance(0, f"block {index + 1} of {count}")
                 self._quantize_block(index, progress)
             self._quantize_head()
         files = sorted(self.folder.glob(f"*/{TENSORS}"))
@@ -255,10 +254,6 @@ class SequentialPipeline:
             hidden = {"hidden": self.blockwise.embed(tokens)}
             activation_cache.save(folder, stream, shard, hidden)
 
-    def _size(self, index: int, paths: list[str]) -> int:
-        """Weights of some layers of a block."""
-        return sum(weight.size for weight in self._weights(index, paths).values())
-
     def _quantize_block(self, index: int, progress: ProgressBar) -> None:
         before, tensors = self.folder / f"{index:04d}", {}
         paths = self._block_paths[index]
@@ -278,14 +273,16 @@ class SequentialPipeline:
             calibration.run_full_precision()
             called = {path for group in calibration.groups for path in group}
             uncalled = [[path] for path in paths if path not in called]
-            for group in (*calibration.groups, *uncalled):
+            groups = [*calibration.groups, *uncalled]
+            for group in groups:
                 # Passed on without a name, so that the method can free them.
                 quantized = self.method.quantize_group(
                     self._weights(index, group),
                     self._statistics(index, group, calibration, called),
                 )
                 tensors |= self._assign(index, quantized)
-                progress.advance(self._size(index, group))
+                # The passes over the tokens take longer than the solver.
+                progress.advance(1 / len(groups))
             calibration.run_quantized()
             mx.save_safetensors(str(after / TENSORS), tensors)
         activation_cache.drop(before)
