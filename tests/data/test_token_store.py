@@ -104,9 +104,11 @@ def test_store_without_trained_tokens_is_refused(cache_folder, tokenizer):
 
 
 def test_blocks_limit_characters(monkeypatch):
-    monkeypatch.setattr(token_store, "BLOCK_CHARACTERS", 100)
-    records = [DataRecord(f"f:{n}", text="x" * 60) for n in range(5)]
-    assert [len(block) for block in token_store._blocks(records)] == [2, 2, 1]
+    monkeypatch.setattr(tokenization, "BLOCK_CHARACTERS", 100)
+    blocks = [len(block) for block in tokenization.in_blocks(["x" * 60] * 5, len)]
+    assert blocks == [2, 2, 1]
+    blocks = [len(block) for block in tokenization.in_blocks(["x"] * 5, len, 3)]
+    assert blocks == [3, 2]
 
 
 def test_progress_is_logged(cache_folder, tokenizer, monkeypatch):

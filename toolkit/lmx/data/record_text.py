@@ -28,11 +28,6 @@ class RecordText:
     bare: bool = False
     add_eos: bool = False
 
-    @property
-    def edges(self) -> list[int]:
-        """The start and the end of every completion, in characters."""
-        return [edge for span in self.spans for edge in span]
-
     def segments(self) -> Iterator[tuple[str, bool]]:
         """The parts of the text, and whether each is a completion."""
         last = 0

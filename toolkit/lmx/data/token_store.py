@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
@@ -17,11 +17,12 @@ from .tokenization import (
     Example,
     LossOn,
     encode_block,
+    in_blocks,
     no_trainable_examples,
 )
 
-# Limits of the records that are encoded together.
-BLOCK_RECORDS, BLOCK_CHARACTERS = 1_000, 4_000_000
+# Records that are encoded together, at most.
+BLOCK_RECORDS = 1_000
 TRAINED_BIT = np.uint32(1 << 31)
 LABELS = "labels.values"
 SECONDS_BETWEEN_LOGS = 5.0
@@ -115,7 +116,7 @@ def write_token_store(
     with ExitStack() as opened:
         tokens, places = (RaggedWriter(folder, n, opened) for n in ("tokens", "places"))
         labels = opened.enter_context((folder / LABELS).open("wb"))
-        for block in _blocks(records):
+        for block in in_blocks(records, lambda r: len(r.as_text()), BLOCK_RECORDS):
             encoded = (encode or encode_block)(
                 block, tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
             )
@@ -156,19 +157,6 @@ def _append(
     names = [example.where.encode() for example in examples]
     text = np.frombuffer(b"".join(names), np.uint8)
     places.write(text, np.array([len(name) for name in names]))
-
-
-def _blocks(records: Iterable[DataRecord]) -> Iterator[list[DataRecord]]:
-    """Lists of records that fit in memory together."""
-    block, characters = [], 0
-    for record in records:
-        block.append(record)
-        characters += len(record.as_text())
-        if len(block) == BLOCK_RECORDS or characters > BLOCK_CHARACTERS:
-            yield block
-            block, characters = [], 0
-    if block:
-        yield block
 
 
 class _ProgressLogger:

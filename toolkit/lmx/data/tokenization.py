@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
-from typing import Any, Literal
+from itertools import chain, groupby, islice
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from .record_text import RecordText, texts_of
 from .token_edges import EncodedText, encode_with_edges
 
 LossOn = Literal["completions", "all"]
+T = TypeVar("T")
 
 SEVERAL = (
     "with this chat template, its completion of several turns is no single sequence"
@@ -153,7 +154,7 @@ def encode_block(
     """
     everything = loss_on == "all"
     encoder = _Encoder(tokenizer, _bos(tokenizer), max_seq_length, everything)
-    encoded, template, texts = EncodeResult(), ChatTemplate(tokenizer), []
+    encoded, template, groups = EncodeResult(), ChatTemplate(tokenizer), []
     for record in records:
         if record.label is False and not for_preference:
             reason = "its label is false; a preference loss such as kto learns from it"
@@ -163,26 +164,29 @@ def encode_block(
             parts = texts_of(record, template, everything=everything)
             if for_preference and len(parts) > 1:
                 raise NoTrainableTokens(SEVERAL)
-            texts.append(parts)
+            groups.append(parts)
         except NoTrainableTokens as error:
             encoded.dropped.append((record.where, str(error)))
-    for block in _blocks(texts):
-        pairs = [(text.text, text.edges) for group in block for text in group]
+    for block in in_blocks(groups, lambda g: sum(len(text.text) for text in g)):
+        texts = (text for group in block for text in group)
+        pairs = [(text.text, [*chain(*text.spans)]) for text in texts]
         tokens = iter(encode_with_edges(pairs, tokenizer))
         for group in block:
             encoder.add(encoded, group, list(islice(tokens, len(group))))
     return encoded
 
 
-def _blocks(groups: list[list[RecordText]]) -> Iterator[list[list[RecordText]]]:
-    """The texts of records in lists that fit in memory together."""
-    block, characters = [], 0
-    for group in groups:
-        block.append(group)
-        characters += sum(len(text.text) for text in group)
-        if characters > BLOCK_CHARACTERS:
+def in_blocks(
+    items: Iterable[T], characters: Callable[[T], int], most: float = float("inf")
+) -> Iterator[list[T]]:
+    """Lists of at most `most` items that fit in memory together, by their lengths."""
+    block, size = [], 0
+    for item in items:
+        block.append(item)
+        size += characters(item)
+        if len(block) == most or size > BLOCK_CHARACTERS:
             yield block
-            block, characters = [], 0
+            block, size = [], 0
     if block:
         yield block
 

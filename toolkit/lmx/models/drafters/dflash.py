@@ -12,10 +12,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..loader import kv_cache, make_rope
-from .base import Drafter
+from .base import Drafter, SwiGLU
 from .dflash_config import DFlashConfig, is_dflash
 from .initialization import initialize_from_target
-from .swiglu import SwiGLU
 
 KeysValues = tuple[mx.array, mx.array]
 

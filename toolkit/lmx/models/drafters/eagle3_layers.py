@@ -6,8 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..loader import make_rope
+from .base import SwiGLU
 from .eagle3_config import Eagle3Config
-from .swiglu import SwiGLU
 
 
 class KeysValues(NamedTuple):

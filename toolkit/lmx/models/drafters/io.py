@@ -12,8 +12,7 @@ from ...run.fs import read_json, write_atomic
 from ..checkpoint import check_weights, require_own_files, tensor_files
 from ..hidden_states import require_hidden_states
 from ..loader import checkpoint_folder, download_snapshot, stored_dtype
-from ..required_tensors import require_tensors
-from ..safetensors_io import read_tensors, write_safetensors
+from ..safetensors_io import read_tensors, require_tensors, write_safetensors
 from ..trunk_head import NoTrunkHeadSplit
 from .attention_config import AttentionConfig
 from .base import Drafter, TargetHead

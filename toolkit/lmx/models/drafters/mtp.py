@@ -27,7 +27,7 @@ from ..mtp_weights import (
     quantized_layers,
     read_mtp,
 )
-from ..required_tensors import require_tensors
+from ..safetensors_io import require_tensors
 from .base import TargetHead
 
 HINT = "--draft-model prompt-lookup works with every model"

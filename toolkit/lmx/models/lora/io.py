@@ -15,8 +15,7 @@ from ...config.validation import FileConfig
 from ...errors import UserError, library_errors
 from ...run.fs import read_json
 from ..quantized_layers import is_quantized
-from ..required_tensors import require_tensors
-from ..safetensors_io import read_tensors, require_finite
+from ..safetensors_io import read_tensors, require_finite, require_tensors
 from .lora_model import adapted_layers
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapters.safetensors"
