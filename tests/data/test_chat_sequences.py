@@ -79,6 +79,10 @@ CASES = {
         *(OPENS, [USER, turn("<think>so</think>Yes.")]),
         [["so</think>Yes."]],
     ),
+    "reasoning without an answer": (
+        *(R1, [USER, turn("<think>so</think>")]),
+        "does not write the content of message 2",
+    ),
     "dropped": (R1, [USER, THOUGHT], "does not write the reasoning of message 2"),
     "calls": (CALLS, CALLED, [['<call>weather{"in": "Rome"}</call>']]),
     "no calls": (CHATML, CALLED, NO_CALLS),

@@ -252,8 +252,8 @@ def _verbatim(prompt: str, turn: Turn, message: dict) -> Turn | None:
     if not (block and opening) or block.group(2) or message.get("tool_calls"):
         return None
     answer = TAG.split(content)[-1].strip()
-    place = turn.text.rfind(answer, turn.start)
-    if place < 0:
+    place = turn.text.rfind(answer, turn.start, turn.end)
+    if not answer or place < 0:
         return None
     # The prompt ends with the whitespace that follows the tag.
     thought = content[opening.end() :]
