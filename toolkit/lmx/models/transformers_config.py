@@ -26,7 +26,8 @@ FROM_WEIGHTS = re.compile(
 DEFINING = re.compile(r"theta|eps$|epsilon|_base")
 # Keys that change no prediction of the text model.
 HARMLESS = re.compile(
-    r"^_|^is_|^transformers|token_ids?$|token_index$|initializer|_init|dropout|_drop$|pdrop$|loss|aux|"
+    r"^_|^is_|^transformers|token_ids?$|token_index$|initializer|_init|dropout|_drop$|"
+    r"pdrop$|loss|aux|"
     r"dtype|^(output|return|cache|use_cache|unsloth|quantiz|mtp|mlx)|_version$|"
     r"^(architectures|auto_map|id2label|label2id|problem_type|pretraining_tp|ep_size|"
     r"model_type|model_file|kv_bits|max_window_layers|num_nextn_predict_layers|"
