@@ -3,8 +3,6 @@
 Layers of latent attention with a matrix for each head are rounded to nearest.
 """
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 import pytest
 from calibration_windows import windows_of
@@ -14,6 +12,7 @@ from lmx.models.loader import build_model
 from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
+from lmx.run.logger import NullLogger
 from tiny_families import FAMILIES, VOCABULARY, changed, config
 
 # Widths of a latent attention that a group of 32 divides, all unlike each other.
@@ -40,9 +39,8 @@ def test_families_are_quantized_or_refused(family, tmp_path):
     model = build_model(changed(config(family), WIDE)).eval()
     settings = GPTQConfig(bits=4, group_size=32)
     specs, lines = select_layers(model, settings).specs, []
-    logger = SimpleNamespace(
-        **dict.fromkeys(("info", "warning", "debug"), lines.append)
-    )
+    logger = NullLogger()
+    logger.info = lines.append
     windows = windows_of(mx.random.randint(0, VOCABULARY, (16, 24)))
     context = PTQContext(model, specs, mx.float32, lambda *_: windows, tmp_path, logger)
     weights = {p: m.weight for p, m in model.named_modules() if p in specs}
