@@ -29,6 +29,8 @@ def quantize(
 ) -> Run:
     """Quantize a model after training, and export it.
 
+    `restart`, `ignore_limits` and `quiet` are those of `lmx.train`.
+
     Args:
         model: a folder or GGUF file, a Hub id, a `Run`, or a `Model`.
         data: calibration data: a file, a Hub id, a list of them, or a `data` block;
@@ -36,7 +38,6 @@ def quantize(
         output: the run directory; None = exports/ and the model's name with a hash of
             all settings, so that the same call finds its result again.
         seed: as in a recipe.
-        restart, ignore_limits, quiet: as for `lmx.train`.
         keys: those of a quantize stage: method ("rtn", "gptq"), bits, group_size,
             ... (docs/recipes.md).
 
@@ -71,10 +72,11 @@ def make_draft(
 ) -> Run:
     """Train a draft model for speculative decoding of a model.
 
+    The arguments after `data` are those of `quantize`, but for the keys.
+
     Args:
         model: as for `quantize`.
         data: prompts like those that the model will get, as for `quantize`.
-        output, seed, restart, ignore_limits, quiet: as for `quantize`.
         keys: those of a draft stage: architecture, steps, draft_model, ...
             (docs/recipes.md).
 
@@ -107,11 +109,12 @@ def export(
 ) -> Run:
     """Write a model in the formats of other programs, reloaded and compared.
 
+    `output`, `restart`, `ignore_limits` and `quiet` are those of `quantize`.
+
     Args:
         model: as for `quantize`.
         formats: "mlx", "hf" (transformers), "gguf" (llama.cpp), and "peft", the
             adapter that the `Run` trained, or that the `Model` was loaded with.
-        output, restart, ignore_limits, quiet: as for `quantize`.
         keys: further keys of an export stage: hub_repo_id, private, license, and
             adapter_path, the adapter that "peft" exports.
 
