@@ -29,10 +29,10 @@ command, *arguments = sys.argv[1:]
 if command == "kill":
     kill_at, quantize_block = int(arguments.pop(0)), SequentialPipeline._quantize_block
 
-    def quantize_or_kill(pipeline, index):
+    def quantize_or_kill(pipeline, index, progress):
         if index == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        quantize_block(pipeline, index)
+        quantize_block(pipeline, index, progress)
 
     SequentialPipeline._quantize_block = quantize_or_kill
 sys.exit(train(arguments))

@@ -123,7 +123,11 @@ def _estimate(folder: Path, recipe: Path) -> int:
 
     examples = json.loads((folder / "tokens.json").read_text())
     lengths = [len(tokens) for tokens, _ in examples]
-    loaded = load(recipe)
+    # In another run directory: finished stages need no memory.
+    fresh = recipe.with_name("estimate.yaml")
+    values = json.loads(recipe.read_text()) | {"output": str(folder / "estimate")}
+    fresh.write_text(json.dumps(values))
+    loaded = load(fresh)
     check = ResourceCheck(loaded, plan(loaded), model_shape(loaded), lengths, 1.0)
     (cost,) = (needs.training for needs in check.stages.values() if needs.training)
     return sum(cost.memory.values())

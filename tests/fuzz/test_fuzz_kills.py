@@ -49,7 +49,8 @@ DISTURBANCES = (*SIGNALS, "SIGKILL", "SIGKILL", "SIGKILL", "closed pipe", "full 
 MOST_IN_A_ROW = 4
 # Of Python itself, if a signal comes after the program.
 SHUTDOWN = re.compile(
-    r"Exception ignored in: <module 'threading'.*\nTraceback.*\n(?: .*\n)+"
+    r"Exception ignored in(?:: <module 'threading'| atexit callback: ).*\n"
+    r"Traceback.*\n(?: .*\n)+"
     r"KeyboardInterrupt:? ?\n"
 )
 # Seconds of one run.

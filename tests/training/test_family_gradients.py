@@ -19,7 +19,11 @@ from lmx.training.document_mask import DocumentCaches, PackingUnsupported
 from tiny_families import EXPERTS, FAMILIES, VOCABULARY, config, member
 from tiny_steps import make_step
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # The tiny configs have keys of several families.
+    pytest.mark.filterwarnings("ignore:.*config.json"),
+]
 
 LENGTH, CUT = 24, 15
 NUM_EXPERTS = EXPERTS["num_experts"]

@@ -195,3 +195,8 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
         if str(stop):
             terminal.write_err(f"{stop}\n")
         return INTERRUPTED
+    except Exception as error:
+        # pydantic makes it of a Ctrl-C that comes while it builds a validator.
+        if type(error).__name__ == "SchemaError":
+            return INTERRUPTED
+        raise

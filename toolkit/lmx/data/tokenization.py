@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from .record_text import RecordText, texts_of
 from .token_edges import EncodedText, encode_with_edges
 
 LossOn = Literal["completions", "all"]
-T = TypeVar("T")
 
 SEVERAL = (
     "with this chat template, its completion of several turns is no single sequence"
@@ -177,8 +176,8 @@ def encode_block(
 
 
 def in_blocks(
-    items: Iterable[T], characters: Callable[[T], int], most: float = float("inf")
-) -> Iterator[list[T]]:
+    items: Iterable, characters: Callable[[Any], int], most: float = float("inf")
+) -> Iterator[list]:
     """Lists of at most `most` items that fit in memory together, by their lengths."""
     block, size = [], 0
     for item in items:

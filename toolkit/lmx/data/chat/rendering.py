@@ -25,7 +25,6 @@ MAX_CHARACTERS, CHARACTERS_PER_CHARACTER = 1_000_000, 8
 MAX_EXCEEDED = 3
 # The names under which templates switch the chain of thought.
 SWITCHES = ("enable_thinking", "thinking")
-PROBE = "Is it warm in Rome?"
 _exceeded: Counter[str] = Counter()
 
 
@@ -63,11 +62,11 @@ class ChatTemplate:
 
     @property
     def ignores_messages(self) -> bool:
-        """Whether the text of a user's message is not in the prompt, as with an empty
-        template."""
+        """Whether a user's message is not in the prompt, as with an empty template."""
         try:
-            message = {"role": "user", "content": PROBE}
-            return PROBE not in self.render([message], add_generation_prompt=True)
+            message = {"role": "user", "content": "Is it warm in Rome?"}
+            text = self.render([message], add_generation_prompt=True)
+            return message["content"] not in text
         except NoTrainableTokens:
             return False
 

@@ -46,8 +46,7 @@ def find_sequences(chat: Chat, turns: list[int]) -> list[TurnSequence]:
         if len(turns) * len(text) > MAX_CHARACTERS:
             raise NoTrainableTokens(
                 f"the chat has {len(turns):,} turns and {len(text):,} characters: "
-                f"with this chat template, turns * characters is at most "
-                f"{MAX_CHARACTERS:,}"
+                f"turns * characters is at most {MAX_CHARACTERS:,} for its template"
             )
     return join_turns([find_turn(chat, index) for index in turns])
 
@@ -129,8 +128,7 @@ def _in_windows(chat: Chat, turns: list[int], text: str) -> TurnSequence | None:
             window = _next_window(window, head, turns[number - 1])
             if window is None:
                 return None
-        is_last = index == turns[-1]
-        span = (last.start, last.end) if is_last else window.span(index)
+        span = (last.start, last.end) if index == turns[-1] else window.span(index)
         if span is None:
             return None
         spans.append(span)
