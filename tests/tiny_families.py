@@ -100,6 +100,8 @@ MAMBA2 = {
     "time_step_limit": [0.001, 100.0],
 }
 GEMMA4 = SLIDING | {
+    "use_double_wide_mlp": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
     "global_head_dim": 16,
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8,
@@ -346,6 +348,8 @@ FAMILIES = {
         "moe_intermediate_size": 16,
         "moe_k": 2,
         "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": 1,
     },
     "bailing_hybrid": DEEPSEEK_EXPERTS
     | LATENT_ATTENTION
@@ -358,7 +362,11 @@ FAMILIES = {
         | {"model_type": "deepseek_v3"}
     },
     "nanbeige": {"num_loops": 2},
-    "plamo3": {"window_size": WINDOW, "sliding_window_pattern": 2},
+    "plamo3": {
+        "window_size": WINDOW,
+        "sliding_window_pattern": 2,
+        "rope_local_theta": 1e4,
+    },
 }
 
 # Families that mlx-lm cannot train on a CPU, or only in part; see the tests.

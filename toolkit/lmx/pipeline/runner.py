@@ -18,7 +18,7 @@ from ..data.splits import Splits
 from ..errors import FAILED, USAGE, Interrupted, UserError
 from ..models.checkpoint import quick_digest
 from ..run.distributed import ProcessGroup, join
-from ..run.fs import read_json, write_atomic
+from ..run.fs import FULL_HINT, read_json, write_atomic
 from ..run.html.page import NAME as PAGE
 from ..run.launcher import backend
 from ..run.logger import NullLogger, RunLogger
@@ -207,8 +207,8 @@ def _open(
             restart=restart,
         )
     except UserError as error:
-        # Nothing has run. A dry run says the same.
-        error.code = USAGE
+        # Nothing has run. A dry run says the same, but does not fill the disk.
+        error.code = FAILED if error.hint == FULL_HINT else USAGE
         raise
 
 

@@ -31,7 +31,7 @@ _REASONS = {
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OTHER_FOLDER = "use another folder with output=..."
-HINT = f"free some space, or {OTHER_FOLDER}"
+FULL_HINT = f"free some space, or {OTHER_FOLDER}"
 PARTIAL = ".partial"
 # Files of every run directory. Its owner locks the second one.
 MANIFEST, LOCK = "manifest.json", ".lock"
@@ -49,14 +49,14 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _REASONS:
             raise
-        hint = HINT if error.errno in _FULL else OTHER_FOLDER
+        hint = FULL_HINT if error.errno in _FULL else OTHER_FOLDER
         raise _write_error(path, _REASONS[error.errno], hint) from error
     except RuntimeError as error:
         # MLX reports a failed write without the reason.
         if not str(error).startswith("[write]"):
             raise
         reason = f"MLX failed, with {free_bytes(path) / 1e6:,.0f} MB free"
-        raise _write_error(path, reason, HINT) from error
+        raise _write_error(path, reason, FULL_HINT) from error
 
 
 def _write_error(path: Path, reason: str, hint: str) -> UserError:
@@ -252,7 +252,7 @@ def require_space(path: Path, size: int) -> None:
         raise UserError(
             f"this needs {size / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free",
             place=str(path),
-            hint=HINT,
+            hint=FULL_HINT,
             code=FAILED,
         )
 
