@@ -190,6 +190,10 @@ def test_a_contradiction_is_named(make_checkpoint, tmp_path, changes, message):
         (QWEN3_MOE, "norm_topk_prob", {}, "norm_topk_prob False"),
         (LLAMA, "max_position_embeddings", {}, "max_position_embeddings 2048"),
         (LLAMA, None, {"hidden_act": "gelu"}, "llama does not read hidden_act"),
+        (
+            *(LLAMA | {"model_type": "mistral"}, None, {"sliding_window": 16}),
+            "mistral does not read sliding_window",
+        ),
         (LLAMA, None, {"qk_norm_": 1, "softcap": 3.0}, "read qk_norm_, softcap"),
         (LLAMA, None, {"partial_rotary_factor": 0.5}, "read partial_rotary_factor"),
         (

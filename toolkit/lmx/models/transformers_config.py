@@ -52,8 +52,7 @@ SCALED = {
 }
 LONG_SCALED = {"short_factor", "long_factor", "short_mscale", "long_mscale", "factor"}
 
-OFF = (False, [], {})
-
+OFF, POSITIONS = (False, [], {}), "max_position_embeddings"
 Classes = Callable[[dict], tuple[type, type]]
 
 
@@ -88,11 +87,8 @@ def _complete(block: dict, arguments: type, place: str) -> dict:
     fields, reference = arguments.__dataclass_fields__, _transformers_config(block)
     defaults, found = {}, {}
     for name, field in fields.items():
-        if (
-            name in block
-            or name == "model_type"
-            or field.default_factory is not MISSING
-        ):
+        is_given = name in block or name == "model_type"
+        if is_given or field.default_factory is not MISSING:
             continue
         value, is_required = _value(reference, name), field.default is MISSING
         # Neither has a value, or it is RoPE in the other spelling.
@@ -126,14 +122,17 @@ def _unread(block: dict, fields: dict, reference: Any) -> list[str]:
     own = {k: v for k, v in block.items() if k not in fields and v is not None}
     implied = _transformers_config({k: v for k, v in block.items() if k not in own})
     unread = set() if "rope_parameters" in fields else _unread_scaling(block)
-    activation = _value(implied, "hidden_activation")
     neutral = {"partial_rotary_factor": 1, LOCAL: block.get("rope_theta")}
-    neutral |= {"hidden_act": activation}
+    neutral |= {"hidden_act": _value(implied, "hidden_activation")}
+    # mlx-lm's Mistral has windows only in the layers that `layer_types` names.
+    window, positions = (block.get(k) for k in ("sliding_window", POSITIONS))
+    if "layer_types" in fields and not block.get("layer_types") and window:
+        unread |= {"sliding_window"} if window < (positions or 0) else set()
     for key, given in own.items():
         is_harmless = HARMLESS.search(key) or FROM_WEIGHTS.search(key)
         # Older files give the types of layers twice.
         is_pattern = key == "layer_types" and block.get("sliding_window_pattern")
-        if is_harmless or is_pattern or key.endswith("max_position_embeddings"):
+        if is_harmless or is_pattern or key.endswith(POSITIONS):
             continue
         # An unknown switch that is off changes nothing.
         usual = _value(implied, key, given if given in OFF else MISSING)
