@@ -58,7 +58,7 @@ BASES = {
     "llama": SMALL | {"mlp_bias": False, "rope_parameters": LLAMA3 | THETA},
     "qwen2": SMALL | {"rope_parameters": YARN | THETA},
     "mistral": SMALL
-    | {"head_dim": 16, "sliding_window": 8, "rope_parameters": THETA.copy()},
+    | {"head_dim": 16, "sliding_window": None, "rope_parameters": THETA.copy()},
     "qwen3_moe": QWEN3_MOE | {"hidden_size": 64, "rope_parameters": THETA.copy()},
     "phi3": SMALL | {"rope_parameters": LONGROPE | THETA},
     "gemma2": SMALL
