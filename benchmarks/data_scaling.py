@@ -141,7 +141,7 @@ def _start(arguments: argparse.Namespace) -> dict:
     cpu.enable()
     from lmx.config.train import TrainConfig
     from lmx.data import cache
-    from lmx.pipeline.batches import training_batches
+    from lmx.pipeline.train.batches import training_batches
 
     config = TrainConfig(
         steps=1, batch_size=arguments.batch_size, packing=arguments.packing

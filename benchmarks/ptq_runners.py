@@ -97,7 +97,7 @@ def _qat(folder: Path, target: Path, settings: dict, options: dict) -> None:
 @contextmanager
 def _used_calibration_tokens():
     """All calibration tokens that lmx makes meanwhile."""
-    from lmx.pipeline import ptq_refinement
+    from lmx.pipeline.quantize import refinement as ptq_refinement
 
     used: list = []
     original = ptq_refinement.concatenated_sequences

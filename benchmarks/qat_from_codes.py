@@ -140,7 +140,7 @@ def train(job: dict, arguments: argparse.Namespace) -> dict[str, float]:
     """
     from lmx import cpu
     from lmx.config.train import TrainConfig
-    from lmx.pipeline.train_run import TrainRun
+    from lmx.pipeline.train.run import TrainRun
 
     cpu.enable()
     start = time.process_time()

@@ -30,7 +30,7 @@ IMPORTED = (
     "lmx.pipeline.estimate",
     "lmx.pipeline.resources",
     "lmx.pipeline.runner",
-    "lmx.pipeline.train_run",
+    "lmx.pipeline.train.run",
     "lmx.cli.generate",
     "mlx_lm",
     "mlx_lm.models.llama",

@@ -9,7 +9,7 @@ from lmx.data.preference import encode_pairs
 from lmx.data.record_formats import DataRecord
 from lmx.draft.dataset import prompt_from_record
 from lmx.generation.prompt import encode_chat
-from lmx.pipeline.evaluator import choose_items, choose_samples
+from lmx.pipeline.evaluate.evaluator import choose_items, choose_samples
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from test_tokenization import (
     CHATML,

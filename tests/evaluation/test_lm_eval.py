@@ -12,7 +12,7 @@ from lmx.config.evaluate import EvaluateConfig
 from lmx.errors import UserError
 from lmx.evaluation import lm_eval
 from lmx.models.loader import load
-from lmx.pipeline.evaluate import EvaluateStage
+from lmx.pipeline.evaluate.stage import EvaluateStage
 from lmx.run.tables import table
 
 TASK = {

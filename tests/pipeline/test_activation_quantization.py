@@ -14,7 +14,7 @@ from lmx.models.checkpoint import read_config
 from lmx.models.checkpoint_writer import write_checkpoint
 from lmx.models.loader import load
 from lmx.models.qq_linear import QQLinear, full_precision_inputs
-from lmx.pipeline.qat_setup import prepare
+from lmx.pipeline.train.qat import prepare
 from lmx.quantization.ptq import smoothquant
 from lmx.run.fs import hash_file
 from lmx.run.logger import NullLogger

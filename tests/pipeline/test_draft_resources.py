@@ -10,7 +10,7 @@ from lmx.config.draft import DraftConfig
 from lmx.config.model import ScratchModelConfig
 from lmx.models import from_scratch
 from lmx.pipeline import resources
-from lmx.pipeline.draft_estimate import (
+from lmx.pipeline.draft.estimate import (
     draft_benchmark_work,
     draft_training_cost,
     generation_cost,

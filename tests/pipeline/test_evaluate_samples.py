@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from lmx.data.record_formats import DataRecord
-from lmx.pipeline.evaluator import OPENING_WORDS, choose_items, choose_samples
+from lmx.pipeline.evaluate.evaluator import OPENING_WORDS, choose_items, choose_samples
 from tiny_runs import EVALUATE, SCRATCH_CONFIG, TRAIN, Run
 
 

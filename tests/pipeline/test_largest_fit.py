@@ -10,7 +10,8 @@ from lmx.config.model import ScratchModelConfig
 from lmx.data.dataset import RecordReader
 from lmx.data.tokenization import encode_all
 from lmx.models import checkpoint_writer, from_scratch, loader
-from lmx.pipeline import dataset_checks, dry_run, largest_fit, resources
+from lmx.pipeline import dataset_checks, dry_run, resources
+from lmx.pipeline.train import largest_fit
 
 LENGTH, BATCH = "data.max_seq_length", "stages.1.train.batch_size"
 POSITIONS = 1000

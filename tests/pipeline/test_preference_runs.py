@@ -106,7 +106,7 @@ def test_predictions_of_nan_are_refused_and_not_cached(tmp_path, base, capsys):
 
 
 def test_reference_is_loaded_once_for_all_blocks(tmp_path, base, monkeypatch):
-    from lmx.pipeline.preference import PreferenceSetup
+    from lmx.pipeline.train.preference import PreferenceSetup
     from lmx.training import reference_log_probs
 
     monkeypatch.setattr(reference_log_probs, "BLOCK_SEQUENCES", 6)

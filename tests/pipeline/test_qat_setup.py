@@ -9,7 +9,7 @@ from lmx.config.train import TrainConfig
 from lmx.errors import UserError
 from lmx.models.loader import load
 from lmx.pipeline.context import write_model
-from lmx.pipeline.qat_setup import prepare, require_steps
+from lmx.pipeline.train.qat import prepare, require_steps
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.quantizers import LSQQuantizer
 from lmx.quantization.target_layers import QuantizationPlan

@@ -16,7 +16,7 @@ from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
 from lmx.evaluation.gap_recovery import measure_per_sequence
 from lmx.models.loader import load
-from lmx.pipeline.ptq_refinement import CalibrationData
+from lmx.pipeline.quantize.refinement import CalibrationData
 from tiny_runs import Run
 
 QUANTIZE = {
@@ -111,7 +111,7 @@ def make_calibration_data(monkeypatch, train, valid):
         tokens = np.array(numbers, np.int32)[:, None]
         return CalibrationBatch(tokens, np.ones(tokens.shape, bool))
 
-    monkeypatch.setattr("lmx.pipeline.ptq_refinement.concatenated_sequences", windows)
+    monkeypatch.setattr("lmx.pipeline.quantize.refinement.concatenated_sequences", windows)
     records = {
         split: [DataRecord(str(n), text=str(n)) for n in numbers]
         for split, numbers in (("train", train), ("valid", valid))

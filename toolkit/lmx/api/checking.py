@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..pipeline.dry_run import DryRun
-from ..pipeline.largest_fit import FitKey
+from ..pipeline.train.largest_fit import FitKey
 from .arguments import checked
 from .recipe import Overrides, Recipe, RecipeLike, as_recipe
 from .table import Table

@@ -11,7 +11,7 @@ from .. import cpu
 from ..config.model import ModelConfig
 from ..errors import UserError
 from ..models.loader import LoadedModel
-from ..pipeline.evaluator import Evaluator
+from ..pipeline.evaluate.evaluator import Evaluator
 from ..pipeline.extensions import Extensions
 from ..pipeline.runner import make_context
 from ..run.distributed import SINGLE_PROCESS

@@ -1,1 +1,1 @@
-"""The stages of a recipe: glue only, one stage, one file."""
+"""The pipeline of a recipe: plan, runner, and one folder per stage kind."""

@@ -23,7 +23,9 @@ from ..models.longrope import check_length
 from ..run import terminal
 from ..run.run_dir import check_output
 from .estimate import ModelShape
-from .largest_fit import (
+from .plan import RunPlan
+from .resources import ResourceCheck, model_shape, readable_size
+from .train.largest_fit import (
     FIT_KEYS,
     MOST_TOKENS,
     FitBounds,
@@ -31,8 +33,6 @@ from .largest_fit import (
     FitKey,
     LargestFit,
 )
-from .plan import RunPlan
-from .resources import ResourceCheck, model_shape, readable_size
 
 SAMPLE_CHARACTERS = 500_000  # tokenized in half a second
 MAX_NAMES = 5

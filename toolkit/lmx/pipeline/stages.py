@@ -1,11 +1,11 @@
 """The stage kinds by their key in a recipe."""
 
-from .draft import DraftStage
-from .evaluate import EvaluateStage
-from .export import ExportStage
-from .quantize import QuantizeStage
+from .draft.stage import DraftStage
+from .evaluate.stage import EvaluateStage
+from .export.stage import ExportStage
+from .quantize.stage import QuantizeStage
 from .stage import Stage
-from .train import TrainStage
+from .train.stage import TrainStage
 
 STAGES: dict[str, type[Stage]] = {
     "train": TrainStage,

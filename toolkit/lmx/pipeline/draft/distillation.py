@@ -6,17 +6,17 @@ from abc import ABC, abstractmethod
 import mlx.nn as nn
 import numpy as np
 
-from ..config.draft import DraftConfig
-from ..draft.acceptance import predict_accepted_lengths
-from ..draft.candidates import Candidate, all_acceptance_probs
-from ..draft.cost_model import SpeculationCosts
-from ..models.checkpoint import weights_digest
-from ..training.schedules import learning_rate_at
-from ..training.step import TrainStep
-from ..training.trainer import Trainer, TrainerConfig
-from .context import ModelArtifact, StageContext
-from .draft_benchmark import DraftEvaluation
-from .draft_setup import DraftData
+from ...config.draft import DraftConfig
+from ...draft.acceptance import predict_accepted_lengths
+from ...draft.candidates import Candidate, all_acceptance_probs
+from ...draft.cost_model import SpeculationCosts
+from ...models.checkpoint import weights_digest
+from ...training.schedules import learning_rate_at
+from ...training.step import TrainStep
+from ...training.trainer import Trainer, TrainerConfig
+from ..context import ModelArtifact, StageContext
+from .benchmark import DraftEvaluation
+from .setup import DraftData
 
 WARMUP_RATIO, MIN_LR_RATIO = 0.05, 0.1
 

@@ -4,18 +4,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ..config.data import DataConfig
-from ..config.draft import DraftConfig
-from ..config.messages import Problem
-from .context import DRAFT_FOLDER, ModelArtifact, StageContext
-from .draft_estimate import (
+from ...config.data import DataConfig
+from ...config.draft import DraftConfig
+from ...config.messages import Problem
+from ..context import DRAFT_FOLDER, ModelArtifact, StageContext
+from ..estimate import BatchShape, ModelShape, StageResources, Workload, training_dtype
+from ..stage import ModelState, RawStage, Stage, needs_training_data
+from .estimate import (
     draft_benchmark_work,
     draft_training_cost,
     drafter_training_cost,
     generation_cost,
 )
-from .estimate import BatchShape, ModelShape, StageResources, Workload, training_dtype
-from .stage import ModelState, RawStage, Stage, needs_training_data
 
 
 class DraftStage(Stage):
@@ -81,7 +81,7 @@ class DraftStage(Stage):
         """
         # Imported here, so that a recipe is checked without the libraries of a run.
         if self.config.architecture == "model":
-            from .draft_training import DraftModelDistillation as Distillation
+            from .training import DraftModelDistillation as Distillation
         else:
             from .drafter_training import DrafterDistillation as Distillation
         with context.ranks.collective_errors():

@@ -8,28 +8,23 @@ from pathlib import Path
 
 import numpy as np
 
-from ..config.train import TeacherConfig
-from ..data.batching import (
-    Batch,
-    BucketBatchSampler,
-    ExampleDataset,
-    example_indices,
-)
-from ..data.packing import PackedBatchSampler
-from ..data.tokenizer_files import require_same_tokenizer
-from ..errors import UserError
-from ..generation.completions import CachedGenerator, replace_completions
-from ..models.checkpoint import config_int, read_config, weights_digest
-from ..models.loader import LoadedModel, load_tokenizer
-from ..training.distillation import DistillationLoss, OnlineTeacher
-from ..training.document_mask import DocumentCaches
-from ..training.teacher_cache import (
+from ...config.train import TeacherConfig
+from ...data.batching import Batch, BucketBatchSampler, ExampleDataset, example_indices
+from ...data.packing import PackedBatchSampler
+from ...data.tokenizer_files import require_same_tokenizer
+from ...errors import UserError
+from ...generation.completions import CachedGenerator, replace_completions
+from ...models.checkpoint import config_int, read_config, weights_digest
+from ...models.loader import LoadedModel, load_tokenizer
+from ...training.distillation import DistillationLoss, OnlineTeacher
+from ...training.document_mask import DocumentCaches
+from ...training.teacher_cache import (
     CachedTargets,
     TeacherClient,
     cache_teacher_targets,
     teacher_confidence,
 )
-from .context import StageContext
+from ..context import StageContext
 
 
 class TeacherSetup:

@@ -10,32 +10,32 @@ from functools import cached_property
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..config.quantize import (
+from ...config.quantize import (
     CalibrationConfig,
     KVCacheConfig,
     PTQConfig,
     ScaleTuningConfig,
 )
-from ..cpu import keep_dequantized
-from ..data.calibration import (
+from ...cpu import keep_dequantized
+from ...data.calibration import (
     CalibrationBatch,
     concatenated_sequences,
     per_example_sequences,
 )
-from ..data.record_formats import DataRecord
-from ..data.splits import Splits
-from ..errors import UserError
-from ..models.checkpoint import weights_digest
-from ..models.loader import KV_BITS, LoadedModel
-from ..quantization.mixed_precision import kv_bits
-from ..quantization.packing import pack
-from ..quantization.ptq.candidates import CandidateModel, CandidateSelector
-from ..quantization.ptq.scale_tuning import ScaleTuner
-from ..quantization.target_layers import QuantizationPlan
-from ..run.fs import read_json, write_atomic
-from ..run.logger import RunLogger
-from ..training.teacher_cache import PartTargets, cache_part_targets
-from .context import StageContext, write_model
+from ...data.record_formats import DataRecord
+from ...data.splits import Splits
+from ...errors import UserError
+from ...models.checkpoint import weights_digest
+from ...models.loader import KV_BITS, LoadedModel
+from ...quantization.mixed_precision import kv_bits
+from ...quantization.packing import pack
+from ...quantization.ptq.candidates import CandidateModel, CandidateSelector
+from ...quantization.ptq.scale_tuning import ScaleTuner
+from ...quantization.target_layers import QuantizationPlan
+from ...run.fs import read_json, write_atomic
+from ...run.logger import RunLogger
+from ...training.teacher_cache import PartTargets, cache_part_targets
+from ..context import StageContext, write_model
 
 DEFAULT_DATASET = "builtin:stdlib"
 # Tokens per forward pass: without training, and where a step accumulates gradients.

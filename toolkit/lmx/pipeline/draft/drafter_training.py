@@ -6,23 +6,23 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..config.draft import DrafterConfig
-from ..config.train import loss_chunk
-from ..cpu import on_cpu
-from ..draft.candidates import DrafterCandidate
-from ..draft.drafter_loss import DrafterLoss
-from ..draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
-from ..models.drafters.base import Drafter
-from ..models.drafters.io import ARCHITECTURES, bind_target, save_drafter
-from ..models.hidden_states import require_hidden_states
-from ..models.loader import set_compute_dtype
-from ..run.fs import atomic_folder
-from ..training.optimizers import OptimizerConfig
-from ..training.step import TrainStep
-from ..training.trainer import Trainer
-from .context import ModelArtifact
-from .draft_distillation import DraftDistillation
-from .estimate import training_dtype
+from ...config.draft import DrafterConfig
+from ...config.train import loss_chunk
+from ...cpu import on_cpu
+from ...draft.candidates import DrafterCandidate
+from ...draft.drafter_loss import DrafterLoss
+from ...draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
+from ...models.drafters.base import Drafter
+from ...models.drafters.io import ARCHITECTURES, bind_target, save_drafter
+from ...models.hidden_states import require_hidden_states
+from ...models.loader import set_compute_dtype
+from ...run.fs import atomic_folder
+from ...training.optimizers import OptimizerConfig
+from ...training.step import TrainStep
+from ...training.trainer import Trainer
+from ..context import ModelArtifact
+from ..estimate import training_dtype
+from .distillation import DraftDistillation
 
 
 class DrafterDistillation(DraftDistillation):

@@ -2,26 +2,26 @@
 
 from functools import partial
 
-from ..config.train import TrainConfig
-from ..cpu import on_cpu
-from ..data import cache, fingerprint, token_store
-from ..data.batching import BucketBatchSampler
-from ..data.dataset import ReadStats
-from ..data.packing import PackedBatchSampler, packed
-from ..data.splits import log_read_stats
-from ..data.token_store import Encode
-from ..data.tokenization import (
+from ...config.train import TrainConfig
+from ...cpu import on_cpu
+from ...data import cache, fingerprint, token_store
+from ...data.batching import BucketBatchSampler
+from ...data.dataset import ReadStats
+from ...data.packing import PackedBatchSampler, packed
+from ...data.splits import log_read_stats
+from ...data.token_store import Encode
+from ...data.tokenization import (
     EncodeResult,
     encode_all,
     encode_block,
     template_messages,
 )
-from ..models.checkpoint import config_int
-from ..models.loader import LoadedModel
-from ..models.trunk_head import NoTrunkHeadSplit
-from ..training.chunked_loss import ChunkedLoss
-from ..training.document_mask import DocumentCaches, PackingUnsupported
-from .context import StageContext
+from ...models.checkpoint import config_int
+from ...models.loader import LoadedModel
+from ...models.trunk_head import NoTrunkHeadSplit
+from ...training.chunked_loss import ChunkedLoss
+from ...training.document_mask import DocumentCaches, PackingUnsupported
+from ..context import StageContext
 from .teacher import TeacherSetup
 
 

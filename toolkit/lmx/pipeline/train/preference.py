@@ -6,21 +6,21 @@ from functools import cache, partial
 import mlx.core as mx
 import numpy as np
 
-from ..config.train import TrainConfig
-from ..data.batching import Batch, BucketBatchSampler, example_indices
-from ..data.preference import encode_pairs, encode_unpaired
-from ..data.token_store import Encode
-from ..errors import UserError
-from ..models.checkpoint import weights_digest
-from ..training.preference_loss import PreferenceLoss
-from ..training.reference_log_probs import (
+from ...config.train import TrainConfig
+from ...data.batching import Batch, BucketBatchSampler, example_indices
+from ...data.preference import encode_pairs, encode_unpaired
+from ...data.token_store import Encode
+from ...errors import UserError
+from ...models.checkpoint import weights_digest
+from ...training.preference_loss import PreferenceLoss
+from ...training.reference_log_probs import (
     Reference,
     ReferenceBatches,
     reference_log_probs,
 )
+from ..context import StageContext
 from .batches import chunked_loss
-from .context import StageContext
-from .qat_setup import QATModel
+from .qat import QATModel
 
 # Training sequences, of which every second lends its completion.
 LENT = 200

@@ -1,15 +1,15 @@
 """The rollouts of a train stage: its batches and, with rewards, its loss."""
 
-from ..config.grpo import PolicyLossConfig
-from ..config.train import TrainConfig
-from ..data.batching import BucketBatchSampler
-from ..models.loader import LoadedModel
-from ..training.grpo_loss import GRPOLoss
-from ..training.reward_worker import RewardWorker
-from ..training.rewards import resolve_reward
-from ..training.rollout_batches import Policy, RewardEvaluator, RolloutBatches
-from ..training.step import TrainStep
-from .context import StageContext
+from ...config.grpo import PolicyLossConfig
+from ...config.train import TrainConfig
+from ...data.batching import BucketBatchSampler
+from ...models.loader import LoadedModel
+from ...training.grpo_loss import GRPOLoss
+from ...training.reward_worker import RewardWorker
+from ...training.rewards import resolve_reward
+from ...training.rollout_batches import Policy, RewardEvaluator, RolloutBatches
+from ...training.step import TrainStep
+from ..context import StageContext
 
 FOLDER = "rollouts"
 

@@ -8,31 +8,31 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..config.train import TrainConfig
-from ..convert.importers.peft import resolve_adapter
-from ..evaluation.perplexity import measure_perplexity
-from ..generation.engine import Generator
-from ..models.loader import set_compute_dtype
-from ..models.lora import io as adapter_files
-from ..models.lora import lora_model
-from ..models.lora.io import init_adapter
-from ..models.quantized_layers import TENSORS
-from ..quantization.packing import dequantize
-from ..quantization.qat.fake_quant import FakeQuant
-from ..run.fs import atomic_folder, copy_folder
-from ..training.grpo_loss import GRPOLoss
-from ..training.losses import cross_entropy_sum
-from ..training.optimizers import OptimizerConfig
-from ..training.preference_loss import PreferenceLoss
-from ..training.schedules import learning_rate_at
-from ..training.step import TrainStep
-from ..training.trainer import Trainer, TrainerConfig
+from ...config.train import TrainConfig
+from ...convert.importers.peft import resolve_adapter
+from ...evaluation.perplexity import measure_perplexity
+from ...generation.engine import Generator
+from ...models.loader import set_compute_dtype
+from ...models.lora import io as adapter_files
+from ...models.lora import lora_model
+from ...models.lora.io import init_adapter
+from ...models.quantized_layers import TENSORS
+from ...quantization.packing import dequantize
+from ...quantization.qat.fake_quant import FakeQuant
+from ...run.fs import atomic_folder, copy_folder
+from ...training.grpo_loss import GRPOLoss
+from ...training.losses import cross_entropy_sum
+from ...training.optimizers import OptimizerConfig
+from ...training.preference_loss import PreferenceLoss
+from ...training.schedules import learning_rate_at
+from ...training.step import TrainStep
+from ...training.trainer import Trainer, TrainerConfig
+from ..context import ModelArtifact, StageContext, write_model
+from ..estimate import training_dtype
+from ..evaluate.evaluator import SAMPLE_TOKENS
 from .batches import chunked_loss, document_caches, training_batches, validation_batches
-from .context import ModelArtifact, StageContext, write_model
-from .estimate import training_dtype
-from .evaluator import SAMPLE_TOKENS
 from .preference import PreferenceSetup
-from .qat_setup import prepare, require_steps
+from .qat import prepare, require_steps
 from .rollouts import RolloutSetup
 from .teacher import TeacherSetup
 

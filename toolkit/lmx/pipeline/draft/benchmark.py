@@ -4,21 +4,21 @@ import platform
 from dataclasses import replace
 from pathlib import Path
 
-from ..data import cache, fingerprint
-from ..data.tokenizer_files import require_same_tokenizer
-from ..draft import report
-from ..draft.benchmark import DraftBenchmark, MeasuredCandidate, decoding_modes
-from ..draft.candidates import Candidate, ModelCandidate, decode_bytes
-from ..draft.cost_model import SpeculationCosts, measure_speculation_costs
-from ..draft.dataset import mean_prompt_length
-from ..draft.report import DraftReport, require_servable
-from ..errors import FAILED, UserError
-from ..models.checkpoint import checkpoint_size
-from ..models.loader import LoadedModel
-from ..run.fs import atomic_folder, copy_folder
-from ..run.report import REPORT, read_report
-from .context import DRAFT_FOLDER, ModelArtifact
-from .draft_setup import DraftData
+from ...data import cache, fingerprint
+from ...data.tokenizer_files import require_same_tokenizer
+from ...draft import report
+from ...draft.benchmark import DraftBenchmark, MeasuredCandidate, decoding_modes
+from ...draft.candidates import Candidate, ModelCandidate, decode_bytes
+from ...draft.cost_model import SpeculationCosts, measure_speculation_costs
+from ...draft.dataset import mean_prompt_length
+from ...draft.report import DraftReport, require_servable
+from ...errors import FAILED, UserError
+from ...models.checkpoint import checkpoint_size
+from ...models.loader import LoadedModel
+from ...run.fs import atomic_folder, copy_folder
+from ...run.report import REPORT, read_report
+from ..context import DRAFT_FOLDER, ModelArtifact
+from .setup import DraftData
 
 # The measured value that each threshold limits.
 DRAFT_THRESHOLDS = {"min_acceptance_rate": "acceptance_rate", "min_speedup": "speedup"}

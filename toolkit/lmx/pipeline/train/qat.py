@@ -4,20 +4,16 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..config.qat import CONTINUES_FROM_CODES, QATConfig
-from ..config.quant_spec import FLOAT_MODES, QuantSpec
-from ..config.train import TrainConfig
-from ..errors import UserError
-from ..models.loader import LoadedModel
-from ..models.qq_linear import has_quantized_inputs
-from ..quantization.dequantize import (
-    PackedLayers,
-    dequantized_model,
-    layer_specs,
-)
-from ..quantization.qat.quantizers import make_quantizer
-from ..quantization.target_layers import QuantizationPlan, select_layers
-from ..run.logger import RunLogger
+from ...config.qat import CONTINUES_FROM_CODES, QATConfig
+from ...config.quant_spec import FLOAT_MODES, QuantSpec
+from ...config.train import TrainConfig
+from ...errors import UserError
+from ...models.loader import LoadedModel
+from ...models.qq_linear import has_quantized_inputs
+from ...quantization.dequantize import PackedLayers, dequantized_model, layer_specs
+from ...quantization.qat.quantizers import make_quantizer
+from ...quantization.target_layers import QuantizationPlan, select_layers
+from ...run.logger import RunLogger
 
 
 @dataclass(frozen=True)

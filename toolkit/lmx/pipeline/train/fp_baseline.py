@@ -5,22 +5,22 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-from ..config.train import TrainConfig
-from ..data.batching import Batch
-from ..errors import UserError
-from ..evaluation.gap_recovery import gap_recovered, measure_per_sequence
-from ..models.checkpoint import read_config
-from ..quantization.packing import pack
-from ..quantization.target_layers import QuantizationPlan
-from ..run.tables import recovery_table
-from .context import (
+from ...config.train import TrainConfig
+from ...data.batching import Batch
+from ...errors import UserError
+from ...evaluation.gap_recovery import gap_recovered, measure_per_sequence
+from ...models.checkpoint import read_config
+from ...quantization.packing import pack
+from ...quantization.target_layers import QuantizationPlan
+from ...run.tables import recovery_table
+from ..context import (
     ModelArtifact,
     StageContext,
     is_complete,
     mark_complete,
     write_model,
 )
-from .train_run import TrainRun
+from .run import TrainRun
 
 BASELINE_FOLDER = "fp_baseline"
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from mlx.utils import tree_flatten
 
-from ..config.draft import DraftConfig, DraftModelConfig
-from ..config.train import TrainConfig, loss_chunk
-from ..cpu import on_cpu
-from ..draft.pruning import PrunedShape, pruned_config
-from ..models.checkpoint import read_config
-from .estimate import (
+from ...config.draft import DraftConfig, DraftModelConfig
+from ...config.train import TrainConfig, loss_chunk
+from ...cpu import on_cpu
+from ...draft.pruning import PrunedShape, pruned_config
+from ...models.checkpoint import read_config
+from ..estimate import (
     CHUNKS_AT_ONCE,
     DECODE_FACTOR,
     DEPTH_FRACTIONS,
@@ -37,7 +37,7 @@ from .estimate import (
 )
 
 if TYPE_CHECKING:
-    from ..models.drafters.base import Drafter
+    from ...models.drafters.base import Drafter
 
 
 def draft_training_cost(
@@ -108,7 +108,7 @@ def drafter_training_cost(
 def _drafter(target: ModelShape, config: DraftConfig) -> "Drafter":
     """A drafter for this target, whose weights are never computed."""
     # Needs NumPy, which reading a recipe does not load.
-    from ..models.drafters.io import ARCHITECTURES
+    from ...models.drafters.io import ARCHITECTURES
 
     drafter = config.drafter
     if drafter.mask_token_id is None:
@@ -124,7 +124,7 @@ def _drafter(target: ModelShape, config: DraftConfig) -> "Drafter":
 
 def _state_bytes(target: ModelShape, config: DraftConfig) -> int:
     """Bytes on disk of the hidden states of one token."""
-    from ..draft.hidden_states import BYTES_PER_VALUE
+    from ...draft.hidden_states import BYTES_PER_VALUE
 
     count = len(_drafter(target, config).layer_ids)
     return count * target.setting("hidden_size") * BYTES_PER_VALUE
@@ -141,7 +141,7 @@ def generation_cost(
     data, vocabulary = config.data_generation, target.setting("vocab_size")
     count = data.num_prompts + data.num_eval_prompts
     tokens = int(count * (prompt_length + data.max_tokens))
-    from ..training.teacher_targets import bytes_per_token
+    from ...training.teacher_targets import bytes_per_token
 
     size = bytes_per_token(data.top_k, vocabulary) if data.top_k else 0
     states = 0

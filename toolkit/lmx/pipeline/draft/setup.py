@@ -9,32 +9,32 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..config.draft import DraftConfig, DraftModelConfig
-from ..data.tokenization import Example
-from ..data.tokenizer_files import require_same_tokenizer
-from ..draft import dataset
-from ..draft.acceptance import ReferenceCompletion
-from ..draft.benchmark import decoding_modes, with_seed_offset
-from ..draft.dataset import DistillationBatches, Prompt, PromptSets, prompt_sets
-from ..draft.pruning import (
+from ...config.draft import DraftConfig, DraftModelConfig
+from ...data.tokenization import Example
+from ...data.tokenizer_files import require_same_tokenizer
+from ...draft import dataset
+from ...draft.acceptance import ReferenceCompletion
+from ...draft.benchmark import decoding_modes, with_seed_offset
+from ...draft.dataset import DistillationBatches, Prompt, PromptSets, prompt_sets
+from ...draft.pruning import (
     PrunedShape,
     channel_importance,
     most_important_blocks,
     prune,
     pruned_config,
 )
-from ..draft.report import require_servable
-from ..errors import UserError
-from ..generation.batching import GenerationRequest
-from ..generation.completions import CachedGenerator
-from ..generation.speculative.layer_skip import rank_layers
-from ..models.checkpoint import config_int, read_config
-from ..models.from_scratch import initial_weights
-from ..models.loader import LoadedModel, compute_dtype, set_compute_dtype
-from ..quantization.dequantize import dequantized_model
-from ..run import fs
-from .context import StageContext, is_complete, mark_complete, write_model
-from .estimate import DEPTH_FRACTIONS
+from ...draft.report import require_servable
+from ...errors import UserError
+from ...generation.batching import GenerationRequest
+from ...generation.completions import CachedGenerator
+from ...generation.speculative.layer_skip import rank_layers
+from ...models.checkpoint import config_int, read_config
+from ...models.from_scratch import initial_weights
+from ...models.loader import LoadedModel, compute_dtype, set_compute_dtype
+from ...quantization.dequantize import dequantized_model
+from ...run import fs
+from ..context import StageContext, is_complete, mark_complete, write_model
+from ..estimate import DEPTH_FRACTIONS
 
 # The folder of the initial draft model, in that of the stage.
 INITIAL_FOLDER = "initial"

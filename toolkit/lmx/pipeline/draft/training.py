@@ -8,24 +8,24 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..config.train import loss_chunk
-from ..cpu import on_cpu
-from ..draft.candidates import ModelCandidate
-from ..draft.cost_model import SpeculationCosts
-from ..draft.losses import DraftLoss, acceptance_bounds
-from ..models.checkpoint import config_int
-from ..models.loader import LoadedModel, set_compute_dtype
-from ..models.trunk_head import NoTrunkHeadSplit
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..training.chunked_loss import ChunkedLoss
-from ..training.optimizers import OptimizerConfig
-from ..training.step import TrainStep
-from ..training.trainer import Trainer
-from .context import ModelArtifact, write_model
-from .draft_distillation import DraftDistillation
-from .draft_setup import INITIAL_FOLDER, DraftInitializer
-from .estimate import training_dtype
-from .quantize import QuantizeStage
+from ...config.train import loss_chunk
+from ...cpu import on_cpu
+from ...draft.candidates import ModelCandidate
+from ...draft.cost_model import SpeculationCosts
+from ...draft.losses import DraftLoss, acceptance_bounds
+from ...models.checkpoint import config_int
+from ...models.loader import LoadedModel, set_compute_dtype
+from ...models.trunk_head import NoTrunkHeadSplit
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
+from ...training.chunked_loss import ChunkedLoss
+from ...training.optimizers import OptimizerConfig
+from ...training.step import TrainStep
+from ...training.trainer import Trainer
+from ..context import ModelArtifact, write_model
+from ..estimate import training_dtype
+from ..quantize.stage import QuantizeStage
+from .distillation import DraftDistillation
+from .setup import INITIAL_FOLDER, DraftInitializer
 
 # Training steps of every candidate shape before the shapes are compared.
 CANDIDATE_STEPS = 40

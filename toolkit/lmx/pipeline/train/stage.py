@@ -6,19 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from ..config.data import DataConfig
-from ..config.messages import Problem
-from ..config.preference import KTOLossConfig, PreferenceLossConfig
-from ..config.qat import CONTINUES_FROM_CODES, QATConfig
-from ..config.quant_spec import FLOAT_MODES
-from ..config.train import TrainConfig
-from ..data.record_formats import FORMATS
-from ..errors import UserError
-from ..run.distributed import ProcessGroup
-from ..run.html.page import draw_curves
-from ..training.rewards import check_reward
-from .context import ModelArtifact, StageContext, create_from_scratch
-from .estimate import (
+from ...config.data import DataConfig
+from ...config.messages import Problem
+from ...config.preference import KTOLossConfig, PreferenceLossConfig
+from ...config.qat import CONTINUES_FROM_CODES, QATConfig
+from ...config.quant_spec import FLOAT_MODES
+from ...config.train import TrainConfig
+from ...data.record_formats import FORMATS
+from ...errors import UserError
+from ...run.distributed import ProcessGroup
+from ...run.html.page import draw_curves
+from ...training.rewards import check_reward
+from ..context import ModelArtifact, StageContext, create_from_scratch
+from ..estimate import (
     BatchShape,
     ModelShape,
     StageResources,
@@ -26,7 +26,13 @@ from .estimate import (
     training_cost,
     training_dtype,
 )
-from .stage import ModelState, RawStage, Stage, needs_training_data, quantization_values
+from ..stage import (
+    ModelState,
+    RawStage,
+    Stage,
+    needs_training_data,
+    quantization_values,
+)
 
 CONTINUES = (
     f"quantizer {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"
@@ -134,14 +140,14 @@ class TrainStage(Stage):
 
     def check_ranks(self, ranks: ProcessGroup) -> None:
         if self.config.fsdp:
-            from ..training import fsdp
+            from ...training import fsdp
 
             fsdp.require_fsdp_support(ranks)
 
     def run(self, context: StageContext) -> ModelArtifact:
         # Imported here, so that a recipe is checked without the libraries of a run.
         from .fp_baseline import FullPrecisionBaseline
-        from .train_run import TrainRun
+        from .run import TrainRun
 
         config, ranks = self.config, context.ranks
         with ranks.collective_errors():

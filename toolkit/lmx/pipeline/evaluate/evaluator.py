@@ -8,34 +8,26 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ..config.evaluate import EvaluateConfig
-from ..data.answer_filters import FILTERS
-from ..data.batching import Batch, BucketBatchSampler
-from ..data.chat.rendering import ChatTemplate
-from ..data.record_formats import DataRecord
-from ..errors import FAILED, UserError
-from ..evaluation import lm_eval
-from ..evaluation.divergence import measure_divergence
-from ..evaluation.exact_match import (
-    ExactMatch,
-    ExactMatchItem,
-    measure_exact_match,
-)
-from ..evaluation.latency import measure_latency, measure_speculation
-from ..evaluation.perplexity import (
-    Perplexity,
-    eval_batch_tokens,
-    measure_perplexity,
-)
-from ..evaluation.weight_error import measure_layers
-from ..generation.engine import Generator
-from ..generation.speculative.prompt_lookup import PromptLookupProposer
-from ..models.checkpoint import checkpoint_size
-from ..models.loader import LoadedModel
-from ..models.qq_linear import full_precision_inputs, has_quantized_inputs
-from ..run.tables import table
-from .batches import encode_valid
-from .context import StageContext
+from ...config.evaluate import EvaluateConfig
+from ...data.answer_filters import FILTERS
+from ...data.batching import Batch, BucketBatchSampler
+from ...data.chat.rendering import ChatTemplate
+from ...data.record_formats import DataRecord
+from ...errors import FAILED, UserError
+from ...evaluation import lm_eval
+from ...evaluation.divergence import measure_divergence
+from ...evaluation.exact_match import ExactMatch, ExactMatchItem, measure_exact_match
+from ...evaluation.latency import measure_latency, measure_speculation
+from ...evaluation.perplexity import Perplexity, eval_batch_tokens, measure_perplexity
+from ...evaluation.weight_error import measure_layers
+from ...generation.engine import Generator
+from ...generation.speculative.prompt_lookup import PromptLookupProposer
+from ...models.checkpoint import checkpoint_size
+from ...models.loader import LoadedModel
+from ...models.qq_linear import full_precision_inputs, has_quantized_inputs
+from ...run.tables import table
+from ..context import StageContext
+from ..train.batches import encode_valid
 
 LATENCY_PROMPTS = 2
 SAMPLE_TOKENS = 48

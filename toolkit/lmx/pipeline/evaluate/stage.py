@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
-from ..config.data import DataConfig
-from ..config.evaluate import EvaluateConfig
-from ..config.messages import Problem
-from ..errors import UserError
-from ..evaluation import lm_eval
-from ..run.distributed import ProcessGroup
-from .context import ModelArtifact, StageContext
-from .estimate import DECODE_FACTOR, ModelShape, StageResources, Workload
-from .stage import ModelState, RawStage, Stage, missing_source
+from ...config.data import DataConfig
+from ...config.evaluate import EvaluateConfig
+from ...config.messages import Problem
+from ...errors import UserError
+from ...evaluation import lm_eval
+from ...run.distributed import ProcessGroup
+from ..context import ModelArtifact, StageContext
+from ..estimate import DECODE_FACTOR, ModelShape, StageResources, Workload
+from ..stage import ModelState, RawStage, Stage, missing_source
 
 # Time of many tokens relative to the products of their forward pass.
 FORWARD_FACTOR = 3.0

@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING
 
 from mlx.utils import tree_flatten
 
-from ..config.messages import Problem
-from ..config.quantize import PTQConfig
-from ..quantization.target_layers import select_layers
-from ..run import fs
-from .context import ModelArtifact, StageContext, write_model
-from .dataset_checks import check_source, known_columns
-from .estimate import ModelShape, StageResources, Workload
-from .quantize_cost import QuantizeCost
-from .stage import ModelState, RawStage, Stage, quantization_values
+from ...config.messages import Problem
+from ...config.quantize import PTQConfig
+from ...quantization.target_layers import select_layers
+from ...run import fs
+from ..context import ModelArtifact, StageContext, write_model
+from ..dataset_checks import check_source, known_columns
+from ..estimate import ModelShape, StageResources, Workload
+from ..stage import ModelState, RawStage, Stage, quantization_values
+from .cost import QuantizeCost
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from ..models.loader import LoadedModel
-    from ..quantization.ptq.base import PTQContext
-    from ..quantization.target_layers import QuantizationPlan
-    from .ptq_refinement import CalibrationData
+    from ...models.loader import LoadedModel
+    from ...quantization.ptq.base import PTQContext
+    from ...quantization.target_layers import QuantizationPlan
+    from .refinement import CalibrationData
 
 # Folders of intermediate results, which the finished checkpoint replaces.
 INTERMEDIATE = ("scratch", "candidate", "eval-targets", "train-targets", "tuning")
@@ -98,9 +98,9 @@ class QuantizeStage(Stage):
     def run(self, context: StageContext) -> ModelArtifact:
         """Quantize the current model, which becomes the full-precision reference."""
         # Imported here, so that a recipe is checked without the libraries of a run.
-        from ..quantization.mixed_precision.search import search_plan
-        from ..quantization.ptq.base import PTQContext
-        from .ptq_refinement import CalibrationData, quantize_kv_cache
+        from ...quantization.mixed_precision.search import search_plan
+        from ...quantization.ptq.base import PTQContext
+        from .refinement import CalibrationData, quantize_kv_cache
 
         config, reference = self.config, context.current.model
         context.require_finite_base()
@@ -161,9 +161,9 @@ class QuantizeStage(Stage):
         task: "PTQContext",
     ) -> tuple[dict[str, "mx.array"], dict]:
         """The tensors of the best candidate, and facts for the report."""
-        from ..quantization.ptq.methods import METHODS
-        from ..quantization.ptq.smoothquant import Smoothing, smooth
-        from .ptq_refinement import PostQuantRefinement
+        from ...quantization.ptq.methods import METHODS
+        from ...quantization.ptq.smoothquant import Smoothing, smooth
+        from .refinement import PostQuantRefinement
 
         config = self.config
         smoothing = Smoothing([])

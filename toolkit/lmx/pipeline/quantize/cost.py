@@ -11,12 +11,12 @@ from math import prod
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..config.quant_spec import QuantSpec
-from ..config.quantize import GPTQConfig, PTQConfig
-from ..config.train import chunk_of_many
-from ..cpu import on_cpu
-from ..models.hooks import find_blocks
-from .estimate import (
+from ...config.quant_spec import QuantSpec
+from ...config.quantize import GPTQConfig, PTQConfig
+from ...config.train import chunk_of_many
+from ...cpu import on_cpu
+from ...models.hooks import find_blocks
+from ..estimate import (
     CHUNKS_AT_ONCE,
     LOGIT_BYTES,
     active_weights,
@@ -69,7 +69,7 @@ class QuantizeCost:
             tokens += TUNING_EVALUATIONS * held_out
             tokens += WITH_GRADIENTS * tuning.steps * tuning.batch_tokens
         if config.mixed_precision:
-            from ..quantization.mixed_precision import search
+            from ...quantization.mixed_precision import search
 
             tokens += WITH_GRADIENTS * search.CALIBRATION_TOKENS
             tokens += PLANS * search.HELD_OUT_TOKENS
@@ -82,8 +82,8 @@ class QuantizeCost:
     @property
     def memory(self) -> int:
         """Peak bytes of arrays: the largest phase's."""
-        from ..quantization.ptq.gptq_solver import MAX_ELEMENTS
-        from ..training.teacher_cache import LOGIT_POSITIONS
+        from ...quantization.ptq.gptq_solver import MAX_ELEMENTS
+        from ...training.teacher_cache import LOGIT_POSITIONS
 
         size = self._weights
         stored = self.dtype.size * size
@@ -105,7 +105,7 @@ class QuantizeCost:
     @property
     def disk(self) -> int:
         """Temporary bytes: hidden states and layer inputs, and stored predictions."""
-        from ..training.teacher_targets import bytes_per_token
+        from ...training.teacher_targets import bytes_per_token
 
         size = 0
         if self._is_sequential:
@@ -121,15 +121,15 @@ class QuantizeCost:
     @property
     def num_tokens(self) -> int:
         """Calibration tokens, if the dataset has them."""
-        from ..quantization.ptq.sequential import default_num_tokens
+        from ...quantization.ptq.sequential import default_num_tokens
 
         return self.config.calibration.num_tokens or default_num_tokens(self._width)
 
     @property
     def _fisher_tokens(self) -> int:
         """Tokens that go forward and back before the blocks are quantized."""
-        from ..quantization.ptq.gptq import LIMITS
-        from ..quantization.ptq.output_fisher import num_fisher_tokens
+        from ...quantization.ptq.gptq import LIMITS
+        from ...quantization.ptq.output_fisher import num_fisher_tokens
 
         if not isinstance(self.config, GPTQConfig):
             return 0
@@ -140,7 +140,7 @@ class QuantizeCost:
     @property
     def _compared_tokens(self) -> int:
         """Tokens of the full-precision stream."""
-        from ..quantization.ptq.gptq import LIMITS
+        from ...quantization.ptq.gptq import LIMITS
 
         config = self.config
         if not (isinstance(config, GPTQConfig) and config.asymmetric_calibration):
@@ -169,7 +169,7 @@ class QuantizeCost:
 
     @property
     def _smoothing_tokens(self) -> int:
-        from ..quantization.ptq import smoothquant
+        from ...quantization.ptq import smoothquant
 
         return self.config.calibration.num_tokens or smoothquant.NUM_TOKENS
 
@@ -184,7 +184,7 @@ class QuantizeCost:
     @property
     def _tuning_memory(self) -> int:
         """Bytes of a backward pass of scale tuning, besides the model."""
-        from .ptq_refinement import TRAINED_TOKENS_AT_ONCE
+        from .refinement import TRAINED_TOKENS_AT_ONCE
 
         tokens = min(self.config.scale_tuning.batch_tokens, TRAINED_TOKENS_AT_ONCE)
         values = inputs_and_outputs(self.experts, self._matrices)
@@ -211,8 +211,8 @@ class QuantizeCost:
     @property
     def _kv_tokens(self) -> int:
         """Tokens of the passes for every layer, number of bits and candidate."""
-        from ..models.loader import make_cache
-        from ..quantization.mixed_precision.kv_bits import (
+        from ...models.loader import make_cache
+        from ...quantization.mixed_precision.kv_bits import (
             CALIBRATION_TOKENS,
             UNQUANTIZED,
         )

@@ -5,30 +5,23 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from ..config.errors import KeyPath
-from ..config.export import ExportConfig
-from ..config.messages import Problem
-from ..convert.exporters import FORMATS, hub
-from ..convert.exporters.base import ExportContext
-from ..convert.exporters.model_card import CardFacts, write_card
-from ..convert.exporters.repository_name import repository_name, stored_as
-from ..data.hub_datasets import HubDataset
-from ..errors import UserError
-from ..models.checkpoint import read_config
-from ..models.checkpoint_writer import QUANTIZE_ACTIVATIONS
-from ..run.fs import atomic_folder, read_json
-from ..run.report import REPORT, read_report
-from ..run.tables import table
-from .context import ModelArtifact, StageContext
-from .estimate import ModelShape, StageResources, Workload
-from .stage import (
-    Find,
-    ModelState,
-    RawStage,
-    Stage,
-    looks_local,
-    missing_source,
-)
+from ...config.errors import KeyPath
+from ...config.export import ExportConfig
+from ...config.messages import Problem
+from ...convert.exporters import FORMATS, hub
+from ...convert.exporters.base import ExportContext
+from ...convert.exporters.model_card import CardFacts, write_card
+from ...convert.exporters.repository_name import repository_name, stored_as
+from ...data.hub_datasets import HubDataset
+from ...errors import UserError
+from ...models.checkpoint import read_config
+from ...models.checkpoint_writer import QUANTIZE_ACTIVATIONS
+from ...run.fs import atomic_folder, read_json
+from ...run.report import REPORT, read_report
+from ...run.tables import table
+from ..context import ModelArtifact, StageContext
+from ..estimate import ModelShape, StageResources, Workload
+from ..stage import Find, ModelState, RawStage, Stage, looks_local, missing_source
 
 # Of an adapter of mlx-lm.
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
