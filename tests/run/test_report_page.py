@@ -7,9 +7,8 @@ from itertools import pairwise
 
 import pytest
 from lmx.errors import UserError
-from lmx.run.html.charts import Scale, scale_for
-from lmx.run.html.page import TEMPLATES, page, write_page
-from lmx.run.html.sections import layer_maps
+from lmx.run.html.charts import Scale, line_chart
+from lmx.run.html.page import TEMPLATES, layer_maps, page, write_page
 from sample_runs import MANIFEST, RECORDS, REPORT, RESOLVED, SHIFT, Page, make_run
 
 SECTIONS = [
@@ -224,6 +223,15 @@ def test_long_curves_are_downsampled(tmp_path):
     assert max(heights) - min(heights) < 20
 
 
+def test_curve_has_gaps_for_null():
+    points = [(0, 2.0), (1, None), (2, 4.0), (3, 2.0)]
+    chart = line_chart("key", "Loss", "nats", {"training": points, "none": [(0, None)]})
+    [(name, path, marks)] = chart.paths
+    assert (name, len(marks)) == ("training", 3)
+    assert path == "M50.0 172.0 M243.3 10.0 L340.0 172.0"
+    assert line_chart("key", "Loss", "nats", {"none": [(0, None)]}) is None
+
+
 def css_colors(css):
     return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", css))
 
@@ -275,7 +283,7 @@ def test_scale_ticks_are_round_and_in_range(low, high):
 
 def test_scale_of_a_single_value():
     for value in (0.0, 5.0, -2.0):
-        assert scale_for([value], 0, 100, zero=False)(value) == 50
+        assert Scale.of([value], 0, 100, zero=False)(value) == 50
 
 
 def test_layer_map_has_a_cell_for_every_layer():

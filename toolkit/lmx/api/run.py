@@ -12,9 +12,7 @@ from ..pipeline.context import ModelArtifact
 from ..run import manifest
 from ..run.fs import read_metrics
 from ..run.html.page import NAME as PAGE
-from ..run.html.record import Record, read_resolved
-from ..run.report import REPORT, read_report
-from ..run.run_dir import RECIPE
+from ..run.report import RECIPE, REPORT, Record, read_report, read_resolved
 from ..run.tables import table
 from .arguments import PathLike, checked
 from .recipe import Recipe

@@ -15,12 +15,10 @@ from . import fs, manifest
 from .earlier_run import EarlierRun, aside
 from .fs import LOCK, MANIFEST, disk_errors, hash_file, hash_folder, write_atomic
 from .html.page import write_page
-from .html.record import RESOLVED
 from .logger import RECORD_FILES
 from .manifest import STAGES
-from .report import REPORT
+from .report import RECIPE, REPORT, RESOLVED
 
-RECIPE = "recipe.yaml"
 LOCK_ATTEMPTS = 10
 
 
