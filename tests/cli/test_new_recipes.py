@@ -12,9 +12,9 @@ import mlx.nn as nn
 import numpy as np
 import packers
 import pytest
-from lmx.cli import init, main
+from lmx.cli import main, recipes
 from lmx.config import bundled
-from lmx.config.recipe_text import SCHEMA_LINE
+from lmx.config.bundled import SCHEMA_LINE
 from lmx.config.yaml_io import read
 from lmx.convert.exporters import gguf
 from lmx.convert.importers import load_model
@@ -33,7 +33,12 @@ def test_recipes_lists_every_recipe_with_its_title(capsys):
     assert main.main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [*bundled.bundled_recipes()]
-    assert any("4-bit quantization-aware LoRA" in line for line in lines)
+    # The author's first comment, not the address of the schema.
+    for line, path in zip(lines, bundled.bundled_recipes().values(), strict=True):
+        schema, title, *_ = path.read_text().splitlines()
+        assert path.parent / schema.removeprefix(SCHEMA_LINE) == bundled.schema_file()
+        assert line.endswith(f"  {title.removeprefix('# ')}")
+    assert bundled.schema_file().is_file()
 
 
 @pytest.mark.parametrize("name", bundled.bundled_recipes())
@@ -60,17 +65,61 @@ def test_own_files_go_before_those_of_lmx(elsewhere):
     assert load("lora.yaml").find("recipes/lora.yaml") is None
 
 
-def test_copy_never_overwrites(elsewhere, capsys):
+def test_recipes_and_init_never_overwrite(elsewhere, capsys):
     (elsewhere / "mine").mkdir()
     assert main.main(["recipes", "copy", "lora", "mine"]) == 0
     assert (elsewhere / "mine/lora.yaml").is_file()
     (elsewhere / "a.yaml").write_text("mine")
     assert main.main(["recipes", "copy", "lora", "a.yaml"]) == 2
     assert "a.yaml: the file exists" in capsys.readouterr().err
+    arguments = ["--model", "a/b", "--data", "c/d", "--output", "a.yaml"]
+    assert main.main(["init", *arguments]) == 2
     assert (elsewhere / "a.yaml").read_text() == "mine"
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         main.main(["recipes", "copy", "no_such"])
     assert "qat_4bit" in capsys.readouterr().err
+
+
+TEXT = """\
+# A title.
+model: a/b  # the model
+data: {train: [x, y], max_seq_length: 8}
+stages:
+  - train: {steps: 1, batch_size: 2}  # first
+  - quantize:
+      bits: 4 # second
+      calibration: {max_seq_length: 8}
+"""
+
+
+def test_changed_values_leave_comments_and_layout():
+    text = recipes.set_value(TEXT, ("model",), "c d/e")
+    path = ("stages", 0, "train", "batch_size")
+    text = recipes.set_value(text, path, 7, key="batch_tokens")
+    calibration = ("stages", 1, "quantize", "calibration")
+    text = recipes.set_value(text, calibration, {"num_tokens": 9})
+    expected = TEXT.replace("a/b", "c d/e").replace("batch_size: 2", "batch_tokens: 7")
+    assert text == expected.replace("{max_seq_length: 8}\n", "{num_tokens: 9}\n")
+    last = "      calibration: {max_seq_length: 8}\n"
+    assert recipes.without_key(TEXT, calibration) == TEXT.removesuffix(last)
+    with pytest.raises(AssertionError):
+        recipes.without_key(TEXT, calibration[:-1])
+
+
+VALUES = [
+    "a, b", "x: y", "{a}", "# x", "1e-5", "yes", "null", "", "C:\\x", "Ünï", "a\nb",
+    ["a, b", 1], {"a": "x: y"}, None, True, 0.002,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("path", [("model",), ("data", "train")], ids=["block", "flow"])
+def test_set_value_writes_the_value_itself(value, path):
+    data = read(recipes.set_value(TEXT, path, value)).data
+    expected = read(TEXT).data
+    (expected if len(path) == 1 else expected["data"])[path[-1]] = value
+    assert data == expected
 
 
 def written(*arguments: str) -> dict:
@@ -80,7 +129,7 @@ def written(*arguments: str) -> dict:
 
 
 CASES = [
-    *product(["qat", "quantize"], init.BITS),
+    *product(["qat", "quantize"], recipes.BITS),
     ("finetune", None),
     ("draft", None),
 ]
@@ -95,13 +144,13 @@ def test_init_writes_a_valid_recipe(task, bits, model, elsewhere):
     assert data["data"]["train"] == "owner/set"
     assert "valid" not in data["data"]
     text = (elsewhere / "my.yaml").read_text()
-    widths = {v for path, v in init._values(data) if path[-1] == "bits"}
+    widths = {v for path, v in recipes._values(data) if path[-1] == "bits"}
     assert widths == ({bits} if bits else set())
     if bits:
         title = text.splitlines()[1]
         assert f"{bits}-bit" in title or f"{bits} bits" in title
     assert text.count("#") > 3
-    values = {path[-1]: value for path, value in init._values(data)}
+    values = {path[-1]: value for path, value in recipes._values(data)}
     if model == "owner/name" and task != "quantize":
         assert values["max_seq_length"] == 1024
         assert "batch_size" not in values
@@ -116,7 +165,7 @@ def test_init_without_options_of_bits_and_data(elsewhere):
     assert data["data"] == {"valid": "builtin:stdlib", "max_seq_length": 256}
     assert data["stages"][0]["quantize"]["bits"] == 4
     (elsewhere / "my.yaml").unlink()
-    included = ["--model", init.INCLUDED_MODEL, "--data", init.INCLUDED_DATA]
+    included = ["--model", recipes.INCLUDED_MODEL, "--data", recipes.INCLUDED_DATA]
     source = read(bundled.bundled_recipes()["qat_4bit"].read_text()).data
     assert written(*included) == source
 
@@ -142,13 +191,6 @@ def test_init_refuses_what_lmx_train_would_refuse(
     assert main.main(["init", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(elsewhere.iterdir())
-
-
-def test_init_never_overwrites(elsewhere, capsys):
-    (elsewhere / "my.yaml").write_text("mine")
-    arguments = ["--model", "a/b", "--data", "c/d", "--output", "my.yaml"]
-    assert main.main(["init", *arguments]) == 2
-    assert (elsewhere / "my.yaml").read_text() == "mine"
 
 
 class TerminalInput(io.StringIO):
@@ -250,15 +292,15 @@ def test_what_init_writes_passes_its_dry_run(
     model = str(models(kind))
     (elsewhere / "rows.jsonl").write_text(20 * ROW)
     codes = KINDS[kind]
-    for task in init.TASKS:
-        for bits in (None, 2, 4, 8) if task in init.BY_BITS else (None,):
+    for task in recipes.TASKS:
+        for bits in (None, 2, 4, 8) if task in recipes.BY_BITS else (None,):
             arguments = ["--task", task, "--model", model, "--data", "rows.jsonl"]
             arguments += ["--bits", str(bits)] if bits else []
             file = elsewhere / "r.yaml"
             code = main.main(["init", *arguments, "--output", str(file)])
             error = capsys.readouterr().err
             fits = task == "qat" and bits in (None, codes.get("bits"))
-            if codes and task in init.BY_BITS and not fits:
+            if codes and task in recipes.BY_BITS and not fits:
                 assert (code, file.exists()) == (2, False)
                 what = rf"quantized to {codes['bits']} bits already"
                 assert re.search(what, error), error

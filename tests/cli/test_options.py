@@ -1,4 +1,4 @@
-"""`lmx train`, `lmx quantize` and `lmx draft` without a recipe file."""
+"""`lmx train` and `lmx quantize` without a recipe file."""
 
 import json
 import os
@@ -117,27 +117,6 @@ def test_options_of_quantize_are_keywords_of_python(
     assert not (tmp_path / "here").exists()
 
 
-def test_options_of_draft_are_keywords_of_python(
-    train_words, checkpoint, tmp_path, capsys, recipe_of_python
-):
-    words = ["draft", "--model", str(checkpoint), "--data=my.jsonl", "--bits=3"]
-    words += ["--valid=my.jsonl", "--num-layers=1", "--steps=7", "--batch-tokens=256"]
-    words += ["--learning-rate=2e-4", "--max-seq-length=64", "--seed=2"]
-    data = {"train": "my.jsonl", "valid": "my.jsonl", "max_seq_length": 64}
-    lmx.make_draft(
-        checkpoint,
-        data,
-        seed=2,
-        quantization={"bits": 3},
-        draft_model={"num_layers": 1},
-        steps=7,
-        batch_tokens=256,
-        learning_rate=2e-4,
-    )
-    printed = recipe_of_words(words, tmp_path, capsys)
-    assert printed.hash == recipe_of_python[0].hash
-
-
 @pytest.mark.parametrize(
     ("given", "stage"),
     [
@@ -174,7 +153,7 @@ def test_options_of_train_stand_for_a_recipe(
     ("words", "message"),
     [
         (["train", "--data", "my.jsonl"], "--model is missing"),
-        (["draft", "--model", "m"], "--data is missing"),
+        (["train", "--model", "m"], "--data is missing"),
         (["train", "lora", "--steps", "3"], "a recipe and --steps: give one of them"),
         (["quantize", "--model", "m", "--bits", "9"], "stages.1.quantize.bits"),
     ],

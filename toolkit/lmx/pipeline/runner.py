@@ -11,8 +11,8 @@ from pathlib import Path
 
 from .. import cpu
 from ..config import yaml_io
+from ..config.bundled import without_schema_line
 from ..config.loader import LoadedRecipe
-from ..config.recipe_text import without_schema_line
 from ..config.redaction import REDACTED
 from ..data.splits import Splits
 from ..errors import FAILED, USAGE, Interrupted, UserError
