@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lmx.cli.main import train
 from lmx.config.bundled import bundled_recipes
-from lmx.config.plain_data import plain_data
+from lmx.config.loader import plain_data
 
 STAGES = [{"train": {"steps": 1, "batch_size": 2}}]
 KEYS = {"model": "a/b", "data": {"train": "builtin:stdlib"}, "stages": STAGES}
@@ -141,7 +141,7 @@ def test_recipe_renders_as_escaped_html():
 
 
 def test_recipe_that_needs_functions_is_refused_by_the_command(tmp_path, capsys):
-    block = {"loss": {"name": "m.f", "sha256": "0" * 64}}
+    block = {"loss": "m.f sha256:0"}
     file = lmx.Recipe(KEYS | {"python": block}).save(tmp_path / "r.yaml")
     assert train([str(file), f"output={tmp_path / 'run'}"]) == 2
     assert "lmx.train(recipe, loss=...)" in capsys.readouterr().err
@@ -159,6 +159,6 @@ def test_recipe_that_needs_functions_is_refused_by_the_command(tmp_path, capsys)
     ],
 )
 def test_loss_that_no_stage_could_use_is_refused(changes, message):
-    block = {"loss": {"name": "m.f", "sha256": "0" * 64}}
+    block = {"loss": "m.f sha256:0"}
     with pytest.raises(lmx.ConfigErrors, match=message):
         lmx.Recipe(KEYS | {"python": block} | changes)

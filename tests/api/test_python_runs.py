@@ -200,7 +200,7 @@ def test_loss_from_python_trains_and_is_part_of_the_recipe(
     assert "scaled_loss.<locals>.loss" in text
     again = lmx.train(recipe, output=tmp_path / "1.0", loss=scaled_loss(1.0))
     assert again.status == "done"
-    with pytest.raises(lmx.UserError, match=r"python\.loss\.sha256"):
+    with pytest.raises(lmx.UserError, match=r"python\.loss: "):
         lmx.train(recipe, output=tmp_path / "1.0", loss=scaled_loss(2.0))
 
 
@@ -250,7 +250,7 @@ def test_metrics_are_reported_and_a_missed_threshold_raises(recipe, run, tmp_pat
     assert failed.status == "failed"
     assert failed.metrics["base"]["custom"] == {"examples": 8.2}
     assert "examples" in str(failed.table)
-    assert "metrics:\n    examples:\n" in failed.recipe_path.read_text()
+    assert "metrics:\n    examples: " in failed.recipe_path.read_text()
 
 
 def test_another_metric_keeps_the_stages_before_it(recipe, run, tmp_path):

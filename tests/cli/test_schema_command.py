@@ -141,7 +141,9 @@ def test_schema_shows_a_block_with_its_variants(capsys):
         text = printed(capsys, name)
         assert text.startswith("stages.quantize\n")
         assert "stages.quantize, method: gptq\n" in text
-    assert "tracker, type: tensorboard\n" in printed(capsys, "tracker")
+    assert "- type: wandb, tensorboard, trackio, mlflow; required." in printed(
+        capsys, "tracker"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from lmx.config.trackers import MLflowConfig, TrackioConfig
+from lmx.config.trackers import TrackerConfig
 from lmx.run import mlflow_tracker, trackio_tracker
 from lmx.run.trackers import TrackerThread, finish_all, is_installed
 
@@ -64,7 +64,7 @@ def test_trackio_gets_the_values_and_stays_local(
     trackio, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("TRACKIO_SPACE_ID", "someone/space")
-    assert track(trackio_tracker, TrackioConfig(type="trackio"), tmp_path) == []
+    assert track(trackio_tracker, TrackerConfig(type="trackio"), tmp_path) == []
     [init, *calls] = trackio
     name = f"try-{(tmp_path / 'trackio/run-id').read_text()}"
     assert init == ("init", "lmx", name, None, None, RECIPE, "allow")
@@ -76,7 +76,7 @@ def test_trackio_gets_the_values_and_stays_local(
     assert capsys.readouterr().out == ""
     assert "TRACKIO_SPACE_ID" not in os.environ
     # A resumed run has the same name.
-    track(trackio_tracker, TrackioConfig(type="trackio"), tmp_path)
+    track(trackio_tracker, TrackerConfig(type="trackio"), tmp_path)
     assert trackio[4] == init
 
 
@@ -118,7 +118,7 @@ def mlflow(monkeypatch):
 
 
 def test_mlflow_gets_the_values_and_resumes_its_run(mlflow, tmp_path):
-    config = MLflowConfig(type="mlflow", tracking_uri="http://localhost:5000")
+    config = TrackerConfig(type="mlflow", tracking_uri="http://localhost:5000")
     assert track(mlflow_tracker, config, tmp_path) == []
     logged = [
         ("log", "r1", [("1-train/train/loss", 0.5, 2)]),

@@ -1,7 +1,7 @@
 """TensorBoard's own reader gets the metrics that the tracker writes."""
 
 import pytest
-from lmx.config.trackers import TensorBoardConfig
+from lmx.config.trackers import TrackerConfig
 from lmx.run import tensorboard_tracker
 from lmx.run.logger import RunLogger
 from lmx.run.trackers import TrackerThread, finish_all
@@ -16,7 +16,7 @@ def open_logger(folder):
     logger = RunLogger(folder, quiet=True)
 
     def start():
-        config = TensorBoardConfig(type="tensorboard")
+        config = TrackerConfig(type="tensorboard")
         return tensorboard_tracker.start(
             config, folder=folder, name="try", recipe=RECIPE
         )

@@ -4,9 +4,11 @@ import threading
 import time
 
 import pytest
+from lmx.config.trackers import TrackerConfig
 from lmx.run import trackers
 from lmx.run.logger import RunLogger
 from lmx.run.trackers import TrackerThread, finish_all
+from pydantic import ValidationError
 
 RECORDS = [{"kind": "train", "step": step, "loss": 1 / step} for step in (1, 2, 3)]
 
@@ -112,3 +114,12 @@ def test_hanging_tracker_does_not_block_the_run(tmp_path, monkeypatch):
     release.set()
     assert "it has not finished within 0.05 s" in line
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [("mlflow", "mode"), ("wandb", "space_id"), ("trackio", "tracking_uri")],
+)
+def test_key_of_another_tracker_is_refused(kind, key):
+    with pytest.raises(ValidationError, match=f"{key} is a key of .*, not of {kind}"):
+        TrackerConfig(type=kind, **{key: "online"})

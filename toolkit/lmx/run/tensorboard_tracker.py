@@ -6,7 +6,7 @@ TensorBoard, because its steps begin at 0.
 
 from pathlib import Path
 
-from ..config.trackers import TensorBoardConfig
+from ..config.trackers import TrackerConfig
 from .tables import recipe_values
 
 PACKAGE = "tensorboardX"
@@ -14,7 +14,7 @@ INSTALL = "pip install 'lmx-toolkit[tensorboard]'"
 
 
 def start(
-    config: TensorBoardConfig, *, folder: Path, name: str, recipe: dict
+    config: TrackerConfig, *, folder: Path, name: str, recipe: dict
 ) -> "TensorBoardTracker":
     """Open the event files of a run.
 

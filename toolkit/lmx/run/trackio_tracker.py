@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ..config.trackers import TrackioConfig
+from ..config.trackers import TrackerConfig
 from .fs import stored_id
 
 PACKAGE = "trackio"
@@ -11,7 +11,7 @@ INSTALL = "pip install 'lmx-toolkit[trackio]'"
 
 
 def start(
-    config: TrackioConfig, *, folder: Path, name: str, recipe: dict
+    config: TrackerConfig, *, folder: Path, name: str, recipe: dict
 ) -> "TrackioTracker":
     """Start a trackio run, or resume the one of this run directory.
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ..config.trackers import WandbConfig
+from ..config.trackers import TrackerConfig
 from .fs import stored_id
 
 PACKAGE = "wandb"
@@ -13,7 +13,7 @@ TIMEOUT = 30
 
 
 def start(
-    config: WandbConfig, *, folder: Path, name: str, recipe: dict
+    config: TrackerConfig, *, folder: Path, name: str, recipe: dict
 ) -> "WandbTracker":
     """Start a wandb run, or resume the one of this run directory.
 
