@@ -9,8 +9,9 @@ from lmx.config.bundled import BUNDLED
 from lmx.config.errors import ConfigErrors
 from lmx.config.loader import root_of
 from lmx.errors import UserError
-from lmx.pipeline.plan import difference, plan, recipe_hash
 from lmx.pipeline.plan import load as load_recipe
+from lmx.pipeline.plan import plan, recipe_hash
+from lmx.run.compare import difference
 
 RECIPE = """\
 # A recipe that uses most keys.

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from lmx.errors import UserError
@@ -14,11 +15,11 @@ from lmx.run.run_dir import RunDir
 HOLD = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from lmx.run.run_dir import RunDir
+recipe = SimpleNamespace(name="try", text="seed: 1", resolved="seed: 1")
 with RunDir.open(
-    Path(sys.argv[1]), name="try", command="lmx-train try",
-    recipe_text="seed: 1", resolved="seed: 1", recipe_hash="one",
-    plan={"1-train": "one"}, difference=lambda old, new: "",
+    Path(sys.argv[1]), recipe, {"1-train": "one"}, recipe_hash="one", command="again"
 ) as run:
     run.start_stage("1-train")
     (run.path / "metrics.jsonl").write_text(
@@ -43,17 +44,12 @@ def result(loss=2.5):
 
 def start(path, recipe_hash="one", *, plan=None, restart=False, resolved="seed: 1"):
     plan = plan or {stage: f"{recipe_hash} {stage}" for stage in STAGES}
-    return RunDir.open(
-        path,
-        name="try",
-        command="lmx-train try",
-        recipe_text="seed: 1 # text",
-        resolved=resolved,
-        recipe_hash=recipe_hash,
-        plan=plan,
-        difference=lambda old, new: f"{old} became\n{new}",
-        restart=restart,
+    schema = "# yaml-language-server: $schema=/a/private/path\n"
+    recipe = SimpleNamespace(
+        name="try", text=f"{schema}seed: 1 # text", resolved=resolved
     )
+    options = {"recipe_hash": recipe_hash, "command": "again", "restart": restart}
+    return RunDir.open(path, recipe, plan, **options)
 
 
 def manifest(path):
@@ -203,7 +199,7 @@ def test_exception_keeps_a_recorded_status(path):
 def test_open_refuses_a_changed_recipe_with_its_diff(path):
     with start(path) as run:
         leave(run, "1-train")
-    with pytest.raises(UserError, match="seed: 1 became\n    seed: 2") as caught:
+    with pytest.raises(UserError, match="seed: 1 -> 2") as caught:
         start(path, "two", resolved="seed: 2")
     assert caught.value.code == 2
     assert "--restart" in caught.value.hint

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+from ..config import yaml_io
 from ..errors import UserError
 from .report import Record, read_report
 from .tables import Metric, metrics_of, one_line, recipe_values
@@ -105,6 +106,23 @@ def recipe_table(runs: list[RunSummary]) -> TableCells:
         if len(set(values)) > 1:
             rows.append([key, *values])
     return ["key", *(run.name for run in known)], rows
+
+
+def difference(old: str, new: str) -> str:
+    """The values in which two resolved recipes differ, one override per line."""
+    data = [yaml_io.read_shared(text).data for text in (old, new)]
+    if not isinstance(data[0], dict):
+        return "the values before are unknown: resolved.yaml is missing or damaged"
+    before, after = map(recipe_values, data)
+    lines = []
+    for key in [*before, *(k for k in after if k not in before)]:
+        if key not in after:
+            lines.append(f"{key}: {one_line(before[key])} -> (removed)")
+        elif key not in before:
+            lines.append(f"{key}: (added) -> {one_line(after[key])}")
+        elif before[key] != after[key]:
+            lines.append(f"{key}: {one_line(before[key])} -> {one_line(after[key])}")
+    return "\n".join(lines)
 
 
 def groups_table(runs: list[tuple[dict[str, str], RunSummary | None]]) -> TableCells:

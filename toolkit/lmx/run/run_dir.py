@@ -5,14 +5,16 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from ..config.bundled import without_schema_line
+from ..config.loader import LoadedRecipe
 from ..config.text_files import require_regular
 from ..errors import Interrupted, UserError
 from . import fs, manifest
-from .earlier_run import EarlierRun, aside
+from .compare import difference
 from .fs import LOCK, MANIFEST, disk_errors, hash_file, hash_folder, write_atomic
 from .html.page import write_page
 from .logger import RECORD_FILES
@@ -20,6 +22,111 @@ from .manifest import STAGES
 from .report import RECIPE, REPORT, RESOLVED
 
 LOCK_ATTEMPTS = 10
+# Changed values that the note about an earlier run names.
+MAX_CHANGES = 3
+
+
+class EarlierRun:
+    """The run of a folder, which the same or a changed recipe continues.
+
+    A recipe keeps the stages up to the first one whose identity has changed.
+
+    Args:
+        content: the manifest of that run.
+        plan: the identities of the stages that will run, by name, in order.
+        changes: the values in which the recipes differ, one per line.
+
+    Attributes:
+        kept: the stages that are the same in both recipes.
+        discarded: the other stages of both recipes.
+    """
+
+    def __init__(self, path: Path, content: dict, plan: dict[str, str], changes: str):
+        self.path = path
+        self.changes = changes
+        self._plan = plan
+        self._finished: dict[str, dict] = content["stages"]
+        self.is_changed = list(content["plan"].items()) != list(plan.items())
+        # An identity is that of all stages before, too.
+        same = content["plan"].items() & plan.items()
+        self.kept = [name for name in plan if (name, plan[name]) in same]
+        names = dict.fromkeys([*content["plan"], *plan, *self._finished])
+        self.discarded = [name for name in names if name not in self.kept]
+
+    @property
+    def records(self) -> dict[str, dict]:
+        """The records of the stages that are finished and kept."""
+        return {k: self._finished[k] for k in self.kept if k in self._finished}
+
+    def require_kept_results(self) -> None:
+        """Refuse a recipe that keeps nothing of a run with finished stages.
+
+        Raises:
+            UserError: with the values that differ.
+        """
+        if self.kept or not self._finished:
+            return
+        lines = self.changes.replace("\n", "\n    ")
+        raise UserError(
+            "this folder has the run of another recipe, whose first stage has other "
+            f"values:\n    {lines}",
+            place=str(self.path),
+            hint="use --restart to start over (the old run moves to "
+            f"{aside(self.path).name}), or output=... for another folder",
+        )
+
+    def discard(self) -> list[str]:
+        """Remove the folders of the stages that are not kept.
+
+        The checkpoints of an unfinished training are set aside, not removed.
+
+        Returns:
+            What was set aside, in words.
+        """
+        notes = []
+        for name in self.discarded:
+            folder = self.path / STAGES / name
+            checkpoints = folder / "checkpoints"
+            is_finished = name in self._finished
+            if not is_finished and checkpoints.is_dir() and any(checkpoints.iterdir()):
+                target = aside(folder)
+                os.rename(folder, target)
+                notes.append(
+                    f"the unfinished {name} was started with other values: its "
+                    f"checkpoints are now in {target.relative_to(self.path)}"
+                )
+            else:
+                fs.remove(folder)
+        return notes
+
+    def change_note(self, set_aside: list[str]) -> str:
+        """One line: what changed, which stages are kept, and which will run."""
+        lines = self.changes.split("\n")
+        shown = ", ".join(lines[:MAX_CHANGES])
+        if more := len(lines) - MAX_CHANGES:
+            shown += f" and {more} more" if more > 0 else ""
+        will_run = [name for name in self._plan if name not in self.records]
+        parts = [
+            f"kept: {', '.join(self.records) or 'nothing'}",
+            f"to run: {', '.join(will_run) or 'nothing'}",
+            *set_aside,
+        ]
+        if published := self._outdated():
+            names = ", ".join(published)
+            parts.append(f"of the earlier recipe until a stage replaces it: {names}")
+        return f"the recipe has changed ({shown}): {'; '.join(parts)}"
+
+    def _outdated(self) -> list[str]:
+        """Published folders that only stages wrote which are not kept."""
+        kept = {f for record in self.records.values() for f in record["artifacts"]}
+        gone = [f for record in self._finished.values() for f in record["artifacts"]]
+        return [
+            folder
+            for folder in dict.fromkeys(gone)
+            if folder not in kept
+            and not folder.startswith(STAGES)
+            and (self.path / folder).is_dir()
+        ]
 
 
 class RunDir:
@@ -44,22 +151,19 @@ class RunDir:
     def open(
         cls,
         path: Path,
-        *,
-        name: str,
-        command: str,
-        recipe_text: str,
-        resolved: str,
-        recipe_hash: str,
+        recipe: LoadedRecipe,
         plan: dict[str, str],
-        difference: Callable[[str, str], str],
+        *,
+        recipe_hash: str,
+        command: str,
         restart: bool = False,
     ) -> "RunDir":
-        """Create or reopen a run directory.
+        """Create or reopen the run directory of a recipe.
 
         Args:
-            command: the command line of the user.
             plan: the identities of the stages by name, in order.
-            difference: a readable diff of two resolved recipes.
+            recipe_hash: of all values that affect the result.
+            command: the command line of the user.
             restart: rename an earlier run to `<path>.old-N` and start over.
 
         Raises:
@@ -73,17 +177,21 @@ class RunDir:
             undo.callback(os.close, lock)
             fs.require_own_entries(path)
             old = manifest.read(path)
-            new = manifest.new(name, command, recipe_hash, plan)
+            new = manifest.new(recipe.name, command, recipe_hash, plan)
             folder = cls(path, lock, new)
             if old is None:
-                with _lock_removed_after_error(path):
+                try:
                     _refuse_foreign(path)
+                except UserError:
+                    # Leave no file in a folder of another program.
+                    (path / LOCK).unlink()
+                    raise
             else:
-                changes = difference(fs.read_text(path / RESOLVED), resolved)
+                changes = difference(fs.read_text(path / RESOLVED), recipe.resolved)
                 folder._continue(old, EarlierRun(path, old, plan, changes))
             fs.remove_partial_files(path)
-            write_atomic(path / RECIPE, recipe_text)
-            write_atomic(path / RESOLVED, resolved)
+            write_atomic(path / RECIPE, without_schema_line(recipe.text))
+            write_atomic(path / RESOLVED, recipe.resolved)
             folder._restore_report()
             undo.push(folder._record_end)
             folder.set_status("running")
@@ -299,16 +407,6 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-@contextmanager
-def _lock_removed_after_error(path: Path) -> Iterator[None]:
-    """Leave no file in a folder of another program."""
-    try:
-        yield
-    except UserError:
-        (path / LOCK).unlink()
-        raise
-
-
 def _move_aside(path: Path) -> None:
     """Rename the folder of an earlier run, if there is one, even an unreadable one."""
     with suppress(UserError):
@@ -319,6 +417,14 @@ def _move_aside(path: Path) -> None:
         if (path / MANIFEST).exists():
             os.rename(path, aside(path))
         os.close(lock)
+
+
+def aside(path: Path) -> Path:
+    """The first free name `<path>.old-N`."""
+    number = 1
+    while os.path.lexists(target := path.with_name(f"{path.name}.old-{number}")):
+        number += 1
+    return target
 
 
 def _is_unchanged(path: Path, hashes: dict[str, str]) -> bool:
