@@ -1,6 +1,5 @@
 """`lmx recipes` and `lmx init`: recipes of the user's own."""
 
-import io
 import json
 import re
 import shutil
@@ -191,25 +190,6 @@ def test_init_refuses_what_lmx_train_would_refuse(
     assert main.main(["init", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(elsewhere.iterdir())
-
-
-class TerminalInput(io.StringIO):
-    """Typed answers."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_init_asks_on_a_terminal(elsewhere, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", TerminalInput("quantise\nquantize\na/b\n3\n"))
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert main.main(["init"]) == 0
-    data = read((elsewhere / "quantize_3bit.yaml").read_text()).data
-    assert (data["model"], data["stages"][0]["quantize"]["bits"]) == ("a/b", 3)
-    assert capsys.readouterr().out.count("task (") == 2
-    # The end of the input is an interruption.
-    monkeypatch.setattr("sys.stdin", TerminalInput("qat\n"))
-    assert main.main(["init"]) == 130
 
 
 ROW = '{"prompt": "count to three", "completion": "one two three"}\n'

@@ -191,7 +191,6 @@ REPORTS = [
     *({"thresholds": [{"name": "kl"}]}, {"thresholds": 3}, {"samples": ["a"]}),
     *({"training": []}, {"training": {"steps": "3"}}, {"speculation": {"a": 3}}),
     {"models": {"base": {"layers": {"a.0.b": {"error": float("nan")}}}}},
-    {"models": {"base": {"kl_histogram": {"edges": "abc"}}}},
     {"models": {"base": {"bytes": 10**400}}},
 ]
 

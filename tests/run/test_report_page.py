@@ -1,6 +1,5 @@
 """report.html: complete, escaped, self-contained, accessible and reproducible."""
 
-import copy
 import json
 import re
 from itertools import pairwise
@@ -12,15 +11,7 @@ from lmx.run.html.page import TEMPLATES, layer_maps, page, write_page
 from sample_runs import MANIFEST, RECORDS, REPORT, RESOLVED, SHIFT, Page, make_run
 
 SECTIONS = [
-    *(
-        "thresholds",
-        "models",
-        "gap_recovered",
-        "curves",
-        "divergence",
-        "layers",
-        "speculation",
-    ),
+    *("thresholds", "models", "gap_recovered", "curves", "layers", "speculation"),
     *("samples", "commands", "recipe", "versions"),
 ]
 
@@ -113,8 +104,8 @@ def test_page_tables_have_captions_and_headings(full_page):
 def test_page_charts_have_titles_descriptions_and_focus(full_page):
     pictures = [a for a in full_page.all("svg") if "aria-hidden" not in a]
     texts = dict(re.findall(r'id="([^"]+)">([^<]*)</(?:title|desc)>', full_page.html))
-    # Loss, learning rate, speed, memory; two histograms; speculation. No norms.
-    assert len(pictures) == 7
+    # Loss, learning rate, speed, memory. No norms.
+    assert len(pictures) == 4
     for picture in pictures:
         assert (picture["role"], picture["tabindex"]) == ("img", "0")
         title, words = picture["aria-labelledby"].split()
@@ -182,12 +173,10 @@ def test_page_with_any_value_missing(tmp_path):
 
 def test_page_with_few_values(tmp_path):
     records = [row | {"loss": None, "tokens_per_second": 0.0} for row in RECORDS[1:]]
-    report = copy.deepcopy(REPORT)
-    report["models"]["quantized"]["kl_histogram"]["positions"] = [0, 0]
-    page = page_of(make_run(tmp_path / "try", report=report, records=records))
+    page = page_of(make_run(tmp_path / "try", records=records))
     ids = {a["id"] for _, a in page.tags if "id" in a}
     assert "1-train-tokens_per_second-title" in ids
-    assert not {"1-train-loss-title", "quantized-kl-title"} & ids
+    assert "1-train-loss-title" not in ids
 
 
 @pytest.mark.parametrize(

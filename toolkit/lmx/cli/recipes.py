@@ -116,14 +116,16 @@ def require_new(target: Path) -> None:
 
 def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx init`."""
-    parser.description = (
-        "Write a recipe for your model and data. On a terminal, lmx asks for what the "
-        "options do not say."
-    )
+    parser.description = "Write a recipe for your model and data."
     add = parser.add_argument
     add("--model", help="local folder, Hub id or GGUF file")
     add("--data", help="file, folder or Hub id; not necessary for quantize")
-    add("--task", choices=TASKS, help="; ".join(f"{k}: {v}" for k, v in TASKS.items()))
+    add(
+        "--task",
+        choices=TASKS,
+        default="qat",
+        help="; ".join(f"{k}: {v}" for k, v in TASKS.items()) + "; default: qat",
+    )
     add("--bits", type=int, choices=BITS, help="of qat and quantize; default: 4")
     add("--output", type=Path, metavar="FILE", help="default: named after the task")
 
@@ -134,9 +136,7 @@ def init(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: the file exists, or a value is missing or does not work.
     """
-    if terminal.input_is_terminal() and terminal.output_is_terminal():
-        _ask(arguments)
-    task = arguments.task or "qat"
+    task = arguments.task
     if arguments.bits and task not in BY_BITS:
         raise UserError(f"--bits does not apply to {task}", hint="qat or quantize")
     if not arguments.model or not (arguments.data or task == "quantize"):
@@ -286,30 +286,6 @@ def _check(target: Path, text: str) -> None:
         raise ConfigErrors(
             None, "", [replace(e, place=None) for e in errors.errors]
         ) from None
-
-
-def _ask(arguments: argparse.Namespace) -> None:
-    """Ask for every value that no option gave; an empty answer is the default."""
-    for name, about in TASKS.items():
-        terminal.write_out(f"  {name:<10}{about}\n")
-    arguments.task = arguments.task or _answer("task", "qat", [*TASKS])
-    arguments.model = arguments.model or _answer("model", INCLUDED_MODEL)
-    if arguments.data is None and arguments.task != "quantize":
-        arguments.data = _answer("data", INCLUDED_DATA)
-    if arguments.bits is None and arguments.task in BY_BITS:
-        arguments.bits = int(_answer("bits", "4", [*map(str, BITS)]))
-
-
-def _answer(question: str, default: str, choices: list[str] | None = None) -> str:
-    """The answer to a question, asked again until it is one of the choices."""
-    among = f" ({', '.join(choices)})" if choices else ""
-    while True:
-        try:
-            answer = terminal.ask(f"{question}{among} [{default}]: ").strip() or default
-        except EOFError:
-            raise KeyboardInterrupt from None
-        if not choices or answer in choices:
-            return answer
 
 
 def set_value(text: str, path: KeyPath, value: Any, key: str | None = None) -> str:

@@ -48,14 +48,6 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class Histogram(_Entry):
-    """Counts between edges."""
-
-    edges: list[Finite] = []
-    positions: list[Finite] = []
-    agreed: list[Finite] = []
-
-
 class Layer(_Entry):
     """A layer of a quantized model, with its squared error relative to its weights."""
 
@@ -70,15 +62,12 @@ class Speculation(_Entry):
     acceptance_rate: Measured = None
     accepted_length: Measured = None
     speedup: Measured = None
-    acceptance_rate_by_position: list[Finite] | None = None
 
 
 class _Model(_Entry):
     generation: dict[str, dict[str, Measured]] | None = None
     tasks: dict[str, dict[str, Measured]] = {}
     custom: dict[str, Number] = {}
-    kl_histogram: Histogram | None = None
-    agreement_by_confidence: Histogram | None = None
     layers: dict[str, Layer] | None = None
     speculation: dict[str, Speculation] | None = None
 

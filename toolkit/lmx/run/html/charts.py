@@ -1,4 +1,4 @@
-"""Line and bar charts as shapes in SVG coordinates; the templates write the SVG."""
+"""Line charts as shapes in SVG coordinates; the templates write the SVG."""
 
 import math
 from dataclasses import dataclass
@@ -52,11 +52,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of lines or bars, with a description and a table for accessibility.
+    """Curves over the steps, with a description and a table for accessibility.
 
     Attributes:
         paths: of every line its name, the attribute `d` of an SVG path, and its marks.
-        bars: x, y, width and height.
     """
 
     width: ClassVar[int] = 360
@@ -68,14 +67,12 @@ class Chart:
     key: str
     title: str
     unit: str
-    across: str
     description: str
     columns: list[str]
     rows: list[list[str]]
     down_ticks: list[tuple[float, str]]
     across_ticks: list[tuple[float, str]]
-    paths: tuple[tuple[str, str, list[tuple[float, float]]], ...] = ()
-    bars: tuple[tuple[float, float, float, float], ...] = ()
+    paths: list[tuple[str, str, list[tuple[float, float]]]]
 
 
 def line_chart(
@@ -100,7 +97,6 @@ def line_chart(
         key,
         title,
         unit,
-        "step",
         description=" ".join(_describe(*line) for line in known.items()),
         columns=["step", *known],
         rows=[
@@ -112,51 +108,7 @@ def line_chart(
         ],
         down_ticks=y.ticks,
         across_ticks=x.ticks,
-        paths=tuple(_path(name, lines[name], x, y) for name in known),
-    )
-
-
-def bar_chart(
-    key: str,
-    title: str,
-    unit: str,
-    bars: list[tuple[str, float | None]],
-    *,
-    across: str,
-    labels: list[tuple[float, str]],
-    percent: bool = False,
-) -> Chart | None:
-    """A histogram; None if it is empty.
-
-    Args:
-        bars: name and height of each; None = no bar.
-        labels: position on the axis from 0 (left edge) to `len(bars)`, and text.
-    """
-    shown = [(name, height) for name, height in bars if height is not None]
-    heights = [height for _, height in shown]
-    if not any(heights):
-        return None
-    y = Scale.of([*heights, *[1.0] * percent], BOTTOM, TOP, zero=True)
-    x = Scale(0, len(bars), LEFT, RIGHT)
-    write = "{:.1%}".format if percent else format_number
-    highest, value = max(shown, key=lambda bar: bar[1])
-    shares = [(y(0.25 * n), f"{25 * n} %") for n in range(5)]
-    width = round((RIGHT - LEFT) / len(bars) - 2, 1)
-    return Chart(
-        key,
-        title,
-        unit,
-        across,
-        description=f"Highest at {highest}: {write(value)}.",
-        columns=[across, unit],
-        rows=[[name, write(height)] for name, height in shown],
-        down_ticks=shares if percent else y.ticks,
-        across_ticks=[(x(place), text) for place, text in labels],
-        bars=tuple(
-            (x(i) + 1, y(height), width, round(BOTTOM - y(height), 1))
-            for i, (_, height) in enumerate(bars)
-            if height
-        ),
+        paths=[_path(name, lines[name], x, y) for name in known],
     )
 
 

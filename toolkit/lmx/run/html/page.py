@@ -14,7 +14,7 @@ from ..progress import format_duration, format_number
 from ..report import LARGEST, Record
 from ..tables import recovery_table, table
 from ..terminal import visible
-from .charts import Chart, Point, bar_chart, line_chart
+from .charts import Chart, Point, line_chart
 
 NAME = "report.html"
 # A browser loads the page of a running run again after this time.
@@ -32,6 +32,7 @@ CURVES = (
     ("tokens_per_second", "Speed", "trained tokens per second"),
     ("peak_memory_gb", "Peak memory", "GB"),
 )
+SPECULATION = ("acceptance_rate", "accepted_length", "speedup")
 
 
 def write_page(folder: Path) -> Path:
@@ -65,7 +66,6 @@ def page(folder: Path) -> str:
         figures=rows if record.models else [],
         gap_recovered=gap_recovered and recovery_table(gap_recovered),
         curves=_curves(record.metrics),
-        histograms=_histograms(record.models),
         maps=layer_maps(record.models),
         speculations=_speculations(record.report),
         uses=_uses(record),
@@ -208,81 +208,19 @@ def _is_shown(value) -> bool:
     return isinstance(value, int | float) and abs(value) < LARGEST
 
 
-def _histograms(models: dict[str, dict]) -> dict[str, list[Chart]]:
-    """Histograms of KL divergence and agreement, by model with a reference."""
-    by_model = {}
-    for name, figures in models.items():
-        divergence = figures.get("kl_histogram") or {}
-        edges, counts = divergence.get("edges", []), divergence.get("positions", [])
-        kl = bar_chart(
-            f"{name}-kl",
-            "KL divergence",
-            "positions",
-            [(f"{low:.2g} to {high:.2g}", n) for low, high, n in _bins(edges, counts)],
-            across="nats (logarithmic)",
-            labels=[(i, f"{edge:g}") for i, edge in enumerate(edges) if i % 8 == 0],
-        )
-        confidence = figures.get("agreement_by_confidence") or {}
-        edges, counts = confidence.get("edges", []), confidence.get("positions", [])
-        pairs = zip(confidence.get("agreed", []), counts, strict=False)
-        shares = [agreed / count if count else None for agreed, count in pairs]
-        agreement = bar_chart(
-            f"{name}-agreement",
-            "Top-1 agreement",
-            "fraction of positions",
-            [(f"{low:.0%} to {high:.0%}", n) for low, high, n in _bins(edges, shares)],
-            across="top-1 probability of the reference",
-            labels=[(i, f"{edge:.0%}") for i, edge in enumerate(edges) if i % 2 == 0],
-            percent=True,
-        )
-        by_model[name] = [*filter(None, (kl, agreement))]
-    return {name: charts for name, charts in by_model.items() if charts}
-
-
-def _bins(edges: list, values: list) -> list[tuple]:
-    return list(zip(edges, edges[1:], values, strict=False))
-
-
-def _speculations(report: dict) -> list[dict]:
-    """Per model: name, table rows by proposer, and charts by draft position."""
+def _speculations(report: dict) -> dict[str, list[list[str]]]:
+    """Table rows by model: how each proposer speeds up decoding."""
     models = report.get("models", {}).items()
-    # The benchmark of a draft stage, by sampling and prompt set.
     measured = {name: figures.get("speculation") for name, figures in models}
+    # The benchmark of a draft stage, by sampling and prompt set.
     measured |= report.get("speculation", {})
-    columns = ("acceptance_rate", "accepted_length", "speedup")
-    return [
-        {
-            "model": model,
-            "rows": [
-                [name, *(_shown(facts.get(column)) for column in columns)]
-                for name, facts in proposers.items()
-            ],
-            "charts": [
-                chart
-                for name, facts in proposers.items()
-                if (chart := _acceptance(model, name, facts))
-            ],
-        }
-        for model, proposers in measured.items()
-        if proposers
-    ]
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else format_number(value)
-
-
-def _acceptance(model: str, name: str, proposer: dict) -> Chart | None:
-    shares = proposer.get("acceptance_rate_by_position") or []
-    return bar_chart(
-        f"{model}-{name}-speculation",
-        f"Acceptance rate by position, {name}",
-        "fraction, given that earlier draft tokens are accepted",
-        [(str(place), share) for place, share in enumerate(shares, 1)],
-        across="draft position",
-        labels=[(place - 0.5, str(place)) for place in range(1, len(shares) + 1)],
-        percent=True,
-    )
+    tables = {}
+    for model, proposers in measured.items():
+        for name, facts in (proposers or {}).items():
+            values = [facts.get(key) for key in SPECULATION]
+            shown = ["-" if v is None else format_number(v) for v in values]
+            tables.setdefault(model, []).append([name, *shown])
+    return tables
 
 
 BLOCK_PATH = re.compile(r"^.*?\.(\d+)\.(.+)$")
