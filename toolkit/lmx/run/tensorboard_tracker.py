@@ -16,12 +16,7 @@ INSTALL = "pip install 'lmx-toolkit[tensorboard]'"
 def start(
     config: TrackerConfig, *, folder: Path, name: str, recipe: dict
 ) -> "TensorBoardTracker":
-    """Open the event files of a run.
-
-    Args:
-        folder: the run directory; the files are in its folder `tensorboard`.
-        recipe: the resolved recipe, shown as text.
-    """
+    """Open the event files of a run, which show the recipe as text."""
     tracker = TensorBoardTracker(folder / "tensorboard")
     lines = [f"    {key}: {value}" for key, value in recipe_values(recipe).items()]
     tracker.writer("", 0).add_text("recipe", "\n".join([f"{name}\n", *lines]), 0)
