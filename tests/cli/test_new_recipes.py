@@ -193,76 +193,55 @@ def test_init_refuses_what_lmx_train_would_refuse(
 
 
 ROW = '{"prompt": "count to three", "completion": "one two three"}\n'
-KINDS = {
+CODES = {
     "plain": {},
-    "affine_2_32": {"bits": 2, "group_size": 32},
-    "affine_4_32": {"bits": 4, "group_size": 32},
-    "affine_4_128": {"bits": 4, "group_size": 128},
-    "affine_8_64": {"bits": 8, "group_size": 64},
-    "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    "affine": {"bits": 4, "group_size": 32},
     "nvfp4": {"bits": 4, "group_size": 16, "mode": "nvfp4"},
-    "mxfp8": {"bits": 8, "group_size": 32, "mode": "mxfp8"},
-    "gguf_f16": {},
-    "gguf_q4_1": {"bits": 4, "group_size": 32},
+    "gguf": {"bits": 4, "group_size": 32},
     "gptq": {"bits": 4, "group_size": 128},
-    "awq": {"bits": 4, "group_size": 64},
 }
-
-
-# The GGUF export keeps the codes of these.
-GGUF = {"gguf_f16": "plain", "gguf_q4_1": "affine_4_32"}
 
 
 @pytest.fixture(scope="module")
 def models(make_checkpoint, tmp_path_factory):
-    """A function that writes a tiny model of a kind."""
+    """A function that writes a tiny model with codes of a kind."""
     root = tmp_path_factory.mktemp("kinds")
     base = make_checkpoint(dtype="float16", intermediate_size=128, num_hidden_layers=2)
 
     def write(kind):
-        codes, folder = KINDS[kind], root / kind
-        bits, size = codes.get("bits"), codes.get("group_size")
-        if kind in ("gptq", "awq"):
-            packed = getattr(packers, kind)
-            settings = {"quant_method": kind, "bits": bits, "group_size": size}
+        codes, folder = CODES[kind], root / kind
+        if kind == "plain":
+            return base
+        if kind == "gptq":
+            settings = {"quant_method": kind, "sym": True, **codes}
             rng = np.random.default_rng(0)
             packers.write_checkpoint(
                 base,
                 folder,
                 lambda _, outputs, inputs: packers.random_codes(
-                    rng, outputs, inputs, bits=bits, size=size, symmetric=True
+                    rng, outputs, inputs, bits=4, size=128, symmetric=True
                 ),
-                lambda layer: packed(layer, bits),
-                settings | {"sym": True, "zero_point": True, "version": "gemm"},
+                lambda layer: packers.gptq(layer, 4),
+                settings,
             )
-        elif kind.startswith("gguf"):
-            exporting.export(gguf, write(GGUF[kind]), folder)
-            [file] = folder.glob("*.gguf")
-            return file
-        elif kind == "plain":
-            return base
+        elif kind == "gguf":
+            # The export keeps the codes.
+            exporting.export(gguf, write("affine"), folder)
+            return next(folder.glob("*.gguf"))
         elif not folder.exists():
             quantized = load_model(base, compute="stored")
-            layers = {"bits": bits, "group_size": size, "mode": codes.get("mode")}
-            layers = {k: v for k, v in layers.items() if v}
-            nn.quantize(quantized.model, **layers)
+            nn.quantize(quantized.model, **codes)
             shutil.copytree(base, folder)
             weights = dict(tree_flatten(quantized.model.parameters()))
             mx.save_safetensors(str(folder / "model.safetensors"), weights)
-            config = quantized.config | {"quantization": layers}
+            config = quantized.config | {"quantization": codes}
             (folder / "config.json").write_text(json.dumps(config))
         return folder
 
     return write
 
 
-QUICK = ("affine_4_32", "nvfp4", "gguf_q4_1", "gptq")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS],
-)
+@pytest.mark.parametrize("kind", CODES)
 def test_what_init_writes_passes_its_dry_run(
     kind, models, elsewhere, capsys, monkeypatch
 ):
@@ -271,7 +250,7 @@ def test_what_init_writes_passes_its_dry_run(
         monkeypatch.setattr(resources, speed, lambda *_: 1e9)
     model = str(models(kind))
     (elsewhere / "rows.jsonl").write_text(20 * ROW)
-    codes = KINDS[kind]
+    codes = CODES[kind]
     for task in recipes.TASKS:
         for bits in (None, 2, 4, 8) if task in recipes.BY_BITS else (None,):
             arguments = ["--task", task, "--model", model, "--data", "rows.jsonl"]

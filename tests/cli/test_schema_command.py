@@ -51,6 +51,9 @@ class Whole(ConfigModel):
 @pytest.fixture
 def whole(monkeypatch):
     monkeypatch.setattr(schema, "RecipeConfig", Whole)
+    blocks.cache_clear()
+    yield
+    blocks.cache_clear()
 
 
 def printed(capsys, *arguments) -> str:

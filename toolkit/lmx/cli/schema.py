@@ -5,6 +5,7 @@ import json
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -131,6 +132,7 @@ class Block:
         return ", ".join(filter(None, [self.address or "top level", self.only]))
 
 
+@cache
 def blocks() -> list[Block]:
     """All blocks of the schema, each before its inner blocks."""
     root = recipe_schema()
