@@ -95,23 +95,15 @@ def write_recipe(target: Path, text: str) -> None:
     Raises:
         UserError: the target exists, or a disk error.
     """
-    require_new(target)
+    _require_new(target)
     schema = schema_file().resolve().as_uri()
     write_atomic(target, f"{SCHEMA_LINE}{schema}\n{without_schema_line(text)}")
 
 
-def require_new(target: Path) -> None:
-    """Refuse to overwrite a file.
-
-    Raises:
-        UserError: the target exists.
-    """
+def _require_new(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        raise UserError(
-            "the file exists, and is not overwritten",
-            place=str(target),
-            hint="give another name",
-        )
+        message, hint = "the file exists, and is not overwritten", "give another name"
+        raise UserError(message, place=str(target), hint=hint)
 
 
 def add_init_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +137,7 @@ def init(arguments: argparse.Namespace) -> int:
     quantization = _quantization(task, arguments.model, arguments.bits)
     name = f"{task}_{quantization['bits']}bit" if quantization else task
     target = arguments.output or Path(f"{name}.yaml")
-    require_new(target)
+    _require_new(target)
     text = recipe_text(task, arguments.model, arguments.data, quantization)
     _check(target, text)
     write_recipe(target, text)
@@ -272,20 +264,15 @@ def _values(data: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
 
 
 def _check(target: Path, text: str) -> None:
-    """Refuse a recipe that `lmx-train` would refuse.
-
-    Raises:
-        ConfigErrors: all errors, with their keys.
-    """
+    """Refuse a recipe that `lmx-train` would refuse: all errors, with their keys."""
     from ..pipeline.plan import load, plan
 
     try:
         plan(load(target, text=text))
     except ConfigErrors as errors:
         # There is no file whose lines could be named.
-        raise ConfigErrors(
-            None, "", [replace(e, place=None) for e in errors.errors]
-        ) from None
+        found = [replace(error, place=None) for error in errors.errors]
+        raise ConfigErrors(None, "", found) from None
 
 
 def set_value(text: str, path: KeyPath, value: Any, key: str | None = None) -> str:

@@ -22,6 +22,7 @@ from .manifest import STAGES
 from .report import RECIPE, REPORT, RESOLVED
 
 LOCK_ATTEMPTS = 10
+Warn = Callable[[str], None]
 # Changed values that the note about an earlier run names.
 MAX_CHANGES = 3
 
@@ -261,9 +262,7 @@ class RunDir:
         self._save()
         self.write_page()
 
-    def completed_stage(
-        self, stage: str, warning: Callable[[str], None]
-    ) -> dict | None:
+    def completed_stage(self, stage: str, warning: Warn) -> dict | None:
         """The result of a complete stage; None if an artifact is missing or changed."""
         record = self._manifest["stages"].get(stage)
         if record is None:
@@ -325,10 +324,11 @@ def _lock(path: Path) -> int:
         with suppress(FileNotFoundError):
             path.mkdir(parents=True, exist_ok=True)
             handle = _lock_file(path)
-            if _is_open_at(handle, path / LOCK):
-                os.ftruncate(handle, 0)
-                os.write(handle, str(os.getpid()).encode())
-                return handle
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.stat(path / LOCK)):
+                    os.ftruncate(handle, 0)
+                    os.write(handle, str(os.getpid()).encode())
+                    return handle
             os.close(handle)
     raise UserError("other programs move or delete this folder", place=str(path))
 
@@ -351,13 +351,6 @@ def _lock_file(path: Path) -> int:
         os.close(handle)
         raise
     return handle
-
-
-def _is_open_at(handle: int, path: Path) -> bool:
-    """Whether a path leads to an open file."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    return False
 
 
 def check_output(path: Path) -> None:
@@ -438,7 +431,7 @@ def _is_unchanged(path: Path, hashes: dict[str, str]) -> bool:
 
 
 class NullRunDir:
-    """No-op run directory for ranks other than 0."""
+    """No-op run directory for ranks other than 0, which alone reads and writes it."""
 
     crash_note = change_note = None
 
@@ -448,26 +441,12 @@ class NullRunDir:
     def __enter__(self) -> "NullRunDir":
         return self
 
-    def __exit__(self, *_) -> None:
-        pass
-
     def stage_folder(self, stage: str) -> Path:
         """The folder of a stage; it may exist only on another machine."""
         return self.path / STAGES / stage
 
-    def completed_stage(self, stage: str, warning) -> None:
-        """Rank 0 alone reads the manifest."""
+    def _nothing(self, *_) -> None:
+        pass
 
-    def set_status(self, status: str) -> None:
-        """Rank 0 alone writes the manifest."""
-
-    start_stage = set_status
-
-    def complete_stage(self, stage: str, result: dict, artifacts: list[Path]) -> None:
-        """Rank 0 alone writes the manifest."""
-
-    def discard_stages(self, stages: list[str]) -> None:
-        """Rank 0 alone writes the manifest."""
-
-    def write_page(self) -> None:
-        """Rank 0 alone writes the page."""
+    __exit__ = set_status = start_stage = write_page = _nothing
+    complete_stage = completed_stage = discard_stages = _nothing
