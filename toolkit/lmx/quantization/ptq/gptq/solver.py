@@ -21,18 +21,18 @@ from math import ceil
 
 import mlx.core as mx
 
-from ...config.quant_spec import QuantSpec
-from ..affine_grid import AffineGrid, fit_grid, nearest, safe_scale
-from ..backend import async_eval, library, to_fast_backend
-from ..float_grid import FloatGrid
-from ..gguf_grid import GGUFGrid
-from ..packing import pack
+from ....config.quant_spec import QuantSpec
+from ...affine_grid import AffineGrid, fit_grid, nearest, safe_scale
+from ...backend import async_eval, library, to_fast_backend
+from ...float_grid import FloatGrid
+from ...gguf_grid import GGUFGrid
+from ...packing import pack
+from ..hessian import Hessian, OutputHessian
+from ..input_statistics import OutputError
 from .best_grid import BestGridTracker
 from .column_updates import descent_columns, gptq_columns
 from .float_solver import solve_float_rows
 from .gguf_solver import solve_gguf_rows
-from .hessian import Hessian, OutputHessian
-from .input_statistics import OutputError
 
 # Rows of a set with an output Hessian, at least.
 MIN_ROWS_PER_SET = 32

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ...config.quant_spec import QuantSpec
-from ...config.quantize import GPTQConfig
-from ...models import global_scale
-from .base import PTQContext, PTQMethod, QuantizedTensor
-from .gptq_solver import LayerProblem, QuantizedLayer, solve_layers
-from .hessian import Hessian, damped
-from .input_statistics import InputStatistics, OutputError
-from .sequential import SequentialPipeline
+from ....config.quant_spec import QuantSpec
+from ....config.quantize import GPTQConfig
+from ....models import global_scale
+from ..base import PTQContext, PTQMethod, QuantizedTensor
+from ..hessian import Hessian, damped
+from ..input_statistics import InputStatistics, OutputError
+from ..sequential import SequentialPipeline
+from .solver import LayerProblem, QuantizedLayer, solve_layers
 
 
 @dataclass(frozen=True)

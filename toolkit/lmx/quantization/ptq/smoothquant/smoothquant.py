@@ -21,18 +21,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ...config.quantize import PTQConfig
-from ...errors import UserError
-from ...models.blockwise import BlockwiseModel, cast
-from ...models.hooks import capture_inputs
-from ...run.folder_index import read_index, write_index
-from ...run.fs import atomic_folder
-from ...run.progress import ProgressBar
-from .base import PTQContext, Weights
+from ....config.quantize import PTQConfig
+from ....errors import UserError
+from ....models.blockwise import BlockwiseModel, cast
+from ....models.hooks import capture_inputs
+from ....run.folder_index import read_index, write_index
+from ....run.fs import atomic_folder
+from ....run.progress import ProgressBar
+from ..base import PTQContext, Weights
 from .scale_mappings import BlockMappings, ScaleMapping
 
 if TYPE_CHECKING:
-    from ...data.calibration import CalibrationBatch
+    from ....data.calibration import CalibrationBatch
 
 # Tokens that the largest inputs are taken from, if the recipe gives no number, and
 # tokens of a forward pass.

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ...models.hooks import CapturedInputs, capture_inputs
-from .base import Weights
+from ....models.hooks import CapturedInputs, capture_inputs
+from ..base import Weights
 
 # Maps hidden states [B, L, width] to the output of a block.
 BlockForward = Callable[[mx.array], mx.array]

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from ...config.quant_spec import QuantSpec
-from .. import gpu_kernels
-from ..affine_grid import fit_grid, safe_scale
-from ..backend import async_eval, library, to_fast_backend
-from ..gguf_grid import (
+from ....config.quant_spec import QuantSpec
+from ... import gpu_kernels
+from ...affine_grid import fit_grid, safe_scale
+from ...backend import async_eval, library, to_fast_backend
+from ...gguf_grid import (
     FORMATS,
     BlockFormat,
     GGUFGrid,
@@ -25,14 +25,9 @@ from ..gguf_grid import (
     to_float16,
     with_nearest_codes,
 )
+from ..hessian import Hessian, group_factors
 from .best_grid import BestGridTracker
-from .column_updates import (
-    descent_columns,
-    gptq_columns,
-    group_errors,
-    take_candidate,
-)
-from .hessian import Hessian, group_factors
+from .column_updates import descent_columns, gptq_columns, group_errors, take_candidate
 
 # Candidates of a group: relative changes of the step of a small block, and changes of
 # the integer scale and minimum of a group of a K block.

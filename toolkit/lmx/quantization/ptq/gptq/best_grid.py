@@ -2,9 +2,9 @@
 
 import mlx.core as mx
 
-from ..affine_grid import AffineGrid
-from ..float_grid import FloatGrid
-from ..gguf_grid import GGUFGrid
+from ...affine_grid import AffineGrid
+from ...float_grid import FloatGrid
+from ...gguf_grid import GGUFGrid
 
 
 class BestGridTracker:

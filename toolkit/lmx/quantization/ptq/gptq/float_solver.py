@@ -8,19 +8,14 @@ output with the Hessian of the group, as later groups compensate for the rest of
 
 import mlx.core as mx
 
-from ...config.quant_spec import QuantSpec
-from ...models.float_formats import MODES, FloatMode
-from ..backend import async_eval, library, to_fast_backend
-from ..float_grid import FloatGrid
-from ..packing import pack
+from ....config.quant_spec import QuantSpec
+from ....models.float_formats import MODES, FloatMode
+from ...backend import async_eval, library, to_fast_backend
+from ...float_grid import FloatGrid
+from ...packing import pack
+from ..hessian import Hessian, group_factors
 from .best_grid import BestGridTracker
-from .column_updates import (
-    descent_columns,
-    gptq_columns,
-    group_errors,
-    take_candidate,
-)
-from .hessian import Hessian, group_factors
+from .column_updates import descent_columns, gptq_columns, group_errors, take_candidate
 
 # Offsets from the code of a group's scale that a refinement tries.
 NEIGHBORS = (0, -1, 1)

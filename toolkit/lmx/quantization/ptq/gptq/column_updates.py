@@ -7,10 +7,10 @@ group is one product. On a GPU, one kernel updates the group.
 from collections.abc import Callable
 from functools import cache, partial
 
-from ...models.float_formats import FloatFormat
-from .. import gpu_kernels
-from ..affine_grid import nearest
-from ..backend import compiled_for, library
+from ....models.float_formats import FloatFormat
+from ... import gpu_kernels
+from ...affine_grid import nearest
+from ...backend import compiled_for, library
 
 # Columns that are updated one by one.
 STRIP = 8
