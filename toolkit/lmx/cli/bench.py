@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING
 from ..errors import UserError
 from ..models.checkpoint import model_folder
 from ..run import terminal
-from .generate import (
-    add_draft_arguments,
-    draft_argument_faults,
-    parity_line,
-    refuse,
-)
+from .generate import add_draft_arguments, draft_argument_faults, parity_line, refuse
 
 if TYPE_CHECKING:
     from ..evaluation.latency import BenchmarkArms
