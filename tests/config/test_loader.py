@@ -198,3 +198,4 @@ def test_recipe_difference_has_dotted_keys(recipe):
         data.columns: (added) -> {}"""
     )
     assert difference(old, old) == ""
+    assert "values before are unknown" in difference("", old)

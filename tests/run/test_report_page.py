@@ -72,6 +72,8 @@ def test_page_shows_the_values_of_the_run(full_page):
         "0.0200 ±\u00a00.0010",
         "12.5",
         "not measured",
+        "7 of 100",
+        "12,345",
         "2 min",
     ):
         assert text in cells
