@@ -57,8 +57,8 @@ def test_train_accepts_options_anywhere(recipe, calls):
 
 
 def test_options_run_their_recipe_which_resumes(recipe, calls, capsys):
-    words = "--model a/b --data builtin:stdlib --steps 1 seed=4 --output here".split()
-    assert main.train(words) == 0
+    words = ["--model=a/b", "--data=builtin:stdlib", "--steps=1", "seed=4"]
+    assert main.train([*words, "--output=here"]) == 0
     assert (calls[0][0], calls[0][1]) == (4, "here")
     assert calls[0][2]["command"] == "lmx-train here/recipe.yaml output=here"
     # The recipe is printed.
