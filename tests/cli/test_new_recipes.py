@@ -154,6 +154,7 @@ def test_init_writes_a_valid_recipe(task, bits, model, elsewhere):
         assert values["max_seq_length"] == 1024
         assert "batch_size" not in values
         assert values["learning_rate"] <= (1e-4 if task != "draft" else 1e-3)
+        assert task != "finetune" or values["learning_rate"] == 1e-4
         assert "sample_prompts" not in values
     elif task in ("qat", "finetune"):
         assert values["batch_size"] == 64
