@@ -24,7 +24,7 @@ from ptq_quality import WIDTHS, call_program, call_runner, write_inputs
 
 PARTS = ("quality", "budget", "formats", "parts", "activations", "cost")
 GROUP_SIZE = 64
-EFFORTS = ("fast", "standard", "best")
+EFFORTS = ("fast", "standard")
 # The formats to compare: affine bits and group size, or a mode.
 FORMATS = ("4-64", "4-32", "nvfp4", "mxfp4", "mxfp8", "q4_k")
 # LoRA with QAT from the codes of GPTQ: at 1e-5, 16,384 tokens change nothing.
