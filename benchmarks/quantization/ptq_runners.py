@@ -1,4 +1,4 @@
-"""One run of `ptq_quality.py` or `ptq_time.py`, as a separate process.
+"""One run of `real_model.py` or `gguf_blocks.py`, as a separate process.
 
 `ptq_runners.py RUNNER FOLDER TARGET OPTIONS` quantizes the model named in FOLDER,
 writes it to TARGET, and prints JSON: time and memory, or the reason of a failure.
@@ -235,8 +235,7 @@ def _gptq(folder: Path, target: Path, settings: dict, options: dict) -> None:
 
     bits, group = options["bits"], options["group_size"]
     quantized = MlxLmModel(folder, settings, group)
-    if not options.get("stored"):
-        quantized.compute_in_float32()
+    quantized.compute_in_float32()
     quantized.model, quantized.config["quantization"] = gptq_quantize(
         *(quantized.model, quantized.tokens, bits, group),
         # Embeddings have the same bits as all other layers, as with lmx.

@@ -7,18 +7,18 @@ the same BLAS. Each run is a separate process. Warm-up steps do not count.
 import argparse
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+import programs
 from finetune_runners import RANK, SCALE
 from preference_runners import LIBRARIES, PROGRAM
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = programs.DATA
 COLUMNS = {
     "dpo": ("pairs/s", "reference CPU s", "later epochs"),
     "grpo": (
@@ -92,7 +92,14 @@ def main() -> None:
         case = replace(CASES[name], **changes)
         with tempfile.TemporaryDirectory() as folder:
             prepare(case, arguments.model.resolve(), Path(folder))
-            _print_case(case, compare(Path(folder), arguments))
+            runs = programs.alternate(
+                LIBRARIES,
+                arguments.repeats,
+                lambda library, folder=folder: programs.measure(
+                    [PROGRAM, library, folder], arguments.threads
+                ),
+            )
+            _print_case(case, runs)
 
 
 def _arguments() -> argparse.Namespace:
@@ -151,27 +158,6 @@ def _prompt_rows(
         assert tokenizer.encode(text) == prompt_tokens(example), "unequal prompts"
         result.append({"prompt": question, "answer": answer, "text": text})
     return result
-
-
-def compare(folder: Path, arguments: argparse.Namespace) -> dict[str, list[dict]]:
-    """Alternating runs by library."""
-    runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
-    for number in range(arguments.repeats):
-        # The order alternates, so that changes of clock speed favour no library.
-        for library in LIBRARIES[:: -1 if number % 2 else 1]:
-            runs[library].append(_run(library, folder, arguments))
-    return runs
-
-
-def _run(library: str, folder: Path, arguments: argparse.Namespace) -> dict:
-    environment = dict(os.environ)
-    environment.pop("LMX_CPU", None)
-    if arguments.threads:
-        environment["LMX_BLAS_THREADS"] = str(arguments.threads)
-    command = [sys.executable, str(PROGRAM), library, str(folder)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    # Both libraries print their own reports before this line.
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _print_case(case: Case, runs: dict[str, list[dict]]) -> None:

@@ -6,13 +6,16 @@ questions. Finished runs in FOLDER are not repeated.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
 from lmx import cpu
 
-DATA = Path(__file__).parents[1] / "data"
+sys.path.append(str(Path(__file__).parents[1]))
+from programs import DATA
+
 # Skills with many questions that 10 to 90 % of tiny-base's samples answer: 84 to 90 %.
 SKILLS = ("compare", "count_letter", "count_words", "date")
 # Temperature and completions per question.

@@ -16,6 +16,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+import programs
 import random_llama
 
 # lmx-train with "train RECIPE ...". "kill BLOCKS RECIPE ..." kills its own process when
@@ -48,8 +50,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         folder = Path(scratch)
-        command = [sys.executable, __file__, *sys.argv[1:], "--write", str(folder)]
-        subprocess.run(command, check=True)
+        programs.call([__file__, *sys.argv[1:], "--write", folder])
         _measure(folder, arguments)
 
 

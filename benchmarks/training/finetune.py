@@ -6,20 +6,20 @@ Each run is a separate process. It trains one epoch to warm up and times the nex
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+import programs
 import random_llama
 from finetune_runners import LEARNING_RATE, LIBRARIES, PROGRAM, RANK, SCALE
 from lmx.models import checkpoint_writer
 
-SKILLS = Path(__file__).parents[1] / "data" / "skills" / "train.jsonl"
+SKILLS = programs.DATA / "skills" / "train.jsonl"
 MERGES = 8192
 COLUMNS = (
     *(
@@ -198,31 +198,20 @@ def _pair(row) -> tuple[str, str]:
 
 def compare(folder: Path, arguments: argparse.Namespace) -> dict[str, list[dict]]:
     """Alternating runs by library; mlx-lm with the BLAS of MLX's wheel runs once."""
+
+    def run(library: str) -> dict:
+        assert library in LIBRARIES
+        python = arguments.hf_python if library == "hf" else sys.executable
+        command = [PROGRAM, library, folder]
+        return programs.measure(
+            command, arguments.threads, python=python, stock=library == "stock"
+        )
+
     libraries = ["lmx", "mlx-lm"] + ["hf"] * bool(arguments.hf_python)
-    runs: dict[str, list[dict]] = {library: [] for library in libraries}
-    for number in range(arguments.repeats):
-        # The order alternates, so that changes of clock speed favour no library.
-        for library in libraries[:: -1 if number % 2 else 1]:
-            runs[library].append(_run(library, folder, arguments))
+    runs = programs.alternate(libraries, arguments.repeats, run)
     if runs["lmx"][0]["replaced"] and not arguments.no_stock:
-        runs["stock"] = [_run("stock", folder, arguments)]
+        runs["stock"] = [run("stock")]
     return runs
-
-
-def _run(library: str, folder: Path, arguments: argparse.Namespace) -> dict:
-    assert library in LIBRARIES
-    python = arguments.hf_python if library == "hf" else sys.executable
-    environment = dict(os.environ)
-    environment.pop("LMX_CPU", None)
-    if library == "stock":
-        environment["LMX_CPU"] = "off"
-    if arguments.threads:
-        for name in ("LMX_BLAS_THREADS", "OMP_NUM_THREADS"):
-            environment[name] = str(arguments.threads)
-    command = [python, str(PROGRAM), library, str(folder)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    # mlx-lm prints its own report before this line.
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _print_case(case: Case, runs: dict[str, list[dict]]) -> None:

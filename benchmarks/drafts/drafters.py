@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 import drafters_runner
-from draft_quality import DATA, call, code_examples, questions, run_recipe
+from draft_quality import code_examples, questions
 from drafters_table import print_tables
+from programs import DATA, call, run_recipe
 
 ARCHITECTURES = ("model", "eagle3", "dflash")
 SETS = ("chat", "text", "code")

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-import ptq_quality
+from inputs import SETTINGS, call_runner, prepare
 from lmx.convert.gguf.architectures import ATTENTION, MLP
+from programs import DATA
 
 # llama.cpp's file type for each mode; `pure` leaves no layer with another type.
 FILE_TYPES = {
@@ -52,7 +53,7 @@ def main() -> None:
     folders = [root / f"seed-{seed}" for seed in range(arguments.seeds)]
     for seed, folder in enumerate(folders):
         folder.mkdir(parents=True, exist_ok=True)
-        ptq_quality.prepare(folder, arguments, seed)
+        prepare(folder, arguments, seed)
     judge = Judge(folders[0])
     dense = root / "dense.gguf"
     _write_gguf(dense, judge.path)
@@ -92,7 +93,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(ptq_quality.DATA / "tiny-base"))
+    parser.add_argument("--model", default=str(DATA / "tiny-base"))
     parser.add_argument("--calibration-data", default="builtin:stdlib")
     parser.add_argument("--eval-data", help="default: its valid split")
     parser.add_argument("--num-tokens", type=int, default=32768, help="calibration")
@@ -185,9 +186,7 @@ def _run_lmx(
         options = options | {"mode": mode}
         if start := options.get("start"):
             options["start"] = str(folder / f"{mode}-{start}")
-        result = ptq_quality.call_runner(
-            runner, folder, target, options, arguments.threads
-        )
+        result = call_runner(runner, folder, target, options, arguments.threads)
         assert not result["failed"], result
         print(f"{name}: {result['processor_seconds']:.0f} s of processor time")
     file = target.with_suffix(".gguf")
@@ -240,9 +239,7 @@ class Judge:
     def __init__(self, folder: Path):
         from mlx_lm import load
 
-        self.path = Path(
-            json.loads((folder / ptq_quality.SETTINGS).read_text())["model"]
-        )
+        self.path = Path(json.loads((folder / SETTINGS).read_text())["model"])
         self.tokens = np.load(folder / "eval.npy")
         self.model, self.reference = (load(str(self.path))[0] for _ in range(2))
         self.config = json.loads((self.path / "config.json").read_text())

@@ -9,7 +9,7 @@ from typing import get_args
 from lmx.config.quant_spec import FLOAT_MODES, Bits
 
 GROUP_SIZE, RANK = 64, 32
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 # Learning rates of training from codes, relative to that at 2 bits; 0.1 above 3 bits.
 CODES_LR_RATIO = {2: 1.0, 3: 0.3}
 # Additional steps of the methods that train after everything else, as a share.

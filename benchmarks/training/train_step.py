@@ -7,13 +7,14 @@ alternate. mlx-lm runs its own `train` and reports its own times.
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+import programs
 import random_llama
 
 LIBRARIES = ("lmx", "mlx-lm", "stock")
@@ -54,31 +55,23 @@ def _arguments() -> argparse.Namespace:
 
 def compare(case: str, arguments: argparse.Namespace) -> dict[str, list[dict]]:
     """All runs by library; mlx-lm with the BLAS of MLX's wheel runs once."""
-    runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
-    for number in range(arguments.repeats):
-        # The order alternates, so that changes of clock speed favour neither library.
-        for library in ["lmx", "mlx-lm"][:: -1 if number % 2 else 1]:
-            runs[library].append(_run(library, case, arguments))
+
+    def run(library: str) -> dict:
+        return _run(library, case, arguments)
+
+    runs = programs.alternate(("lmx", "mlx-lm"), arguments.repeats, run)
     if runs["lmx"][0]["replaced"]:
-        runs["stock"] = [_run("stock", case, arguments)]
-    return {library: entries for library, entries in runs.items() if entries}
+        runs["stock"] = [run("stock")]
+    return runs
 
 
 def _run(library: str, case: str, arguments: argparse.Namespace) -> dict:
-    steps = min(arguments.steps, STOCK_STEPS) if library == "stock" else arguments.steps
-    command = [sys.executable, __file__, "--runner", library, "--case", case]
+    is_stock = library == "stock"
+    steps = min(arguments.steps, STOCK_STEPS) if is_stock else arguments.steps
+    command = [__file__, "--runner", library, "--case", case, "--steps", str(steps)]
     for name in ("hidden_size", "num_layers", "vocab_size", "batch_size", "seq_length"):
         command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    environment = dict(os.environ)
-    environment.pop("LMX_CPU", None)
-    if library == "stock":
-        environment["LMX_CPU"] = "off"
-    if arguments.threads:
-        environment["LMX_BLAS_THREADS"] = str(arguments.threads)
-    command += ["--steps", str(steps)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    # mlx-lm prints its own report before this line.
-    return json.loads(done.stdout.splitlines()[-1])
+    return programs.measure(command, arguments.threads, stock=is_stock)
 
 
 def _print_header(arguments: argparse.Namespace) -> None:

@@ -14,9 +14,10 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+import programs
 import random_llama
 
-CALL = "import sys; from lmx.cli import main; sys.exit(main.{}(sys.argv[1:]))"
 GRID = {"bits": 4, "group_size": 64}
 ROW = "{:10}{:>9}{:>9}{:>9}{:>9}"
 
@@ -29,8 +30,7 @@ def main() -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "source").is_dir():
-        command = [sys.executable, __file__, *sys.argv[1:], "--write"]
-        subprocess.run(command, check=True)
+        programs.call([__file__, *sys.argv[1:], "--write"])
     stages = {
         "import": lambda: _convert(folder),
         "quantize": lambda: _run(folder, "quantize", "import", _quantize(arguments)),
@@ -81,12 +81,10 @@ def write_model(folder: Path, arguments: argparse.Namespace) -> None:
     config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     config |= {"head_dim": 128, "tie_word_embeddings": True}
     random_llama.write(folder, config)
-    recipe = {"model": str(folder / "model"), "output": str(folder / "source.partial")}
-    recipe["stages"] = [{"export": {"formats": ["gguf"]}}]
-    (folder / "source.yaml").write_text(json.dumps(recipe))
-    command = ["-c", CALL.format("train"), str(folder / "source.yaml"), "--quiet"]
-    subprocess.run([sys.executable, *command], check=True)
-    (folder / "source.partial").rename(folder / "source")
+    stages = [{"export": {"formats": ["gguf"]}}]
+    recipe = {"model": str(folder / "model"), "stages": stages}
+    partial = programs.run_recipe(recipe, folder / "source.partial")
+    partial.rename(folder / "source")
 
 
 def _quantize(arguments: argparse.Namespace) -> list[dict]:
@@ -128,12 +126,12 @@ def _run(folder: Path, name: str, model: str, stages: list[dict]) -> list[str]:
     }
     path = folder / f"{name}.yaml"
     path.write_text(json.dumps(recipe))
-    return ["-c", CALL.format("train"), str(path), "--quiet"]
+    return ["-c", programs.TRAIN, str(path), "--quiet"]
 
 
 def _convert(folder: Path) -> list[str]:
     [source] = (folder / "source").glob("**/*.gguf")
-    return ["-c", CALL.format("main"), "convert", str(source), str(folder / "import")]
+    return ["-c", programs.LMX, "convert", str(source), str(folder / "import")]
 
 
 def _measure(command: list[str], target: Path) -> dict[str, float]:

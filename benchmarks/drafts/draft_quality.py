@@ -7,17 +7,16 @@ draft, so the same command resumes.
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import draft_runner
 from draft_table import print_tables
 
-ROOT = Path(__file__).parents[1]
-DATA = ROOT / "data"
+sys.path.append(str(Path(__file__).parents[1]))
+from programs import DATA, call, run_recipe
+
 CODE_DATASET = "builtin:stdlib"
 SPLITS = ("train", "valid")
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -230,30 +229,6 @@ def questions(folder: Path, split: str, count: int, rng: random.Random) -> list[
         }
         for row in rng.sample(rows, min(count, len(rows)))
     ]
-
-
-def run_recipe(recipe: dict, output: Path, threads: int | None) -> Path:
-    """Run or resume a recipe."""
-    path = output.with_suffix(".yaml")
-    path.write_text(json.dumps(recipe | {"output": str(output.resolve())}))
-    program = (
-        "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
-    )
-    call(["-c", program, str(path), "--quiet"], threads)
-    return output
-
-
-def call(command: list[str], threads: int | None) -> str:
-    environment = dict(os.environ)
-    if threads:
-        environment |= {"LMX_BLAS_THREADS": str(threads)}
-        environment |= {"OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
-    return done.stdout
 
 
 if __name__ == "__main__":

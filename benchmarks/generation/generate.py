@@ -7,18 +7,20 @@ that of `--model`, which is compared without a draft.
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+import programs
 import random_llama
 from generate_runners import LIBRARIES
 from lmx.models import checkpoint_writer
 
+# Options of every run.
+SHARED = ("folder", "vocab_size", "prompt_length", "max_tokens", "batch_size")
 CASES = {
     "prefill": "prompt tokens/s, one request",
     "decode": "tokens/s, one request",
@@ -134,27 +136,18 @@ def prepare_model(arguments: argparse.Namespace) -> None:
 
 def compare(arguments: argparse.Namespace) -> dict[str, list[dict]]:
     """The results of all runs, by library."""
-    runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
-    for number in range(arguments.repeats):
-        # The order alternates, so that changes of clock speed favour neither library.
-        for library in list(LIBRARIES)[:: -1 if number % 2 else 1]:
-            # The counts are the same in every run.
-            sampled = 0 if number else arguments.sampled_tokens
-            runs[library].append(_run(library, sampled, arguments))
-    return runs
+    # The counts are the same in every run.
+    sampled = dict.fromkeys(LIBRARIES, arguments.sampled_tokens)
 
+    def run(library: str) -> dict:
+        command = [__file__, "--runner", library]
+        command += ["--sampled-tokens", str(sampled[library])]
+        for name in SHARED:
+            command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+        sampled[library] = 0
+        return programs.measure(command, arguments.threads)
 
-def _run(library: str, sampled: int, arguments: argparse.Namespace) -> dict:
-    command = [sys.executable, __file__, "--runner", library]
-    command += ["--sampled-tokens", str(sampled)]
-    for name in ("folder", "vocab_size", "prompt_length", "max_tokens", "batch_size"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    environment = dict(os.environ)
-    environment.pop("LMX_CPU", None)
-    if arguments.threads:
-        environment["LMX_BLAS_THREADS"] = str(arguments.threads)
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return programs.alternate(LIBRARIES, arguments.repeats, run)
 
 
 def measure(kind: type, arguments: argparse.Namespace) -> dict:

@@ -11,14 +11,15 @@ only what is missing.
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+import programs
+
 GROUP_SIZE = 64
 MAX_SAMPLES = 512
-CALL = "import sys; from lmx.cli import main; sys.exit(main.train(sys.argv[1:]))"
 ROW = "{:>4}{:>9}{:>9}{:>11}{:>9}{:>13}{:>10}"
 COLUMNS = ("bits", "rate", "before", "unrounded", "QAT", "changed", "share")
 
@@ -92,14 +93,10 @@ def _quantize(bits: int, arguments: argparse.Namespace) -> None:
         "model": str(Path(arguments.model).resolve()),
         "data": _data(arguments),
         "seed": arguments.seed,
-        "output": str(folder / "run"),
         "stages": [{"quantize": stage}],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "recipe.yaml"
-    path.write_text(json.dumps(recipe))
-    command = [sys.executable, "-c", CALL, str(path), "--quiet", "--ignore-limits"]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    programs.run_recipe(recipe, folder / "run")
 
 
 def _folder(bits: int, arguments: argparse.Namespace) -> Path:
@@ -125,9 +122,8 @@ def _record(job: dict, arguments: argparse.Namespace) -> dict:
     file = _folder(job["bits"], arguments) / f"{name}-{job['rate']:g}.json"
     if not file.is_file():
         print(f"{job['bits']} bits: {file.stem}", file=sys.stderr, flush=True)
-        command = [sys.executable, __file__, *sys.argv[1:], "--job", json.dumps(job)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        file.write_text(done.stdout.splitlines()[-1])
+        command = [__file__, *sys.argv[1:], "--job", json.dumps(job)]
+        file.write_text(json.dumps(programs.measure(command)))
     return json.loads(file.read_text())
 
 

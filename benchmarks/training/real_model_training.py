@@ -10,8 +10,6 @@ what is missing, and `--print-only` runs nothing.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +18,7 @@ from pathlib import Path
 import finetune_runners
 import real_model_training_runners as runners
 from finetune import write_tokens
+from programs import measure
 
 GROUP_SIZE = 64
 # Full fine-tuning needs a lower rate than LoRA.
@@ -172,12 +171,12 @@ def _run_row(row: Row, rows: dict[str, Row], arguments: argparse.Namespace) -> N
     if row.runner in finetune_runners.LIBRARIES and row.runner != "lmx":
         program = finetune_runners.PROGRAM
     python = arguments.hf_python if row.runner == "hf" else sys.executable
-    record = _call([python, str(program), row.runner, str(job)], arguments.threads)
+    command = [program, row.runner, job]
+    record = measure(command, arguments.threads, python=python)
     if "trained" in record:
         record["trained"] = _trained_tokens(arguments.folder)
     if row.runner == "mlx-lm" and not row.full:
-        command = [sys.executable, str(runners.PROGRAM), "fuse", str(job)]
-        _call(command, arguments.threads)
+        measure([runners.PROGRAM, "fuse", job], arguments.threads)
     if not row.full:
         sizes = {
             "test": str(arguments.folder / "test.jsonl"),
@@ -186,8 +185,8 @@ def _run_row(row: Row, rows: dict[str, Row], arguments: argparse.Namespace) -> N
             "questions": arguments.num_questions,
             "max_tokens": arguments.max_tokens,
         }
-        measure = [str(runners.PROGRAM), "measure", str(job), json.dumps(sizes)]
-        record |= _call([sys.executable, *measure], arguments.threads)
+        command = [runners.PROGRAM, "measure", job, json.dumps(sizes)]
+        record |= measure(command, arguments.threads)
     (job / "record.json").write_text(json.dumps(record))
 
 
@@ -215,17 +214,6 @@ def _settings(row: Row, arguments: argparse.Namespace) -> dict:
 def _link(path: Path, target: Path) -> None:
     path.unlink(missing_ok=True)
     path.symlink_to(target.resolve())
-
-
-def _call(command: list[str], threads: int | None) -> dict:
-    environment = dict(os.environ)
-    for name in ("LMX_BLAS_THREADS", "OMP_NUM_THREADS") if threads else ():
-        environment[name] = str(threads)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
-    # The libraries print their own reports before this line.
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _job(row: Row, arguments: argparse.Namespace) -> Path:

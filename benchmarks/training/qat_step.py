@@ -6,8 +6,11 @@ default model is a Llama with random weights.
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
 import random_llama
 
 BITS = {"minmax": 4, "lsq": 4}
