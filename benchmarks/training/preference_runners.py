@@ -78,7 +78,7 @@ def _lmx_dpo(folder: Path, settings: dict) -> dict:
 
     cpu.enable()
     import mlx.core as mx
-    from lmx.config.preference import DPOLossConfig
+    from lmx.config.preference import PreferenceLossConfig
     from lmx.training.optimizers import OptimizerConfig
     from lmx.training.preference_loss import PreferenceLoss
     from lmx.training.step import TrainStep
@@ -91,7 +91,7 @@ def _lmx_dpo(folder: Path, settings: dict) -> dict:
         model,
         OptimizerConfig(beta1=BETAS[0], beta2=BETAS[1]),
         chunked_loss=chunked,
-        completion_loss=PreferenceLoss(DPOLossConfig(beta=settings["beta"])),
+        completion_loss=PreferenceLoss(PreferenceLossConfig(beta=settings["beta"])),
     )
     losses, pending = [], None
     for number in range(clock.total):

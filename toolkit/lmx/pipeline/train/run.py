@@ -343,7 +343,6 @@ class TrainRun:
             name=config.optimizer,
             beta1=config.beta1,
             beta2=config.beta2,
-            momentum=config.momentum,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             lr_multipliers=lr_multipliers,
