@@ -52,7 +52,7 @@ LAZY = {
 }
 # The first calls foreign programs, whose errors must not stop a run. The second sends
 # the error of a function to another process, which raises its own.
-TOLERANT = {"run/trackers.py", "training/reward_worker.py"}
+TOLERANT = {"run/trackers.py", "training/rewards.py"}
 BROAD = {"Exception", "BaseException"}
 
 

@@ -7,8 +7,11 @@ from lmx.config.qat import QATConfig
 from lmx.config.quant_spec import QuantSpec
 from lmx.models.float_formats import MODES, E4M3Scales
 from lmx.quantization.packing import dequantize, pack
-from lmx.quantization.qat.float_quantizers import FixedBlockScaleQuantizer
-from lmx.quantization.qat.quantizers import MinMaxQuantizer, make_quantizer
+from lmx.quantization.qat.quantizers import (
+    FixedBlockScaleQuantizer,
+    MinMaxQuantizer,
+    make_quantizer,
+)
 from test_float_grid import FORMATS
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -119,11 +122,11 @@ def test_least_squares_scales_have_less_error_than_those_of_the_range(mode):
 
 
 def test_large_weights_are_fitted_in_parts(monkeypatch):
-    from lmx.quantization.qat import float_quantizers
+    from lmx.quantization.qat import quantizers
 
     weight, whole, parts = normal(2, 7, 64), *(quantizer_of("nvfp4") for _ in "12")
     whole.init(weight)
-    monkeypatch.setattr(float_quantizers, "CHUNK_WEIGHTS", 200)
+    monkeypatch.setattr(quantizers, "CHUNK_WEIGHTS", 200)
     parts.init(weight)
     expected, actual = (q.pack(weight, {})["scales"] for q in (whole, parts))
     assert mx.array_equal(expected, actual)

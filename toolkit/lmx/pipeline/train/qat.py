@@ -10,7 +10,7 @@ from ...config.train import TrainConfig
 from ...errors import UserError
 from ...models.loader import LoadedModel
 from ...models.qq_linear import has_quantized_inputs
-from ...quantization.dequantize import PackedLayers, dequantized_model, layer_specs
+from ...quantization.packing import PackedLayers, dequantized_model, layer_specs
 from ...quantization.qat.quantizers import make_quantizer
 from ...quantization.target_layers import QuantizationPlan, select_layers
 from ...run.logger import RunLogger

@@ -19,8 +19,7 @@ from ...models.lora.lora_model import adapted_layers
 from ...models.qq_linear import fake_quantize_inputs
 from ...models.straight_through import straight_through
 from ..bit_packing import unpack_codes
-from ..dequantize import PackedLayers
-from ..packing import dequantize
+from ..packing import PackedLayers, dequantize
 from .quantizers import make_quantizer
 
 
