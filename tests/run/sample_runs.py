@@ -92,6 +92,7 @@ MANIFEST = {
                 "reference": None,
                 "adapters": None,
                 "draft": None,
+                "rounded": None,
                 "facts": {},
                 "published": [],
             },
