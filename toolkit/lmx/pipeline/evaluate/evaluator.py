@@ -18,6 +18,8 @@ from .questions import Questions, fits
 
 # The name of a model that is rounded to nearest, which is nothing's reference.
 ROUNDED = "rounded"
+# Tokens per batch: larger batches are not faster.
+MAX_BATCH_TOKENS = 4096
 # Samples that the log shows.
 LOGGED_SAMPLES = 2
 # Facts of a draft stage, which are top-level entries of the report.
@@ -149,10 +151,12 @@ class Evaluator:
         All models of a run share one tokenizer.
         """
         encoded = encode_valid(self.context, loaded.tokenizer)
+        limit = eval_batch_tokens(loaded.tokenizer.vocab_size)
         batches = BucketBatchSampler(
             encoded.examples,
             max_seq_length=self.context.data.max_seq_length,
-            batch_tokens=eval_batch_tokens(loaded.tokenizer.vocab_size),
+            # A larger batch would measure more than what is asked for.
+            batch_tokens=min(limit, self.config.num_tokens, MAX_BATCH_TOKENS),
         )
         chosen, trained = [], 0
         for batch in batches.in_order():
