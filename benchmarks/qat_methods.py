@@ -185,7 +185,6 @@ METHODS = (
     Method("qat fixed_scale", _qat("fixed_scale"), grids=ALL_GRIDS),
     Method("qat lsq", _qat("lsq")),
     Method("qat late", _late_qat),
-    Method("qat ternary", _qat("ternary"), grids=(2,)),
     Method("qat from gptq", _from_gptq, grids=ALL_GRIDS),
     Method("qat from codes", _from_codes),
     Method("qat from codes, distill", _from_codes_distill),

@@ -10,7 +10,7 @@ import time
 
 import random_llama
 
-BITS = {"minmax": 4, "lsq": 4, "scales_only": 4, "ternary": 2}
+BITS = {"minmax": 4, "lsq": 4}
 GROUP_SIZE, RANK, LEARNING_RATE = 64, 16, 1e-4
 # The first step is traced; the second is the first with warm caches.
 WARMUP_STEPS = 2
@@ -59,9 +59,6 @@ def _print_case(case: str, arguments: argparse.Namespace) -> None:
     print(f"\n{'full' if case == 'full' else f'LoRA rank {RANK}'}")
     print(ROW.format(*COLUMNS, "first loss, plain"))
     for name in arguments.quantizers:
-        # scales_only trains no weights, so it has no adapters.
-        if (case, name) == ("lora", "scales_only"):
-            continue
         steps = {
             "plain": _step(case, None, arguments),
             "qat": _step(case, name, arguments),
@@ -115,8 +112,6 @@ def _step(case: str, quantizer: str | None, arguments: argparse.Namespace):
         bits=BITS[quantizer], group_size=GROUP_SIZE, quantizer=quantizer
     )
     specs = select_layers(model, qat).specs if qat else {}
-    if quantizer == "scales_only":
-        model.freeze()
     if case == "lora":
         lora_model.attach(model, LoRAConfig(rank=RANK), seed=0, merged=bool(qat))
     fake_quant = FakeQuant(model, specs, dtype, qat) if qat else None

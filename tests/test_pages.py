@@ -37,7 +37,7 @@ PAGES = {
 OTHER_PAGES = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
-    "benchmarks/RESULTS.md",
+    *(f"benchmarks/results/{p.name}" for p in ROOT.glob("benchmarks/results/*.md")),
     "data/SOURCES.md",
     "docs/llms.txt",
     "tests/README.md",

@@ -57,12 +57,11 @@ def test_run_has_paths_metrics_and_history(run, recipe):
     assert "<td>perplexity</td>" in run._repr_html_()
 
 
-def test_changed_values_of_a_run_are_not_those_of_the_run(run):
+def test_values_of_a_run_are_its_own(run, tmp_path):
     run.resolved["model"].clear()
     assert run.resolved["model"]
-
-
-def test_run_without_its_values_is_explained(run, tmp_path):
+    with pytest.raises(lmx.UserError, match="not a run directory"):
+        lmx.open_run(tmp_path)
     (tmp_path / "manifest.json").write_bytes((run.path / "manifest.json").read_bytes())
     with pytest.raises(lmx.UserError, match=r"this run has no resolved\.yaml"):
         lmx.load(tmp_path)
@@ -120,11 +119,6 @@ def test_stop_after_a_stage_keeps_it(recipe, tmp_path):
     assert run.status == "done"
 
 
-def test_callback_class_instead_of_an_instance_is_refused(recipe):
-    with pytest.raises(lmx.UserError, match=r"an instance of lmx\.Callback"):
-        lmx.train(recipe, callbacks=[Recorder])
-
-
 def test_exit_of_a_callback_is_an_error(recipe, tmp_path):
     class Exit(lmx.Callback):
         def on_step(self, state):
@@ -136,11 +130,6 @@ def test_exit_of_a_callback_is_an_error(recipe, tmp_path):
     assert caught.value.code == 1
     assert Path(__file__).name in caught.value.place
     assert lmx.open_run(tmp_path / "r").status == "failed"
-
-
-def test_exit_of_a_metric_is_an_error(run):
-    with pytest.raises(lmx.UserError, match="the metric m fails: SystemExit: 0"):
-        lmx.evaluate(run, metrics={"m": lambda *_: sys.exit(0)}, quiet=True)
 
 
 def test_interrupt_saves_and_raises(recipe, tmp_path):
@@ -200,27 +189,22 @@ def test_loss_from_python_trains_and_is_part_of_the_recipe(
     assert "scaled_loss.<locals>.loss" in text
     again = lmx.train(recipe, output=tmp_path / "1.0", loss=scaled_loss(1.0))
     assert again.status == "done"
-    with pytest.raises(lmx.UserError, match=r"python\.loss\.sha256"):
+    with pytest.raises(lmx.UserError, match=r"python\.loss: "):
         lmx.train(recipe, output=tmp_path / "1.0", loss=scaled_loss(2.0))
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (lambda logits, targets, mask: logits.sum(axis=-1), r"must return the sum"),
-        (lambda logits, targets, mask: logits.nothing, r"fails: AttributeError"),
-        (lambda logits, targets, mask: sys.exit(0), r"fails: SystemExit: 0"),
-        (
-            lambda logits, targets, mask: (mask * (logits.argmax(-1) != targets)).sum(),
-            r"gradient of the loss .* is zero",
-        ),
-        (lambda logits, targets, mask: mx.array(1.0), r"gradient of the loss .* is"),
-        (
-            lambda logits, targets, mask: mx.stop_gradient(logits).sum(),
-            r"gradient of the loss .* is zero",
-        ),
-    ],
-)
+ZERO = r"gradient of the loss .* is zero"
+LOSSES = [
+    (lambda logits, targets, mask: logits.sum(axis=-1), r"must return the sum"),
+    (lambda logits, targets, mask: logits.nothing, r"fails: AttributeError"),
+    (lambda logits, targets, mask: sys.exit(0), r"fails: SystemExit: 0"),
+    (lambda x, targets, mask: (mask * (x.argmax(-1) != targets)).sum(), ZERO),
+    (lambda logits, targets, mask: mx.array(1.0), ZERO),
+    (lambda logits, targets, mask: mx.stop_gradient(logits).sum(), ZERO),
+]
+
+
+@pytest.mark.parametrize(("loss", "message"), LOSSES)
 def test_wrong_loss_is_named(uncompiled, loss, message, recipe, tmp_path):
     recipe["stages"] = recipe["stages"][:1]
     with pytest.raises(lmx.UserError, match=message) as caught:
@@ -250,7 +234,7 @@ def test_metrics_are_reported_and_a_missed_threshold_raises(recipe, run, tmp_pat
     assert failed.status == "failed"
     assert failed.metrics["base"]["custom"] == {"examples": 8.2}
     assert "examples" in str(failed.table)
-    assert "metrics:\n    examples:\n" in failed.recipe_path.read_text()
+    assert "metrics:\n    examples: " in failed.recipe_path.read_text()
 
 
 def test_another_metric_keeps_the_stages_before_it(recipe, run, tmp_path):
@@ -262,8 +246,3 @@ def test_another_metric_keeps_the_stages_before_it(recipe, run, tmp_path):
         assert done.metrics["quantized"]["custom"] == {"n": value}
     stages = [stage for stage, _ in recorder.events]
     assert stages == ["1-quantize", "2-evaluate", "2-evaluate"]
-
-
-def test_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(lmx.UserError, match="not a run directory"):
-        lmx.open_run(tmp_path)

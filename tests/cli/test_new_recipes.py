@@ -1,6 +1,5 @@
 """`lmx recipes` and `lmx init`: recipes of the user's own."""
 
-import io
 import json
 import re
 import shutil
@@ -12,9 +11,9 @@ import mlx.nn as nn
 import numpy as np
 import packers
 import pytest
-from lmx.cli import init, main
+from lmx.cli import main, recipes
 from lmx.config import bundled
-from lmx.config.recipe_text import SCHEMA_LINE
+from lmx.config.bundled import SCHEMA_LINE
 from lmx.config.yaml_io import read
 from lmx.convert.exporters import gguf
 from lmx.convert.importers import load_model
@@ -33,7 +32,12 @@ def test_recipes_lists_every_recipe_with_its_title(capsys):
     assert main.main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [*bundled.bundled_recipes()]
-    assert any("4-bit quantization-aware LoRA" in line for line in lines)
+    # The author's first comment, not the address of the schema.
+    for line, path in zip(lines, bundled.bundled_recipes().values(), strict=True):
+        schema, title, *_ = path.read_text().splitlines()
+        assert path.parent / schema.removeprefix(SCHEMA_LINE) == bundled.schema_file()
+        assert line.endswith(f"  {title.removeprefix('# ')}")
+    assert bundled.schema_file().is_file()
 
 
 @pytest.mark.parametrize("name", bundled.bundled_recipes())
@@ -60,17 +64,61 @@ def test_own_files_go_before_those_of_lmx(elsewhere):
     assert load("lora.yaml").find("recipes/lora.yaml") is None
 
 
-def test_copy_never_overwrites(elsewhere, capsys):
+def test_recipes_and_init_never_overwrite(elsewhere, capsys):
     (elsewhere / "mine").mkdir()
     assert main.main(["recipes", "copy", "lora", "mine"]) == 0
     assert (elsewhere / "mine/lora.yaml").is_file()
     (elsewhere / "a.yaml").write_text("mine")
     assert main.main(["recipes", "copy", "lora", "a.yaml"]) == 2
     assert "a.yaml: the file exists" in capsys.readouterr().err
+    arguments = ["--model", "a/b", "--data", "c/d", "--output", "a.yaml"]
+    assert main.main(["init", *arguments]) == 2
     assert (elsewhere / "a.yaml").read_text() == "mine"
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         main.main(["recipes", "copy", "no_such"])
     assert "qat_4bit" in capsys.readouterr().err
+
+
+TEXT = """\
+# A title.
+model: a/b  # the model
+data: {train: [x, y], max_seq_length: 8}
+stages:
+  - train: {steps: 1, batch_size: 2}  # first
+  - quantize:
+      bits: 4 # second
+      calibration: {max_seq_length: 8}
+"""
+
+
+def test_changed_values_leave_comments_and_layout():
+    text = recipes.set_value(TEXT, ("model",), "c d/e")
+    path = ("stages", 0, "train", "batch_size")
+    text = recipes.set_value(text, path, 7, key="batch_tokens")
+    calibration = ("stages", 1, "quantize", "calibration")
+    text = recipes.set_value(text, calibration, {"num_tokens": 9})
+    expected = TEXT.replace("a/b", "c d/e").replace("batch_size: 2", "batch_tokens: 7")
+    assert text == expected.replace("{max_seq_length: 8}\n", "{num_tokens: 9}\n")
+    last = "      calibration: {max_seq_length: 8}\n"
+    assert recipes.without_key(TEXT, calibration) == TEXT.removesuffix(last)
+    with pytest.raises(AssertionError):
+        recipes.without_key(TEXT, calibration[:-1])
+
+
+VALUES = [
+    "a, b", "x: y", "{a}", "# x", "1e-5", "yes", "null", "", "C:\\x", "Ünï", "a\nb",
+    ["a, b", 1], {"a": "x: y"}, None, True, 0.002,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("path", [("model",), ("data", "train")], ids=["block", "flow"])
+def test_set_value_writes_the_value_itself(value, path):
+    data = read(recipes.set_value(TEXT, path, value)).data
+    expected = read(TEXT).data
+    (expected if len(path) == 1 else expected["data"])[path[-1]] = value
+    assert data == expected
 
 
 def written(*arguments: str) -> dict:
@@ -80,7 +128,7 @@ def written(*arguments: str) -> dict:
 
 
 CASES = [
-    *product(["qat", "quantize"], init.BITS),
+    *product(["qat", "quantize"], recipes.BITS),
     ("finetune", None),
     ("draft", None),
 ]
@@ -95,13 +143,13 @@ def test_init_writes_a_valid_recipe(task, bits, model, elsewhere):
     assert data["data"]["train"] == "owner/set"
     assert "valid" not in data["data"]
     text = (elsewhere / "my.yaml").read_text()
-    widths = {v for path, v in init._values(data) if path[-1] == "bits"}
+    widths = {v for path, v in recipes._values(data) if path[-1] == "bits"}
     assert widths == ({bits} if bits else set())
     if bits:
         title = text.splitlines()[1]
         assert f"{bits}-bit" in title or f"{bits} bits" in title
     assert text.count("#") > 3
-    values = {path[-1]: value for path, value in init._values(data)}
+    values = {path[-1]: value for path, value in recipes._values(data)}
     if model == "owner/name" and task != "quantize":
         assert values["max_seq_length"] == 1024
         assert "batch_size" not in values
@@ -116,7 +164,7 @@ def test_init_without_options_of_bits_and_data(elsewhere):
     assert data["data"] == {"valid": "builtin:stdlib", "max_seq_length": 256}
     assert data["stages"][0]["quantize"]["bits"] == 4
     (elsewhere / "my.yaml").unlink()
-    included = ["--model", init.INCLUDED_MODEL, "--data", init.INCLUDED_DATA]
+    included = ["--model", recipes.INCLUDED_MODEL, "--data", recipes.INCLUDED_DATA]
     source = read(bundled.bundled_recipes()["qat_4bit"].read_text()).data
     assert written(*included) == source
 
@@ -144,103 +192,56 @@ def test_init_refuses_what_lmx_train_would_refuse(
     assert not list(elsewhere.iterdir())
 
 
-def test_init_never_overwrites(elsewhere, capsys):
-    (elsewhere / "my.yaml").write_text("mine")
-    arguments = ["--model", "a/b", "--data", "c/d", "--output", "my.yaml"]
-    assert main.main(["init", *arguments]) == 2
-    assert (elsewhere / "my.yaml").read_text() == "mine"
-
-
-class TerminalInput(io.StringIO):
-    """Typed answers."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_init_asks_on_a_terminal(elsewhere, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", TerminalInput("quantise\nquantize\na/b\n3\n"))
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert main.main(["init"]) == 0
-    data = read((elsewhere / "quantize_3bit.yaml").read_text()).data
-    assert (data["model"], data["stages"][0]["quantize"]["bits"]) == ("a/b", 3)
-    assert capsys.readouterr().out.count("task (") == 2
-    # The end of the input is an interruption.
-    monkeypatch.setattr("sys.stdin", TerminalInput("qat\n"))
-    assert main.main(["init"]) == 130
-
-
 ROW = '{"prompt": "count to three", "completion": "one two three"}\n'
-KINDS = {
+CODES = {
     "plain": {},
-    "affine_2_32": {"bits": 2, "group_size": 32},
-    "affine_4_32": {"bits": 4, "group_size": 32},
-    "affine_4_128": {"bits": 4, "group_size": 128},
-    "affine_8_64": {"bits": 8, "group_size": 64},
-    "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    "affine": {"bits": 4, "group_size": 32},
     "nvfp4": {"bits": 4, "group_size": 16, "mode": "nvfp4"},
-    "mxfp8": {"bits": 8, "group_size": 32, "mode": "mxfp8"},
-    "gguf_f16": {},
-    "gguf_q4_1": {"bits": 4, "group_size": 32},
+    "gguf": {"bits": 4, "group_size": 32},
     "gptq": {"bits": 4, "group_size": 128},
-    "awq": {"bits": 4, "group_size": 64},
 }
-
-
-# The GGUF export keeps the codes of these.
-GGUF = {"gguf_f16": "plain", "gguf_q4_1": "affine_4_32"}
 
 
 @pytest.fixture(scope="module")
 def models(make_checkpoint, tmp_path_factory):
-    """A function that writes a tiny model of a kind."""
+    """A function that writes a tiny model with codes of a kind."""
     root = tmp_path_factory.mktemp("kinds")
     base = make_checkpoint(dtype="float16", intermediate_size=128, num_hidden_layers=2)
 
     def write(kind):
-        codes, folder = KINDS[kind], root / kind
-        bits, size = codes.get("bits"), codes.get("group_size")
-        if kind in ("gptq", "awq"):
-            packed = getattr(packers, kind)
-            settings = {"quant_method": kind, "bits": bits, "group_size": size}
+        codes, folder = CODES[kind], root / kind
+        if kind == "plain":
+            return base
+        if kind == "gptq":
+            settings = {"quant_method": kind, "sym": True, **codes}
             rng = np.random.default_rng(0)
             packers.write_checkpoint(
                 base,
                 folder,
                 lambda _, outputs, inputs: packers.random_codes(
-                    rng, outputs, inputs, bits=bits, size=size, symmetric=True
+                    rng, outputs, inputs, bits=4, size=128, symmetric=True
                 ),
-                lambda layer: packed(layer, bits),
-                settings | {"sym": True, "zero_point": True, "version": "gemm"},
+                lambda layer: packers.gptq(layer, 4),
+                settings,
             )
-        elif kind.startswith("gguf"):
-            exporting.export(gguf, write(GGUF[kind]), folder)
-            [file] = folder.glob("*.gguf")
-            return file
-        elif kind == "plain":
-            return base
+        elif kind == "gguf":
+            # The export keeps the codes.
+            exporting.export(gguf, write("affine"), folder)
+            return next(folder.glob("*.gguf"))
         elif not folder.exists():
             quantized = load_model(base, compute="stored")
-            layers = {"bits": bits, "group_size": size, "mode": codes.get("mode")}
-            layers = {k: v for k, v in layers.items() if v}
-            nn.quantize(quantized.model, **layers)
+            nn.quantize(quantized.model, **codes)
             shutil.copytree(base, folder)
             weights = dict(tree_flatten(quantized.model.parameters()))
             mx.save_safetensors(str(folder / "model.safetensors"), weights)
-            config = quantized.config | {"quantization": layers}
+            config = quantized.config | {"quantization": codes}
             (folder / "config.json").write_text(json.dumps(config))
         return folder
 
     return write
 
 
-QUICK = ("affine_4_32", "nvfp4", "gguf_q4_1", "gptq")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS],
-)
+@pytest.mark.parametrize("kind", CODES)
 def test_what_init_writes_passes_its_dry_run(
     kind, models, elsewhere, capsys, monkeypatch
 ):
@@ -249,16 +250,16 @@ def test_what_init_writes_passes_its_dry_run(
         monkeypatch.setattr(resources, speed, lambda *_: 1e9)
     model = str(models(kind))
     (elsewhere / "rows.jsonl").write_text(20 * ROW)
-    codes = KINDS[kind]
-    for task in init.TASKS:
-        for bits in (None, 2, 4, 8) if task in init.BY_BITS else (None,):
+    codes = CODES[kind]
+    for task in recipes.TASKS:
+        for bits in (None, 2, 4, 8) if task in recipes.BY_BITS else (None,):
             arguments = ["--task", task, "--model", model, "--data", "rows.jsonl"]
             arguments += ["--bits", str(bits)] if bits else []
             file = elsewhere / "r.yaml"
             code = main.main(["init", *arguments, "--output", str(file)])
             error = capsys.readouterr().err
             fits = task == "qat" and bits in (None, codes.get("bits"))
-            if codes and task in init.BY_BITS and not fits:
+            if codes and task in recipes.BY_BITS and not fits:
                 assert (code, file.exists()) == (2, False)
                 what = rf"quantized to {codes['bits']} bits already"
                 assert re.search(what, error), error

@@ -1,16 +1,12 @@
-"""`lmx train`, `lmx quantize` and `lmx draft` without a recipe file."""
+"""`lmx train` and `lmx quantize` without a recipe file."""
 
 import json
-import os
 from pathlib import Path
 
 import lmx
 import pytest
 from lmx.api import jobs
 from lmx.cli import main
-from lmx.run.fs import hash_file
-
-EXTRA = ["stages.train.logging_steps=2", "stages.train.learning_rate=2e-3"]
 
 
 @pytest.fixture
@@ -18,71 +14,11 @@ def checkpoint(make_checkpoint):
     return make_checkpoint()
 
 
-@pytest.fixture
-def train_words(checkpoint, tmp_path, monkeypatch) -> list[str]:
+@pytest.fixture(autouse=True)
+def examples(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"Add {n} and 1.", "completion": f"{n + 1}"} for n in range(16)]
     (tmp_path / "my.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    options = "--data my.jsonl --lora-rank 4 --bits 4 --steps 2 --batch-size 2"
-    return ["--model", str(checkpoint), *options.split(), "--max-seq-length", "64"]
-
-
-def weights(run: lmx.Run) -> str:
-    return hash_file(run.model_path / "model.safetensors")
-
-
-def test_options_file_and_dict_give_the_same_bytes(
-    train_words, checkpoint, tmp_path, capsys
-):
-    words = [*train_words, *EXTRA, "--quiet"]
-    assert main.main(["train", *words]) == 0
-    printed = capsys.readouterr().out
-    [folder] = (tmp_path / "exports").iterdir()
-    text = (folder / "recipe.yaml").read_text()
-    assert printed.startswith(text)
-    (tmp_path / "same.yaml").write_text(text)
-    assert main.train(["same.yaml", "--quiet"]) == 0
-    stage = {
-        "adapter": {"rank": 4},
-        "qat": {"bits": 4},
-        "steps": 2,
-        "batch_size": 2,
-        "logging_steps": 2,
-        "learning_rate": 2e-3,
-    }
-    recipe = {
-        "model": checkpoint,
-        "data": {"train": "my.jsonl", "max_seq_length": 64},
-        "stages": [{"train": stage}, {"export": {}}],
-    }
-    runs = [
-        lmx.open_run(folder),
-        lmx.open_run("exports/same"),
-        lmx.train(recipe, output="exports/dict", quiet=True),
-    ]
-    assert len({*map(weights, runs)}) == 1
-    # A control: another rate gives other bytes.
-    stage["learning_rate"] = 1e-2
-    assert weights(lmx.train(recipe, output="other", quiet=True)) != weights(runs[0])
-    # The same command finds its run, whose stages are complete.
-    before = os.stat(folder / "model").st_mtime_ns
-    assert main.main(["train", *words[:-1]]) == 0
-    assert "1-train: already complete" in capsys.readouterr().out
-    assert os.stat(folder / "model").st_mtime_ns == before
-
-
-def test_quantize_gives_the_bytes_of_its_recipe_and_of_python(
-    checkpoint, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    words = ["quantize", "--model", str(checkpoint), "--bits", "3", "--group-size=32"]
-    assert main.main([*words, "--output", "words", "--quiet"]) == 0
-    assert main.train(["words/recipe.yaml", "output=file", "--quiet"]) == 0
-    keys = {"bits": 3, "group_size": 32, "quiet": True}
-    folders = ["words", "file", lmx.quantize(checkpoint, output="keys", **keys).path]
-    assert len({weights(lmx.open_run(folder)) for folder in folders}) == 1
-    other = lmx.quantize(checkpoint, output="other", **{**keys, "bits": 4})
-    assert weights(other) != weights(lmx.open_run("words"))
 
 
 @pytest.fixture
@@ -103,7 +39,7 @@ def recipe_of_words(words, tmp_path, capsys) -> lmx.Recipe:
 
 
 def test_options_of_quantize_are_keywords_of_python(
-    train_words, checkpoint, tmp_path, capsys, recipe_of_python
+    checkpoint, tmp_path, capsys, recipe_of_python
 ):
     words = ["quantize", "--model", str(checkpoint), "--data", "my.jsonl"]
     words += ["--method=gptq", "--bits=3", "--group-size=32", "--seed=2"]
@@ -115,27 +51,6 @@ def test_options_of_quantize_are_keywords_of_python(
     lmx.quantize(checkpoint, data="my.jsonl", **{**settings, "seed": 3})
     assert printed.hash != recipe_of_python[1].hash
     assert not (tmp_path / "here").exists()
-
-
-def test_options_of_draft_are_keywords_of_python(
-    train_words, checkpoint, tmp_path, capsys, recipe_of_python
-):
-    words = ["draft", "--model", str(checkpoint), "--data=my.jsonl", "--bits=3"]
-    words += ["--valid=my.jsonl", "--num-layers=1", "--steps=7", "--batch-tokens=256"]
-    words += ["--learning-rate=2e-4", "--max-seq-length=64", "--seed=2"]
-    data = {"train": "my.jsonl", "valid": "my.jsonl", "max_seq_length": 64}
-    lmx.make_draft(
-        checkpoint,
-        data,
-        seed=2,
-        quantization={"bits": 3},
-        draft_model={"num_layers": 1},
-        steps=7,
-        batch_tokens=256,
-        learning_rate=2e-4,
-    )
-    printed = recipe_of_words(words, tmp_path, capsys)
-    assert printed.hash == recipe_of_python[0].hash
 
 
 @pytest.mark.parametrize(
@@ -157,7 +72,7 @@ def test_options_of_draft_are_keywords_of_python(
     ],
 )
 def test_options_of_train_stand_for_a_recipe(
-    given, stage, train_words, checkpoint, tmp_path, capsys
+    given, stage, checkpoint, tmp_path, capsys
 ):
     words = ["train", "--model", str(checkpoint), "--data=my.jsonl", *given]
     words += ["--valid=my.jsonl", "--max-seq-length=64", "--seed=2"]
@@ -174,7 +89,7 @@ def test_options_of_train_stand_for_a_recipe(
     ("words", "message"),
     [
         (["train", "--data", "my.jsonl"], "--model is missing"),
-        (["draft", "--model", "m"], "--data is missing"),
+        (["train", "--model", "m"], "--data is missing"),
         (["train", "lora", "--steps", "3"], "a recipe and --steps: give one of them"),
         (["quantize", "--model", "m", "--bits", "9"], "stages.1.quantize.bits"),
     ],

@@ -6,11 +6,54 @@ from pathlib import Path
 
 import pytest
 from lmx.cli import main, sweep
-from lmx.errors import INTERRUPTED
-from lmx.run.compare import RunSummary
-from lmx.run.sweep_summary import SweepRun, groups_table, narrower
+from lmx.cli.sweep import expand, folder_name
+from lmx.errors import INTERRUPTED, UserError
+from lmx.run.compare import RunSummary, groups_table, narrower
 
 RATE = "stages.train.learning_rate"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "runs"),
+    [
+        (
+            ["a.b=1e-4,3e-4", "seed=0,1,0"],
+            [("1e-4", "0"), ("1e-4", "1"), ("3e-4", "0"), ("3e-4", "1")],
+        ),
+        # Commas in brackets and quotes belong to a value.
+        (['data.train=[a, "b,c"]'], [('[a, "b,c"]',)]),
+        (["a=[1, 2],{x: 1, y: 2},'p,q'"], [("[1, 2]",), ("{x: 1, y: 2}",), ("'p,q'",)]),
+        (["a=https://b/c:d, x y"], [("https://b/c:d",), ("x y",)]),
+        (["a="], [("",)]),
+        (["a=[1,2"], [("[1,2",)]),
+        ([], [()]),
+    ],
+)
+def test_sweep_has_every_combination_once(arguments, runs):
+    keys = [argument.partition("=")[0] for argument in arguments]
+    assert expand(arguments) == [dict(zip(keys, run, strict=True)) for run in runs]
+
+
+@pytest.mark.parametrize("words", ["a", "=1", "output=x", "a=1 a=2"])
+def test_wrong_arguments_are_refused(words):
+    with pytest.raises(UserError):
+        expand(words.split())
+
+
+def test_names_of_folders_are_short_safe_and_distinct():
+    values = [
+        {"stages.train.learning_rate": "1e-4", "seed": "0"},
+        {"stages.train.learning_rate": "1e-4", "seed": "1"},
+        {"model": "a/b"},
+        {"model": "a-b"},
+        {"data.train": "x" * 300},
+        {"data.train": "x" * 301},
+        {},
+    ]
+    names = [*map(folder_name, values)]
+    assert names[0] == "train.learning_rate=1e-4_seed=0"
+    assert len({*names}) == len(values)
+    assert all("/" not in name and len(name) < 120 for name in names)
 
 
 @pytest.fixture
@@ -67,9 +110,14 @@ def test_sweep_runs_everything_once_and_goes_on_after_a_failure(
 
 
 def test_interrupted_run_ends_the_sweep(recipe, monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "_run", lambda *_: INTERRUPTED)
-    assert main.main(["sweep", recipe, "seed=0,1"]) == INTERRUPTED
-    assert f"to resume: lmx sweep {recipe} seed=0,1" in capsys.readouterr().err
+    calls: list[list[str]] = []
+    monkeypatch.setattr(sweep, "_run", lambda w: calls.append(w) or INTERRUPTED)
+    words = ["sweep", recipe, "seed=0,1", "--ignore-limits", "--allow-python"]
+    assert main.main([*words, "--output", "here", "--quiet"]) == INTERRUPTED
+    # Every run, and the command that resumes the sweep, has its flags.
+    assert {*words[3:]} < {*calls[0]}
+    command = f"lmx {' '.join(words)} --output here"
+    assert f"to resume: {command}\n" in capsys.readouterr().err
 
 
 def test_run_is_a_process_whose_exit_code_counts(tmp_path, capfd):
@@ -104,29 +152,25 @@ def test_invalid_combination_runs_nothing(recipe, in_process, capsys):
     assert not in_process
 
 
-def test_dry_run_lists_the_runs_of_a_list(recipe, in_process, tmp_path, capsys):
-    Path("runs.txt").write_text("seed=4\nseed=5\n")
-    words = ["sweep", recipe, "--list", "runs.txt", "--output", "here", "--dry-run"]
+def test_dry_run_lists_the_runs(recipe, in_process, capsys):
+    words = ["sweep", recipe, "seed=4,5", "--output", "here", "--dry-run"]
     assert main.main(words) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "to run  here/seed=4",
-        "to run  here/seed=5",
-        "2 runs",
-    ]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["to run  here/seed=4", "to run  here/seed=5", "2 runs"]
     assert not in_process
     assert not Path("here").exists()
 
 
 def test_table_has_means_and_standard_errors_over_seeds():
-    def run(rate: str, seed: int, loss: float, status: str = "done") -> SweepRun:
+    def run(rate: str, seed: int, loss: float, status: str = "done") -> tuple:
         records = [{"kind": "valid", "loss": 9.0}, {"kind": "valid", "loss": loss}]
         metrics = {"perplexity": 10 * loss}
         summary = RunSummary("", Path(), "m", metrics, [], status, {}, records)
-        return SweepRun({"rate": rate, "seed": str(seed)}, summary)
+        return {"rate": rate, "seed": str(seed)}, summary
 
     runs = [run("1", 0, 1.0), run("1", 1, 2.0), run("1", 2, 6.0)]
     runs += [run("2", 0, 4.0), run("2", 1, 100.0, "failed")]
-    runs.append(SweepRun({"rate": "2", "seed": "2"}, None))
+    runs.append(({"rate": "2", "seed": "2"}, None))
     columns, rows = groups_table(runs)
     assert columns == ["rate", "finished", "validation loss", "perplexity"]
     # The standard deviation of 1, 2 and 6 is sqrt(7).
@@ -144,18 +188,3 @@ def test_table_of_few_groups_and_many_metrics_has_metrics_as_rows():
     )
     # As wide as it is high: it stays.
     assert narrower(columns, [row] * 3) == (columns, [row] * 3)
-
-
-def test_every_run_gets_the_flags_of_the_sweep(recipe, monkeypatch, capsys):
-    calls: list[list[str]] = []
-
-    def interrupted(words: list[str]) -> int:
-        calls.append(words)
-        return INTERRUPTED
-
-    monkeypatch.setattr(sweep, "_run", interrupted)
-    flags = ["--ignore-limits", "--allow-python"]
-    assert main.main(["sweep", recipe, "seed=0,1", "--quiet", *flags]) == INTERRUPTED
-    assert set(flags) <= set(calls[0])
-    # So does the command that resumes it.
-    assert capsys.readouterr().err.strip().endswith(" ".join(flags))

@@ -5,12 +5,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from lmx.config import loader
 from lmx.config.bundled import BUNDLED
 from lmx.config.errors import ConfigErrors
-from lmx.config.loader import root_of
 from lmx.errors import UserError
-from lmx.pipeline.plan import difference, plan, recipe_hash
 from lmx.pipeline.plan import load as load_recipe
+from lmx.pipeline.plan import plan, recipe_hash
+from lmx.run.compare import difference
 
 RECIPE = """\
 # A recipe that uses most keys.
@@ -50,11 +51,8 @@ def test_load_recipe_reads_values(recipe):
     assert train.qat.quantize_embeddings is True
     assert train.learning_rate == 1e-5
     assert train.sample_prompts == ["on", "1e-5", "12:30"]
-    assert [stage.kind for stage in loaded.recipe.stages] == [
-        "train",
-        "evaluate",
-        "export",
-    ]
+    kinds = [stage.kind for stage in loaded.recipe.stages]
+    assert kinds == ["train", "evaluate", "export"]
     assert loaded.name == "whole"
     assert loaded.text == RECIPE
 
@@ -88,7 +86,10 @@ def test_bundled_recipes_load_and_resolve(path, tmp_path, monkeypatch):
 
 def test_find_searches_working_directory_then_root(recipe, tmp_path, monkeypatch):
     loaded = load_recipe(recipe)
+    # The parent of the folder `recipes`, else the recipe's own folder.
     assert loaded.root == tmp_path
+    assert loader.root_of(tmp_path / "mine.yaml") == tmp_path
+    assert loader.root_of(tmp_path / "recipes" / "deep" / "mine.yaml") == tmp_path
     assert loaded.find("rows.jsonl") == tmp_path / "rows.jsonl"
     assert loaded.find("nothing.jsonl") is None
     elsewhere = tmp_path / "elsewhere"
@@ -98,33 +99,20 @@ def test_find_searches_working_directory_then_root(recipe, tmp_path, monkeypatch
     assert loaded.find("rows.jsonl") == Path("rows.jsonl")
 
 
-def test_root_of_recipe_without_recipes_folder(tmp_path):
-    assert root_of(tmp_path / "mine.yaml") == tmp_path
-    assert root_of(tmp_path / "recipes" / "deep" / "mine.yaml") == tmp_path
-
-
 def test_overrides_are_yaml(recipe):
-    loaded = load_recipe(
-        recipe,
-        [
-            "stages.train.steps=50",
-            "stages.2.evaluate.num_tokens=7",
-            "data.train=[builtin:stdlib]",
-            "data.streaming=no",
-            "stages.evaluate.thresholds.max_kl=5e-2",
-            "model.from_scratch.hidden_size=128",
-            "data.columns.completion=answer",
-            "output=exports/try",
-            "stages.train.sample_prompts.2=second",
-        ],
-    )
+    arguments = """
+        stages.train.steps=50 stages.2.evaluate.num_tokens=7 data.streaming=no
+        data.train=[builtin:stdlib] stages.evaluate.thresholds.max_kl=5e-2
+        model.from_scratch.hidden_size=128 data.columns.completion=answer
+        output=exports/try stages.train.sample_prompts.2=second
+    """
+    loaded = load_recipe(recipe, arguments.split())
     train, evaluate, _ = (stage.config for stage in loaded.recipe.stages)
-    assert train.steps == 50
-    assert train.sample_prompts == ["on", "second", "12:30"]
+    assert (train.steps, train.sample_prompts) == (50, ["on", "second", "12:30"])
     assert (evaluate.num_tokens, evaluate.thresholds.max_kl) == (7, 0.05)
-    assert loaded.recipe.data.train == ["builtin:stdlib"]
-    assert loaded.recipe.data.streaming is False
-    assert loaded.recipe.data.columns == {"prompt": "question", "completion": "answer"}
+    data = loaded.recipe.data
+    assert (data.train, data.streaming) == (["builtin:stdlib"], False)
+    assert data.columns == {"prompt": "question", "completion": "answer"}
     assert loaded.recipe.model.from_scratch.hidden_size == 128
     assert loaded.recipe.output == "exports/try"
 
@@ -177,11 +165,8 @@ def test_hub_ids_are_not_local_paths(tmp_path, monkeypatch):
 def test_plan_has_stages_inputs_and_outputs(recipe, monkeypatch):
     steps = plan(load_recipe(recipe))
     assert steps.output == Path("exports/whole")
-    assert [stage.name for stage in steps.stages] == [
-        "1-train",
-        "2-evaluate",
-        "3-export",
-    ]
+    names = [stage.name for stage in steps.stages]
+    assert names == ["1-train", "2-evaluate", "3-export"]
     train, evaluate, export = steps.stages
     folder = Path("exports/whole/stages/1-train")
     assert train.inputs == ("from scratch", "builtin:stdlib", "rows.jsonl")
@@ -193,11 +178,11 @@ def test_plan_has_stages_inputs_and_outputs(recipe, monkeypatch):
 
 
 def test_recipe_hash_ignores_output(recipe):
-    first = load_recipe(recipe).resolved
-    assert recipe_hash(
-        load_recipe(recipe, ["output=elsewhere"]).resolved
-    ) == recipe_hash(first)
-    assert recipe_hash(load_recipe(recipe, ["seed=4"]).resolved) != recipe_hash(first)
+    hashes = [
+        recipe_hash(load_recipe(recipe, arguments).resolved)
+        for arguments in ([], ["output=elsewhere"], ["seed=4"])
+    ]
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_recipe_difference_has_dotted_keys(recipe):

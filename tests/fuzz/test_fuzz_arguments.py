@@ -70,12 +70,12 @@ SOUND = {
 
 def without_work() -> None:
     """Arguments are the subject: nothing is trained, loaded or measured."""
-    from lmx.api import checking, evaluation, generation, model, training
+    from lmx.api import checking, evaluation, generation, jobs, model
 
     def nothing(*_, **__):
         raise lmx.UserError("nothing is done here", hint="this is a test")
 
-    training.runner.run = nothing
+    jobs.runner.run = nothing
     checking.DryRun = evaluation.Evaluator = nothing
     model.load_model = evaluation.make_context = generation.load = nothing
 

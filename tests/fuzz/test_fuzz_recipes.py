@@ -13,23 +13,8 @@ SCALARS = [
     *("", "null", "~", "yes", "NaN", ".inf", "-.inf", "1e400", "0x1F", "0o17", "1_000"),
     *("-1", "0", "1.5", "9" * 40, "1e-400", "'", '"', "[", "{", "]", "&a *a", "*b"),
     *("!!python/object:os.system x", "!!binary aGk=", "!!set {a}", "<<: *a", "? [a]"),
-    *(
-        "2026-11-24",
-        "12:30:45",
-        "|",
-        ">-",
-        "%TAG",
-        "---",
-        "...",
-        "\t",
-        "\x00",
-        "\x1b[2J",
-    ),
-    *(
-        "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
-        "\u202e",
-        "a" * 9000,
-    ),
+    *("2026-11-24", "12:30:45", "|", ">-", "%TAG", "---", "...", "\t", "\x00"),
+    *("\xed\xa0\x80", "\u202e", "\x1b[2J", "a" * 9000),
     *("data/tiny-base", "..", "/", "~nobody", "a/b/c", "builtin:stdlib", "builtin:x"),
     *("[1, 2, 3]", "{a: 1}", "{bits: 4}", "[[[[[[[[]]]]]]]]", "{type: dpo}", "[null]"),
 ]
@@ -37,7 +22,6 @@ KEYS = [
     *("model", "stages", "train", "quantize", "method", "type", "bits", "qat", "loss"),
     *("adapter", "path", "tracker", "python", "seed", "output", "data", "steps", "x"),
 ]
-SECONDS = {"longest": 0.0}
 
 
 def mutate_line(rng: random.Random, line: str) -> str:

@@ -135,20 +135,11 @@ def insert_line(path, _, rng):
     path.write_bytes(b"".join(lines))
 
 
-def nest(path, *_):
-    path.write_text("[" * 100_000)
-
-
 def as_folder(path, _, rng):
     remove(path)
     path.mkdir()
     if rng.random() < 0.5:
         (path / "inner").write_text("a file")
-
-
-def as_file(path, *_):
-    remove(path)
-    path.write_text("a file")
 
 
 def as_pipe(path, *_):
@@ -158,20 +149,14 @@ def as_pipe(path, *_):
 
 def as_link(path, outside, rng):
     remove(path)
-    inside = path.parent
-    path.symlink_to(
-        rng.choice([outside, outside / "file", outside / "none", inside, "none"])
-    )
+    targets = [outside, outside / "file", outside / "none", path.parent, "none"]
+    path.symlink_to(rng.choice(targets))
 
 
 def add_partial(path, outside, rng):
     folder = path if path.is_dir() else path.parent
     target = rng.choice([outside, outside / "file", folder, folder / "none"])
     (folder / ".a.partial").symlink_to(target)
-
-
-def add_file(path, *_):
-    (path / "notes.txt").write_text("of the user")
 
 
 def change_values(path, _, rng):
@@ -181,11 +166,17 @@ def change_values(path, _, rng):
     dump_json(path, content)
 
 
-BOTH = [remove, as_pipe, as_link, add_partial]
-FILE_DAMAGES = {
-    f.__name__: f for f in [*BOTH, change_bytes, insert_line, nest, as_folder]
+BOTH = {f.__name__: f for f in (remove, as_pipe, as_link, add_partial)}
+FILE_DAMAGES = BOTH | {
+    "change bytes": change_bytes,
+    "insert line": insert_line,
+    "nest": lambda path, *_: path.write_text("[" * 100_000),
+    "as folder": as_folder,
 }
-FOLDER_DAMAGES = {f.__name__: f for f in [*BOTH, as_file, add_file]}
+FOLDER_DAMAGES = BOTH | {
+    "as file": lambda path, *_: (remove(path), path.write_text("a file")),
+    "add file": lambda path, *_: (path / "notes.txt").write_text("of the user"),
+}
 
 
 def check_command(command, capsys) -> int:

@@ -15,7 +15,7 @@ from lmx.models.checkpoint_writer import write_checkpoint
 from lmx.models.loader import load
 from lmx.models.qq_linear import QQLinear, full_precision_inputs
 from lmx.pipeline.train.qat import prepare
-from lmx.quantization.ptq import smoothquant
+from lmx.quantization.ptq.smoothquant import smoothquant
 from lmx.run.fs import hash_file
 from lmx.run.logger import NullLogger
 from mlx.utils import tree_flatten

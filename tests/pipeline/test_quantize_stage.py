@@ -111,7 +111,9 @@ def make_calibration_data(monkeypatch, train, valid):
         tokens = np.array(numbers, np.int32)[:, None]
         return CalibrationBatch(tokens, np.ones(tokens.shape, bool))
 
-    monkeypatch.setattr("lmx.pipeline.quantize.refinement.concatenated_sequences", windows)
+    monkeypatch.setattr(
+        "lmx.pipeline.quantize.refinement.concatenated_sequences", windows
+    )
     records = {
         split: [DataRecord(str(n), text=str(n)) for n in numbers]
         for split, numbers in (("train", train), ("valid", valid))

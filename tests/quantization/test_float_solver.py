@@ -11,9 +11,9 @@ from lmx.models.float_formats import MODES
 from lmx.quantization import backend
 from lmx.quantization.float_grid import FloatGrid
 from lmx.quantization.packing import dequantize, pack
-from lmx.quantization.ptq import float_solver
-from lmx.quantization.ptq.float_solver import float_gptq, group_descent
-from lmx.quantization.ptq.gptq_solver import LayerProblem, solve_layers
+from lmx.quantization.ptq.gptq import float_solver
+from lmx.quantization.ptq.gptq.float_solver import float_gptq, group_descent
+from lmx.quantization.ptq.gptq.solver import LayerProblem, solve_layers
 from lmx.quantization.ptq.hessian import damped
 
 WIDTH, ROWS = 96, 24

@@ -9,8 +9,8 @@ from gguf_samples import awkward_weights
 from lmx.config.quant_spec import GGUF_MODES, QuantSpec
 from lmx.quantization.gguf_grid import FORMATS, round_to_nearest
 from lmx.quantization.packing import dequantize
-from lmx.quantization.ptq import gguf_solver
-from lmx.quantization.ptq.gptq_solver import LayerProblem, solve_layers
+from lmx.quantization.ptq.gptq import gguf_solver
+from lmx.quantization.ptq.gptq.solver import LayerProblem, solve_layers
 from lmx.quantization.ptq.hessian import damped
 from test_float_solver import hessian_of, row_errors, to_float64
 

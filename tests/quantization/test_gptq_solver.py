@@ -10,8 +10,8 @@ from lmx.errors import UserError
 from lmx.quantization import backend
 from lmx.quantization.affine_grid import AffineGrid, fit_grid, nearest
 from lmx.quantization.packing import dequantize, pack
-from lmx.quantization.ptq import gptq_solver
-from lmx.quantization.ptq.gptq_solver import (
+from lmx.quantization.ptq.gptq import solver as gptq_solver
+from lmx.quantization.ptq.gptq.solver import (
     LayerProblem,
     coordinate_descent,
     fit_groups,

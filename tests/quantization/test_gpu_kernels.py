@@ -17,7 +17,8 @@ from lmx.models.float_formats import E2M1, E4M3, MODES
 from lmx.quantization import affine_grid, backend, gpu_kernels
 from lmx.quantization.affine_grid import LEAST_SQUARES_ITERS, SHRINK_FACTORS
 from lmx.quantization.gguf_grid import FORMATS
-from lmx.quantization.ptq import column_updates, float_solver, gguf_solver, gptq_solver
+from lmx.quantization.ptq.gptq import column_updates, float_solver, gguf_solver
+from lmx.quantization.ptq.gptq import solver as gptq_solver
 from lmx.quantization.ptq.hessian import damped
 
 GROUP, ROWS, LEVELS = 64, 50, 8.0

@@ -6,8 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from lmx.config.quant_spec import QuantSpec
 from lmx.config.quantize import MixedPrecisionConfig
-from lmx.quantization.mixed_precision.search import candidate_plans
-from lmx.quantization.mixed_precision.size_model import SizeModel
+from lmx.quantization.mixed_precision.search import SizeModel, candidate_plans
 from lmx.quantization.target_layers import QuantizationPlan
 
 SIZE, LIMIT = 1 << 16, 132_000

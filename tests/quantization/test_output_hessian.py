@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
 from lmx.quantization.packing import dequantize
-from lmx.quantization.ptq import gptq_solver
-from lmx.quantization.ptq.gptq_solver import LayerProblem, solve_layers
+from lmx.quantization.ptq.gptq import solver as gptq_solver
+from lmx.quantization.ptq.gptq.solver import LayerProblem, solve_layers
 from lmx.quantization.ptq.hessian import OUTPUT_SHRINKAGE, OutputHessian, damped
 
 GROUP, WIDTH, ROWS = 32, 96, 40

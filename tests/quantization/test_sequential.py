@@ -17,9 +17,9 @@ from lmx.config.quantize import GPTQConfig
 from lmx.errors import UserError
 from lmx.models.loader import build_model, load
 from lmx.quantization.packing import dequantize, pack
-from lmx.quantization.ptq import gptq_solver
 from lmx.quantization.ptq.base import PTQContext, PTQMethod, QuantizedTensor
-from lmx.quantization.ptq.gptq import GPTQ
+from lmx.quantization.ptq.gptq import solver as gptq_solver
+from lmx.quantization.ptq.gptq.gptq import GPTQ
 from lmx.quantization.ptq.sequential import SequentialPipeline
 from lmx.quantization.target_layers import select_layers
 from lmx.run.logger import NullLogger, RunLogger

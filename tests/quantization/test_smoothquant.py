@@ -11,10 +11,10 @@ from calibration_windows import windows_of
 from lmx.config.quantize import GPTQConfig, RTNConfig
 from lmx.errors import USAGE, UserError
 from lmx.models.hooks import capture_inputs
-from lmx.quantization.ptq import smoothquant
 from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
-from lmx.quantization.ptq.smoothquant import smooth, smoothing_scale
+from lmx.quantization.ptq.smoothquant import smoothquant
+from lmx.quantization.ptq.smoothquant.smoothquant import smooth, smoothing_scale
 from lmx.quantization.target_layers import select_layers
 from lmx.run.logger import NullLogger
 from mlx.utils import tree_flatten

@@ -20,12 +20,6 @@ REPORT = {
             "kl_stderr": 0.001,
             "bytes": 3_000_000,
             "generation": {"ttft_ms": {"p50": 12.5, "p90": 13.0, "p99": 14.0}},
-            "kl_histogram": {"edges": [0.01, 0.1, 1], "positions": [30, 10]},
-            "agreement_by_confidence": {
-                "edges": [0, 0.5, 0.8, 1],
-                "positions": [0, 20, 20],
-                "agreed": [0, 10, 19],
-            },
             "layers": {
                 "model.embed_tokens": {"bits": 16, "group_size": None, "error": 0.0},
                 "model.layers.0.mlp.up_proj": GRID | {"error": 0.008},
@@ -37,7 +31,6 @@ REPORT = {
                     "acceptance_rate": 0.41,
                     "accepted_length": 1.9,
                     "speedup": 1.3,
-                    "acceptance_rate_by_position": [0.6, 0.4, 0.0],
                 }
             },
         },

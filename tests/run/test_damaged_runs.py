@@ -98,18 +98,16 @@ def test_links_out_of_a_run_are_refused(tmp_path, outside, name, target):
     assert link.is_symlink()
 
 
-def test_lock_that_is_a_link_is_not_followed(tmp_path, outside):
+def test_lock_that_is_no_file_is_one_error(tmp_path, outside):
     (tmp_path / "try").mkdir()
-    (tmp_path / "try/.lock").symlink_to(outside / "file")
+    lock = tmp_path / "try/.lock"
+    lock.symlink_to(outside / "file")
     with pytest.raises(UserError, match="a link exists in place of the file"):
-        start(tmp_path / "try")
-
-
-def test_lock_that_is_a_pipe_is_one_error(tmp_path):
-    (tmp_path / "try").mkdir()
-    os.mkfifo(tmp_path / "try/.lock")
+        start(lock.parent)
+    lock.unlink()
+    os.mkfifo(lock)
     with pytest.raises(UserError, match="this is a named pipe"):
-        start(tmp_path / "try")
+        start(lock.parent)
 
 
 def test_partial_links_within_a_run_are_removed_but_not_followed(tmp_path):
@@ -191,7 +189,6 @@ REPORTS = [
     *({"thresholds": [{"name": "kl"}]}, {"thresholds": 3}, {"samples": ["a"]}),
     *({"training": []}, {"training": {"steps": "3"}}, {"speculation": {"a": 3}}),
     {"models": {"base": {"layers": {"a.0.b": {"error": float("nan")}}}}},
-    {"models": {"base": {"kl_histogram": {"edges": "abc"}}}},
     {"models": {"base": {"bytes": 10**400}}},
 ]
 

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from .api.checking import Check, check
     from .api.evaluation import Evaluation, evaluate
     from .api.generation import generate
-    from .api.jobs import export, make_draft, quantize
+    from .api.jobs import export, make_draft, quantize, train
     from .api.model import Model, load
     from .api.recipe import Recipe
     from .api.run import Run, open_run
-    from .api.training import train
     from .config.errors import ConfigErrors
     from .errors import UserError
     from .run.callbacks import Callback, RunState
@@ -54,11 +53,10 @@ _NAMES = {
     "api.checking": ("Check", "check"),
     "api.evaluation": ("Evaluation", "evaluate"),
     "api.generation": ("generate",),
-    "api.jobs": ("export", "make_draft", "quantize"),
+    "api.jobs": ("export", "make_draft", "quantize", "train"),
     "api.model": ("Model", "load"),
     "api.recipe": ("Recipe",),
     "api.run": ("Run", "open_run"),
-    "api.training": ("train",),
     "config.errors": ("ConfigErrors",),
     "errors": ("UserError",),
     "run.callbacks": ("Callback", "RunState"),

@@ -7,7 +7,7 @@ from ..pipeline.dry_run import DryRun
 from ..pipeline.train.largest_fit import FitKey
 from .arguments import checked
 from .recipe import Overrides, Recipe, RecipeLike, as_recipe
-from .table import Table
+from .run import Table
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from .functions import Metrics, checked_metric
 from .jobs import Data, data_block
 from .model import Model, ModelLike, load, model_path
 from .recipe import Recipe
-from .run import Run
-from .table import Table
+from .run import Run, Table
 
 
 @dataclass(frozen=True, repr=False)

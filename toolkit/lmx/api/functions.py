@@ -25,8 +25,8 @@ PROBE_TOKENS = 8
 PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-def identity(function: Callable[..., Any], *, name: str) -> dict[str, str]:
-    """Name and source hash of a function, as in the `python` block of a recipe.
+def identity(function: Callable[..., Any], *, name: str) -> str:
+    """Module, name and hash of a function, as in the `python` block of a recipe.
 
     The hash covers the source, default values and captured variables, as far as these
     are numbers and text. It does not cover functions that the function calls.
@@ -54,10 +54,8 @@ def identity(function: Callable[..., Any], *, name: str) -> dict[str, str]:
         [_captured(cell) for cell in cells],
     ]
     facts = json.dumps([source, values], default=_shown)
-    return {
-        "name": f"{function.__module__}.{function.__qualname__}",
-        "sha256": hashlib.sha256(facts.encode()).hexdigest(),
-    }
+    digest = hashlib.sha256(facts.encode()).hexdigest()
+    return f"{function.__module__}.{function.__qualname__} sha256:{digest}"
 
 
 def python_block(loss: Loss | None, metrics: Metrics | None) -> dict[str, Any] | None:

@@ -10,9 +10,8 @@ from typing import Any, TypedDict, Union, Unpack
 
 from ..config import bundled, yaml_io
 from ..config.errors import ConfigError, ConfigErrors
-from ..config.loader import LoadedRecipe
+from ..config.loader import LoadedRecipe, plain_data
 from ..config.overrides import Override
-from ..config.plain_data import plain_data
 from ..config.redaction import redact
 from ..config.schema import RecipeConfig
 from ..errors import UserError

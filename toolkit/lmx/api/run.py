@@ -2,7 +2,9 @@
 
 import html
 import os
+from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,32 @@ from ..pipeline.context import ModelArtifact
 from ..run import manifest
 from ..run.fs import read_metrics
 from ..run.html.page import NAME as PAGE
-from ..run.html.record import Record, read_resolved
-from ..run.report import REPORT, read_report
-from ..run.run_dir import RECIPE
-from ..run.tables import table
+from ..run.report import RECIPE, REPORT, Record, read_report, read_resolved
+from ..run.tables import aligned, table
 from .arguments import PathLike, checked
 from .recipe import Recipe
-from .table import Table
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text cells that print aligned and render as HTML in a notebook."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __str__(self) -> str:
+        return "\n".join(aligned([list(self.columns), *map(list, self.rows)]))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self.rows
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 class Run:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from ..errors import UserError
 from ..models.checkpoint import model_folder
 from ..run import terminal
-from .generate import add_draft_arguments, draft_argument_faults, parity_line
+from .generate import (
+    add_draft_arguments,
+    draft_argument_faults,
+    parity_line,
+    refuse,
+)
 
 if TYPE_CHECKING:
     from ..evaluation.latency import BenchmarkArms
@@ -38,13 +43,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare", metavar="OTHER", help="a second model to compare with")
     add("--prompt-lengths", type=_numbers, default=[32, 512], metavar="N,N")
     add("--batch-sizes", type=_numbers, default=[1, 4, 16], metavar="N,N")
-    add(
-        "--tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="tokens to decode; default 64",
-    )
+    about = "tokens to decode; default 64"
+    add("--tokens", type=int, default=64, metavar="N", help=about)
     add("--repeats", type=int, default=5, metavar="N", help="runs per case; default 5")
     add("--corpus", metavar="FILE", help="text for prompts; default: a sample text")
     add_draft_arguments(parser)
@@ -66,7 +66,14 @@ def bench(args: argparse.Namespace) -> int:
     Raises:
         UserError: the model does not exist, or prompts exceed its maximum length.
     """
-    _check(args)
+    refuse(
+        {
+            "--tokens must be 2 or more": args.tokens < 2,
+            "--repeats must be 1 or more": args.repeats < 1,
+            "--compare is the model itself": args.compare == args.model,
+            **draft_argument_faults(args),
+        }
+    )
     from .. import cpu
 
     cpu.enable()
@@ -87,27 +94,14 @@ def bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    faults = {
-        "--tokens must be 2 or more": args.tokens < 2,
-        "--repeats must be 1 or more": args.repeats < 1,
-        "--compare is the model itself": args.compare == args.model,
-        **draft_argument_faults(args),
-    }
-    for message, is_fault in faults.items():
-        if is_fault:
-            raise UserError(message)
-
-
 def _corpus_tokens(args: argparse.Namespace, loaded: "LoadedModel") -> list[int]:
     """Tokens of the text from which prompts are cut."""
     from ..evaluation.latency import sample_text
     from ..generation.prompt import encode_text
 
     tokens = encode_text(loaded.tokenizer, sample_text(args.corpus))
-    positions = getattr(
-        getattr(loaded.model, "args", None), "max_position_embeddings", 0
-    )
+    model_args = getattr(loaded.model, "args", None)
+    positions = getattr(model_args, "max_position_embeddings", 0)
     longest = max(args.prompt_lengths)
     if positions and longest + args.tokens > positions:
         raise UserError(
@@ -162,11 +156,7 @@ def _decoders(
 
 
 def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
-    from ..evaluation.latency import (
-        BenchmarkPlan,
-        measure_verify_cost,
-        run_benchmark,
-    )
+    from ..evaluation.latency import BenchmarkPlan, measure_verify_cost, run_benchmark
     from ..evaluation.memory_bandwidth import measure_memory_bandwidth, weight_bytes
     from ..generation.batching import BatchGenerator
 
@@ -176,17 +166,11 @@ def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
 
     tokens = _corpus_tokens(args, loaded)
     decoders = _decoders(args, loaded, tokens)
-    plan = BenchmarkPlan(
-        args.prompt_lengths,
-        args.batch_sizes,
-        args.tokens,
-        args.repeats,
-        check_parity=args.check_parity,
-    )
+    lengths, sizes = args.prompt_lengths, args.batch_sizes
+    amounts = (lengths, sizes, args.tokens, args.repeats)
+    plan = BenchmarkPlan(*amounts, check_parity=args.check_parity)
     bandwidth = measure_memory_bandwidth()
-    verify_cost = measure_verify_cost(
-        loaded.model, prompt_length=min(args.prompt_lengths)
-    )
+    verify_cost = measure_verify_cost(loaded.model, prompt_length=min(lengths))
     if not args.json:
         head = HEAD.format(bandwidth / 1e9, verify_cost)
         terminal.write_out(head + ROW.format(*COLUMNS) + "\n")

@@ -18,18 +18,11 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="SOURCE", help="folder, Hub id, GGUF file or peft adapter")
     add("target", metavar="TARGET", help="new folder")
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="exact",
-        help="dtype of scales and unquantized weights; exact (default) = as published, "
-        "float32 where 16 bits would round",
-    )
-    add(
-        "--dequantize",
-        action="store_true",
-        help="write dense weights, also of a quantized MLX folder",
-    )
+    about = "dtype of scales and unquantized weights; exact (default) = as published, "
+    about += "float32 where 16 bits would round"
+    add("--dtype", choices=DTYPES, default="exact", help=about)
+    about = "write dense weights, also of a quantized MLX folder"
+    add("--dequantize", action="store_true", help=about)
 
 
 def convert(args: argparse.Namespace) -> int:

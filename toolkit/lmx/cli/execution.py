@@ -1,14 +1,14 @@
-"""What `lmx-train`, `lmx quantize` and `lmx draft` do: run a recipe, or check it."""
+"""`lmx-train` and `lmx quantize`: run a recipe, or one that options stand for."""
 
 import argparse
 import os
 import shlex
 from dataclasses import replace
+from typing import Any
 
 from ..config.redaction import redact
 from ..errors import UserError
 from ..run import terminal
-from .options import add_recipe_options, recipe_of
 
 FLAGS = {
     "--dry-run": "check recipe, data, memory and disk, and show the plan",
@@ -22,6 +22,41 @@ ALLOW_PYTHON = {
 }
 # They are part of the command that resumes a run.
 KEPT_FLAGS = ("--ignore-limits", *ALLOW_PYTHON)
+# Of training without --batch-size, --steps and --epochs.
+DEFAULTS = {("steps", "epochs"): 1, ("batch_size", "batch_tokens"): 2048}
+# Options whose value is text, not YAML.
+TEXTS = ("--model", "--data", "--valid")
+# By kind of stage; by flag, the address of the value in the recipe and its meaning.
+OPTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "train": {
+        "--model": ("model", "folder, Hub id or GGUF file"),
+        "--data": ("data.train", "training data: file, folder or Hub id"),
+        "--valid": ("data.valid", "validation data"),
+        "--lora-rank": (
+            "stages.train.adapter.rank",
+            "train a LoRA adapter of this rank and merge it",
+        ),
+        "--bits": ("stages.train.qat.bits", "QAT: bits of the new model"),
+        "--steps": ("stages.train.steps", "optimizer steps"),
+        "--epochs": ("stages.train.epochs", "passes over the data"),
+        "--batch-size": ("stages.train.batch_size", "examples per batch"),
+        "--batch-tokens": ("stages.train.batch_tokens", "tokens per batch"),
+        "--learning-rate": ("stages.train.learning_rate", "peak learning rate"),
+        "--max-seq-length": ("data.max_seq_length", "tokens per sequence"),
+        "--seed": ("seed", "random seed"),
+    },
+    "quantize": {
+        "--model": ("model", "folder, Hub id or GGUF file"),
+        "--data": (
+            "data.train",
+            "calibration data: file, folder or Hub id; default: built-in text",
+        ),
+        "--method": ("stages.quantize.method", "rtn or gptq"),
+        "--bits": ("stages.quantize.bits", "bits per weight"),
+        "--group-size": ("stages.quantize.group_size", "weights per scale"),
+        "--seed": ("seed", "random seed"),
+    },
+}
 
 
 def add_execution_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,44 +69,71 @@ def add_execution_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, action="store_true", help=meaning)
 
 
-def add_find_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare `--find`, for a command that trains."""
-    parser.add_argument(
-        "--find",
-        metavar="KEY",
-        help="with --dry-run: the largest max_seq_length, batch_size or batch_tokens "
-        "that fits into memory",
-    )
+def add_recipe_options(parser: argparse.ArgumentParser, kind: str) -> None:
+    """Declare the options of a kind of stage."""
+    group = parser.add_argument_group("options instead of a recipe")
+    for flag, (_, about) in OPTIONS[kind].items():
+        group.add_argument(flag, help=about)
+
+
+def given_options(arguments: argparse.Namespace, kind: str) -> dict[str, str]:
+    """The values of the options that stand for a recipe, as far as they are given."""
+    values = vars(arguments)
+    given = {flag: values[flag[2:].replace("-", "_")] for flag in OPTIONS[kind]}
+    return {flag: value for flag, value in given.items() if value is not None}
+
+
+def recipe_of(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """The recipe that the options stand for, as plain data.
+
+    Raises:
+        UserError: --model or --data is missing.
+    """
+    # Loads PyYAML, which `--help` does not need.
+    from ..config.overrides import merge
+
+    needed = ["--model"] + ["--data"] * (kind == "train")
+    given = given_options(arguments, kind)
+    if missing := [flag for flag in needed if flag not in given]:
+        raise UserError(
+            f"{missing[0]} is missing", hint=f"see lmx {kind} --help; or give a recipe"
+        )
+    stage: dict[str, Any] = {}
+    stages = [{kind: stage}, {"export": {}}]
+    data = {"model": None, "data": {}, "seed": 0, "stages": stages}
+    values = {flag: _value(flag, text) for flag, text in given.items()}
+    merge(data, [(OPTIONS[kind][flag][0], value) for flag, value in values.items()])
+    for keys, value in DEFAULTS.items() if kind == "train" else ():
+        if not stage.keys() & {*keys}:
+            stage[keys[-1]] = value
+    return data
+
+
+def _value(flag: str, text: str) -> Any:
+    from ..config.yaml_io import read
+
+    if flag in TEXTS:
+        return text
+    document = read(text)
+    if document.errors:
+        raise UserError(f"{flag}: {document.errors[0].message}")
+    return document.data
 
 
 def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx quantize`."""
-    _add_job(parser, "quantize", "Quantize a model after training, and export it.")
+    parser.description = (
+        "Quantize a model after training, and export it. The options stand for a "
+        "recipe, which is printed and kept in the run directory. The same command "
+        "finds its run again."
+    )
+    add_recipe_options(parser, "quantize")
+    add_execution_arguments(parser)
 
 
 def quantize(arguments: argparse.Namespace) -> int:
     """Quantize a model; returns the exit code."""
     return execute(arguments, "quantize")
-
-
-def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `lmx draft`."""
-    _add_job(parser, "draft", "Train a draft model for speculative decoding.")
-    add_find_argument(parser)
-
-
-def draft(arguments: argparse.Namespace) -> int:
-    """Train a draft model; returns the exit code."""
-    return execute(arguments, "draft")
-
-
-def _add_job(parser: argparse.ArgumentParser, kind: str, about: str) -> None:
-    parser.description = (
-        f"{about} The options stand for a recipe, which is printed and kept in the run "
-        "directory. The same command finds its run again."
-    )
-    add_recipe_options(parser, kind)
-    add_execution_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace, kind: str, source: str | None = None) -> int:

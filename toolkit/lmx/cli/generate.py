@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..config.draft import MAX_DRAFT_TOKENS
 from ..config.quant_spec import KV_CACHE_BITS
@@ -41,15 +41,14 @@ SAMPLING = {
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx generate`."""
-    add = parser.add_argument
+    add, switch = parser.add_argument, {"action": "store_true"}
+    folder = {"metavar": "FOLDER", "type": lambda path: Path(os.path.expanduser(path))}
     add("model", metavar="MODEL", help="model folder, run directory or Hub id")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="the prompt")
-    source.add_argument("--prompt-file", metavar="FILE", help="- = standard input")
-    source.add_argument(
-        "--chat", action="store_true", help="one turn per line of standard input"
-    )
-    source.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True).add_argument
+    source("--prompt", metavar="TEXT", help="the prompt")
+    source("--prompt-file", metavar="FILE", help="- = standard input")
+    source("--chat", **switch, help="one turn per line of standard input")
+    source(
         "--input-file",
         metavar="FILE",
         help='JSONL requests {"prompt": ...} or {"messages": ...}, generated as a '
@@ -60,11 +59,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="stop string")
     for name, (kind, default, about) in SAMPLING.items():
         add(f"--{name}", type=kind, default=default, metavar="X", help=about)
-    add(
-        "--ignore-chat-template",
-        action="store_true",
-        help="use the prompt as it is, without chat template",
-    )
+    raw = "use the prompt as it is, without chat template"
+    add("--ignore-chat-template", **switch, help=raw)
     add("--adapter-path", metavar="FOLDER", help="LoRA or DoRA adapter")
     add_draft_arguments(parser)
     add(
@@ -74,19 +70,13 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="quantize the KV cache; 16 = not. Default: the bits by layer that a "
         "quantize stage with kv_cache wrote, else 16",
     )
-    add(
-        "--quantized-kv-start",
-        type=int,
-        default=0,
-        metavar="N",
-        help="quantize the KV cache after N tokens; default 0",
-    )
-    folder = {"metavar": "FOLDER", "type": lambda path: Path(os.path.expanduser(path))}
+    start = "quantize the KV cache after N tokens; default 0"
+    add("--quantized-kv-start", type=int, default=0, metavar="N", help=start)
     add("--save-prompt-cache", **folder, help="save the KV cache at the end")
     add("--prompt-cache-file", **folder, help="continue from a saved KV cache")
-    add("--json", action="store_true", help="print one JSON object instead of text")
+    add("--json", **switch, help="print one JSON object instead of text")
     add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
-    add("--trust-remote-code", action="store_true", help="run the model's own Python")
+    add("--trust-remote-code", **switch, help="run the model's own Python")
 
 
 def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,36 +108,38 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_generate_arguments(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
     """Refuse invalid combinations.
 
     Raises:
         UserError: with the names of the options.
     """
-    uses_cache_file = args.save_prompt_cache or args.prompt_cache_file
-    faults = {
-        "--system needs the chat template: remove --ignore-chat-template": (
-            args.ignore_chat_template and args.system is not None
-        ),
-        "--chat needs the chat template: remove --ignore-chat-template": (
-            args.ignore_chat_template and args.chat
-        ),
-        f"--max-tokens must be 0 or more, got {args.max_tokens}": args.max_tokens < 0,
-        "--stop is empty": not all(args.stop),
-        f"--quantized-kv-start must be 0 or more, got {args.quantized_kv_start}": (
-            args.quantized_kv_start < 0
-        ),
-        "--quantized-kv-start needs --kv-bits": (
-            args.quantized_kv_start and not args.kv_bits
-        ),
-        "--input-file does not work with --draft-model, --kv-bits and prompt caches": (
-            args.input_file and (args.draft_model or args.kv_bits or uses_cache_file)
-        ),
-        "--check-parity compares greedy decoding: remove --temperature": (
-            args.check_parity and args.temperature != 0
-        ),
-        **draft_argument_faults(args),
-    }
+    raw, start = args.ignore_chat_template, args.quantized_kv_start
+    is_single = args.draft_model or args.kv_bits
+    is_single = is_single or args.save_prompt_cache or args.prompt_cache_file
+    template = "{} needs the chat template: remove --ignore-chat-template"
+    refuse(
+        {
+            template.format("--system"): raw and args.system is not None,
+            template.format("--chat"): raw and args.chat,
+            f"--max-tokens must be 0 or more, got {args.max_tokens}": (
+                args.max_tokens < 0
+            ),
+            "--stop is empty": not all(args.stop),
+            f"--quantized-kv-start must be 0 or more, got {start}": start < 0,
+            "--quantized-kv-start needs --kv-bits": start and not args.kv_bits,
+            "--input-file does not work with --draft-model, --kv-bits and prompt "
+            "caches": args.input_file and is_single,
+            "--check-parity compares greedy decoding: remove --temperature": (
+                args.check_parity and args.temperature != 0
+            ),
+            **draft_argument_faults(args),
+        }
+    )
+
+
+def refuse(faults: dict[str, Any]) -> None:
+    """Raise a `UserError` with the first message whose value is true."""
     for message, is_fault in faults.items():
         if is_fault:
             raise UserError(message)
@@ -164,18 +156,6 @@ def draft_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
             number is not None and not 1 <= number <= MAX_DRAFT_TOKENS
         ),
     }
-
-
-def sampling_from_args(args: argparse.Namespace) -> "Sampling":
-    """The sampling options.
-
-    Raises:
-        UserError: a value is out of range.
-    """
-    from ..generation.sampling import Sampling
-
-    names = (name.replace("-", "_") for name in SAMPLING)
-    return Sampling(**{name: getattr(args, name) for name in names})
 
 
 def make_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generator":
@@ -200,7 +180,7 @@ def generate(args: argparse.Namespace) -> int:
     Raises:
         UserError: the model or a file does not exist, or an option is invalid.
     """
-    check_generate_arguments(args)
+    _check(args)
     text = _read_input(args)
     try:
         return _generate(args, text)
@@ -216,29 +196,27 @@ def _read_input(args: argparse.Namespace) -> str:
         return args.prompt or ""
     if file != "-":
         return read_text(Path(file), "prompt", max_bytes=MAX_INPUT)
-    with _input_errors():
-        return _standard_input().read()
+    with _standard_input() as stream:
+        return stream.read()
 
 
 @contextmanager
-def _input_errors() -> Iterator[None]:
+def _standard_input() -> Iterator[TextIO]:
+    if sys.stdin is None:
+        raise UserError("the standard input is closed", hint="use --prompt")
     try:
-        yield
+        yield sys.stdin
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the prompt: {error}", place="-") from error
 
 
-def _standard_input() -> TextIO:
-    if sys.stdin is None:
-        raise UserError("the standard input is closed", hint="use --prompt")
-    return sys.stdin
-
-
 def _generate(args: argparse.Namespace, text: str) -> int:
     from ..api.model import load
+    from ..generation.sampling import Sampling
     from .batch_file import answer_records, parse_requests
 
-    sampling = sampling_from_args(args)
+    names = (name.replace("-", "_") for name in SAMPLING)
+    sampling = Sampling(**{name: getattr(args, name) for name in names})
     requests = parse_requests(text, place=args.input_file) if args.input_file else None
     loaded = load(
         args.model,
@@ -270,11 +248,10 @@ def _generate(args: argparse.Namespace, text: str) -> int:
 
 def _chat_lines() -> Iterator[str]:
     """Lines of standard input up to /exit; a terminal gets an input prompt."""
-    stream = _standard_input()
     while True:
-        if stream.isatty():
-            terminal.write_err("> ")
-        with _input_errors():
+        with _standard_input() as stream:
+            if stream.isatty():
+                terminal.write_err("> ")
             line = stream.readline()
         if not line or line.strip() == "/exit":
             return
@@ -306,7 +283,12 @@ class InteractiveSession:
             # Before the generation, which would be lost.
             require_replaceable(args.save_prompt_cache)
         if args.prompt_cache_file:
-            self._load()
+            from ..generation.prefix_cache import load_prompt_cache
+
+            cache, folder = generator.new_cache(), args.prompt_cache_file
+            saved = load_prompt_cache(cache, folder, digest=self._digest())
+            generator.prefix_cache.insert(saved.tokens, cache)
+            self._messages = saved.messages if args.chat else []
         if args.system is not None and not self._messages:
             self._messages = [{"role": "system", "content": utf8_text(args.system)}]
 
@@ -391,15 +373,6 @@ class InteractiveSession:
             messages=self._messages if self._args.chat else [],
         )
 
-    def _load(self) -> None:
-        from ..generation.prefix_cache import load_prompt_cache
-
-        cache, folder = self._generator.new_cache(), self._args.prompt_cache_file
-        saved = load_prompt_cache(cache, folder, digest=self._digest())
-        self._generator.prefix_cache.insert(saved.tokens, cache)
-        if self._args.chat:
-            self._messages = saved.messages
-
     def _digest(self) -> str:
         from ..models.checkpoint import quick_digest
 
@@ -417,15 +390,10 @@ class InteractiveSession:
     def _set_draft(self, prompt: list[int]) -> None:
         from ..api.model import NO_SPEEDUP, set_draft
 
-        args = self._args
-        if not set_draft(
-            self._generator,
-            args.draft_model,
-            self._loaded,
-            prompt,
-            num_draft_tokens=args.num_draft_tokens,
-            trust_remote_code=args.trust_remote_code,
-        ):
+        names = ("num_draft_tokens", "trust_remote_code")
+        options = {name: getattr(self._args, name) for name in names}
+        draft = self._args.draft_model
+        if not set_draft(self._generator, draft, self._loaded, prompt, **options):
             terminal.write_err(f"{NO_SPEEDUP}\n")
 
     def _report(self, prompt: list[int], result: "GenerationResult") -> None:

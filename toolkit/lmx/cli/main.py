@@ -6,21 +6,20 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
+from typing import NoReturn
 
 from ..config.redaction import redact
-from ..errors import INTERRUPTED, Interrupted, UserError
+from ..errors import INTERRUPTED, USAGE, Interrupted, UserError, shorten
 from ..run import terminal
 from ..version import __version__
 from .execution import (
     ALLOW_PYTHON,
     add_execution_arguments,
-    add_find_argument,
+    add_recipe_options,
     execute,
+    given_options,
 )
-from .options import add_recipe_options, given_options
-from .parser import HintingParser
 
 EXAMPLES = """\
 examples:
@@ -34,7 +33,6 @@ exit codes: 0 done, 1 the run failed or missed a threshold, 2 recipe or usage,
 VERBS = {
     "train": "run a recipe, or train with options (same as lmx-train)",
     "quantize": "quantize a model without a recipe file",
-    "draft": "train a draft model without a recipe file",
     "sweep": "run a recipe with several values and seeds, and compare",
     "init": "write a recipe for your model and data",
     "recipes": "list the included recipes, or copy one",
@@ -46,18 +44,78 @@ VERBS = {
     "compare": "compare runs",
     "push": "upload a model to the Hugging Face Hub",
     "doctor": "show hardware, versions and measured speed",
-    "completion": "print the script for completion in bash, zsh or fish",
 }
 # Set by the completion scripts of argcomplete.
 COMPLETION = "_ARGCOMPLETE"
 # Modules of the verbs, where the name is another.
-MODULES = {
-    "report": "runs",
-    "compare": "runs",
-    "push": "runs",
+MODULES = dict.fromkeys(["report", "compare", "push"], "runs") | {
     "quantize": "execution",
-    "draft": "execution",
+    "init": "recipes",
 }
+# Options and verbs of other tools, and their names here.
+KNOWN = {
+    "import": "convert",
+    "finetune": "train",
+    "chat": "generate --chat",
+    "server": "mlx_lm.server",
+    "--overwrite": "--restart",
+    "--force": "--ignore-limits",
+    "--adapter": "--adapter-path",
+    "--lora": "--adapter-path",
+    "--draft": "--draft-model",
+    "--speculative-model": "--draft-model",
+    "--draft-tokens": "--num-draft-tokens",
+    "--num-speculative-tokens": "--num-draft-tokens",
+    "--temp": "--temperature",
+    "--system-prompt": "--system",
+    "--max-new-tokens": "--max-tokens",
+    "--rank": "--lora-rank",
+    "--lora-r": "--lora-rank",
+    "--q-bits": "--bits",
+    "--q-group-size": "--group-size",
+    "--iters": "--steps",
+    "--max-steps": "--steps",
+    "--num-epochs": "--epochs",
+    "--num-train-epochs": "--epochs",
+    "--lr": "--learning-rate",
+    "--max-length": "--max-seq-length",
+    "--dataset": "--data",
+    "--train-file": "--data",
+    "--output-dir": "--output",
+    "--config": "the recipe without an option",
+}
+
+
+class HintingParser(argparse.ArgumentParser):
+    """A parser without abbreviations, whose errors hint at the right option."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):
+        """As in argparse; keeps the words for the hints of an error."""
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def _print_message(self, message: str, file=None) -> None:
+        # argparse prints the help and the version here; `error` prints by itself.
+        terminal.write_out(message)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage, the message and a hint per known name; exit with 2."""
+        words = [word.partition("=")[0].replace("_", "-") for word in self._words]
+        known = self._option_string_actions
+        hints = [
+            f"\n    hint: {word} is called {name} here"
+            for word in dict.fromkeys(words)
+            if word not in known
+            and (name := KNOWN.get(word))
+            # An option of another verb is no hint.
+            and (not name.startswith("--") or name in known)
+        ]
+        error = f"{self.prog}: error: {shorten(message)}{''.join(hints)}\n"
+        terminal.write_err(self.format_usage() + error)
+        raise SystemExit(USAGE)
 
 
 def train(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +138,12 @@ def train_parser() -> HintingParser:
     )
     parser.add_argument("recipe", nargs="?", help="a YAML file or a bundled recipe")
     add_execution_arguments(parser)
-    add_find_argument(parser)
+    parser.add_argument(
+        "--find",
+        metavar="KEY",
+        help="with --dry-run: the largest max_seq_length, batch_size or batch_tokens "
+        "that fits into memory",
+    )
     for flag, meaning in {
         **ALLOW_PYTHON,
         "--list": "list bundled recipes, stages, methods and formats",
@@ -95,8 +158,6 @@ def train_parser() -> HintingParser:
 def _train(argv: list[str]) -> int:
     parser = train_parser()
     if COMPLETION in os.environ:
-        from .completion import complete
-
         complete(parser)
     arguments = parser.parse_intermixed_args(argv)
     options = [*given_options(arguments, "train")]
@@ -119,11 +180,12 @@ def _main(argv: list[str]) -> int:
     )
     _add_version(parser)
     if COMPLETION in os.environ:
-        from .completion import complete_verb
-
-        complete_verb(parser, {v: partial(verb_parser, v) for v in VERBS})
+        complete(parser)
     verb = parser.parse_args(argv[:1]).verb
-    return _train(argv[1:]) if verb == "train" else _run_verb(verb, argv[1:])
+    if verb == "train":
+        return _train(argv[1:])
+    arguments = verb_parser(verb).parse_args(argv[1:])
+    return arguments.command(arguments)
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:
@@ -135,21 +197,41 @@ def verb_parser(verb: str) -> HintingParser:
     if verb == "train":
         return train_parser()
     parser = HintingParser(prog=f"lmx {verb}")
-    parser.set_defaults(command=add_arguments(verb, parser))
+    module = import_module(f".{MODULES.get(verb, verb)}", __package__)
+    getattr(module, f"add_{verb}_arguments")(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(command=getattr(module, verb))
     return parser
 
 
-def add_arguments(verb: str, parser: argparse.ArgumentParser) -> Callable[..., int]:
-    """Declare the arguments of a verb; returns the function that runs it."""
-    module = import_module(f".{MODULES.get(verb, verb)}", __package__)
-    getattr(module, f"add_{verb}_arguments")(parser)
-    return getattr(module, verb)
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell's request for completions (argcomplete), and exit.
 
+    Recipes, files and the keys of overrides are completed beside verbs and options.
+    """
+    import argcomplete
+    from argcomplete.completers import FilesCompleter
+    from argcomplete.lexers import split_line
 
-def _run_verb(verb: str, argv: list[str]) -> int:
-    arguments = verb_parser(verb).parse_args(argv)
-    return arguments.command(arguments)
+    from ..config.bundled import bundled_recipes
+    from ..config.messages import keys
+    from ..config.schema import RecipeConfig
+
+    line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
+    words = split_line(line, point)[3]
+    if parser.prog == "lmx" and len(words) > 1 and words[1] in VERBS:
+        # The number of the word that is the program.
+        os.environ["_ARGCOMPLETE"] = "2"
+        parser = verb_parser(words[1])
+    files = FilesCompleter(("yaml", "yml"))
+    completers = {
+        "recipe": lambda prefix, **_: [*bundled_recipes(), *files(prefix)],
+        "overrides": lambda **_: {f"{key}=" for key, _ in keys(RecipeConfig)},
+    }
+    for action in parser._actions:
+        if completer := completers.get(action.dest):
+            action.completer = completer
+    argcomplete.autocomplete(parser, always_complete_options="long")
 
 
 def _run_recipe(arguments: argparse.Namespace, options: list[str]) -> int:

@@ -1,14 +1,54 @@
-"""`lmx recipes`: list the included recipes, and copy one to change it."""
+"""`lmx recipes` and `lmx init`: the included recipes, to copy, or with your model, data
+and bits as a new file."""
 
 import argparse
 import os
+import re
+import shlex
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ..config.bundled import bundled_recipes, locate, schema_file, summaries
-from ..config.recipe_text import with_schema_line
+import yaml
+
+from ..config.bundled import (
+    SCHEMA_LINE,
+    bundled_recipes,
+    locate,
+    schema_file,
+    summaries,
+    without_schema_line,
+)
+from ..config.errors import ConfigErrors, KeyPath
+from ..config.loader import find as find_from
+from ..config.yaml_io import read, write_inline
 from ..errors import UserError
 from ..run import terminal
 from ..run.fs import write_atomic
+
+TASKS = {
+    "finetune": "train a LoRA adapter and merge it",
+    "qat": "fine-tune a model that is served with few bits",
+    "quantize": "quantize a finished model, without training",
+    "draft": "train a draft model that makes decoding faster",
+}
+BITS = (2, 3, 4, 5, 6, 8)
+# Recipes by task; those of other bits are the recipe of 4 bits with other bits.
+TEMPLATES = {"finetune": "lora", "draft": "distill_draft"}
+BY_BITS = {
+    "qat": {2: "qat_2bit", 3: "qat_3bit", 4: "qat_4bit"},
+    "quantize": {2: "ptq_3bit", 3: "ptq_3bit", 4: "ptq_4bit"},
+}
+INCLUDED_MODEL, INCLUDED_DATA = "data/tiny-base", "data/skills/train.jsonl"
+# The included recipes fit a model of 3.5 million parameters. Values for other models,
+# by key: the comments of the recipes name them, too.
+TOKENS, ADAPTER_RATE, FULL_RATE = 1024, 1e-4, 1e-5
+FOR_OTHER_MODELS: dict[str, tuple[str, Any]] = {
+    "batch_size": ("batch_tokens", 2048),
+    "num_layers": ("num_layers", "auto"),
+    "max_tokens": ("max_tokens", 256),
+}
 
 
 def add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,20 +95,217 @@ def write_recipe(target: Path, text: str) -> None:
     Raises:
         UserError: the target exists, or a disk error.
     """
-    require_new(target)
+    _require_new(target)
     schema = schema_file().resolve().as_uri()
-    write_atomic(target, with_schema_line(text, schema))
+    write_atomic(target, f"{SCHEMA_LINE}{schema}\n{without_schema_line(text)}")
 
 
-def require_new(target: Path) -> None:
-    """Refuse to overwrite a file.
+def _require_new(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        message, hint = "the file exists, and is not overwritten", "give another name"
+        raise UserError(message, place=str(target), hint=hint)
+
+
+def add_init_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `lmx init`."""
+    parser.description = "Write a recipe for your model and data."
+    add = parser.add_argument
+    add("--model", help="local folder, Hub id or GGUF file")
+    add("--data", help="file, folder or Hub id; not necessary for quantize")
+    add(
+        "--task",
+        choices=TASKS,
+        default="qat",
+        help="; ".join(f"{k}: {v}" for k, v in TASKS.items()) + "; default: qat",
+    )
+    add("--bits", type=int, choices=BITS, help="of qat and quantize; default: 4")
+    add("--output", type=Path, metavar="FILE", help="default: named after the task")
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Write the recipe; the exit code is 0.
 
     Raises:
-        UserError: the target exists.
+        UserError: the file exists, or a value is missing or does not work.
     """
-    if target.exists() or target.is_symlink():
-        raise UserError(
-            "the file exists, and is not overwritten",
-            place=str(target),
-            hint="give another name",
-        )
+    task = arguments.task
+    if arguments.bits and task not in BY_BITS:
+        raise UserError(f"--bits does not apply to {task}", hint="qat or quantize")
+    if not arguments.model or not (arguments.data or task == "quantize"):
+        missing = "--data" if arguments.model else "--model"
+        raise UserError(f"{missing} is missing", hint="see lmx init --help")
+    quantization = _quantization(task, arguments.model, arguments.bits)
+    name = f"{task}_{quantization['bits']}bit" if quantization else task
+    target = arguments.output or Path(f"{name}.yaml")
+    _require_new(target)
+    text = recipe_text(task, arguments.model, arguments.data, quantization)
+    _check(target, text)
+    write_recipe(target, text)
+    lines = [str(target)]
+    if "thresholds:" in text:
+        lines.append("A model that misses a threshold is not published: adapt them.")
+    lines.append(f"Then: lmx-train {shlex.quote(str(target))} --dry-run")
+    terminal.write_out("\n".join(lines) + "\n")
+    return 0
+
+
+def recipe_text(
+    task: str, model: str, data: str | None, quantization: dict[str, Any] | None
+) -> str:
+    """The recipe of a task, with its comments.
+
+    Args:
+        data: training data; None = none, for the task quantize.
+        quantization: `bits`, or the whole grid of a model from whose codes qat goes on;
+            None for a task without quantization.
+    """
+    by_bits, grid = BY_BITS.get(task, {}), quantization or {}
+    bits, has_codes = grid.get("bits"), "group_size" in grid
+    name = by_bits.get(4 if has_codes else bits, by_bits.get(4)) or TEMPLATES[task]
+    text = without_schema_line(bundled_recipes()[name].read_text("utf-8"))
+    if bits:
+        text = _with_bits(text, bits)
+    if has_codes:
+        text = set_value(text, ("stages", 0, "train", "qat"), grid)
+    text = set_value(text, ("model",), model)
+    text = _with_data(text, task, data)
+    return text if model == INCLUDED_MODEL else _for_other_model(text, task)
+
+
+def _quantization(task: str, model: str, bits: int | None) -> dict[str, Any] | None:
+    """The argument of `recipe_text`.
+
+    Raises:
+        UserError: the recipe would quantize a quantized model again, or the model
+            cannot be imported.
+    """
+    from ..convert.importers import resolve_checkpoint
+    from ..pipeline.plan import initial_state
+
+    if task not in BY_BITS:
+        return None
+    find = partial(find_from, root=Path.cwd())
+    state = initial_state({"model": model}, find)
+    if state.quantization == {}:
+        # MLX's grid for another tool's codes is that of the import.
+        folder = str(resolve_checkpoint(find(model)))
+        state = initial_state({"model": folder}, find)
+    if state.quantization is None:
+        return {"bits": bits or 4}
+    keys = ("bits", "group_size", "mode", "global_scale", "quantize_activations")
+    values = [(key, (state.config | state.quantization).get(key)) for key in keys]
+    grid = {key: value for key, value in values if value not in (None, False, "affine")}
+    if task == "qat" and "bits" in grid and bits in (None, grid["bits"]):
+        return grid
+    raise UserError(
+        f"the model is quantized to {grid.get('bits')} bits already, and quantizing "
+        "again adds error",
+        place=model,
+        hint="leave --bits out: --task qat continues from the codes; or start from the "
+        f"model before it was quantized, or expand it: lmx convert {model} TARGET "
+        "--dequantize",
+    )
+
+
+def _with_bits(text: str, bits: int) -> str:
+    """The text with other bits in its title and in its stages."""
+    title, newline, rest = text.partition("\n")
+    text = re.sub(r"\b\d(?=-bit| bits)", str(bits), title) + newline + rest
+    for path, value in _values(read(text).data):
+        if path[-1] == "bits" and value != bits:
+            text = set_value(text, path, bits)
+    return text
+
+
+def _with_data(text: str, task: str, data: str | None) -> str:
+    if task == "quantize":
+        if data is None:
+            return set_value(text, ("data", "valid"), "builtin:stdlib")
+        # The validation data is a part of the training data.
+        text = set_value(text, ("data", "valid"), data, key="train")
+        path = ("stages", 0, "quantize", "calibration")
+        return set_value(text, path, {"max_seq_length": 256})
+    text = set_value(text, ("data", "train"), data)
+    if data == INCLUDED_DATA:
+        return text
+    text = without_key(text, ("data", "valid"))
+    for path, _ in _values(read(text).data):
+        if path[-1] == "sample_prompts":
+            text = without_key(text, path)
+    return text
+
+
+def _for_other_model(text: str, task: str) -> str:
+    """The text with values for a model that is not tiny."""
+    stages = read(text).data["stages"]
+    for path, _ in [*_values(read(text).data)]:
+        key = path[-1]
+        if key == "max_seq_length" and task != "quantize":
+            text = set_value(text, path, TOKENS)
+        elif key == "learning_rate" and path[2] == "train":
+            has_adapter = "adapter" in stages[path[1]]["train"]
+            rate = ADAPTER_RATE if has_adapter else FULL_RATE
+            text = set_value(text, path, rate)
+        elif key in FOR_OTHER_MODELS:
+            renamed, value = FOR_OTHER_MODELS[key]
+            text = set_value(text, path, value, key=renamed)
+    return text
+
+
+def _values(data: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
+    """All values of plain data that are no blocks, with their paths."""
+    if isinstance(data, dict):
+        items = data.items()
+    elif isinstance(data, list) and any(isinstance(item, dict) for item in data):
+        items = enumerate(data)
+    else:
+        return [(path, data)]
+    return [pair for key, value in items for pair in _values(value, (*path, key))]
+
+
+def _check(target: Path, text: str) -> None:
+    """Refuse a recipe that `lmx-train` would refuse: all errors, with their keys."""
+    from ..pipeline.plan import load, plan
+
+    try:
+        plan(load(target, text=text))
+    except ConfigErrors as errors:
+        # There is no file whose lines could be named.
+        found = [replace(error, place=None) for error in errors.errors]
+        raise ConfigErrors(None, "", found) from None
+
+
+def set_value(text: str, path: KeyPath, value: Any, key: str | None = None) -> str:
+    """The text with another value at a path that has a scalar or a list in brackets.
+
+    Args:
+        key: the new name of the key; None = the same.
+    """
+    name, node = _entry(text, path)
+    assert isinstance(node, yaml.ScalarNode) or node.flow_style
+    text = _replaced(text, node, write_inline(value))
+    return _replaced(text, name, key) if key else text
+
+
+def without_key(text: str, path: KeyPath) -> str:
+    """The text without the line of a key whose value is on the same line."""
+    name, node = _entry(text, path)
+    assert name.start_mark.line == node.end_mark.line
+    lines = text.splitlines(keepends=True)
+    del lines[name.start_mark.line]
+    return "".join(lines)
+
+
+def _entry(text: str, path: KeyPath) -> tuple[yaml.Node, yaml.Node]:
+    """The key and the value at a path; for an entry of a list, the value twice."""
+    key = node = yaml.compose(text, Loader=yaml.SafeLoader)
+    for step in path:
+        if isinstance(step, int):
+            key = node = node.value[step]
+        else:
+            key, node = next(pair for pair in node.value if pair[0].value == step)
+    return key, node
+
+
+def _replaced(text: str, node: yaml.Node, new: str) -> str:
+    return text[: node.start_mark.index] + new + text[node.end_mark.index :]

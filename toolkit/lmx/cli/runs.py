@@ -7,13 +7,12 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..run import terminal
-from ..run.compare import RunSummary, metrics_table, read_runs, recipe_table
+from ..run.compare import metrics_table, read_runs, recipe_table
 from ..run.fs import write_atomic
 from ..run.html.page import comparison_page, write_page
 from ..run.logger import RunLogger
 
-METRICS_TITLE = "metrics of the last model of every run, and the change from run 1"
-RECIPES_TITLE = "recipe values that differ"
+TITLE = "metrics of the last model of every run, and the change from run 1"
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,11 +32,10 @@ def report(arguments: argparse.Namespace) -> int:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx compare`."""
     parser.description = "Compare the metrics and recipes of runs."
-    parser.add_argument(
-        "run", nargs="+", type=Path, help="run directory or report.json"
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("run", nargs="+", type=Path, help="run directory or report.json")
+    add("--html", type=Path, metavar="FILE", help="also write a page")
+    add("--json", action="store_true", help="print JSON")
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -45,15 +43,17 @@ def compare(arguments: argparse.Namespace) -> int:
     runs = read_runs(arguments.run)
     if arguments.html:
         write_atomic(arguments.html, comparison_page(runs))
+    columns, rows = recipe_table(runs)
     if arguments.json:
-        terminal.write_json(_to_json(runs), indent=2)
+        differences = {k: dict(zip(columns[1:], v, strict=True)) for k, *v in rows}
+        content = {"runs": [r.to_json() for r in runs], "differences": differences}
+        terminal.write_json(content, indent=2)
         return 0
     logger = RunLogger(None)
-    logger.table(METRICS_TITLE, *metrics_table(runs))
-    columns, rows = recipe_table(runs)
+    logger.table(TITLE, *metrics_table(runs))
     if rows:
         logger.info("")
-        logger.table(RECIPES_TITLE, columns, rows)
+        logger.table("recipe values that differ", columns, rows)
     if arguments.html:
         logger.info(str(arguments.html))
     return 0
@@ -62,16 +62,11 @@ def compare(arguments: argparse.Namespace) -> int:
 def add_push_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx push`."""
     parser.description = "Upload a model to the Hugging Face Hub."
-    parser.add_argument(
-        "folder", metavar="FOLDER", help="model folder or run directory"
-    )
-    parser.add_argument(
-        "name",
-        nargs="?",
-        metavar="USER/NAME",
-        help="Hub repository, created if necessary; without it, lmx suggests a name",
-    )
-    parser.add_argument("--public", action="store_true", help="create it as public")
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="model folder or run directory")
+    about = "Hub repository, created if necessary; without it, lmx suggests a name"
+    add("name", nargs="?", metavar="USER/NAME", help=about)
+    add("--public", action="store_true", help="create it as public")
 
 
 def push(arguments: argparse.Namespace) -> int:
@@ -92,13 +87,3 @@ def push(arguments: argparse.Namespace) -> int:
     logger = RunLogger(None)
     hub.push(folder, arguments.name, private=not arguments.public, info=logger.info)
     return 0
-
-
-def _to_json(runs: list[RunSummary]) -> dict:
-    columns, rows = recipe_table(runs)
-    return {
-        "runs": [run.to_json() for run in runs],
-        "differences": {
-            key: dict(zip(columns[1:], values, strict=True)) for key, *values in rows
-        },
-    }

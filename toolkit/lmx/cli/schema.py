@@ -5,11 +5,16 @@ import json
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
-from ..config.json_schema import recipe_schema
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+
 from ..config.key_hints import addresses_of
+from ..config.loader import SWITCHES
 from ..config.messages import fields, nearest
-from ..config.schema import StageEntry
+from ..config.schema import RecipeConfig, StageEntry
 from ..errors import UserError
 from ..run import terminal
 
@@ -48,6 +53,64 @@ LIMITS = {
 PATTERN = "<pattern>"
 
 
+# YAML 1.2, which editors read, takes these words for text. The loader takes any case.
+_WORDS = "|".join(
+    "".join(f"[{letter.upper()}{letter}]" for letter in word) for word in SWITCHES
+)
+
+
+class _EditorSchema(GenerateJsonSchema):
+    """Pydantic's JSON Schema with what an editor shows and inserts."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def bool_schema(self, schema: Any) -> JsonSchemaValue:
+        return {
+            "type": ["boolean", "string"],
+            "pattern": f"^({_WORDS})$",
+            "patternErrorMessage": "expected true or false",
+        }
+
+    def default_schema(self, schema: Any) -> JsonSchemaValue:
+        # An editor would insert a whole block, or null for an absent key.
+        if isinstance(schema.get("default"), BaseModel | None):
+            return self.generate_inner(schema["schema"])
+        return super().default_schema(schema)
+
+    def tagged_union_schema(self, schema: Any) -> JsonSchemaValue:
+        # `discriminator` is OpenAPI's. Editors choose by the constant `method`.
+        union = super().tagged_union_schema(schema)
+        union.pop("discriminator", None)
+        return union
+
+
+def recipe_schema() -> dict:
+    """The JSON Schema of a recipe (draft 2020-12), for editors.
+
+    It accepts every recipe that the loader accepts. It knows types, limits, choices and
+    key names; rules that need two keys, files or models are the loader's alone.
+    """
+    schema = RecipeConfig.model_json_schema(schema_generator=_EditorSchema)
+    head = {"$schema": _EditorSchema.schema_dialect, "title": "lmx recipe"}
+    return head | _on_lines(schema)
+
+
+def _on_lines(node: Any) -> Any:
+    """The node without titles of blocks, with every description on one line."""
+    if isinstance(node, list):
+        return [_on_lines(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: " ".join(value.split())
+        if key == "description" and isinstance(value, str)
+        else _on_lines(value)
+        for key, value in node.items()
+        if key != "title" or not isinstance(value, str)
+    }
+
+
 @dataclass(frozen=True)
 class Block:
     """A block of keys.
@@ -69,45 +132,40 @@ class Block:
         return ", ".join(filter(None, [self.address or "top level", self.only]))
 
 
+@cache
 def blocks() -> list[Block]:
     """All blocks of the schema, each before its inner blocks."""
     root = recipe_schema()
-    return list(_walk("", [root], root["$defs"], {}))
+    definitions, seen = root["$defs"], {}
 
-
-def _walk(
-    address: str, variants: list[dict], definitions: dict, seen: dict[str, str]
-) -> Iterator[Block]:
-    """The blocks at an address that holds one of `variants`, and their inner blocks.
-
-    Args:
-        seen: address by variants, of blocks that were yielded before.
-    """
-    if (name := json.dumps(variants)) in seen:
-        yield Block(address, f"The keys of `{seen[name]}`.")
-        return
-    seen[name] = address
-    first, *others = [_keys(variant) for variant in variants]
-    common = {k: v for k, v in first.items() if all(o.get(k) == v for o in others)}
-    meaning = variants[0]["description"]
-    if others:
-        meaning = "Keys that all variants below have."
-        if not common:
+    def walk(address: str, variants: list[dict]) -> Iterator[Block]:
+        """The blocks at an address that holds one of `variants`, and what is inside."""
+        if (name := json.dumps(variants)) in seen:
+            yield Block(address, f"The keys of `{seen[name]}`.")
+            return
+        seen[name] = address
+        first, *others = [_keys(variant) for variant in variants]
+        common = {k: v for k, v in first.items() if all(o.get(k) == v for o in others)}
+        meaning = variants[0]["description"]
+        if others:
             meaning = "The keys of one of the variants below."
-    yield Block(address, meaning, "", common)
-    inner = dict(common)
-    for variant, keys in zip(variants, [first, *others], strict=True):
-        extra = {key: node for key, node in keys.items() if key not in common}
-        inner |= extra
-        for tag in [key for key, node in extra.items() if "const" in node]:
-            only = f"{tag}: {extra.pop(tag)['const']}"
-            yield Block(address, variant["description"], only, extra)
-    for key, node in inner.items():
-        below: dict[str, dict[str, dict]] = {}
-        for path, name in _inner(f"{address}.{key}".lstrip("."), node):
-            below.setdefault(path, {})[name] = definitions[name]
-        for path, found in below.items():
-            yield from _walk(path, list(found.values()), definitions, seen)
+            meaning = "Keys that all variants below have." if common else meaning
+        yield Block(address, meaning, "", common)
+        inner = dict(common)
+        for variant, keys in zip(variants, [first, *others], strict=True):
+            extra = {key: node for key, node in keys.items() if key not in common}
+            inner |= extra
+            for tag in [key for key, node in extra.items() if "const" in node]:
+                only = f"{tag}: {extra.pop(tag)['const']}"
+                yield Block(address, variant["description"], only, extra)
+        for key, node in inner.items():
+            below: dict[str, dict[str, dict]] = {}
+            for path, name in _inner(f"{address}.{key}".lstrip("."), node):
+                below.setdefault(path, {})[name] = definitions[name]
+            for path, found in below.items():
+                yield from walk(path, list(found.values()))
+
+    return list(walk("", [root]))
 
 
 def _keys(block: dict) -> dict[str, dict]:
@@ -142,20 +200,20 @@ def _default(node: dict) -> str:
     return "default absent" if is_absent else "its defaults"
 
 
-def _values(node: dict) -> str:
+def _values(node: dict, separator: str = ", or ") -> str:
     """Accepted values as text, without null where it is the default."""
     texts = [_type(part) for part in _alternatives(node)]
     texts = [text for text in texts if text != "null" or "default" in node]
-    return ", or ".join(dict.fromkeys(texts))
+    return separator.join(dict.fromkeys(texts))
 
 
 def _type(node: dict) -> str:
     if choices := node.get("enum", [node["const"]] if "const" in node else None):
         return ", ".join(json.dumps(value).strip('"') for value in choices)
     if "items" in node:
-        return f"list of {_values(node['items'])}".replace(", or ", " or ")
+        return f"list of {_values(node['items'], ' or ')}"
     if isinstance(inside := node.get("additionalProperties"), dict):
-        return f"mapping of text to {_values(inside)}".replace(", or ", " or ")
+        return f"mapping of text to {_values(inside, ' or ')}"
     kind = node.get("type", "object")
     limits = [f"{sign} {node[key]:g}" for key, sign in LIMITS.items() if key in node]
     name = TYPES[kind if isinstance(kind, str) else kind[0]]
@@ -214,12 +272,11 @@ def _text(block: Block) -> str:
 
 
 def _named(name: str) -> list[Block]:
-    """The blocks with this address, or the block with this title; else what has such
-    a key or value."""
+    """The blocks with this address, title or variant; else what has such a key, else
+    such a value."""
     every, end = blocks(), f".{name}"
     matches = (
-        [b for b in every if f".{b.address}".endswith(end)]
-        or [b for b in every if b.title == name]
+        [b for b in every if f".{b.address}".endswith(end) or b.title == name]
         or _with_key(lambda b, key, _: f".{b.address}.{key}".endswith(end))
         or [b for b in every if name in b.only.split(": ")]
         or _with_key(lambda _, key, node: name in _choices(node))
@@ -251,14 +308,9 @@ def _hint(name: str) -> str:
     """What a name that is not in the schema may stand for."""
     if known := addresses_of(name):
         return f"called {' or '.join(known)} here"
-    names = {block.address.rpartition(".")[2] for block in blocks()}
-    names = sorted(names.union(*(block.keys for block in blocks())) - {"", PATTERN})
-    if inside := [each for each in names if name in each]:
-        return f"names with this part: {', '.join(inside)}"
-    hint = nearest(name, names)
-    if hint.startswith("available"):
-        return "`lmx schema` lists all blocks and keys"
-    return hint
+    hint = nearest(name, sorted({key for block in blocks() for key in block.keys}))
+    is_list = hint.startswith("available")
+    return "`lmx schema` lists all blocks and keys" if is_list else hint
 
 
 def _block_summary(block: Block) -> str:

@@ -1,34 +1,39 @@
 """`lmx sweep`: a recipe with several values and seeds, one run after the other."""
 
 import argparse
+import hashlib
+import math
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
-from ..config.grid import expand, folder_name, read_lines
+import yaml
+
 from ..config.redaction import redact
-from ..config.text_files import read_text
 from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
 from ..run import manifest, terminal
-from ..run.compare import read_runs
+from ..run.compare import RunSummary, groups_table, narrower, read_run
 from ..run.fs import write_atomic
 from ..run.html.page import comparison_page
 from ..run.logger import RunLogger
-from ..run.progress import format_duration
 from ..run.signals import sigterm_interrupts
-from ..run.sweep_summary import SweepRun, groups_table, narrower
 from .execution import KEPT_FLAGS, kept_flags
 
 PAGE = "compare.html"
 TITLE = "means ± standard errors over the seeds of finished runs"
 # A process for each run, so that all its memory is free after it.
 PROGRAM = "import sys; from lmx.cli.main import train; sys.exit(train())"
-MAX_BYTES = 1 << 20
+MAX_RUNS = 10_000
+# Of a folder's name: a longer one ends with a hash.
+NAME_CHARACTERS, HASH_CHARACTERS = 100, 8
+# Names as they are: letters, digits and what is safe in a path.
+UNSAFE = re.compile(r"[^\w.+,=-]")
 
 
 @dataclass(frozen=True)
@@ -47,18 +52,20 @@ class PlannedRun:
     @property
     def is_done(self) -> bool:
         """Whether the folder has the finished run of this recipe."""
-        content = _manifest(self.folder)
-        return (
-            content is not None
-            and content["status"] == "done"
-            and content["recipe_hash"] == self.hash
-        )
+        try:
+            content = manifest.read(self.folder) or {}
+        except UserError:  # the run itself reports it
+            return False
+        is_same = content.get("recipe_hash") == self.hash
+        return is_same and content["status"] == "done"
 
     @property
-    def overrides(self) -> list[str]:
-        """The arguments of lmx-train after the recipe."""
-        pairs = [f"{key}={value}" for key, value in self.values.items()]
-        return [*pairs, f"output={self.folder}"]
+    def summary(self) -> RunSummary | None:
+        """Its results; None if it has not started, or if its files are damaged."""
+        try:
+            return read_run(self.folder, self.folder.name)
+        except UserError:  # one run must not end the others
+            return None
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +83,6 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="key=value,...",
         help="values to try; a list in brackets is one value",
     )
-    add("--list", metavar="FILE", help="a file with the overrides of one run per line")
     add("--output", metavar="FOLDER", help="default: exports/<recipe>-sweep")
     add("--dry-run", action="store_true", help="check all recipes and list the runs")
     for flag in KEPT_FLAGS:
@@ -101,11 +107,14 @@ def sweep(arguments: argparse.Namespace) -> int:
         return 0
     logger = RunLogger(None, quiet=arguments.quiet)
     with sigterm_interrupts():
-        failed = _run_all(arguments, folder, runs, logger)
-    logger.table(TITLE, *narrower(*groups_table(_summaries(runs))))
+        try:
+            failed = _run_all(arguments, runs, logger)
+        finally:
+            groups = _write_page(folder, runs)
+    logger.table(TITLE, *groups)
     logger.info(str(folder / PAGE))
     for run, code in failed.items():
-        logger.warning(f"failed with exit code {code}: {runs[run].folder}")
+        logger.warning(f"failed with exit code {code}: {run}")
     return FAILED if failed else 0
 
 
@@ -113,14 +122,9 @@ def _plan(arguments: argparse.Namespace) -> tuple[Path, list[PlannedRun]]:
     """The folder of the sweep and its runs, all of whose recipes are valid."""
     from ..api.recipe import Recipe
 
-    lines = []
-    if arguments.list:
-        text = read_text(Path(arguments.list), "list of overrides", max_bytes=MAX_BYTES)
-        lines = read_lines(text)
-    combinations = expand(arguments.overrides, lines)
     given = arguments.output
     folder, runs = Path(os.path.expanduser(given)) if given else None, []
-    for values in combinations:
+    for values in expand(arguments.overrides):
         overrides = [f"{key}={value}" for key, value in values.items()]
         recipe = Recipe(arguments.recipe, overrides=overrides)
         folder = folder or Path("exports") / f"{recipe.name}-sweep"
@@ -129,39 +133,85 @@ def _plan(arguments: argparse.Namespace) -> tuple[Path, list[PlannedRun]]:
     return folder, runs
 
 
+def expand(arguments: list[str]) -> list[dict[str, str]]:
+    """The overrides of every combination of `key=value,value,...`, each once.
+
+    Raises:
+        UserError: an argument is no override, is repeated, or sets the run directory.
+    """
+    axes: dict[str, list[str]] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals or not key:
+            raise UserError(
+                f"'{argument}' is not of the form key=value",
+                hint="stages.train.learning_rate=1e-4,3e-4 seed=0,1,2",
+            )
+        if key == "output":
+            raise UserError(
+                "every run of a sweep has its own folder",
+                place=argument,
+                hint="--output FOLDER sets the folder of the sweep",
+            )
+        if key in axes:
+            raise UserError(f"{key} is given twice", hint=f"{key}=value,value,...")
+        axes[key] = [*dict.fromkeys(_split(text))]
+    if (count := math.prod(map(len, axes.values()))) > MAX_RUNS:
+        raise UserError(f"this sweep has {count:,} runs; the limit is {MAX_RUNS:,}")
+    return [dict(zip(axes, row, strict=True)) for row in product(*axes.values())]
+
+
+def _split(text: str) -> list[str]:
+    """The values between commas that are not in brackets or quotes, as written."""
+    listed = f"[{text}]"
+    try:
+        values = yaml.compose(listed, Loader=yaml.SafeLoader).value
+    except yaml.YAMLError:  # the recipe reports it
+        return [text]
+    marks = ((value.start_mark.index, value.end_mark.index) for value in values)
+    return [listed[start:end].strip() for start, end in marks] or [""]
+
+
+def folder_name(values: dict[str, str]) -> str:
+    """The name of the folder of a run, the same in every sweep with these values."""
+    text = "_".join(f"{key}={value}" for key, value in values.items()) or "recipe"
+    name = UNSAFE.sub("-", text.removeprefix("stages.").replace("_stages.", "_"))
+    name = name[:NAME_CHARACTERS]
+    if text.replace("stages.", "") == name:
+        return name
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{name}-{digest[:HASH_CHARACTERS]}"
+
+
 def _run_all(
-    arguments: argparse.Namespace,
-    folder: Path,
-    runs: list[PlannedRun],
-    logger: RunLogger,
-) -> dict[int, int]:
-    """Run what is not finished; returns the exit codes of failed runs by number.
+    arguments: argparse.Namespace, runs: list[PlannedRun], logger: RunLogger
+) -> dict[Path, int]:
+    """Run what is not finished; returns the exit codes of failed runs by folder.
 
     Raises:
         Interrupted: by the user.
     """
-    failed: dict[int, int] = {}
-    waiting = [index for index, run in enumerate(runs) if not run.is_done]
-    if finished := len(runs) - len(waiting):
+    failed: dict[Path, int] = {}
+    waiting = [run for run in runs if not run.is_done]
+    finished = len(runs) - len(waiting)
+    if finished:
         logger.info(f"{finished} of {len(runs)} runs are already finished")
     options = kept_flags(arguments) + ["--quiet"] * arguments.quiet
-    start = time.monotonic()
-    for position, index in enumerate(waiting):
-        left = ""
-        if position:
-            seconds = (time.monotonic() - start) / position * (len(waiting) - position)
-            left = f"  about {format_duration(seconds)} left"
-        name = redact(runs[index].folder.name)
-        logger.info(f"run {finished + position + 1} of {len(runs)}: {name}{left}")
-        code = _run([arguments.recipe, *runs[index].overrides, *options])
+    for number, run in enumerate(waiting, finished + 1):
+        logger.info(f"run {number} of {len(runs)}: {redact(run.folder.name)}")
+        overrides = [f"{key}={value}" for key, value in run.values.items()]
+        words = [arguments.recipe, *overrides, f"output={run.folder}", *options]
+        code = _run(words)
         if code == INTERRUPTED:
-            command = shlex.join(["lmx", *_words(arguments)])
+            again = ["lmx", "sweep", arguments.recipe]
+            again += [*map(redact, arguments.overrides), *kept_flags(arguments)]
+            if arguments.output:
+                again += ["--output", arguments.output]
+            command = shlex.join(again)
             raise Interrupted(f"the sweep is interrupted; to resume: {command}")
         if code:
-            failed[index] = code
+            failed[run.folder] = code
             logger.warning(f"this run failed with exit code {code}; the sweep goes on")
-        _write_page(folder, runs)
-    _write_page(folder, runs)
     return failed
 
 
@@ -183,42 +233,13 @@ def _run(words: list[str]) -> int:
         return INTERRUPTED
 
 
-def _words(arguments: argparse.Namespace) -> list[str]:
-    """The command line, without secrets."""
-    words = ["sweep", arguments.recipe, *map(redact, arguments.overrides)]
-    for option in ("list", "output"):
-        if value := getattr(arguments, option):
-            words += [f"--{option}", value]
-    return words + kept_flags(arguments)
-
-
-def _manifest(folder: Path) -> dict | None:
-    """The manifest of a run; None without one, or if it is damaged."""
-    try:
-        return manifest.read(folder)
-    except UserError:  # the run itself reports it
-        return None
-
-
-def _summaries(runs: list[PlannedRun]) -> list[SweepRun]:
-    started = [run for run in runs if _manifest(run.folder) and _reads(run.folder)]
-    read = read_runs([run.folder for run in started]) if started else []
-    summaries = dict(zip((run.folder for run in started), read, strict=True))
-    return [SweepRun(run.values, summaries.get(run.folder)) for run in runs]
-
-
-def _reads(folder: Path) -> bool:
-    """Whether the files of a run are not damaged: one run must not end the others."""
-    try:
-        return bool(read_runs([folder]))
-    except UserError:
-        return False
-
-
-def _write_page(folder: Path, runs: list[PlannedRun]) -> None:
-    """Write the comparison of the runs that have started."""
-    swept = _summaries(runs)
-    if summaries := [run.summary for run in swept if run.summary]:
-        groups = (TITLE, *narrower(*groups_table(swept)))
-        page = comparison_page(summaries, title=folder.name, groups=groups)
+def _write_page(
+    folder: Path, runs: list[PlannedRun]
+) -> tuple[list[str], list[list[str]]]:
+    """Write the comparison of the runs that have started; returns their means."""
+    swept = [(run.values, run.summary) for run in runs]
+    groups = narrower(*groups_table(swept))
+    if summaries := [summary for _, summary in swept if summary]:
+        page = comparison_page(summaries, title=folder.name, groups=(TITLE, *groups))
         write_atomic(folder / PAGE, page)
+    return groups

@@ -1,10 +1,15 @@
-"""The recipes and the data that come with lmx, and how to find them by name."""
+"""The recipes and the data that come with lmx, and how to find them by name.
+
+The first line of a recipe may name its JSON Schema for editors that use
+yaml-language-server (VS Code, Neovim, Helix, Zed and others).
+"""
 
 import os
 from pathlib import Path
 
 from ..errors import UserError
 
+SCHEMA_LINE = "# yaml-language-server: $schema="
 _PACKAGE = Path(__file__).parents[1]
 _IN_WHEEL = _PACKAGE / "shipped"
 # In a wheel, recipes and data are inside the package; in a checkout, next to it.
@@ -26,15 +31,24 @@ def bundled_recipes() -> dict[str, Path]:
 
 def summaries() -> dict[str, str]:
     """The first comment of every bundled recipe, by name."""
-    from .recipe_text import summary
-
-    recipes = bundled_recipes().items()
-    return {name: summary(path.read_text("utf-8")) for name, path in recipes}
+    titles = {}
+    for name, path in bundled_recipes().items():
+        lines = without_schema_line(path.read_text("utf-8")).split("\n")
+        comments = (line.lstrip("# ") for line in lines if line.startswith("#"))
+        titles[name] = next(comments, "")
+    return titles
 
 
 def schema_file() -> Path:
     """The JSON Schema of a recipe, for editors; beside the bundled recipes."""
     return BUNDLED / "recipes" / "recipe.schema.json"
+
+
+def without_schema_line(text: str) -> str:
+    """The text of a recipe without the address of its schema, which may be a private
+    path."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(SCHEMA_LINE))
 
 
 def locate(name: str) -> Path:

@@ -13,11 +13,10 @@ from . import bundled, yaml_io
 from .errors import ConfigError, ConfigErrors, KeyPath
 from .messages import Problem, explain
 from .overrides import Override, merge, shown
-from .plain_data import plain_data
 from .redaction import redact, redact_values
 from .schema import RecipeConfig
 from .text_files import read_text
-from .validation import path_of
+from .validation import kind_name, path_of
 
 Check = Callable[[dict, Callable[[str], Path | None]], list[Problem]]
 
@@ -77,22 +76,14 @@ def load_recipe(
     path = Path(path)
     if text is None:
         text = read_text(path, "recipe", max_bytes=MAX_BYTES)
-    document = yaml_io.read(text)
+    document, root = yaml_io.read(text), root_of(path)
     if not isinstance(document.data, dict):
         raise ConfigErrors(path, text, document.errors or [_not_a_block(document.data)])
-    root = root_of(path)
     recipe = _validate_document(document, overrides, check, path, text, root)
     arguments = [*map(shown, overrides)]
-    return LoadedRecipe(
-        recipe,
-        path.stem,
-        path,
-        text=redact(text),
-        overrides=tuple(map(redact, arguments)),
-        root=root,
-        data=document.data,
-        resolved=yaml_io.write(redact_values(_plain(recipe))),
-        secrets=_secrets(text, arguments),
+    secrets = _secrets(text, arguments)
+    return _loaded(
+        recipe, document.data, path.stem, path, text, arguments, root, secrets
     )
 
 
@@ -119,18 +110,30 @@ def load_recipe_data(
     # Written and read, so that the same recipe in a file cannot differ from it.
     document = yaml_io.read(yaml_io.write(plain))
     recipe = _validate_document(document, overrides, check, None, "", root)
+    # The text has the overrides, too.
     text = yaml_io.write(document.data)
+    arguments, secrets = [*map(shown, overrides)], _secrets(text, ())
+    return _loaded(recipe, document.data, name, None, text, arguments, root, secrets)
+
+
+def _loaded(
+    recipe: RecipeConfig,
+    data: dict,
+    name: str,
+    path: Path | None,
+    text: str,
+    arguments: list[str],
+    root: Path,
+    secrets: tuple[str, ...],
+) -> LoadedRecipe:
+    stages = [
+        {s.kind: s.config.model_dump(mode="json", by_alias=True)} for s in recipe.stages
+    ]
+    values = recipe.model_dump(mode="json", exclude={"stages"}) | {"stages": stages}
+    resolved = yaml_io.write(redact_values(values))
+    overrides = tuple(map(redact, arguments))
     return LoadedRecipe(
-        recipe,
-        name,
-        path=None,
-        text=redact(text),
-        overrides=tuple(redact(shown(override)) for override in overrides),
-        root=root,
-        data=document.data,
-        resolved=yaml_io.write(redact_values(_plain(recipe))),
-        # The text has the overrides, too.
-        secrets=_secrets(text, ()),
+        recipe, name, path, redact(text), overrides, root, data, resolved, secrets
     )
 
 
@@ -160,6 +163,49 @@ def _validate_document(
     if errors:
         raise ConfigErrors(path, text, errors)
     return recipe
+
+
+def plain_data(value: Any, path: KeyPath = ()) -> tuple[Any, list[ConfigError]]:
+    """A copy of a value that YAML can hold, and the errors of what it cannot hold.
+
+    Tuples become lists, paths text, and scalars of NumPy and MLX numbers. A value with
+    an error becomes None.
+
+    Args:
+        path: the keys of the value in the recipe.
+    """
+    errors: list[ConfigError] = []
+
+    def plain(value: Any, path: KeyPath) -> Any:
+        if len(path) >= yaml_io.MAX_DEPTH:
+            fault = yaml_io.TOO_DEEP
+        elif isinstance(value, str):
+            if not (fault := yaml_io.text_fault(value)):
+                return str.__str__(value)
+        elif value is None or isinstance(value, bool | int | float):
+            # Without subclasses, such as those of an enumeration.
+            kinds = (kind for kind in (bool, int, float) if isinstance(value, kind))
+            return value if value is None else next(kinds)(value)
+        elif isinstance(value, os.PathLike):
+            return plain(os.fspath(value), path)
+        elif isinstance(value, Mapping):
+            for key in (key for key in value if not isinstance(key, str)):
+                fault = f"a key must be text, got {kind_name(key)}"
+                errors.append(ConfigError(fault, path=path))
+            items = [(k, inner) for k, inner in value.items() if isinstance(k, str)]
+            return {str.__str__(k): plain(inner, (*path, k)) for k, inner in items}
+        elif isinstance(value, list | tuple):
+            return [plain(inner, (*path, i)) for i, inner in enumerate(value)]
+        elif getattr(value, "shape", None) == () and hasattr(value, "item"):
+            return plain(value.item(), path)
+        else:
+            hint = "; give it to lmx.train as loss or metrics" * callable(value)
+            what = f"{kind_name(value)}{hint}"
+            fault = f"expected text, a number, a list or a dict, got {what}"
+        errors.append(ConfigError(fault, path=path))
+        return None
+
+    return plain(value, path), errors
 
 
 def find(relative: str, root: Path) -> Path | None:
@@ -241,11 +287,3 @@ def _locate(
     table = document.values if problem.of == "value" else document.keys
     positions = (table.get(p) or document.values.get(p) for p in prefixes if p)
     return replace(error, place=next(filter(None, positions), None))
-
-
-def _plain(recipe: RecipeConfig) -> dict:
-    data = recipe.model_dump(mode="json", exclude={"stages"})
-    stages = [
-        {s.kind: s.config.model_dump(mode="json", by_alias=True)} for s in recipe.stages
-    ]
-    return {**data, "stages": stages}

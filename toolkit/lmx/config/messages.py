@@ -35,12 +35,13 @@ def explain(error: dict, data: Any) -> Problem:
     if kind == "extra_forbidden":
         return _unknown_key(path, data)
     if kind == "missing":
-        return _missing(path, error["loc"][-1], data)
+        key = error["loc"][-1]
+        info = fields(section_at(path, data))[key]
+        return Problem(path, f"missing key '{key}'", info.description, of="block")
     if kind == "value_error":
         return Problem(path, str(context["error"]), of="block")
     if kind == "union_tag_not_found":
-        key = _discriminator(error)
-        return Problem(path, f"missing key '{key}'", of="block")
+        return Problem(path, f"missing key {context['discriminator']}", of="block")
     if kind in ("literal_error", "union_tag_invalid"):
         return _unknown_value(path, error, data)
     hint = _type_hint(path, error) if kind in EXPECTED else None
@@ -133,21 +134,11 @@ def keys(
             yield from keys(inner, f"{above}{key}.")
 
 
-def _missing(path: KeyPath, key: str, data: Any) -> Problem:
-    info = fields(section_at(path, data))[key]
-    return Problem(path, f"missing key '{key}'", info.description, of="block")
-
-
-def _discriminator(error: dict) -> str:
-    """The key that selects one of several sections."""
-    return error["ctx"]["discriminator"].strip("'")
-
-
 def _unknown_value(path: KeyPath, error: dict, data: Any) -> Problem:
     value, context = error["input"], error["ctx"]
     if error["type"] == "union_tag_invalid":
         # A recipe may have the value alone in place of the block.
-        path = path_of((*path, _discriminator(error)), data)
+        path = path_of((*path, context["discriminator"].strip("'")), data)
         value = context["tag"]
     expected = context.get("expected") or context["expected_tags"]
     names = [name.strip("'") for name in re.split(", | or ", expected)]

@@ -71,7 +71,7 @@ def _set(data: dict, key: str, value: Any) -> list[KeyPath]:
     block: Any = data
     path: KeyPath = ()
     created = []
-    *steps, last = _with_stage_number(key.split("."), data)
+    *steps, last = _with_stage_number(key.split("."), data.get("stages"))
     for step in steps:
         step = _key_or_index(block, step, path)
         path = (*path, step)
@@ -98,33 +98,25 @@ def _key_or_index(block: Any, step: str, path: KeyPath) -> str | int:
     return int(step) - 1
 
 
-def _with_stage_number(steps: list[str], data: dict) -> list[str]:
+def _with_stage_number(steps: list[str], stages: Any) -> list[str]:
     """The steps, with the number of the only stage of a kind inserted."""
-    stages = data.get("stages")
     if steps[0] != "stages" or len(steps) < 2 or not isinstance(stages, list):
         return steps
     kind = steps[1]
+    entries = {n: [*s] for n, s in enumerate(stages, 1) if isinstance(s, dict)}
     if kind.isdecimal():
-        _require_kind(steps, stages)
+        keys = entries.get(int(kind), [])
+        if len(keys) == 1 and len(steps) > 2 and steps[2] != keys[0]:
+            # It would add a second kind to the stage.
+            hint = f"its keys begin with stages.{int(kind)}.{keys[0]}"
+            message = f"stage {int(kind)} is '{keys[0]}', not '{steps[2]}'"
+            raise _BadOverride(message, hint)
         return steps
-    numbers = [n for n, s in enumerate(stages, 1) if isinstance(s, dict) and kind in s]
+    numbers = [n for n, keys in entries.items() if kind in keys]
     if not numbers:
-        kinds = {key for stage in stages if isinstance(stage, dict) for key in stage}
-        hint = key_hint(kind, kinds)
+        hint = key_hint(kind, {key for keys in entries.values() for key in keys})
         raise _BadOverride(f"this recipe has no stage '{kind}'", hint)
     if len(numbers) > 1:
         which = " or ".join(f"stages.{n}.{kind}" for n in numbers)
         raise _BadOverride(f"{len(numbers)} stages are '{kind}': use {which}")
     return ["stages", str(numbers[0]), *steps[1:]]
-
-
-def _require_kind(steps: list[str], stages: list) -> None:
-    """Refuse a key that would add a second kind to a stage."""
-    number = int(steps[1])
-    entry = stages[number - 1] if 1 <= number <= len(stages) else None
-    if not isinstance(entry, dict) or len(entry) != 1 or len(steps) == 2:
-        return
-    [kind] = entry
-    if steps[2] != kind:
-        hint = f"its keys begin with stages.{number}.{kind}"
-        raise _BadOverride(f"stage {number} is '{kind}', not '{steps[2]}'", hint)

@@ -18,31 +18,22 @@ from .validation import require_path
 MAX_STAGES = 100
 
 
-class FunctionConfig(ConfigModel):
-    """A Python function."""
-
-    name: str
-    """Its module and name."""
-    sha256: str
-    """Hash of its source and its default values."""
-
-
 class PythonConfig(ConfigModel):
-    """The Python functions that a run needs, as `lmx.train` got them."""
+    """The Python functions that a run needs, as `lmx.train` got them: module and name,
+    and a hash of the source and the default values."""
 
-    loss: FunctionConfig | None = None
+    loss: str | None = None
     """The loss of train stages."""
-    metrics: dict[str, FunctionConfig] = Field({})
+    metrics: dict[str, str] = Field({})
     """Metrics of evaluate stages, by name."""
 
     @property
     def names(self) -> list[str]:
         """The arguments of `lmx.train` that the run needs."""
         metrics = ", ".join(f"{name!r}: ..." for name in self.metrics)
-        return [
-            *(["loss=..."] if self.loss else []),
-            *([f"metrics={{{metrics}}}"] if metrics else []),
-        ]
+        return ["loss=..."] * bool(self.loss) + [f"metrics={{{metrics}}}"] * bool(
+            metrics
+        )
 
 
 class StageEntry(

@@ -2,74 +2,44 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from .base import ConfigModel
 
 TrackerName = Literal["wandb", "tensorboard", "trackio", "mlflow"]
+# Keys of one tracker alone.
+OWN_KEYS = {"mode": "wandb", "space_id": "trackio", "tracking_uri": "mlflow"}
 
 
-class WandbConfig(ConfigModel):
-    """Log metrics to Weights & Biases."""
+class TrackerConfig(ConfigModel):
+    """Log metrics to Weights & Biases, TensorBoard, Trackio or MLflow.
 
-    type: Literal["wandb"]
-    """Name of the tracker."""
+    All but wandb need `pip install lmx-toolkit[<type>]`.
+    """
+
+    type: TrackerName
+    """Name of the tracker. tensorboard: event files in `tensorboard/` of the run
+    directory."""
     project: str = "lmx"
-    """Project of the run."""
+    """Project of the run; the experiment of mlflow."""
     name: str | None = None
     """Name of the run. Default: the name of the recipe."""
     mode: Literal["online", "offline"] = "offline"
-    """offline: log to disk only, for `wandb sync`. online: also send."""
-
-
-class TensorBoardConfig(ConfigModel):
-    """Write event files for TensorBoard, in `tensorboard/` of the run directory.
-
-    Needs `pip install lmx-toolkit[tensorboard]`.
-    """
-
-    type: Literal["tensorboard"]
-    """Name of the tracker."""
-
-
-class TrackioConfig(ConfigModel):
-    """Log metrics to Trackio, which `trackio show` displays.
-
-    Needs `pip install lmx-toolkit[trackio]`.
-    """
-
-    type: Literal["trackio"]
-    """Name of the tracker."""
-    project: str = "lmx"
-    """Project of the run."""
-    name: str | None = None
-    """Name of the run. Default: the name of the recipe."""
+    """Of wandb. offline: log to disk only, for `wandb sync`. online: also send."""
     space_id: str | None = None
-    """Hugging Face Space to log to. Default: log to disk only."""
-
-
-class MLflowConfig(ConfigModel):
-    """Log metrics to MLflow.
-
-    Needs `pip install lmx-toolkit[mlflow]`.
-    """
-
-    type: Literal["mlflow"]
-    """Name of the tracker."""
-    experiment: str = "lmx"
-    """Experiment of the run."""
-    name: str | None = None
-    """Name of the run. Default: the name of the recipe."""
+    """Of trackio: Hugging Face Space to log to. Default: log to disk only."""
     tracking_uri: str | None = Field(None, examples=["http://localhost:5000"])
-    """MLflow server or database. Default: the environment variable
+    """Of mlflow: server or database. Default: the environment variable
     `MLFLOW_TRACKING_URI`, else mlflow.db in the working directory. A password belongs
     to `MLFLOW_TRACKING_PASSWORD`."""
 
-
-TrackerConfig = Annotated[
-    WandbConfig | TensorBoardConfig | TrackioConfig | MLflowConfig,
-    Field(discriminator="type"),
-]
+    @model_validator(mode="after")
+    def _check_own_keys(self):
+        for key, tracker in OWN_KEYS.items():
+            default = type(self).model_fields[key].default
+            if self.type != tracker and getattr(self, key) != default:
+                raise ValueError(f"{key} is a key of {tracker}, not of {self.type}")
+        return self
 
 
 def _as_list(value: Any) -> Any:
@@ -85,14 +55,9 @@ def _check_unique(trackers: list) -> list:
     return trackers
 
 
+_Entry = TrackerName | TrackerConfig
 Trackers = Annotated[
     list[TrackerConfig],
-    BeforeValidator(
-        _as_list,
-        json_schema_input_type=TrackerName
-        | TrackerConfig
-        | list[TrackerName | TrackerConfig]
-        | None,
-    ),
+    BeforeValidator(_as_list, json_schema_input_type=_Entry | list[_Entry] | None),
     AfterValidator(_check_unique),
 ]

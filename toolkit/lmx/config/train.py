@@ -244,8 +244,6 @@ class TrainConfig(ConfigModel):
             )
 
     def _check_qat(self, qat: QATConfig):
-        if qat.quantizer == "scales_only" and self.adapter:
-            raise ValueError("quantizer: scales_only trains no weights: remove adapter")
         start = qat.fake_quant_after_n_steps
         if start and (self.load_best_at_end or self.early_stopping_patience):
             raise ValueError(

@@ -89,13 +89,6 @@ class Document:
     invalid: list[KeyPath] = field(default_factory=list)
     _count: int = 0
 
-    def _read(self, node: yaml.Node) -> None:
-        try:
-            self.data = self._build(node, ())
-        except _TooLarge:
-            message = f"the recipe has more than {MAX_VALUES:,} values"
-            self.errors.append(ConfigError(message, _position(node.start_mark)))
-
     def _build(
         self, node: yaml.Node, path: KeyPath, above: tuple[int, ...] = ()
     ) -> Any:
@@ -140,17 +133,23 @@ class Document:
         return built
 
     def _scalar(self, kind: str, node: yaml.ScalarNode, path: KeyPath) -> Any:
-        if fault := text_fault(node.value):
-            return self._invalid_value(node, path, fault)
+        text, value = node.value, node.value
+        fault = text_fault(text)
         try:
-            value = _scalar(kind, node.value)
-            if kind == "int" and abs(value) > MAX_INTEGER:
-                message = f"a whole number is at most {MAX_INTEGER:,}"
-                return self._invalid_value(node, path, message)
-            return value
+            if kind == "null":
+                value = None
+            elif kind == "bool":
+                value = {"true": True, "false": False}.get(text.lower(), text)
+            elif kind == "int":
+                value = int(text)
+                if abs(value) > MAX_INTEGER:
+                    fault = f"a whole number is at most {MAX_INTEGER:,}"
+            elif kind == "float":
+                words = text.lower().replace(".inf", "inf").replace(".nan", "nan")
+                value = float(words)
         except ValueError:
-            message = f"{shorten(node.value, MAX_VALUE)!r} does not match its tag"
-            return self._invalid_value(node, path, message)
+            fault = fault or f"{shorten(text, MAX_VALUE)!r} does not match its tag"
+        return self._invalid_value(node, path, fault) if fault else value
 
     def _invalid_value(self, node: yaml.Node, path: KeyPath, message: str) -> None:
         self.invalid.append(path)
@@ -176,8 +175,11 @@ def read(text: str) -> Document:
     except RecursionError:
         document.errors.append(ConfigError(TOO_DEEP))
     else:
-        if node is not None:
-            document._read(node)
+        try:
+            document.data = node and document._build(node, ())
+        except _TooLarge:
+            message = f"the recipe has more than {MAX_VALUES:,} values"
+            document.errors.append(ConfigError(message, _position(node.start_mark)))
     return document
 
 
@@ -196,29 +198,10 @@ def write(data: Any) -> str:
 
 def write_inline(data: Any) -> str:
     """YAML text on one line, which may stand for a value inside other YAML."""
+    style = {"default_flow_style": True, "allow_unicode": True, "sort_keys": False}
     # In a list, text is quoted as YAML with brackets needs it.
-    inline = yaml.dump(
-        [data],
-        Dumper=_Dumper,
-        default_flow_style=True,
-        allow_unicode=True,
-        sort_keys=False,
-        width=float("inf"),
-    )
+    inline = yaml.dump([data], Dumper=_Dumper, width=float("inf"), **style)
     return inline.strip()[1:-1]
-
-
-def _scalar(kind: str, text: str) -> Any:
-    match kind:
-        case "null":
-            return None
-        case "bool":
-            return {"true": True, "false": False}.get(text.lower(), text)
-        case "int":
-            return int(text)
-        case "float":
-            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return text
 
 
 def text_fault(text: str) -> str | None:

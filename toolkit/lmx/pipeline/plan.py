@@ -18,9 +18,13 @@ from ..convert.importers import find_importable
 from ..errors import UserError
 from ..models.checkpoint import read_config
 from ..run import manifest
-from ..run.tables import OUTPUT_KEYS, one_line, recipe_values
+from ..run.tables import OUTPUT_KEYS
 from ..run.trackers import TRACKERS, is_installed
 from .dataset_checks import check_datasets
+from .draft.stage import DraftStage
+from .evaluate.stage import EvaluateStage
+from .export.stage import ExportStage
+from .quantize.stage import QuantizeStage
 from .stage import (
     Find,
     Formats,
@@ -31,7 +35,16 @@ from .stage import (
     missing_source,
     quantization_values,
 )
-from .stages import STAGES
+from .train.stage import TrainStage
+
+STAGES: dict[str, type[Stage]] = {
+    "train": TrainStage,
+    "quantize": QuantizeStage,
+    "draft": DraftStage,
+    "evaluate": EvaluateStage,
+    "export": ExportStage,
+}
+
 
 RUNS = Path("exports")
 GGUF = ".gguf"
@@ -159,23 +172,6 @@ def _result_values(resolved: str) -> dict:
 def _hash(values: Any) -> str:
     canonical = json.dumps(values, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def difference(old: str, new: str) -> str:
-    """The values in which two resolved recipes differ, one override per line."""
-    data = [yaml_io.read_shared(text).data for text in (old, new)]
-    if not isinstance(data[0], dict):
-        return "the values before are unknown: resolved.yaml is missing or damaged"
-    before, after = map(recipe_values, data)
-    lines = []
-    for key in [*before, *(k for k in after if k not in before)]:
-        if key not in after:
-            lines.append(f"{key}: {one_line(before[key])} -> (removed)")
-        elif key not in before:
-            lines.append(f"{key}: (added) -> {one_line(after[key])}")
-        elif before[key] != after[key]:
-            lines.append(f"{key}: {one_line(before[key])} -> {one_line(after[key])}")
-    return "\n".join(lines)
 
 
 def check_recipe(data: dict, find: Find) -> list[Problem]:

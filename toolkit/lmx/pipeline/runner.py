@@ -12,7 +12,6 @@ from pathlib import Path
 from .. import cpu
 from ..config import yaml_io
 from ..config.loader import LoadedRecipe
-from ..config.recipe_text import without_schema_line
 from ..config.redaction import REDACTED
 from ..data.splits import Splits
 from ..errors import FAILED, USAGE, Interrupted, UserError
@@ -30,7 +29,7 @@ from ..version import __version__
 from .context import ModelArtifact, StageContext
 from .dry_run import require_resources
 from .extensions import Extensions
-from .plan import RunPlan, difference
+from .plan import RunPlan
 from .stage import Stage
 
 # In the folder of a stage: hashes of the models that it began with.
@@ -197,13 +196,10 @@ def _open(
     try:
         return RunDir.open(
             plan.output,
-            name=loaded.name,
-            command=command,
-            recipe_text=without_schema_line(loaded.text),
-            resolved=loaded.resolved,
+            loaded,
+            plan.identities,
             recipe_hash=plan.recipe_hash,
-            plan=plan.identities,
-            difference=difference,
+            command=command,
             restart=restart,
         )
     except UserError as error:

@@ -34,7 +34,7 @@ OTHER_FOLDER = "use another folder with output=..."
 FULL_HINT = f"free some space, or {OTHER_FOLDER}"
 PARTIAL = ".partial"
 # Files of every run directory. Its owner locks the second one.
-MANIFEST, LOCK = "manifest.json", ".lock"
+OWNED = MANIFEST, LOCK = "manifest.json", ".lock"
 # Smaller files are copied: people edit some of them in place, such as config.json.
 MIN_LINKED_BYTES = 1 << 16
 # The largest published tokenizer.json has 35 MB.
@@ -50,18 +50,17 @@ def disk_errors(path: Path) -> Iterator[None]:
         if error.errno not in _REASONS:
             raise
         hint = FULL_HINT if error.errno in _FULL else OTHER_FOLDER
-        raise _write_error(path, _REASONS[error.errno], hint) from error
+        reason, cause = _REASONS[error.errno], error
     except RuntimeError as error:
         # MLX reports a failed write without the reason.
         if not str(error).startswith("[write]"):
             raise
         reason = f"MLX failed, with {free_bytes(path) / 1e6:,.0f} MB free"
-        raise _write_error(path, reason, FULL_HINT) from error
-
-
-def _write_error(path: Path, reason: str, hint: str) -> UserError:
+        hint, cause = FULL_HINT, error
+    else:
+        return
     message = f"cannot write: {reason}"
-    return UserError(message, place=str(path), hint=hint, code=FAILED)
+    raise UserError(message, place=str(path), hint=hint, code=FAILED) from cause
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -72,7 +71,6 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """
     data = content.encode() if isinstance(content, str) else content
     with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = _partial_path(path)
         try:
             with partial.open("xb") as stream:
@@ -95,14 +93,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         UserError: a disk error.
     """
     with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = _partial_path(path)
         partial.mkdir()
         try:
             yield partial
             for file in partial.rglob("*"):
                 _sync(file)
-            _replace_folder(partial, path)
+            # A non-empty folder cannot be replaced in one step.
+            if aside := _partial_path(path) if os.path.lexists(path) else None:
+                os.rename(path, aside)
+            os.rename(partial, path)
+            if aside:
+                _delete(aside)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         _sync(path.parent)
@@ -127,7 +129,8 @@ def copy_file(source: Path | str, target: Path | str) -> None:
     """
     source, target = Path(source), Path(target)
     target.unlink(missing_ok=True)
-    run_dir = next(filter(_is_run_dir, target.parents), None)
+    owned = (p for p in target.parents if all((p / n).is_file() for n in OWNED))
+    run_dir = next(owned, None)
     is_inside = run_dir and source.resolve().is_relative_to(run_dir.resolve())
     if is_inside and source.stat().st_size >= MIN_LINKED_BYTES:
         # Not all disks have hard links.
@@ -135,10 +138,6 @@ def copy_file(source: Path | str, target: Path | str) -> None:
             os.link(source.resolve(), target)
             return
     shutil.copyfile(source, target)
-
-
-def _is_run_dir(path: Path) -> bool:
-    return all((path / name).is_file() for name in (MANIFEST, LOCK))
 
 
 def remove(path: Path) -> None:
@@ -161,16 +160,6 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _replace_folder(partial: Path, path: Path) -> None:
-    # A non-empty folder cannot be replaced in one step.
-    aside = _partial_path(path) if os.path.lexists(path) else None
-    if aside:
-        os.rename(path, aside)
-    os.rename(partial, path)
-    if aside:
-        _delete(aside)
 
 
 def require_own_entries(
@@ -211,6 +200,7 @@ def require_own_entries(
 
 def _partial_path(path: Path) -> Path:
     """A new name on the same disk, which `remove_partial_files` recognizes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 

@@ -166,12 +166,7 @@ def crash_note(path: Path, manifest: dict | None) -> str | None:
     if stage is None:
         return f"{text}, before its first stage"
     text += f" in stage {stage}"
-    records = [
-        record
-        for record in read_metrics(path, stage)
-        if isinstance(record.get("peak_memory_gb"), float)
-    ]
-    if not records:
-        return text
-    step, peak = records[-1]["step"], records[-1]["peak_memory_gb"]
-    return f"{text}, after step {step}, peak memory {peak:.2f} GB"
+    for record in reversed(read_metrics(path, stage)):
+        if isinstance(peak := record.get("peak_memory_gb"), float):
+            return f"{text}, after step {record['step']}, peak memory {peak:.2f} GB"
+    return text

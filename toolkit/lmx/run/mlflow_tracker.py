@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from ..config.trackers import MLflowConfig
+from ..config.trackers import TrackerConfig
 from .fs import write_atomic
 from .tables import recipe_values
 
@@ -16,16 +16,12 @@ MAX_PARAMS, MAX_CHARACTERS = 100, 6000
 
 
 def start(
-    config: MLflowConfig, *, folder: Path, name: str, recipe: dict
+    config: TrackerConfig, *, folder: Path, name: str, recipe: dict
 ) -> "MLflowTracker":
-    """Start an MLflow run, or resume the one of this run directory.
+    """Start or resume an MLflow run, whose parameters are the recipe.
 
     The client is used instead of `mlflow.start_run`, which would add the user's name,
     the command line and the git commit.
-
-    Args:
-        folder: the run directory, which keeps the identifier of the run.
-        recipe: the resolved recipe, logged as parameters.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow import MlflowClient
@@ -40,12 +36,9 @@ def start(
         run_id = file.read_text()
         client.update_run(run_id, status="RUNNING")
         return MLflowTracker(client, run_id)
-    experiment = client.get_experiment_by_name(config.experiment)
-    experiment_id = (
-        experiment.experiment_id
-        if experiment
-        else client.create_experiment(config.experiment)
-    )
+    experiment = client.get_experiment_by_name(config.project)
+    known = experiment and experiment.experiment_id
+    experiment_id = known or client.create_experiment(config.project)
     run = client.create_run(experiment_id, run_name=config.name or name)
     run_id = run.info.run_id
     write_atomic(file, run_id)

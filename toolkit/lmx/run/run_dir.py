@@ -5,23 +5,129 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from ..config.bundled import without_schema_line
+from ..config.loader import LoadedRecipe
 from ..config.text_files import require_regular
 from ..errors import Interrupted, UserError
 from . import fs, manifest
-from .earlier_run import EarlierRun, aside
+from .compare import difference
 from .fs import LOCK, MANIFEST, disk_errors, hash_file, hash_folder, write_atomic
 from .html.page import write_page
-from .html.record import RESOLVED
 from .logger import RECORD_FILES
 from .manifest import STAGES
-from .report import REPORT
+from .report import RECIPE, REPORT, RESOLVED
 
-RECIPE = "recipe.yaml"
 LOCK_ATTEMPTS = 10
+Warn = Callable[[str], None]
+# Changed values that the note about an earlier run names.
+MAX_CHANGES = 3
+
+
+class EarlierRun:
+    """The run of a folder, which the same or a changed recipe continues.
+
+    A recipe keeps the stages up to the first one whose identity has changed.
+
+    Args:
+        content: the manifest of that run.
+        plan: the identities of the stages that will run, by name, in order.
+        changes: the values in which the recipes differ, one per line.
+
+    Attributes:
+        kept: the stages that are the same in both recipes.
+        discarded: the other stages of both recipes.
+    """
+
+    def __init__(self, path: Path, content: dict, plan: dict[str, str], changes: str):
+        self.path = path
+        self.changes = changes
+        self._plan = plan
+        self._finished: dict[str, dict] = content["stages"]
+        self.is_changed = list(content["plan"].items()) != list(plan.items())
+        # An identity is that of all stages before, too.
+        same = content["plan"].items() & plan.items()
+        self.kept = [name for name in plan if (name, plan[name]) in same]
+        names = dict.fromkeys([*content["plan"], *plan, *self._finished])
+        self.discarded = [name for name in names if name not in self.kept]
+
+    @property
+    def records(self) -> dict[str, dict]:
+        """The records of the stages that are finished and kept."""
+        return {k: self._finished[k] for k in self.kept if k in self._finished}
+
+    def require_kept_results(self) -> None:
+        """Refuse a recipe that keeps nothing of a run with finished stages.
+
+        Raises:
+            UserError: with the values that differ.
+        """
+        if self.kept or not self._finished:
+            return
+        lines = self.changes.replace("\n", "\n    ")
+        raise UserError(
+            "this folder has the run of another recipe, whose first stage has other "
+            f"values:\n    {lines}",
+            place=str(self.path),
+            hint="use --restart to start over (the old run moves to "
+            f"{aside(self.path).name}), or output=... for another folder",
+        )
+
+    def discard(self) -> list[str]:
+        """Remove the folders of the stages that are not kept.
+
+        The checkpoints of an unfinished training are set aside, not removed.
+
+        Returns:
+            What was set aside, in words.
+        """
+        notes = []
+        for name in self.discarded:
+            folder = self.path / STAGES / name
+            checkpoints = folder / "checkpoints"
+            is_finished = name in self._finished
+            if not is_finished and checkpoints.is_dir() and any(checkpoints.iterdir()):
+                target = aside(folder)
+                os.rename(folder, target)
+                notes.append(
+                    f"the unfinished {name} was started with other values: its "
+                    f"checkpoints are now in {target.relative_to(self.path)}"
+                )
+            else:
+                fs.remove(folder)
+        return notes
+
+    def change_note(self, set_aside: list[str]) -> str:
+        """One line: what changed, which stages are kept, and which will run."""
+        lines = self.changes.split("\n")
+        shown = ", ".join(lines[:MAX_CHANGES])
+        if more := len(lines) - MAX_CHANGES:
+            shown += f" and {more} more" if more > 0 else ""
+        will_run = [name for name in self._plan if name not in self.records]
+        parts = [
+            f"kept: {', '.join(self.records) or 'nothing'}",
+            f"to run: {', '.join(will_run) or 'nothing'}",
+            *set_aside,
+        ]
+        if published := self._outdated():
+            names = ", ".join(published)
+            parts.append(f"of the earlier recipe until a stage replaces it: {names}")
+        return f"the recipe has changed ({shown}): {'; '.join(parts)}"
+
+    def _outdated(self) -> list[str]:
+        """Published folders that only stages wrote which are not kept."""
+        kept = {f for record in self.records.values() for f in record["artifacts"]}
+        gone = [f for record in self._finished.values() for f in record["artifacts"]]
+        return [
+            folder
+            for folder in dict.fromkeys(gone)
+            if folder not in kept
+            and not folder.startswith(STAGES)
+            and (self.path / folder).is_dir()
+        ]
 
 
 class RunDir:
@@ -46,22 +152,19 @@ class RunDir:
     def open(
         cls,
         path: Path,
-        *,
-        name: str,
-        command: str,
-        recipe_text: str,
-        resolved: str,
-        recipe_hash: str,
+        recipe: LoadedRecipe,
         plan: dict[str, str],
-        difference: Callable[[str, str], str],
+        *,
+        recipe_hash: str,
+        command: str,
         restart: bool = False,
     ) -> "RunDir":
-        """Create or reopen a run directory.
+        """Create or reopen the run directory of a recipe.
 
         Args:
-            command: the command line of the user.
             plan: the identities of the stages by name, in order.
-            difference: a readable diff of two resolved recipes.
+            recipe_hash: of all values that affect the result.
+            command: the command line of the user.
             restart: rename an earlier run to `<path>.old-N` and start over.
 
         Raises:
@@ -75,17 +178,21 @@ class RunDir:
             undo.callback(os.close, lock)
             fs.require_own_entries(path)
             old = manifest.read(path)
-            new = manifest.new(name, command, recipe_hash, plan)
+            new = manifest.new(recipe.name, command, recipe_hash, plan)
             folder = cls(path, lock, new)
             if old is None:
-                with _lock_removed_after_error(path):
+                try:
                     _refuse_foreign(path)
+                except UserError:
+                    # Leave no file in a folder of another program.
+                    (path / LOCK).unlink()
+                    raise
             else:
-                changes = difference(fs.read_text(path / RESOLVED), resolved)
+                changes = difference(fs.read_text(path / RESOLVED), recipe.resolved)
                 folder._continue(old, EarlierRun(path, old, plan, changes))
             fs.remove_partial_files(path)
-            write_atomic(path / RECIPE, recipe_text)
-            write_atomic(path / RESOLVED, resolved)
+            write_atomic(path / RECIPE, without_schema_line(recipe.text))
+            write_atomic(path / RESOLVED, recipe.resolved)
             folder._restore_report()
             undo.push(folder._record_end)
             folder.set_status("running")
@@ -155,9 +262,7 @@ class RunDir:
         self._save()
         self.write_page()
 
-    def completed_stage(
-        self, stage: str, warning: Callable[[str], None]
-    ) -> dict | None:
+    def completed_stage(self, stage: str, warning: Warn) -> dict | None:
         """The result of a complete stage; None if an artifact is missing or changed."""
         record = self._manifest["stages"].get(stage)
         if record is None:
@@ -219,10 +324,11 @@ def _lock(path: Path) -> int:
         with suppress(FileNotFoundError):
             path.mkdir(parents=True, exist_ok=True)
             handle = _lock_file(path)
-            if _is_open_at(handle, path / LOCK):
-                os.ftruncate(handle, 0)
-                os.write(handle, str(os.getpid()).encode())
-                return handle
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.stat(path / LOCK)):
+                    os.ftruncate(handle, 0)
+                    os.write(handle, str(os.getpid()).encode())
+                    return handle
             os.close(handle)
     raise UserError("other programs move or delete this folder", place=str(path))
 
@@ -245,13 +351,6 @@ def _lock_file(path: Path) -> int:
         os.close(handle)
         raise
     return handle
-
-
-def _is_open_at(handle: int, path: Path) -> bool:
-    """Whether a path leads to an open file."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    return False
 
 
 def check_output(path: Path) -> None:
@@ -301,16 +400,6 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-@contextmanager
-def _lock_removed_after_error(path: Path) -> Iterator[None]:
-    """Leave no file in a folder of another program."""
-    try:
-        yield
-    except UserError:
-        (path / LOCK).unlink()
-        raise
-
-
 def _move_aside(path: Path) -> None:
     """Rename the folder of an earlier run, if there is one, even an unreadable one."""
     with suppress(UserError):
@@ -321,6 +410,14 @@ def _move_aside(path: Path) -> None:
         if (path / MANIFEST).exists():
             os.rename(path, aside(path))
         os.close(lock)
+
+
+def aside(path: Path) -> Path:
+    """The first free name `<path>.old-N`."""
+    number = 1
+    while os.path.lexists(target := path.with_name(f"{path.name}.old-{number}")):
+        number += 1
+    return target
 
 
 def _is_unchanged(path: Path, hashes: dict[str, str]) -> bool:
@@ -334,7 +431,7 @@ def _is_unchanged(path: Path, hashes: dict[str, str]) -> bool:
 
 
 class NullRunDir:
-    """No-op run directory for ranks other than 0."""
+    """No-op run directory for ranks other than 0, which alone reads and writes it."""
 
     crash_note = change_note = None
 
@@ -344,26 +441,12 @@ class NullRunDir:
     def __enter__(self) -> "NullRunDir":
         return self
 
-    def __exit__(self, *_) -> None:
-        pass
-
     def stage_folder(self, stage: str) -> Path:
         """The folder of a stage; it may exist only on another machine."""
         return self.path / STAGES / stage
 
-    def completed_stage(self, stage: str, warning) -> None:
-        """Rank 0 alone reads the manifest."""
+    def _nothing(self, *_) -> None:
+        pass
 
-    def set_status(self, status: str) -> None:
-        """Rank 0 alone writes the manifest."""
-
-    start_stage = set_status
-
-    def complete_stage(self, stage: str, result: dict, artifacts: list[Path]) -> None:
-        """Rank 0 alone writes the manifest."""
-
-    def discard_stages(self, stages: list[str]) -> None:
-        """Rank 0 alone writes the manifest."""
-
-    def write_page(self) -> None:
-        """Rank 0 alone writes the page."""
+    __exit__ = set_status = start_stage = write_page = _nothing
+    complete_stage = completed_stage = discard_stages = _nothing

@@ -6,7 +6,7 @@ TensorBoard, because its steps begin at 0.
 
 from pathlib import Path
 
-from ..config.trackers import TensorBoardConfig
+from ..config.trackers import TrackerConfig
 from .tables import recipe_values
 
 PACKAGE = "tensorboardX"
@@ -14,14 +14,9 @@ INSTALL = "pip install 'lmx-toolkit[tensorboard]'"
 
 
 def start(
-    config: TensorBoardConfig, *, folder: Path, name: str, recipe: dict
+    config: TrackerConfig, *, folder: Path, name: str, recipe: dict
 ) -> "TensorBoardTracker":
-    """Open the event files of a run.
-
-    Args:
-        folder: the run directory; the files are in its folder `tensorboard`.
-        recipe: the resolved recipe, shown as text.
-    """
+    """Open the event files of a run, which show the recipe as text."""
     tracker = TensorBoardTracker(folder / "tensorboard")
     lines = [f"    {key}: {value}" for key, value in recipe_values(recipe).items()]
     tracker.writer("", 0).add_text("recipe", "\n".join([f"{name}\n", *lines]), 0)

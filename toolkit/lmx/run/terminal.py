@@ -147,20 +147,6 @@ class StyledOutput(io.TextIOBase):
         return len(text)
 
 
-def ask(question: str) -> str:
-    """The line that a user types after a question.
-
-    Raises:
-        EOFError: the input has ended.
-    """
-    return input(printable(question))
-
-
-def input_is_terminal() -> bool:
-    """Whether the standard input is a terminal."""
-    return _isatty(sys.stdin)
-
-
 def output_is_terminal() -> bool:
     """Whether the standard output is a terminal."""
     return _isatty(sys.stdout)

@@ -1,8 +1,11 @@
 """Experiment trackers, each in a thread, so that a slow or broken one blocks no run.
 
-A tracker is a module with `start(config, folder=, name=, recipe=)`, which returns an
-object with `log(stage, step, values)` and `finish(summary, code)`; with `PACKAGE`, the
-package that it imports; and with `INSTALL`, the command that installs the package.
+A tracker is a module with:
+
+- `start(config, folder=, name=, recipe=)`: starts a run of the tracker, or resumes that
+  of this run directory, and returns an object with `log(stage, step, values)` and
+  `finish(summary, code)`. `folder` is the run directory, `recipe` the resolved recipe.
+- `PACKAGE`, which it imports, and `INSTALL`, the command that installs it.
 """
 
 import time

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ..config.trackers import TrackioConfig
+from ..config.trackers import TrackerConfig
 from .fs import stored_id
 
 PACKAGE = "trackio"
@@ -11,14 +11,9 @@ INSTALL = "pip install 'lmx-toolkit[trackio]'"
 
 
 def start(
-    config: TrackioConfig, *, folder: Path, name: str, recipe: dict
+    config: TrackerConfig, *, folder: Path, name: str, recipe: dict
 ) -> "TrackioTracker":
-    """Start a trackio run, or resume the one of this run directory.
-
-    Args:
-        folder: the run directory, which keeps the identifier of the run.
-        recipe: the resolved recipe, logged as config.
-    """
+    """Start or resume a trackio run, whose config is the recipe."""
     # The recipe alone decides whether data leaves this machine.
     for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         os.environ.pop(variable, None)
@@ -29,7 +24,7 @@ def start(
 
     # Trackio has no option that keeps its lines from the terminal.
     for module in (trackio, trackio.deploy, trackio.run, trackio.utils):
-        module.print = _ignore
+        module.print = lambda *_, **__: None
     # Trackio finds a run by its name alone.
     identifier = stored_id(folder / "trackio" / "run-id")
     run = trackio.init(
@@ -44,10 +39,6 @@ def start(
         auto_log_cpu=False,
     )
     return TrackioTracker(run)
-
-
-def _ignore(*_, **__) -> None:
-    """In place of `print`."""
 
 
 class TrackioTracker:

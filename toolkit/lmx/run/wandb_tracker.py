@@ -3,24 +3,24 @@
 import os
 from pathlib import Path
 
-from ..config.trackers import WandbConfig
+from ..config.trackers import TrackerConfig
 from .fs import stored_id
 
 PACKAGE = "wandb"
 INSTALL = "pip install wandb"
 # Seconds to reach the server, and to send the remaining data at the end.
 TIMEOUT = 30
+# Settings that keep facts about the machine and its user out of the run.
+PRIVATE = (
+    *("silent", "disable_code", "disable_git", "disable_job_creation"),
+    *("x_disable_machine_info", "x_disable_meta", "x_disable_stats"),
+)
 
 
 def start(
-    config: WandbConfig, *, folder: Path, name: str, recipe: dict
+    config: TrackerConfig, *, folder: Path, name: str, recipe: dict
 ) -> "WandbTracker":
-    """Start a wandb run, or resume the one of this run directory.
-
-    Args:
-        folder: the run directory; wandb's files are in its folder `wandb`.
-        recipe: the resolved recipe, logged as config.
-    """
+    """Start or resume a wandb run, whose config is the recipe."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -38,14 +38,8 @@ def start(
         dir=str(folder),
         config=recipe,
         settings=wandb.Settings(
-            silent=True,
+            **dict.fromkeys(PRIVATE, True),
             console="off",
-            disable_code=True,
-            disable_git=True,
-            disable_job_creation=True,
-            x_disable_machine_info=True,
-            x_disable_meta=True,
-            x_disable_stats=True,
             x_save_requirements=False,
             init_timeout=TIMEOUT,
             finish_timeout=TIMEOUT,

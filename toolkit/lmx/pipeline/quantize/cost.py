@@ -82,7 +82,7 @@ class QuantizeCost:
     @property
     def memory(self) -> int:
         """Peak bytes of arrays: the largest phase's."""
-        from ...quantization.ptq.gptq_solver import MAX_ELEMENTS
+        from ...quantization.ptq.gptq.solver import MAX_ELEMENTS
         from ...training.teacher_cache import LOGIT_POSITIONS
 
         size = self._weights
@@ -128,7 +128,7 @@ class QuantizeCost:
     @property
     def _fisher_tokens(self) -> int:
         """Tokens that go forward and back before the blocks are quantized."""
-        from ...quantization.ptq.gptq import LIMITS
+        from ...quantization.ptq.gptq.gptq import LIMITS
         from ...quantization.ptq.output_fisher import num_fisher_tokens
 
         if not isinstance(self.config, GPTQConfig):
@@ -140,7 +140,7 @@ class QuantizeCost:
     @property
     def _compared_tokens(self) -> int:
         """Tokens of the full-precision stream."""
-        from ...quantization.ptq.gptq import LIMITS
+        from ...quantization.ptq.gptq.gptq import LIMITS
 
         config = self.config
         if not (isinstance(config, GPTQConfig) and config.asymmetric_calibration):
@@ -169,7 +169,7 @@ class QuantizeCost:
 
     @property
     def _smoothing_tokens(self) -> int:
-        from ...quantization.ptq import smoothquant
+        from ...quantization.ptq.smoothquant import smoothquant
 
         return self.config.calibration.num_tokens or smoothquant.NUM_TOKENS
 

@@ -162,7 +162,7 @@ class QuantizeStage(Stage):
     ) -> tuple[dict[str, "mx.array"], dict]:
         """The tensors of the best candidate, and facts for the report."""
         from ...quantization.ptq.methods import METHODS
-        from ...quantization.ptq.smoothquant import Smoothing, smooth
+        from ...quantization.ptq.smoothquant.smoothquant import Smoothing, smooth
         from .refinement import PostQuantRefinement
 
         config = self.config

@@ -5,8 +5,7 @@ from ...config.train import TrainConfig
 from ...data.batching import BucketBatchSampler
 from ...models.loader import LoadedModel
 from ...training.grpo_loss import GRPOLoss
-from ...training.reward_worker import RewardWorker
-from ...training.rewards import resolve_reward
+from ...training.rewards import RewardWorker, resolve_reward
 from ...training.rollout_batches import Policy, RewardEvaluator, RolloutBatches
 from ...training.step import TrainStep
 from ..context import StageContext

@@ -120,7 +120,7 @@ class TrainRun:
     def _count_changed_codes(self, packed: dict[str, mx.array]) -> dict[str, int]:
         """Facts of a training from codes; a warning if almost no code has changed."""
         qat, before = self.model.qat, self.model.packed
-        if not (qat and before) or qat.quantizer == "scales_only":
+        if not (qat and before):
             return {}
         fake_quant, logger = self.step.fake_quant, self.context.logger
         changed, total = fake_quant.count_changed_codes(before, packed)
@@ -210,8 +210,6 @@ class TrainRun:
 
     def _attach_adapter(self) -> list[str]:
         qat, model = self.config.qat, self.loaded.model
-        if qat and qat.quantizer == "scales_only":
-            model.freeze()
         if not (adapter := self.config.adapter):
             return []
         keys = lora_model.attach(

@@ -15,7 +15,6 @@ from ...config.train import TrainConfig
 from ...data.record_formats import FORMATS
 from ...errors import UserError
 from ...run.distributed import ProcessGroup
-from ...run.html.page import draw_curves
 from ...training.rewards import check_reward
 from ..context import ModelArtifact, StageContext, create_from_scratch
 from ..estimate import (
@@ -161,12 +160,7 @@ class TrainStage(Stage):
             if config.compare_full_precision:
                 baseline = FullPrecisionBaseline(config, context)
             training = TrainRun(config, context)
-        try:
-            training.run()
-        finally:
-            # Also after an interruption or an error.
-            if ranks.is_first:
-                _draw_curves(context)
+        training.run()
         with ranks.collective_errors():
             artifact = training.write() if ranks.is_first else context.current
         if baseline is None:
@@ -275,9 +269,3 @@ def _check_qat_of_codes(raw: RawStage, before: dict) -> Iterator[Problem]:
         message = f"the model is quantized here with {old}; this block has {new}"
         hint = "use the same values: training continues from the codes"
         yield Problem(path, message, hint, "key")
-
-
-def _draw_curves(context: StageContext) -> None:
-    target = context.folder / "curves.svg"
-    if draw_curves(context.output, context.folder.name, target):
-        context.logger.info(f"curves: {target}")

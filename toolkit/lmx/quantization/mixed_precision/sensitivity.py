@@ -19,7 +19,7 @@ from ...run.logger import NullLogger, RunLogger
 from ..affine_grid import AffineGrid
 from ..float_grid import FloatGrid, fit_float_groups
 from ..ptq.fisher import sampled_label_loss
-from ..ptq.gptq_solver import fit_groups
+from ..ptq.gptq.solver import fit_groups
 
 # Weights quantized at once.
 CHUNK_WEIGHTS = 1 << 24

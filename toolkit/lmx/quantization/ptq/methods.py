@@ -5,7 +5,7 @@ import mlx.core as mx
 from ...config.quantize import RTNConfig
 from ..packing import pack
 from .base import PTQContext
-from .gptq import GPTQ
+from .gptq.gptq import GPTQ
 
 
 class RTN:

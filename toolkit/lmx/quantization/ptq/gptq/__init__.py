@@ -1,0 +1,1 @@
+"""GPTQ on affine, floating-point and GGUF grids."""

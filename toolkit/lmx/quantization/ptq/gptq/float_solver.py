@@ -1,0 +1,169 @@
+"""GPTQ on the grids of floating-point modes, with a search of the block scales.
+
+There are few scales to choose from, and a bias to absorb their error is missing. So the
+scale of a group is not fitted: the columns of the group are quantized with each
+candidate, and the scale with the least error is kept. The error is that of the layer's
+output with the Hessian of the group, as later groups compensate for the rest of it.
+"""
+
+import mlx.core as mx
+
+from ....config.quant_spec import QuantSpec
+from ....models.float_formats import MODES, FloatMode
+from ...backend import async_eval, library, to_fast_backend
+from ...float_grid import FloatGrid
+from ...packing import pack
+from ..hessian import Hessian, group_factors
+from .best_grid import BestGridTracker
+from .column_updates import descent_columns, gptq_columns, group_errors, take_candidate
+
+# Offsets from the code of a group's scale that a refinement tries.
+NEIGHBORS = (0, -1, 1)
+
+
+def solve_float_rows(
+    weight: mx.array,
+    target: mx.array,
+    hessian: Hessian,
+    spec: QuantSpec,
+    dtype: mx.Dtype,
+    *,
+    refine_iters: int,
+) -> BestGridTracker:
+    """The best grid of every row for a target, float32 [N, K].
+
+    Args:
+        weight: [N, K], which RTN rounds.
+        refine_iters: sweeps of `group_descent`.
+    """
+    mode = MODES[spec.mode]
+    best = BestGridTracker(target, hessian.matrix, dtype)
+    best.add("RTN", FloatGrid.from_tensors(pack(weight, spec, dtype), spec))
+    best.add("GPTQ", float_gptq(target, hessian, spec))
+    for iteration in range(refine_iters):
+        grid = group_descent(best.grid, best.descent, hessian.matrix, mode)
+        best.add(f"refined {iteration + 1}", grid)
+    best.candidates["best"] = best.errors
+    return best
+
+
+def float_gptq(target: mx.array, hessian: Hessian, spec: QuantSpec) -> FloatGrid:
+    """Quantize group by group. Later columns compensate for the error of each.
+
+    Columns go in the order of the Hessian, as in `gptq_solver.gptq`.
+    """
+    mode, group_size = MODES[spec.mode], spec.group_size
+    factor, order = to_fast_backend(hessian.factor), hessian.order
+    remaining = to_fast_backend(target[:, order].T)
+    groups = []
+    for start in range(0, len(factor), group_size):
+        columns = slice(start, start + group_size)
+        rows = remaining[:group_size]
+        largest = mx.array(library(rows).abs(rows).max(axis=0))
+        scales = mode.candidates(mode.range_codes(largest), mode.scales.SEARCH)
+        block = factor[columns, columns]
+        elements, scale, errors = _gptq_group(rows, block, scales, mode)
+        spread = factor[columns, start + group_size :].T @ errors
+        remaining = remaining[group_size:] - spread
+        groups.append((elements, scale))
+        async_eval((remaining, *groups[-1]))
+    grid = _stack_groups(groups)
+    by_group = mx.argsort(order[::group_size])
+    return FloatGrid(grid.elements[:, mx.argsort(order)], grid.scales[:, by_group])
+
+
+def _gptq_group(rows, factor, scales: mx.array, mode: FloatMode):
+    """Elements [g, N], scales [N] and errors [g, N] of the best candidate scales.
+
+    Args:
+        rows: [g, N], a column of the weight each.
+        factor: [g, g], the part of the Hessian's factor for these columns.
+        scales: [candidates, N].
+    """
+    elements, errors, scales = _gptq_candidates(rows, factor, scales, mode)
+    best = (errors * errors).sum(axis=0).argmin(axis=0)
+    return take_candidate(best, elements, scales, errors)
+
+
+def _gptq_candidates(rows, factor, scales: mx.array, mode: FloatMode):
+    """Elements and errors [g, candidates, N], and scales [candidates, N].
+
+    All candidates are quantized side by side, as rows of one weight.
+    """
+    backend, (count, size) = library(rows), scales.shape
+    flat = to_fast_backend(scales.reshape(-1))
+    elements, errors = gptq_columns(
+        backend.concatenate([rows] * count, axis=1),
+        factor,
+        flat,
+        0.0,
+        mode.elements.max,
+        mode.elements,
+    )
+    shape = (len(rows), count, size)
+    return elements.reshape(shape), errors.reshape(shape), flat.reshape(count, size)
+
+
+def group_descent(
+    grid: FloatGrid, descent: mx.array, matrix: mx.array, mode: FloatMode
+) -> FloatGrid:
+    """One sweep over all groups: each moves to less error with the others fixed.
+
+    A group is quantized anew by GPTQ with its scale and the scales next to it, and by
+    coordinate descent from its codes. It stays as it is if nothing is better.
+
+    Args:
+        descent: float32 [N, K], (target - weight) times the matrix.
+    """
+    size = grid.group
+    codes = mode.scales.codes(grid.scales).T
+    candidates = mode.candidates(codes.reshape(-1), NEIGHBORS).reshape(-1, *codes.shape)
+    factors = group_factors(matrix, size)
+    remaining = to_fast_backend(descent.T)
+    matrix, old = to_fast_backend(matrix), to_fast_backend(grid.elements.T)
+    groups = []
+    for number, start in enumerate(range(0, len(old), size)):
+        columns = slice(start, start + size)
+        elements, scale, change = _descend_group(
+            remaining[:size],
+            matrix[columns, columns],
+            to_fast_backend(factors[number]),
+            old[columns],
+            candidates[:, number],
+            mode,
+        )
+        remaining = remaining[size:] - matrix[start + size :, columns] @ change
+        groups.append((elements, scale))
+        async_eval((remaining, *groups[-1]))
+    return _stack_groups(groups)
+
+
+def _descend_group(descent, matrix, factor, old, scales: mx.array, mode: FloatMode):
+    """Elements [g, N], scales [N] and changes of the weight [g, N] of the best option.
+
+    Args:
+        descent: [g, N], minus half the gradient of the error.
+        matrix, factor: [g, g], the Hessian of the group and the factor of its inverse.
+        old: [g, N], elements whose scales are the first of `scales`.
+        scales: [candidates, N].
+    """
+    backend = library(descent)
+    flat = to_fast_backend(scales[0])
+    before = old * flat
+    optimum = before + factor.T @ (factor @ descent)
+    elements, _, scales = _gptq_candidates(optimum, factor, scales, mode)
+    number = mode.elements
+    moved, _ = descent_columns(descent, matrix, old, flat, flat, number.max, number)
+    # The order decides between equal errors.
+    elements = backend.concatenate([old[:, None], moved[:, None], elements], axis=1)
+    scales = backend.concatenate([flat[None], flat[None], scales])
+    changes = elements * scales - before[:, None]
+    errors = group_errors(changes, matrix, descent)
+    best = errors.argmin(axis=0)
+    return take_candidate(best, elements, scales, changes)
+
+
+def _stack_groups(groups: list[tuple]) -> FloatGrid:
+    """Elements [g, N] and scales [N] of every group as one grid."""
+    elements, scales = (list(map(mx.array, v)) for v in zip(*groups, strict=True))
+    return FloatGrid(mx.concatenate(elements).T, mx.stack(scales, axis=1))

@@ -1,0 +1,236 @@
+"""GPTQ: quantize every layer for the inputs it receives in the quantized model.
+
+`SequentialPipeline` calls `GPTQ.quantize_group` for every group of layers. `GPTQ`
+decides which Hessian a layer gets, and `gptq_solver.solve_layers` quantizes the
+weights, with `float_solver` in the floating-point modes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from ....config.quant_spec import QuantSpec
+from ....config.quantize import GPTQConfig
+from ....models import global_scale
+from ..base import PTQContext, PTQMethod, QuantizedTensor
+from ..hessian import Hessian, damped
+from ..input_statistics import InputStatistics, OutputError
+from ..sequential import SequentialPipeline
+from .solver import LayerProblem, QuantizedLayer, solve_layers
+
+
+@dataclass(frozen=True)
+class EffortLimits:
+    """Limits that an effort sets besides the keys of the recipe.
+
+    Attributes:
+        compared_tokens, fisher_tokens: see `PTQMethod`.
+        row_sets: `max_sets` of `gptq_solver.solve_layers`.
+    """
+
+    compared_tokens: int
+    fisher_tokens: int
+    row_sets: int
+
+
+LIMITS = {
+    "fast": EffortLimits(1 << 12, 1 << 12, 4),
+    "standard": EffortLimits(1 << 30, 1 << 12, 4),
+    "best": EffortLimits(1 << 30, 1 << 13, 16),
+}
+
+
+class GPTQ(PTQMethod):
+    """GPTQ with fitted grids, asymmetric calibration and output Hessians.
+
+    The paper is arXiv 2210.17323; `gptq_solver` names those of the extensions.
+    """
+
+    weighs_embeddings = True
+
+    def __init__(self, config: GPTQConfig, context: PTQContext):
+        super().__init__(config, context)
+        self.needs_cross_moments = config.asymmetric_calibration
+        self.weighs_outputs = config.output_hessian
+        limits = LIMITS[config.effort]
+        self.max_compared_tokens = limits.compared_tokens
+        self.max_fisher_tokens = limits.fisher_tokens
+        self._row_sets = limits.row_sets
+
+    def quantize(self) -> dict[str, mx.array]:
+        """Quantize the layers in `context.specs`.
+
+        Returns:
+            Packed codes, scales and biases by name.
+        """
+        self.context.logger.info(f"effort: {self.config.effort}")
+        return SequentialPipeline.from_method(self).run()
+
+    def quantize_group(
+        self, weights: dict[str, mx.array], statistics: InputStatistics | None
+    ) -> dict[str, QuantizedTensor]:
+        context = self.context
+        if statistics is None:
+            return {p: self._uncalibrated(p, w) for p, w in weights.items()}
+        if statistics.clusters is not None:
+            return {p: self._clusters(p, w, statistics) for p, w in weights.items()}
+        if statistics.counts.ndim:
+            return {p: self._experts(p, w, statistics) for p, w in weights.items()}
+        hessians = self._hessians(list(weights), statistics.second_moments)
+        fisher, errors = statistics.output_fisher, self._output_errors(statistics)
+        # As large as the Hessians, which are made of them.
+        del statistics
+        quantized = {}
+        for spec, paths in self._by_spec(weights).items():
+            problems = {
+                path: LayerProblem(
+                    weights[path].astype(context.dtype),
+                    errors.get(path),
+                    fisher.pop(path, None),
+                )
+                for path in paths
+            }
+            hessian = hessians[spec.group_size]
+            layers = solve_layers(
+                problems,
+                hessian,
+                spec,
+                context.dtype,
+                refine_iters=self.config.refine_iters,
+                max_sets=self._row_sets,
+            )
+            for path, layer in layers.items():
+                self._log_errors(path, layer, errors.get(path))
+                quantized[path] = context.quantized_tensor(path, layer.tensors)
+        return quantized
+
+    def _by_spec(self, paths: Iterable[str]) -> dict[QuantSpec, list[str]]:
+        """The layers of each grid, which are solved together."""
+        by_spec: dict[QuantSpec, list[str]] = {}
+        for path in paths:
+            by_spec.setdefault(self.context.specs[path], []).append(path)
+        return by_spec
+
+    def _hessians(self, paths: list[str], moments: mx.array) -> dict[int, Hessian]:
+        """Hessians by group size of the layers."""
+        hessians: dict[int, Hessian] = {}
+        for path in paths:
+            group_size = self.context.specs[path].group_size
+            if group_size not in hessians:
+                hessians[group_size] = self._hessian(path, moments)
+        return hessians
+
+    def _hessian(self, path: str, moments: mx.array) -> Hessian:
+        damping = self.config.dampening_frac
+        hessian = damped(moments, self.context.specs[path].group_size, damping)
+        if hessian.damping > damping:
+            self.context.logger.info(
+                f"{path}: Hessian dampening raised to {hessian.damping:g}"
+            )
+        return hessian
+
+    def _output_errors(self, statistics: InputStatistics) -> dict[str, OutputError]:
+        """The errors to compensate for, by path, on the scale of the Hessians."""
+        if not self.config.asymmetric_calibration:
+            return {}
+        moments = statistics.compared_moments
+        mean = mx.diagonal(moments).mean().item() or 1.0
+        hessian = damped(moments, len(moments), self.config.dampening_frac)
+        cross, residual = statistics.cross_moments / mean, statistics.residual_moments
+        statistics.cross_moments = statistics.residual_moments = None
+        statistics.compared_moments = None
+        mx.eval(cross)
+        if residual is not None:
+            residual = residual / mean
+            mx.eval(residual)
+        strengths = statistics.correction_strength.items()
+        return {
+            path: OutputError(hessian, cross, residual, strength)
+            for path, strength in strengths
+        }
+
+    def _clusters(
+        self, path: str, weight: mx.array, statistics: InputStatistics
+    ) -> QuantizedTensor:
+        """Quantize each cluster of embedding rows with its own Hessian."""
+        layers, clusters = [], []
+        order = mx.argsort(statistics.clusters)
+        for number, moments in enumerate(statistics.second_moments):
+            size = (statistics.clusters == number).sum().item()
+            rows, order = order[:size], order[size:]
+            hessian, name = (
+                self._hessian(path, moments),
+                f"{path}, cluster {number + 1}",
+            )
+            layers.append(self._solve(path, weight[rows], hessian, name))
+            clusters.append(rows)
+        original = mx.argsort(mx.concatenate(clusters))
+        tensors = {
+            name: mx.concatenate([layer.tensors[name] for layer in layers])[original]
+            for name in layers[0].tensors
+        }
+        return self.context.quantized_tensor(path, tensors)
+
+    def _experts(
+        self, path: str, weight: mx.array, statistics: InputStatistics
+    ) -> QuantizedTensor:
+        """Quantize each expert of a mixture.
+
+        Its second moments are blended with those of all experts; the fewer tokens it
+        received, the more.
+        """
+        counts, width = statistics.counts.tolist(), weight.shape[-1]
+        all_moments = statistics.second_moments
+        mean = all_moments.sum(axis=0) / max(1, sum(counts))
+        layers = []
+        for expert, moments, count in zip(weight, all_moments, counts, strict=True):
+            blended = (moments + width * mean) / (count + width)
+            layers.append(self._solve(path, expert, self._hessian(path, blended), path))
+        rare = [number for number, count in enumerate(counts) if count < width]
+        if rare:
+            self.context.logger.info(
+                f"{path}: {len(rare)} of {len(counts)} experts received fewer than "
+                f"{width} tokens (expert {rare[0]}: {counts[rare[0]]}); their "
+                "statistics include the inputs of all experts"
+            )
+        names = layers[0].tensors
+        tensors = {k: mx.stack([layer.tensors[k] for layer in layers]) for k in names}
+        return self.context.quantized_tensor(path, tensors)
+
+    def _uncalibrated(self, path: str, weight: mx.array) -> QuantizedTensor:
+        """Quantize a layer without statistics, such as an embedding."""
+        if weight.ndim > 2:
+            self.context.logger.info(f"{path} quantized with RTN")
+            return self.context.rtn(path, weight)
+        hessian = self._hessian(path, mx.eye(weight.shape[-1]))
+        layer = self._solve(path, weight, hessian, path)
+        return self.context.quantized_tensor(path, layer.tensors)
+
+    def _solve(
+        self, path: str, weight: mx.array, hessian: Hessian, name: str
+    ) -> QuantizedLayer:
+        spec, dtype = self.context.specs[path], self.context.dtype
+        weight, fixed = weight.astype(dtype), {}
+        if spec.global_scale:
+            largest = global_scale.largest_magnitude(weight)
+            weight, dtype = global_scale.normalized(weight, largest), mx.float32
+            spec = spec.model_copy(update={"global_scale": False})
+            fixed = {global_scale.NAME: largest}
+        layer = solve_layers(
+            {path: LayerProblem(weight)},
+            hessian,
+            spec,
+            dtype,
+            refine_iters=self.config.refine_iters,
+        )[path]
+        self._log_errors(name, layer)
+        return replace(layer, tensors=layer.tensors | fixed)
+
+    def _log_errors(
+        self, name: str, layer: QuantizedLayer, compensated: OutputError | None = None
+    ) -> None:
+        errors = ", ".join(f"{key} {error:.3g}" for key, error in layer.errors.items())
+        if compensated is not None:
+            errors += f"; correction strength {compensated.strength:.0%}"
+        self.context.logger.debug(f"{name}: relative output error: {errors}")

@@ -1,0 +1,369 @@
+"""Quantize layers to the least output error on their inputs.
+
+GPTQ (arXiv 2210.17323) goes through the columns, the costliest groups first, and fits
+the scale and bias of each group on the way. Then least squares refits all scales and
+biases with the full Hessian, and coordinate descent improves the codes (arXiv
+2309.01885), in turns. Every row keeps the best grid it has had; RTN is one of them.
+
+Layers with the same input have the same Hessian, so their rows are solved together:
+the time of a column update hardly depends on the number of rows.
+
+With the Fisher information of the outputs, rows compensate for each other's errors. If
+H is the Hessian of the inputs and A that of the outputs, errors E cost tr(A E H E'):
+the KL divergence to second order if inputs and gradients are independent (YAQA, arXiv
+2505.22988, sections 3 and 4). Rows are solved in sets. The error of a set shifts the
+targets of later sets, as the error of a column shifts later columns in GPTQ.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+import mlx.core as mx
+
+from ....config.quant_spec import QuantSpec
+from ...affine_grid import AffineGrid, fit_grid, nearest, safe_scale
+from ...backend import async_eval, library, to_fast_backend
+from ...float_grid import FloatGrid
+from ...gguf_grid import GGUFGrid
+from ...packing import pack
+from ..hessian import Hessian, OutputHessian
+from ..input_statistics import OutputError
+from .best_grid import BestGridTracker
+from .column_updates import descent_columns, gptq_columns
+from .float_solver import solve_float_rows
+from .gguf_solver import solve_gguf_rows
+
+# Rows of a set with an output Hessian, at least.
+MIN_ROWS_PER_SET = 32
+# Elements of all weights that are solved at once, in about ten float32 arrays.
+MAX_ELEMENTS = 1 << 21
+# Elements of the largest array of a refit.
+MAX_REFIT_ELEMENTS = 1 << 24
+RIDGE = 1e-4
+
+
+@dataclass(frozen=True)
+class LayerProblem:
+    """A weight to quantize.
+
+    Attributes:
+        weight: [N, K].
+        output_error: error of the outputs to compensate for. None = none.
+        output_fisher: float32 [N, N], Fisher information of the outputs. None = rows
+            are independent.
+    """
+
+    weight: mx.array
+    output_error: OutputError | None = None
+    output_fisher: mx.array | None = None
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """The stored tensors of a layer and the errors of all candidates.
+
+    Attributes:
+        tensors: weight (packed codes), scales and biases.
+        errors: squared error of the output by candidate, relative to the output. The
+            last one, `best`, belongs to `tensors`.
+    """
+
+    tensors: dict[str, mx.array]
+    errors: dict[str, float]
+
+
+def solve_layers(
+    layers: Mapping[str, LayerProblem],
+    hessian: Hessian,
+    spec: QuantSpec,
+    dtype: mx.Dtype,
+    *,
+    refine_iters: int = 3,
+    max_sets: int = 16,
+) -> dict[str, QuantizedLayer]:
+    """Quantize the weights of layers that share their input.
+
+    Args:
+        hessian: of the inputs in the quantized model.
+        dtype: dtype that scales and biases are stored in.
+        refine_iters: rounds of refit and coordinate descent after GPTQ.
+        max_sets: row sets with an output Hessian. More sets compensate better and take
+            longer.
+    """
+    solve = _solver(spec)
+    num_sets = _num_sets(layers, max_sets)
+    solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}
+    for index in range(num_sets):
+        present = [rows for rows in solutions.values() if index < len(rows.sets)]
+        targets = [rows.target(index) for rows in present]
+        weight = mx.concatenate([rows.weight(index) for rows in present])
+        target = mx.concatenate(targets)
+        best = solve(weight, target, hessian, spec, dtype, refine_iters=refine_iters)
+        end = 0
+        for rows, target in zip(present, targets, strict=True):
+            part = slice(end, end := end + len(target))
+            rows.add(index, best, part, target, spec)
+        del best, target, targets, weight  # before the arrays of the next rows exist
+    return {name: rows.quantized() for name, rows in solutions.items()}
+
+
+def _solver(spec: QuantSpec) -> Callable[..., BestGridTracker]:
+    """The function that solves rows on a grid; see `solve_rows`."""
+    if spec.is_gguf:
+        return solve_gguf_rows
+    return solve_rows if spec.mode == "affine" else solve_float_rows
+
+
+def _num_sets(layers: Mapping[str, LayerProblem], max_sets: int) -> int:
+    """Row sets, so that rows can compensate and the arrays of a set are not large."""
+    coupled = [v for v in layers.values() if v.output_fisher is not None]
+    longest = max((len(layer.weight) for layer in coupled), default=0)
+    num_sets = min(max_sets, ceil(longest / MIN_ROWS_PER_SET))
+    size = sum(layer.weight.size for layer in layers.values())
+    return max(1, num_sets, ceil(size / MAX_ELEMENTS))
+
+
+class _LayerRows:
+    """The rows of one layer, which are solved in sets."""
+
+    def __init__(self, layer: LayerProblem, num_sets: int):
+        size, fisher = len(layer.weight), layer.output_fisher
+        coupling = None
+        if fisher is not None:
+            coupling = OutputHessian.from_fisher(fisher, num_sets)
+        self._layer, self._coupling = layer, coupling
+        if coupling:
+            self.sets, self._order = coupling.sets, coupling.order
+        else:
+            step = ceil(size / num_sets)
+            self.sets = [slice(row, row + step) for row in range(0, size, step)]
+            self._order = mx.arange(size)
+        self._shifts = [mx.array(0.0)] * len(self.sets)
+        self._packed: list[dict[str, mx.array]] = []
+        self._errors: dict[str, float] = {}
+        self._output = 0.0
+
+    def weight(self, index: int) -> mx.array:
+        """The rows of a set."""
+        return self._layer.weight[self._order[self.sets[index]]]
+
+    def target(self, index: int) -> mx.array:
+        """Rows that compensate for the output error and for earlier sets, float32."""
+        weight, error = self.weight(index).astype(mx.float32), self._layer.output_error
+        target = weight + self._shifts[index]
+        if error is not None and error.strength:
+            rows = self._order[self.sets[index]]
+            target = target + error.correction(weight, rows)
+        return target
+
+    def add(
+        self,
+        index: int,
+        best: BestGridTracker,
+        part: slice,
+        target: mx.array,
+        spec: QuantSpec,
+    ) -> None:
+        """Keep the solution of a set, which is a part of the solved rows."""
+        grid = best.grid[part]
+        self._packed.append(_packed(grid, spec, best.dtype))
+        for name, errors in best.candidates.items():
+            error = errors[part].sum().item()
+            self._errors[name] = self._errors.get(name, 0.0) + error
+        self._output += best.output[part].sum().item()
+        if self._coupling:
+            residual = grid.weight(best.dtype) - target
+            later = self._coupling.compensation(index, residual)
+            for other, shift in enumerate(later, index + 1):
+                self._shifts[other] = self._shifts[other] + shift
+            mx.eval(self._shifts)
+
+    def quantized(self) -> QuantizedLayer:
+        """The tensors of all sets in the order of the weight's rows."""
+        tensors = {
+            name: mx.concatenate([part[name] for part in self._packed])
+            for name in self._packed[0]
+        }
+        if self._coupling:
+            original = mx.argsort(self._order)
+            tensors = {name: value[original] for name, value in tensors.items()}
+        mx.eval(tensors)
+        output = self._output or 1.0
+        return QuantizedLayer(tensors, {k: e / output for k, e in self._errors.items()})
+
+
+def solve_rows(
+    weight: mx.array,
+    target: mx.array,
+    hessian: Hessian,
+    spec: QuantSpec,
+    dtype: mx.Dtype,
+    *,
+    refine_iters: int,
+) -> BestGridTracker:
+    """The best affine grid of every row for a target, float32 [N, K]."""
+    group_size, levels = spec.group_size, 2.0**spec.bits
+    best = BestGridTracker(target, hessian.matrix, dtype)
+    best.add("RTN", AffineGrid.from_tensors(pack(weight, spec, dtype), spec))
+    best.add("GPTQ", gptq(target, hessian, group_size, levels, dtype))
+    for iteration in range(refine_iters):
+        grid = refit(best.grid, best.descent, hessian.matrix, dtype)
+        descent = (target - grid.weight(dtype)) @ hessian.matrix
+        grid = coordinate_descent(grid, descent, hessian.matrix, levels)
+        best.add(f"refined {iteration + 1}", grid)
+    best.candidates["best"] = best.errors
+    return best
+
+
+def fit_groups(
+    target: mx.array, costs: mx.array, group_size: int, levels: float, dtype: mx.Dtype
+) -> AffineGrid:
+    """Fit the grid of every group on its own, with nearest codes.
+
+    Args:
+        costs: float32 [K], of a squared error in each column.
+    """
+    rows, costs = to_fast_backend(target.T), to_fast_backend(costs)
+    groups = []
+    for start in range(0, len(rows), group_size):
+        columns = slice(start, start + group_size)
+        scale, bias = fit_grid(rows[columns], costs[columns], levels, dtype)
+        divisor, top = safe_scale(scale, levels)
+        codes = nearest((rows[columns] - bias) / divisor, top)
+        groups.append((codes, scale, bias))
+        async_eval(groups[-1])
+    return _stack_groups(groups)
+
+
+def gptq(
+    target: mx.array,
+    hessian: Hessian,
+    group_size: int,
+    levels: float,
+    dtype: mx.Dtype,
+) -> AffineGrid:
+    """Quantize column by column. Later columns compensate for the error of each.
+
+    Columns go in the order of the Hessian. The grid of a group is fitted when the scan
+    reaches it, to weights that include the compensation so far.
+    """
+    factor, order = to_fast_backend(hessian.factor), hessian.order
+    remaining = to_fast_backend(target[:, order].T)
+    groups = []
+    for start in range(0, len(factor), group_size):
+        columns = slice(start, start + group_size)
+        block, rows = factor[columns, columns], remaining[:group_size]
+        costs = 1 / library(block).diagonal(block) ** 2
+        scale, bias = fit_grid(rows, costs, levels, dtype)
+        divisor, top = safe_scale(scale, levels)
+        codes, errors = gptq_columns(rows, block, divisor, bias, top)
+        spread = factor[columns, start + group_size :].T @ errors
+        remaining = remaining[group_size:] - spread
+        groups.append((codes, scale, bias))
+        async_eval((remaining, *groups[-1]))
+    grid, columns = _stack_groups(groups), mx.argsort(order)
+    by_group = mx.argsort(order[::group_size])
+    return AffineGrid(
+        grid.codes[:, columns], grid.scales[:, by_group], grid.biases[:, by_group]
+    )
+
+
+def coordinate_descent(
+    grid: AffineGrid, descent: mx.array, matrix: mx.array, levels: float
+) -> AffineGrid:
+    """One sweep over all codes: each moves to its minimum with the others fixed.
+
+    Args:
+        descent: float32 [N, K], (target - weight) times the matrix.
+    """
+    descent = to_fast_backend(descent.T)
+    old_codes, matrix = to_fast_backend(grid.codes.T), to_fast_backend(matrix)
+    scales, biases = to_fast_backend(grid.scales.T), to_fast_backend(grid.biases.T)
+    groups = []
+    for number, start in enumerate(range(0, len(old_codes), grid.group)):
+        columns, scale = slice(start, start + grid.group), scales[number]
+        divisor, top = safe_scale(scale, levels)
+        block, rows = matrix[columns, columns], descent[: grid.group]
+        codes, changes = descent_columns(
+            rows, block, old_codes[columns], scale, divisor, top
+        )
+        spread = matrix[start + grid.group :, columns] @ changes
+        descent = descent[grid.group :] - spread
+        groups.append((codes, scale, biases[number]))
+        async_eval((descent, codes))
+    return _stack_groups(groups)
+
+
+def refit(
+    grid: AffineGrid, descent: mx.array, matrix: mx.array, dtype: mx.Dtype
+) -> AffineGrid:
+    """Fit all scales and biases to the codes at once, by least squares.
+
+    Args:
+        descent: float32 [N, K], (target - weight) times the matrix.
+    """
+    groups = grid.scales.shape[1]
+    blocks = matrix.reshape(groups, grid.group, groups, grid.group)
+    size = max(1, MAX_REFIT_ELEMENTS // (groups * len(matrix)))
+    fitted = []
+    for start in range(0, len(descent), size):
+        rows = slice(start, start + size)
+        fitted.append(_refit_rows(grid[rows], descent[rows], blocks, dtype))
+        mx.eval(fitted[-1])
+    scales, biases = (mx.concatenate(v) for v in zip(*fitted, strict=True))
+    return AffineGrid(grid.codes, scales, biases)
+
+
+def _refit_rows(grid: AffineGrid, descent: mx.array, blocks: mx.array, dtype: mx.Dtype):
+    groups, group_size = blocks.shape[:2]
+    width = groups * group_size
+    codes = grid.codes.reshape(-1, groups, group_size)
+    # Centered codes, as scales and biases would otherwise be nearly collinear.
+    center = codes.mean(axis=-1)
+    codes = codes - center[..., None]
+    moments = codes.swapaxes(0, 1) @ blocks.reshape(groups, group_size, width)
+    moments = moments.reshape(groups, -1, groups, group_size)
+    by_scales = (moments * codes).sum(axis=-1).transpose(1, 2, 0)
+    mixed = moments.sum(axis=-1).transpose(1, 0, 2)
+    by_biases = mx.broadcast_to(blocks.sum(axis=(1, 3)), by_scales.shape)
+    system = mx.concatenate(
+        [
+            mx.concatenate([by_scales, mixed], axis=2),
+            mx.concatenate([mixed.swapaxes(1, 2), by_biases], axis=2),
+        ],
+        axis=1,
+    )
+    descent = descent.reshape(-1, groups, group_size)
+    sums = mx.concatenate(
+        [(descent * codes).sum(axis=-1), descent.sum(axis=-1)], axis=1
+    )
+    diagonal = mx.diagonal(system, axis1=1, axis2=2)
+    ridge = RIDGE * diagonal + 1e-6 * diagonal.mean(axis=1, keepdims=True)
+    system = system + ridge[..., None] * mx.eye(2 * groups)
+    with mx.stream(mx.cpu):
+        step = mx.linalg.solve(system, sums[..., None])[..., 0]
+    middle = grid.biases + center * grid.scales + step[:, groups:]
+    scales = (grid.scales + step[:, :groups]).astype(dtype).astype(mx.float32)
+    # The bias compensates for the rounding of the scale.
+    biases = (middle - center * scales).astype(dtype).astype(mx.float32)
+    return scales, biases
+
+
+def _packed(
+    grid: AffineGrid | FloatGrid | GGUFGrid, spec: QuantSpec, dtype: mx.Dtype
+) -> dict[str, mx.array]:
+    """The stored tensors of a grid, evaluated, so that its unpacked codes are freed."""
+    tensors = grid.tensors(spec)
+    for name, value in tensors.items():
+        if value.dtype == mx.float32:
+            tensors[name] = value.astype(dtype)
+    mx.eval(tensors)
+    return tensors
+
+
+def _stack_groups(groups: list[tuple]) -> AffineGrid:
+    """Codes [g, N], scales [N] and biases [N] of every group as one grid."""
+    codes, scales, biases = (list(map(mx.array, v)) for v in zip(*groups, strict=True))
+    stacked = (mx.stack(v, axis=1) for v in (scales, biases))
+    return AffineGrid(mx.concatenate(codes).T, *stacked)

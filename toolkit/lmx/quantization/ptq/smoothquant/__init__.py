@@ -1,0 +1,1 @@
+"""SmoothQuant, and the layers between which it moves scales."""
