@@ -63,7 +63,7 @@ INSTALLED = {
     "lmx-train --list",
     "lmx schema adapter",
     "lmx doctor",
-    'lmx generate exports/qat_4bit --prompt "Sort: 31, 7, 12"',
+    'lmx generate exports/qat_4bit --prompt "Dim the kitchen lamp to 30 at half past seven"',
 }
 # The functions that begin the work of a command.
 WORK = (
@@ -153,10 +153,11 @@ PARSED = sorted({*commands(marked=True), *filter(RUN_ELSEWHERE.fullmatch, SHOWN)
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory) -> Path:
-    """A folder in which the main job of the README was run with few steps."""
+    """A folder with the runs of the main job and of LoRA, with few steps."""
     folder = tmp_path_factory.mktemp("workspace")
-    process = run("lmx-train recipes/qat_4bit.yaml", folder)
-    assert process.returncode == 0, process.stderr
+    for command in ("lmx-train recipes/qat_4bit.yaml", "lmx-train recipes/lora.yaml"):
+        process = run(command, folder)
+        assert process.returncode == 0, process.stderr
     # The benchmarks' model.
     write_small_base(folder / "small-base")
     # The name that --restart gives to an earlier run.
@@ -329,7 +330,7 @@ def test_readme_is_short():
 @pytest.mark.slow
 def test_main_job_ends_with_a_table_and_a_model(workspace):
     text = (workspace / "exports/qat_4bit/log.txt").read_text()
-    assert re.search(r"base +fine-tuned.* +quantized", text)
+    assert re.search(r"base +fine-tuned +rounded +quantized", text)
     assert (workspace / "exports/qat_4bit/model/model.safetensors").is_file()
 
 

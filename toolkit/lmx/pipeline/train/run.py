@@ -29,7 +29,6 @@ from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
 from ..context import ModelArtifact, StageContext, write_model
 from ..estimate import training_dtype
-from ..evaluate.evaluator import SAMPLE_TOKENS
 from .batches import chunked_loss, document_caches, training_batches, validation_batches
 from .preference import PreferenceSetup
 from .qat import prepare, require_steps
@@ -40,6 +39,8 @@ from .teacher import TeacherSetup
 MIN_CHANGED_CODES = 1e-5
 # Rounding of fused weights, relative to the adapter's changes, that is worth a warning.
 MAX_FUSING_ERROR = 0.1
+# Tokens of an answer to a sample prompt.
+SAMPLE_TOKENS = 48
 
 
 class TrainRun:
