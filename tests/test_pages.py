@@ -63,7 +63,8 @@ INSTALLED = {
     "lmx-train --list",
     "lmx schema adapter",
     "lmx doctor",
-    'lmx generate exports/qat_4bit --prompt "Dim the kitchen lamp to 30 at half past seven"',
+    "lmx generate exports/qat_4bit --prompt "
+    '"Dim the kitchen lamp to 30 at half past seven"',
 }
 # The functions that begin the work of a command.
 WORK = (
