@@ -27,7 +27,7 @@ from lmx.pipeline.estimate import (
     training_cost,
 )
 from lmx.pipeline.plan import load, plan
-from lmx.pipeline.quantize.cost import QuantizeCost
+from lmx.pipeline.quantize.estimate import QuantizeCost
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
