@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from lmx.convert.exporters.repository_name import repository_name, stored_as
+from lmx.convert.exporters.hub import repository_name, stored_as
 
 AFFINE = {"group_size": 64, "bits": 4, "mode": "affine"}
 EIGHT = {"group_size": 64, "bits": 8}

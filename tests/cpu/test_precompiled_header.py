@@ -7,8 +7,7 @@ import sys
 import mlx
 import mlx.core as mx
 import pytest
-from lmx.cpu.kernel_cache import kernel_cache
-from lmx.cpu.precompiled_header import FLAGS, HEADER, precompile_header
+from lmx.cpu.kernel_cache import FLAGS, HEADER, kernel_cache, precompile_header
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not shutil.which("g++"), reason="needs Linux and g++"

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from lmx.data import tokenization
-from lmx.data.chat import windows
+from lmx.data.chat import sequences
 from lmx.data.chat.messages import is_completion
 from lmx.data.chat.rendering import ChatTemplate, NoTrainableTokens
 from lmx.data.chat.sequences import Chat, find_turn, join_turns
@@ -151,8 +151,8 @@ def random_chat(rng, length):
 @pytest.fixture(params=TEMPLATES)
 def templated(request, monkeypatch):
     """A tokenizer, and windows so small that short chats have many."""
-    monkeypatch.setattr(windows, "EXACT_TURNS", 2)
-    monkeypatch.setattr(windows, "BLOCK", 3)
+    monkeypatch.setattr(sequences, "EXACT_TURNS", 2)
+    monkeypatch.setattr(sequences, "BLOCK", 3)
     return build_tokenizer(TEMPLATES[request.param], bos=request.param == "WITH_BOS")
 
 
@@ -161,7 +161,7 @@ def test_windows_give_what_every_prefix_gives(templated):
     for _ in range(CASES):
         chat, turns = chat_and_turns(random_chat(rng, rng.randint(6, 40)), templated)
         expected = outcome(every_prefix, chat, turns)
-        assert outcome(windows.find_sequences, chat, turns) == expected
+        assert outcome(sequences.find_sequences, chat, turns) == expected
         refused += expected is None
     always = templated.chat_template in (CHANGES_HISTORY, KEEPS_THE_END)
     assert refused < CASES or always
@@ -185,7 +185,7 @@ def test_windows_are_used_where_they_fit(name, monkeypatch):
     )
     text = long.render(len(long.messages))
     try:
-        sequence = windows._in_windows(long, turns, text)
+        sequence = sequences._in_windows(long, turns, text)
     except NoTrainableTokens:
         sequence = None
     assert (sequence is not None) == (name in LOCAL)
@@ -209,9 +209,9 @@ def test_chat_too_long_for_its_template_is_skipped(monkeypatch):
     tokenizer = build_tokenizer(COUNTS_TURNS)
     record = chat(*["a?", "A"] * 40)
     assert len(tokenization.encode(record, tokenizer, max_seq_length=9999)) == 1
-    monkeypatch.setattr(windows, "MAX_CHARACTERS", 1_000)
+    monkeypatch.setattr(sequences, "MAX_CHARACTERS", 1_000)
     with pytest.raises(NoTrainableTokens, match="the chat has 40 turns and"):
-        windows.find_sequences(*chat_and_turns(record, tokenizer))
+        sequences.find_sequences(*chat_and_turns(record, tokenizer))
 
 
 def test_edges_need_the_tokens_of_the_text_before_them_alone():

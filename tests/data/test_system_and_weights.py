@@ -4,7 +4,7 @@ import pytest
 from lmx.data import dataset
 from lmx.data.chat.rendering import ChatTemplate
 from lmx.data.preference import encode_pairs
-from lmx.data.record_text import texts_of
+from lmx.data.tokenization import texts_of
 from lmx.errors import UserError
 from test_tokenization import (
     CHATML,

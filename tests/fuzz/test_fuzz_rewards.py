@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from lmx.errors import UserError
-from lmx.training import reward_worker
-from lmx.training.reward_worker import RewardWorker
-from lmx.training.rewards import Reward, RewardSample, resolve_reward
+from lmx.training import rewards
+from lmx.training.rewards import Reward, RewardSample, RewardWorker, resolve_reward
 
 # The completion is the program; its last value is the reward.
 FILE = """
@@ -184,7 +183,7 @@ def damaged_file(rng: random.Random) -> bytes:
 
 
 def test_damaged_reward_files(num_cases, fuzz_random, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(reward_worker, "LOAD_SECONDS", 0.5)
+    monkeypatch.setattr(rewards, "LOAD_SECONDS", 0.5)
     sample = RewardSample("p", "reward = 0.5", "a", "f:1")
     for number_of_case in range(num_cases(40)):
         data, worker = damaged_file(fuzz_random), RewardWorker(0.5)

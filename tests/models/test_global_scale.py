@@ -9,7 +9,7 @@ from lmx.evaluation.weight_error import measure_layers
 from lmx.models import global_scale
 from lmx.models.checkpoint import checkpoint_size
 from lmx.models.loader import load
-from lmx.quantization.dequantize import layer_specs
+from lmx.quantization.packing import layer_specs
 from tiny_global_scale import GRID, UP, dequantized, write_checkpoints
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -27,7 +27,7 @@ from lmx.pipeline.estimate import (
     training_cost,
 )
 from lmx.pipeline.plan import load, plan
-from lmx.pipeline.quantize.cost import QuantizeCost
+from lmx.pipeline.quantize.estimate import QuantizeCost
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
@@ -469,7 +469,7 @@ def test_training_cost_is_six_operations_per_parameter_and_token():
 
 def test_quantize_stage_has_time_memory_and_disk(model, tmp_path, capsys):
     times = {}
-    for effort in ("fast", "standard", "best"):
+    for effort in ("fast", "standard"):
         path = tmp_path / f"{effort}.yaml"
         recipe = {
             "model": str(model),
@@ -489,7 +489,7 @@ def test_quantize_stage_has_time_memory_and_disk(model, tmp_path, capsys):
             "time",
             "disk",
         ]
-    assert times["fast"] < times["standard"] < times["best"]
+    assert times["fast"] < times["standard"]
 
 
 def test_quantize_time_counts_the_experts_that_a_token_sees():

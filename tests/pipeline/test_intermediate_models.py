@@ -9,15 +9,15 @@ STEPS = TRAIN | {"steps": 2, "eval_steps": 2}
 QAT = {"qat": {"bits": 4, "group_size": 32}, "compare_full_precision": True}
 # The stage, the function after the model was made, and the folder of the model.
 CASES = {
-    "from scratch": ({"train": STEPS}, "train_run.TrainRun.run", "from_scratch"),
+    "from scratch": ({"train": STEPS}, "train.run.TrainRun.run", "from_scratch"),
     "baseline": (
         {"train": STEPS | QAT},
-        "fp_baseline.FullPrecisionBaseline.compare",
+        "train.fp_baseline.FullPrecisionBaseline.compare",
         "fp_baseline/dense",
     ),
     "draft": (
         {"draft": DRAFT},
-        "draft_training.DraftModelDistillation.make_trainer",
+        "draft.training.DraftModelDistillation.make_trainer",
         "initial",
     ),
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 import lmx.pipeline
 import pytest
 from lmx.config.schema import StageEntry
-from lmx.pipeline.stages import STAGES
+from lmx.pipeline.plan import STAGES
 
 PIPELINE = Path(lmx.pipeline.__file__).parent
 # Variable names of a stage, its raw block and its config.

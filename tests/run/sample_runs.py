@@ -87,6 +87,7 @@ MANIFEST = {
                 "reference": None,
                 "adapters": None,
                 "draft": None,
+                "rounded": None,
                 "facts": {},
                 "published": [],
             },

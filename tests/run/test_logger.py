@@ -9,7 +9,7 @@ import time
 import pytest
 from lmx.errors import UserError
 from lmx.run.logger import HEARTBEAT_SECONDS, RunLogger
-from lmx.run.progress import format_duration, format_number
+from lmx.run.progress import WorkRate, format_duration, format_number
 
 
 class Terminal(io.StringIO):
@@ -190,15 +190,46 @@ def test_silence_is_broken_by_the_progress_with_the_time_left(
         bar.advance(0, "block 1 of 4")
         clock[0] += 5
         bar.advance(1e9, "block 2 of 4")
-        # 9 of 36 seconds, as the line comes 4 seconds later.
-        assert beats(9) == ["quantizing 25%  block 2 of 4  about 27 s left"]
+        # 15 seconds, and the line comes 4 seconds later.
+        assert beats(9) == ["quantizing 25%  block 2 of 4  about 11 s left"]
         with logger.progress(2, "inner") as inner:
+            clock[0] += 8
             inner.advance()
-            assert beats(9) == ["inner 1/2  about 4 s left"]
+            assert beats(1) == ["inner 1/2  about 7 s left"]
         bar.advance(9e9)
         assert beats(9) == ["quantizing 100%  block 2 of 4"]
     assert len(beats(30)) == 3
-    assert "block 2 of 4  about 27 s left" in logged(logger)
+    assert "block 2 of 4  about 11 s left" in logged(logger)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        40 * [1],
+        [20, *40 * [1]],  # kernels are compiled first
+        4 * [*9 * [1], 4],  # validation after every tenth step
+        2 * [95],  # two models
+        [1 + step / 60 for step in range(30)],
+    ],
+    ids=["steady", "compiles", "validates", "two", "slower"],
+)
+def test_time_left_is_right_within_half_of_it(monkeypatch, seconds):
+    """From the first amount after the first one on, also between two amounts."""
+    clock = set_clock(monkeypatch)
+    rate, end = WorkRate(len(seconds)), clock[0] + sum(seconds)
+    checked = 0
+    for done, duration in enumerate(seconds):
+        for _ in range(4):
+            if done > (len(seconds) > 2):
+                left = rate.seconds_left()
+                true = end - clock[0]
+                assert left <= 1.5 * true + 3
+                assert true <= 1.5 * left + 3
+                checked += 1
+            clock[0] += duration / 4
+        rate.count(done + 1)
+    assert checked >= 4
+    assert rate.seconds_left() is None
 
 
 def test_heartbeat_breaks_silence_and_calls_back(logger, capsys, monkeypatch):
@@ -226,8 +257,9 @@ def test_heartbeat_on_a_terminal_writes_to_the_log_file(logger, monkeypatch):
     clock = set_clock(monkeypatch)
     logger.info("stage 2-evaluate")
     with logger.progress(4, "evaluating") as bar:
+        clock[0] += 5
         bar.advance()
-        clock[0] += HEARTBEAT_SECONDS
+        clock[0] += HEARTBEAT_SECONDS / 2
         bar.advance()
         logger.break_silence()
     assert "evaluating 2/4  about 10 s left" in logged(logger)

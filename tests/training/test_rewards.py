@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 from lmx.errors import UserError
-from lmx.training import reward_worker
-from lmx.training.reward_worker import RewardWorker
-from lmx.training.rewards import RewardSample, check_reward, resolve_reward
+from lmx.training import rewards
+from lmx.training.rewards import (
+    RewardSample,
+    RewardWorker,
+    check_reward,
+    resolve_reward,
+)
 
 SAMPLE = RewardSample("Add 2 and 3.", " The sum is 5. ", "5", "train.jsonl:7")
 FUNCTIONS = """
@@ -201,7 +205,7 @@ def test_hanging_reward_ends_at_its_limit_and_others_go_on(folder, name):
 @pytest.mark.parametrize(("text", "message"), IMPORTS.items(), ids=range(len(IMPORTS)))
 def test_file_that_cannot_be_imported_is_refused(tmp_path, monkeypatch, text, message):
     if "took longer" in message:
-        monkeypatch.setattr(reward_worker, "LOAD_SECONDS", 1.0)
+        monkeypatch.setattr(rewards, "LOAD_SECONDS", 1.0)
     (tmp_path / "rewards.py").write_text(text)
     with pytest.raises(UserError, match=message) as error:
         resolve("rewards.py:length", folder=tmp_path, timeout=0.1)
@@ -281,7 +285,7 @@ def test_ctrl_c_ends_a_function_that_holds_the_interpreter(folder):
 PARENT = """
 import sys
 from pathlib import Path
-from lmx.training.reward_worker import RewardWorker
+from lmx.training.rewards import RewardWorker
 worker = RewardWorker(0.5)
 worker.load(Path(sys.argv[1]), "length")
 print(worker._process.pid, flush=True)
@@ -297,9 +301,7 @@ sys.stdin.read()
 def test_worker_ends_with_a_run_that_is_killed(folder, state):
     command = [sys.executable, "-c", PARENT, str(folder / "rewards.py"), state]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(reward_worker.__file__).parents[2])
-    }
+    environment = os.environ | {"PYTHONPATH": str(Path(rewards.__file__).parents[2])}
     with subprocess.Popen(command, **pipes, env=environment, text=True) as parent:
         worker = int(parent.stdout.readline())
         assert is_running(worker)

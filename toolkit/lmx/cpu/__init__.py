@@ -92,7 +92,7 @@ def enable(model: Any = None) -> CpuStatus:
             (`quantized_matmul.use_fast_layers`).
     """
     from . import blas, kernel_cache, malloc, patches, quantized_matmul
-    from .precompiled_header import precompile_header
+    from .kernel_cache import precompile_header
 
     if not replaces_functions():
         if _may_change_mlx():

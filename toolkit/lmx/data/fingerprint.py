@@ -17,9 +17,8 @@ TOKENIZER_FILES = (
 # The modules of this folder that decide which tokens a source gives.
 CODE = (
     *("builtin", "readers", "dataset", "hub_datasets", "record_formats"),
-    *("splits", "token_store", "tokenization", "token_edges", "record_text"),
-    *("preference", "chat/rendering", "chat/sequences", "chat/windows"),
-    *("chat/completeness", "chat/messages"),
+    *("splits", "token_store", "tokenization", "token_edges", "preference"),
+    *("chat/rendering", "chat/sequences", "chat/completeness", "chat/messages"),
 )
 
 

@@ -24,11 +24,15 @@ from ..config.quant_spec import KV_CACHE_BITS
 from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
 from ..run.fs import object_in
-from . import checkpoint_fixups, config_check, longrope, token_ids
+from . import config_check, global_scale, rope_parameters, token_ids
 from .architecture_fixes import repair
-from .checkpoint import check_weights, config_int, missing_shards, read_config
-from .global_scale import NAME as GLOBAL_SCALE
-from .global_scale import support_cpus
+from .checkpoint import (
+    check_weights,
+    config_int,
+    load_options,
+    missing_shards,
+    read_config,
+)
 from .lora.io import load_adapter
 from .qq_linear import replace_qq_layers
 from .transformers_config import complete
@@ -141,11 +145,11 @@ def _load_lazily(
             path,
             lazy=True,
             trust_remote_code=trust_remote_code,
-            **checkpoint_fixups.load_options(path, config, utils._get_classes),
+            **load_options(path, config, utils._get_classes),
         )
         _prepare(model, config)
     replace_qq_layers(model)
-    support_cpus(model)
+    global_scale.support_cpus(model)
     _check_dtypes(model, path)
     dtype = stored_dtype(model)
     _check_forward_pass(model, path)
@@ -353,7 +357,7 @@ def _prepare(model: nn.Module, config: dict) -> nn.Module:
     cpu.enable()
     with _mlx_lm():
         from mlx_lm.models.rope_utils import SuScaledRoPE
-    longrope.use_short_factors(model, config, SuScaledRoPE)
+    rope_parameters.use_short_factors(model, config, SuScaledRoPE)
     return model
 
 
@@ -479,7 +483,7 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
     def cast_one(path, value):
         is_float = mx.issubdtype(value.dtype, mx.floating)
         # MLX takes global scales in float32 only.
-        is_kept = path.endswith(f".{GLOBAL_SCALE}") or not may_cast(path)
+        is_kept = path.endswith(f".{global_scale.NAME}") or not may_cast(path)
         return value.astype(dtype) if is_float and not is_kept else value
 
     model.update(tree_map_with_path(cast_one, model.parameters()))

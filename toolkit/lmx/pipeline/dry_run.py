@@ -19,7 +19,7 @@ from ..data.tokenization import (
     template_messages,
 )
 from ..errors import UserError
-from ..models.longrope import check_length
+from ..models.rope_parameters import check_length
 from ..run import terminal
 from ..run.run_dir import check_output
 from .estimate import ModelShape

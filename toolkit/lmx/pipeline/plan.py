@@ -21,6 +21,10 @@ from ..run import manifest
 from ..run.tables import OUTPUT_KEYS
 from ..run.trackers import TRACKERS, is_installed
 from .dataset_checks import check_datasets
+from .draft.stage import DraftStage
+from .evaluate.stage import EvaluateStage
+from .export.stage import ExportStage
+from .quantize.stage import QuantizeStage
 from .stage import (
     Find,
     Formats,
@@ -31,7 +35,16 @@ from .stage import (
     missing_source,
     quantization_values,
 )
-from .stages import STAGES
+from .train.stage import TrainStage
+
+STAGES: dict[str, type[Stage]] = {
+    "train": TrainStage,
+    "quantize": QuantizeStage,
+    "draft": DraftStage,
+    "evaluate": EvaluateStage,
+    "export": ExportStage,
+}
+
 
 RUNS = Path("exports")
 GGUF = ".gguf"

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +33,50 @@ class ProgressOutput(Protocol):
     def close_progress(self, progress: "ProgressBar") -> None: ...
 
 
+class WorkRate:
+    """The speed of work, measured while it runs, and the time left.
+
+    The rate is that of the newer half of the work: the older half has what happens
+    once, such as compiling kernels. Work is known to be done when it is counted, so
+    that the time since then is subtracted, up to the time of another such amount.
+
+    Args:
+        total: amount of work, in any unit that takes about the same time each.
+    """
+
+    def __init__(self, total: float):
+        self.total = total
+        self.done: float = 0
+        self._first: float = 0
+        # Times at which amounts were done: the newest one of the older half, and later.
+        self._marks = deque([(time.monotonic(), 0.0)])
+
+    def count(self, done: float) -> None:
+        """Work up to this amount is done now."""
+        if done <= self.done:
+            return
+        self.done = done
+        self._marks.append((time.monotonic(), done))
+        middle = (self._first + done) / 2
+        while len(self._marks) > 2 and self._marks[1][1] <= middle:
+            self._marks.popleft()
+
+    def restart(self, done: float) -> None:
+        """Forget the rate; `done` of the work is done."""
+        self.done = self._first = done
+        self._marks = deque([(time.monotonic(), done)])
+
+    def seconds_left(self) -> float | None:
+        """None = unknown: nothing is done, or nothing is left."""
+        (start, first), (end, done) = self._marks[0], self._marks[-1]
+        if done <= first or done >= self.total:
+            return None
+        seconds_each = (end - start) / (done - first)
+        newest = done - self._marks[-2][1]
+        running = min(time.monotonic() - end, seconds_each * newest)
+        return max(0.0, seconds_each * (self.total - done) - running)
+
+
 class ProgressBar:
     """Progress of a long operation; made by `RunLogger.progress`.
 
@@ -52,15 +97,12 @@ class ProgressBar:
         percent: bool = False,
     ):
         self._logger = logger
-        self._total = total
+        self._rate = WorkRate(total)
         self._description = description
         self._percent = percent
-        self._done: float = 0
         self._text = ""
         # The text in parts, each short enough for a terminal.
         self._parts: list[str] = []
-        # Time and amount that the time left is extrapolated from.
-        self._start: tuple[float, float] = (time.monotonic(), 0)
         # A terminal shows one bar at a time; nested operations log lines.
         self.is_on_screen = (
             terminal.output_is_terminal() and not logger.quiet and logger.bar is None
@@ -70,7 +112,7 @@ class ProgressBar:
 
     def update(self, done: float, **values: float) -> None:
         """Log the progress, with values such as loss=2.5."""
-        self._done = done
+        self._rate.count(done)
         long = {
             name: f"{name.replace('_', ' ')} {format_number(value)}"
             for name, value in values.items()
@@ -90,14 +132,13 @@ class ProgressBar:
         Args:
             note: what comes next. None = as before.
         """
-        self._done = min(self._total, self._done + amount)
+        self._rate.count(min(self._rate.total, self._rate.done + amount))
         if note is not None:
             self._text, self._parts = note, [note]
 
     def skip(self, amount: float) -> None:
         """Count work that says nothing about the time left, e.g. of an earlier run."""
-        self.advance(amount)
-        self._start = (time.monotonic(), self._done)
+        self._rate.restart(min(self._rate.total, self._rate.done + amount))
 
     def track(self, items: Iterable[T], note: str | None = None) -> Iterator[T]:
         """The items; each is counted when the next one is asked for."""
@@ -131,7 +172,7 @@ class ProgressBar:
             after.append(part)
             room -= len(part) + 1
         bar = min(MAX_BAR, room - 1)
-        share = self._done / self._total if self._total else 1.0
+        share = self._rate.done / self._rate.total if self._rate.total else 1.0
         return start, share, bar if bar >= MIN_BAR else 0, " ".join(after)
 
     def close(self) -> None:
@@ -142,17 +183,13 @@ class ProgressBar:
             self._logger.bar = None
 
     def _amount(self) -> str:
-        if self._percent:
-            return f"{self._done / max(self._total, 1):.0%}"
-        return f"{self._done}/{self._total}"
+        done, total = self._rate.done, self._rate.total
+        return f"{done / max(total, 1):.0%}" if self._percent else f"{done}/{total}"
 
     def _remaining(self) -> str:
-        start, first = self._start
-        if self._done <= first:
-            return ""
-        seconds_each = (time.monotonic() - start) / (self._done - first)
-        remaining = seconds_each * (self._total - self._done)
-        return f"about {format_duration(remaining)} left" if remaining > 0 else ""
+        seconds = self._rate.seconds_left()
+        # A last part that takes longer than expected has no known end.
+        return f"about {format_duration(seconds)} left" if seconds else ""
 
 
 def format_number(value: float) -> str:

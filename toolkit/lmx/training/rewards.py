@@ -1,6 +1,22 @@
-"""Reward functions: numbers for sampled completions."""
+"""Reward functions: numbers for sampled completions.
 
+The functions of Python files run in a process of their own. A file may exit, hold the
+interpreter for ever, print or crash. None of that reaches the run: it sends a line of
+JSON over a socket and gets one back, in limited time. Nothing is unpickled. What the
+functions print is discarded.
+"""
+
+import json
+import numbers
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,7 +25,153 @@ from ..config.text_files import require_regular
 from ..data.answer_filters import FILTERS
 from ..errors import FAILED, UserError
 from ..run.fs import hash_file
-from .reward_worker import MAX_SHOWN, RewardError, RewardWorker
+
+# Seconds that the import of a file may take, or reward_timeout if that is longer.
+LOAD_SECONDS = 60.0
+# Seconds in which a worker ends that is not needed, or has lost its run.
+END_SECONDS = 1.0
+# Squares and sums of larger values are no float32 numbers.
+MAX_REWARD = 1e9
+# Characters of a value or an error in a message.
+MAX_SHOWN = 100
+
+
+class RewardError(Exception):
+    """What a reward function or its file did wrong, such as "took longer than 5 s"."""
+
+
+class RewardWorker:
+    """Calls functions of Python files in a process, which starts when it is needed.
+
+    The process ends with this object, whose end of the socket it reads, and with a call
+    that takes too long. The next call starts another one.
+
+    Args:
+        timeout: seconds that a call may take.
+    """
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self._process: subprocess.Popen | None = None
+
+    def load(self, path: Path, name: str) -> None:
+        """Import the file of a function, if this was not done. Raises as `call`."""
+        if self._process is None:
+            self._start()
+        self._exchange(max(self.timeout, LOAD_SECONDS), str(path), name)
+
+    def call(self, path: Path, name: str, **arguments: str) -> float:
+        """The number that a function of a file returns.
+
+        Raises:
+            RewardError: it fails, takes too long, or returns anything else.
+        """
+        if self._process is None:
+            self.load(path, name)
+        return self._exchange(self.timeout, str(path), name, arguments)
+
+    def close(self) -> int | None:
+        """End the process and what it has started; returns its exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        self._channel.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+    def _start(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        paths = [*map(str, sys.path)]
+        program = f"import sys; sys.path[:] = {paths}; from {__name__} import serve"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"{program}; serve()"],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # Ctrl-C is for the run, and what a function starts ends with it.
+                start_new_session=True,
+            )
+
+    def _exchange(self, seconds: float, *request: str | dict) -> float | None:
+        line = ""
+        try:
+            self._channel.settimeout(seconds)
+            with suppress(ConnectionError), self._channel.makefile() as replies:
+                self._channel.sendall(json.dumps([seconds, *request]).encode() + b"\n")
+                line = replies.readline()
+        except TimeoutError:
+            raise RewardError(f"took longer than {seconds:g} s") from None
+        finally:
+            if not line:
+                # The next call must not read the answer to this one.
+                self._process.kill()
+                code = self.close()
+        if not line:
+            raise RewardError(f"ended its process with exit code {code}")
+        if isinstance(reply := json.loads(line), str):
+            raise RewardError(reply)
+        return reply
+
+
+def serve() -> None:
+    """Answer a `RewardWorker` until it closes its end of the socket."""
+    channel, process, files = socket.socket(fileno=os.dup(0)), os.getpid(), {}
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for line in channel.makefile():
+        seconds, *request = json.loads(line)
+        # The kernel ends a hung process whose run was killed.
+        _limit(seconds + END_SECONDS)
+        reply = json.dumps(_answer(files, *request))
+        if os.getpid() != process:
+            # A function has forked, and its child has returned, too.
+            os._exit(0)
+        _limit(0)
+        channel.sendall(reply.encode() + b"\n")
+    _limit(END_SECONDS)
+
+
+def _limit(seconds: float) -> None:
+    """End this process in `seconds`, whatever it does then; 0 = never."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _answer(
+    files: dict[str, dict], file: str, name: str, arguments: dict | None = None
+) -> float | str | None:
+    """The value of a call, None without arguments, or text: what went wrong."""
+    try:
+        if file not in files:
+            files[file] = runpy.run_path(file)
+        function = files[file].get(name)
+        if not callable(function):
+            return f"has no function {name}"
+        if arguments is None:
+            return None
+        value = function(**arguments)
+        is_number = isinstance(value, numbers.Real) and abs(value) <= MAX_REWARD
+        if is_number and abs(value := float(value)) <= MAX_REWARD:
+            return value
+    except BaseException as error:
+        places = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in places if frame.f_code.co_filename == file]
+        where = f" (line {lines[-1]})" if lines else ""
+        return f"failed with {_shown('{0.__class__.__name__}: {0}', error)}{where}"
+    shown, limits = _shown("{!r}", value), f"-{MAX_REWARD:g} to {MAX_REWARD:g}"
+    return f"returned {shown}, not a number from {limits}"
+
+
+def _shown(template: str, value: object) -> str:
+    """A text about an object of foreign code, in limited length."""
+    try:
+        return template.format(value)[:MAX_SHOWN].encode(errors="replace").decode()
+    except BaseException:
+        return "something without a text"
+
 
 EXACT_MATCH = "exact_match"
 # The answer filters of the rewards that need no Python file.

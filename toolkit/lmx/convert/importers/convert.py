@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from ...config.quant_spec import FLOAT_MODES, QuantSpec
 from ...errors import UserError, library_errors
 from ...models import checkpoint_writer
-from ...models.checkpoint_fixups import head_config
+from ...models.checkpoint import head_config
 from ...models.loader import build_model, complete_config
 from ...models.mtp_weights import MODEL_TYPES, PREFIX, as_mlx, dequantize, write_mtp
 from ..gguf.float_blocks import FloatGroups

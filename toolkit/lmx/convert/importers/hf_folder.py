@@ -9,7 +9,7 @@ from ...errors import UserError
 from ...models.checkpoint import read_config
 from ...models.config_check import check_sizes
 from ...models.safetensors_io import read_tensors
-from . import act_order, awq, compressed_tensors, gptq
+from . import awq, compressed_tensors, gptq
 from .affine_repack import AffineGroups
 
 # The modules by the `quant_method` of a config. A module has `reads`, `read_layer`,
@@ -52,7 +52,7 @@ def read(path: Path) -> tuple[dict, dict[str, mx.array], dict[str, AffineGroups]
             raise UserError(
                 f"the tensor {module.CODES} of this layer is missing", place=name
             )
-    act_order.undo_activation_order(layers, dense)
+    gptq.undo_activation_order(layers, dense)
     return config, dense, layers
 
 

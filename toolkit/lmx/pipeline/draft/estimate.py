@@ -161,8 +161,7 @@ def draft_benchmark_work(target: ModelShape, config: DraftConfig) -> float:
     proposer. A proposer is counted as a speed-up of 1.
     """
     benchmark = config.benchmark
-    decoders = 3 + (benchmark.baseline_model is not None)
-    tokens = 2 * decoders * benchmark.num_prompts * benchmark.max_tokens
+    tokens = 2 * 3 * benchmark.num_prompts * benchmark.max_tokens
     return DECODE_FACTOR * 2 * target.parameters * tokens
 
 

@@ -31,7 +31,7 @@ from ...generation.speculative.layer_skip import rank_layers
 from ...models.checkpoint import config_int, read_config
 from ...models.from_scratch import initial_weights
 from ...models.loader import LoadedModel, compute_dtype, set_compute_dtype
-from ...quantization.dequantize import dequantized_model
+from ...quantization.packing import dequantized_model
 from ...run import fs
 from ..context import StageContext, is_complete, mark_complete, write_model
 from ..estimate import DEPTH_FRACTIONS

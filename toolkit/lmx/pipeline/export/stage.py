@@ -10,8 +10,8 @@ from ...config.export import ExportConfig
 from ...config.messages import Problem
 from ...convert.exporters import FORMATS, hub
 from ...convert.exporters.base import ExportContext
+from ...convert.exporters.hub import repository_name, stored_as
 from ...convert.exporters.model_card import CardFacts, write_card
-from ...convert.exporters.repository_name import repository_name, stored_as
 from ...data.hub_datasets import HubDataset
 from ...errors import UserError
 from ...models.checkpoint import read_config

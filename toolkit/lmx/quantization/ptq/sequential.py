@@ -31,9 +31,8 @@ from ...run.folder_index import read_index, write_index
 from ...run.fs import atomic_folder, remove
 from ...run.progress import ProgressBar
 from . import activation_cache
-from .activation_cache import FULL, QUANTIZED
 from .base import PTQMethod, QuantizedTensor
-from .block_calibration import BlockCalibration, HeadCalibration
+from .block_calibration import FULL, QUANTIZED, BlockCalibration, HeadCalibration
 from .embeddings import embeddings, replaced_weights
 from .input_statistics import InputStatistics
 from .output_fisher import (
