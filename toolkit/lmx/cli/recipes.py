@@ -40,7 +40,7 @@ BY_BITS = {
     "qat": {2: "qat_2bit", 3: "qat_3bit", 4: "qat_4bit"},
     "quantize": {2: "ptq_3bit", 3: "ptq_3bit", 4: "ptq_4bit"},
 }
-INCLUDED_MODEL, INCLUDED_DATA = "data/tiny-base", "data/skills/train.jsonl"
+INCLUDED_MODEL = "data/tiny-base"
 # The included recipes fit a model of 3.5 million parameters. Values for other models,
 # by key: the comments of the recipes name them, too.
 TOKENS, ADAPTER_RATE, FULL_RATE = 1024, 1e-4, 1e-5
@@ -166,7 +166,9 @@ def recipe_text(
     if bits:
         text = _with_bits(text, bits)
     if has_codes:
-        text = set_value(text, ("stages", 0, "train", "qat"), grid)
+        # Training goes on from the codes, also without an adapter.
+        qat = grid | {"quantizer": "fixed_scale"}
+        text = set_value(text, ("stages", 0, "train", "qat"), qat)
     text = set_value(text, ("model",), model)
     text = _with_data(text, task, data)
     return text if model == INCLUDED_MODEL else _for_other_model(text, task)
@@ -225,8 +227,9 @@ def _with_data(text: str, task: str, data: str | None) -> str:
         text = set_value(text, ("data", "valid"), data, key="train")
         path = ("stages", 0, "quantize", "calibration")
         return set_value(text, path, {"max_seq_length": 256})
+    own = read(text).data["data"]["train"]
     text = set_value(text, ("data", "train"), data)
-    if data == INCLUDED_DATA:
+    if data == own:
         return text
     text = without_key(text, ("data", "valid"))
     for path, _ in _values(read(text).data):
@@ -246,6 +249,9 @@ def _for_other_model(text: str, task: str) -> str:
             has_adapter = "adapter" in stages[path[1]]["train"]
             rate = ADAPTER_RATE if has_adapter else FULL_RATE
             text = set_value(text, path, rate)
+        elif key == "compare_full_precision":
+            # It trains a second model, which takes as long.
+            text = without_key(text, path)
         elif key in FOR_OTHER_MODELS:
             renamed, value = FOR_OTHER_MODELS[key]
             text = set_value(text, path, value, key=renamed)
