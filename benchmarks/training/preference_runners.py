@@ -91,7 +91,7 @@ def _lmx_dpo(folder: Path, settings: dict) -> dict:
         model,
         OptimizerConfig(beta1=BETAS[0], beta2=BETAS[1]),
         chunked_loss=chunked,
-        completion_loss=PreferenceLoss(PreferenceLossConfig(beta=settings["beta"])),
+        loss=PreferenceLoss(PreferenceLossConfig(beta=settings["beta"])),
     )
     losses, pending = [], None
     for number in range(clock.total):

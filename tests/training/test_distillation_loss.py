@@ -39,7 +39,7 @@ def gradients(loss, *batches, mode="full", chunk=None, **settings):
         if loss.online:
             loss.online.document_caches = DocumentCaches(loss.online.model)
     settings |= {"fake_quant": fake_quant, "name": "sgd", "chunked_loss": chunked}
-    step = make_step(model, teacher_loss=loss, **settings)
+    step = make_step(model, loss=loss, **settings)
     value = step(list(batches), 0.0, 0)[0].item()
     return value, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
 
@@ -144,9 +144,7 @@ def test_evaluation_loss_equals_training_loss(chunk, cached):
         target = compress_targets(logits, VOCABULARY, temperature=2.0)
         batch, loss.online = replace(batch, target=tuple(target)), None
     model, _ = llama()
-    step = make_step(
-        model, teacher_loss=loss, chunked_loss=chunk and ChunkedLoss(model, chunk)
-    )
+    step = make_step(model, loss=loss, chunked_loss=chunk and ChunkedLoss(model, chunk))
     total, tokens, _ = step.evaluate([batch, batch])
     assert total == pytest.approx(2 * expected, rel=1e-5)
     assert tokens == 2 * batch.mask.sum().item()
@@ -179,7 +177,7 @@ def test_distillation_converges_to_the_teacher(divergence):
     teacher, (model, _) = teacher_model(), llama()
     before = np.array(teacher.model.embed_tokens.weight)
     step, batch = (
-        make_step(model, teacher_loss=distillation_loss(teacher, loss=divergence)),
+        make_step(model, loss=distillation_loss(teacher, loss=divergence)),
         tokens_of(8),
     )
     losses = [step(batch, 3e-3, n)[0].item() for n in range(25)]

@@ -58,7 +58,7 @@ def update_of(name: str, mode: str, batches, **settings) -> dict[str, np.ndarray
     step = make_step(
         model,
         fake_quant=fake_quant,
-        completion_loss=preference_loss(name),
+        loss=preference_loss(name),
         name="sgd",
         momentum=0.0,
         weight_decay=0.0,
@@ -132,7 +132,7 @@ def test_ranks_get_whole_examples(name):
 def test_evaluation_returns_the_means_of_the_metrics():
     model, _ = llama()
     loss = preference_loss("dpo")
-    step = make_step(model, completion_loss=loss)
+    step = make_step(model, loss=loss)
     batches = [batch_of("dpo", pairs=count, seed=count) for count in (1, 4)]
     output = step.evaluate(batches)
     assert output.loss_count == 5
