@@ -101,17 +101,6 @@ def test_offline_targets_of_all_tokens_equal_the_online_teacher(divergence, chun
     assert_alike(gradients(distillation_loss(**settings), cached, chunk=chunk), online)
 
 
-def test_offline_top_k_loss_is_a_lower_bound():
-    teacher, batch = teacher_model(), tokens_of()
-    logits = teacher(batch.tokens[:, :-1])
-    every = gradients(distillation_loss(teacher), batch)[0]
-    loss = distillation_loss(offline=True, top_k=8)
-    result = gradients(loss, replace(batch, target=tuple(compress_targets(logits, 8))))[
-        0
-    ]
-    assert 0 < result < every
-
-
 @pytest.mark.parametrize("mode", ["full", "lora", "lora-qat", "lsq-qat"])
 def test_distillation_of_quantized_and_adapted_students(mode):
     batch = tokens_of()
@@ -170,16 +159,3 @@ def test_online_teacher_without_split_returns_logits():
     assert mx.array_equal(
         teacher.logits(teacher.hidden(batch.tokens)[0]), Tiny()(batch.tokens)[0]
     )
-
-
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
-def test_distillation_converges_to_the_teacher(divergence):
-    teacher, (model, _) = teacher_model(), llama()
-    before = np.array(teacher.model.embed_tokens.weight)
-    step, batch = (
-        make_step(model, loss=distillation_loss(teacher, loss=divergence)),
-        tokens_of(8),
-    )
-    losses = [step(batch, 3e-3, n)[0].item() for n in range(25)]
-    assert losses[-1] < 0.5 * losses[0]
-    assert np.array_equal(before, np.array(teacher.model.embed_tokens.weight))
