@@ -21,10 +21,11 @@ from ..data.tokenization import (
 from ..errors import UserError
 from ..models.rope_parameters import check_length
 from ..run import terminal
+from ..run.progress import readable_size
 from ..run.run_dir import check_output
 from .estimate import ModelShape
 from .plan import RunPlan
-from .resources import ResourceCheck, model_shape, readable_size
+from .resources import ResourceCheck, model_shape
 from .train.largest_fit import (
     FIT_KEYS,
     MOST_TOKENS,

@@ -1,7 +1,7 @@
 """Time, memory and disk of a quantize stage, estimated from shapes.
 
-The time is that of the tokens that go through the model, with or without gradients, and
-of every weight that is rounded or solved.
+The work is that of the tokens that go through the model, with or without gradients, and
+of every weight that is solved.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,8 @@ from ..estimate import (
     inputs_and_outputs,
     matrix_shapes,
 )
+from ..work import Work
 
-# Time of a forward pass relative to its products, forward passes that take as long as
-# one with gradients, and products of one weight that take as long as to solve it.
-FORWARD, WITH_GRADIENTS, SOLVE = 2.0, 4, 3e4
-# Passes of a calibrated method over its tokens: for outputs, and for second moments.
-CALIBRATION_PASSES = 1.5
 # Evaluations within scale tuning, each over all evaluation tokens.
 TUNING_EVALUATIONS = 9
 # Plans that a mixed-precision search compares, and grids of a weight that it solves.
@@ -53,31 +49,35 @@ class QuantizeCost:
     experts: int = 0
 
     @property
-    def work(self) -> float:
-        """Operations of large matrix products that take as long as the stage."""
+    def work(self) -> Work:
         config, held_out = self.config, self.config.calibration.num_eval_tokens
         refined = self._tokens_of_refinement
-        tokens, solves = refined + (2 * held_out if refined else 0), 1.0
+        forward, trained, solves = refined + 2 * held_out * bool(refined), 0, 0
         if self._is_sequential:
-            tokens += CALIBRATION_PASSES * self.num_tokens + self._compared_tokens
-            tokens += WITH_GRADIENTS * self._fisher_tokens
+            # Through the full-precision block, then the quantized one.
+            forward += 2 * self.num_tokens + self._compared_tokens
+            trained += self._fisher_tokens
         if isinstance(config, GPTQConfig):
-            solves += config.refine_iters
+            solves += 1 + config.refine_iters
         if config.smoothing:
-            tokens += self._smoothing_tokens
+            forward += self._smoothing_tokens
         if tuning := config.scale_tuning:
-            tokens += TUNING_EVALUATIONS * held_out
-            tokens += WITH_GRADIENTS * tuning.steps * tuning.batch_tokens
+            forward += TUNING_EVALUATIONS * held_out
+            trained += tuning.steps * tuning.batch_tokens
         if config.mixed_precision:
             from ...quantization.mixed_precision import search
 
-            tokens += WITH_GRADIENTS * search.CALIBRATION_TOKENS
-            tokens += PLANS * search.HELD_OUT_TOKENS
+            trained += search.CALIBRATION_TOKENS
+            forward += PLANS * search.HELD_OUT_TOKENS
             solves += GRIDS
         if config.kv_cache:
-            tokens += self._kv_tokens
-        active = active_weights(self.experts, self._matrices)
-        return FORWARD * 2 * tokens * active + SOLVE * solves * self._weights
+            forward += self._kv_tokens
+        per_token = 2 * active_weights(self.experts, self._matrices)
+        return Work(
+            trained=3 * per_token * trained,
+            forward=per_token * forward,
+            solved=solves * self._weights,
+        )
 
     @property
     def memory(self) -> int:

@@ -14,7 +14,7 @@ from ..context import ModelArtifact, StageContext, write_model
 from ..dataset_checks import check_source, known_columns
 from ..estimate import ModelShape, StageResources, Workload
 from ..stage import ModelState, RawStage, Stage, quantization_values
-from .cost import QuantizeCost
+from .estimate import QuantizeCost
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -11,10 +11,11 @@ from typing import Literal, get_args
 
 from ...config.loader import LoadedRecipe, load_recipe_data
 from ...errors import WILL_NOT_FIT, UserError
+from ...run.progress import readable_size
 from ...run.tables import aligned
 from ..estimate import ModelShape
 from ..plan import RunPlan, plan
-from ..resources import ResourceCheck, readable_size
+from ..resources import ResourceCheck
 
 FitKey = Literal["max_seq_length", "batch_size", "batch_tokens"]
 FIT_KEYS: tuple[FitKey, ...] = get_args(FitKey)
