@@ -1,9 +1,13 @@
 """The structure of the code: layers, import cycles, lazy libraries, sizes, and recipe
-keys that nothing reads."""
+keys that nothing reads.
+
+`python tests/test_architecture.py` prints the picture of it for docs/design.md.
+"""
 
 import ast
+import shutil
 from functools import cache
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import lmx
@@ -13,7 +17,7 @@ from lmx.config.base import ConfigModel
 from lmx.config.draft import DraftThresholds
 from lmx.config.evaluate import EvaluationThresholds
 from lmx.pipeline.draft.benchmark import DRAFT_THRESHOLDS
-from lmx.pipeline.evaluate.evaluator import THRESHOLDS as EVALUATION_THRESHOLDS
+from lmx.pipeline.evaluate.thresholds import THRESHOLDS as EVALUATION_THRESHOLDS
 
 THRESHOLDS = {
     EvaluationThresholds: EVALUATION_THRESHOLDS,
@@ -28,7 +32,8 @@ LAYERS = [
     "run cpu",
     "data",
     "models",
-    "quantization training generation",
+    "generation",
+    "quantization training",
     "draft evaluation convert",
     "pipeline",
     "api",
@@ -140,7 +145,38 @@ def import_cycles(graph: dict[str, dict[str, int]]) -> list[list[str]]:
     return cycles
 
 
+def picture(root: Path) -> str:
+    """The packages from the highest layer to the lowest, with their folders."""
+    names = [layer.split() for layer in reversed(LAYERS)]
+    shown = [f"{{{', '.join(parts)}}}" if parts[1:] else parts[0] for parts in names]
+    rows = ["```", " > ".join(shown), "```", ""]
+    rows += ["| package | content | folders |", "|---|---|---|"]
+    for name in chain(*names):
+        folder = root / name
+        if not folder.is_dir():
+            continue
+        text = ast.get_docstring(parse(folder / "__init__.py"))
+        content = text.splitlines()[0].partition(". ")[0].rstrip(".")
+        inner = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
+        folders = " ".join(f"`{part}/`" for part in inner)
+        rows.append(f"| `{name}/` | {content} | {folders} |")
+    return "\n".join(rows)
+
+
 FILES = modules(ROOT)
+DESIGN = Path(__file__).parents[1] / "docs/design.md"
+
+
+def test_the_design_page_shows_the_structure():
+    assert picture(ROOT) in DESIGN.read_text()
+
+
+def test_a_new_folder_changes_the_picture(tmp_path):
+    shutil.copytree(ROOT / "models", tmp_path / "models")
+    before = picture(tmp_path)
+    (tmp_path / "models/new").mkdir()
+    (tmp_path / "models/new/__init__.py").touch()
+    assert picture(tmp_path) == before.replace("`lora/`", "`lora/` `new/`")
 
 
 def test_imports_point_down():
@@ -336,3 +372,7 @@ def test_every_recipe_key_has_a_description():
     for model in config_models():
         for name, field in model.model_fields.items():
             assert field.description, f"{model.__qualname__}.{name}"
+
+
+if __name__ == "__main__":
+    print(picture(ROOT))

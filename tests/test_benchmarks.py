@@ -16,6 +16,7 @@ from small_base import write_small_base
 
 pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PROGRAMS = {path.name: path for path in BENCHMARKS.glob("*/*.py")}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def small_base(tmp_path_factory) -> Path:
 
 def run(program: str, options: str) -> str:
     """The output of a benchmark program."""
-    command = [sys.executable, str(BENCHMARKS / program), *shlex.split(options)]
+    command = [sys.executable, str(PROGRAMS[program]), *shlex.split(options)]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     return process.stdout
@@ -107,7 +108,7 @@ def real_model_rows(text: str) -> dict[str, dict[str, list[str]]]:
 
 def test_only_other_tools_may_fail(tmp_path, monkeypatch):
     """A method that mlx-lm refuses is a row; a run of lmx that fails is a fault."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "quantization"))
     import ptq_runners
 
     def refuses(*_):
@@ -169,21 +170,6 @@ def test_qat_from_codes_changes_codes_in_proportion_to_the_rate(tmp_path, small_
     assert 5 < changed[1] / changed[0] < 20
 
 
-def test_global_scale_makes_the_size_of_weights_irrelevant(tmp_path, small_base):
-    options = (
-        f"--folder {tmp_path} --model {small_base} --seeds 0 "
-        "--steps 0 --num-experts 2 --num-tokens 128 --num-eval-tokens 128"
-    )
-    printed = run("global_scale.py", options)
-    assert run("global_scale.py", options) == printed
-    rows = [line.split() for line in printed.splitlines()[1:5]]
-    (_, *trained), (_, *small) = rows[::2]
-    assert (trained[0], small[0]) == ("rtn", "rtn")
-    # With the scale they have the same codes; without, small weights have more error.
-    assert float(small[4]) == pytest.approx(float(trained[4]), rel=1e-2)
-    assert float(small[1]) > 1.1 * float(trained[1])
-
-
 def test_gguf_blocks_compares_quantizers_at_the_same_size(tmp_path):
     pytest.importorskip("llama_cpp")
     # Blocks of 256 weights do not fit into half the width.
@@ -209,7 +195,7 @@ def test_gguf_blocks_compares_quantizers_at_the_same_size(tmp_path):
 
 def test_gguf_blocks_judges_a_file(tmp_path, monkeypatch):
     """Without llama.cpp: its logits alone are left out."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "quantization"))
     import gguf_blocks
 
     model = BENCHMARKS.parent / "data/tiny-base"
@@ -274,21 +260,6 @@ def test_train_step_losses_are_equal(case, trained):
     assert rows["mlx-lm"]["BLAS"] == lmx["BLAS"]
     if "stock" in rows:
         assert rows["stock"]["BLAS"] == "MLX's own"
-
-
-@pytest.mark.parametrize("packing", ["", " --packing"])
-def test_data_scaling_measures_every_size(packing):
-    # The program asserts that the second start uses the cache of the first.
-    text = run(
-        "data_scaling.py", f"--num-examples 50 90 --batch-size 4 --steps 9{packing}"
-    )
-    *_, first, second = [line.split() for line in text.splitlines()]
-    assert (first[0], second[0]) == ("50", "90")
-    for row in (first, second):
-        values = [float(cell.replace(",", "")) for cell in row]
-        assert len(values) == 9
-        # Examples, examples per second and trained tokens per second.
-        assert min(values[0], values[3], values[8]) > 0
 
 
 def test_finetune_trains_the_same_examples_in_as_many_steps():
@@ -395,7 +366,7 @@ def test_generate_takes_a_real_model(small_base):
 
 
 def test_draft_quality_takes_questions_of_gsm8k(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "drafts"))
     from draft_quality import questions
 
     rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(5)]

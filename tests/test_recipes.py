@@ -94,7 +94,7 @@ def test_recipe_runs(path, small_base, tmp_path, capsys):
         overrides.append(f"model={small_base}")
     assert train([str(path), *overrides]) == 0, capsys.readouterr().err
     report = json.loads((tmp_path / "run/report.json").read_text())
-    names = {"base", "fine-tuned", "quantized"}
+    names = {"base", "fine-tuned", "rounded", "quantized"}
     if "ptq" in path.stem:
         names.remove("fine-tuned")
     assert report["models"].keys() <= names

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+RESULTS = {f"benchmarks/results/{p.name}" for p in ROOT.glob("benchmarks/results/*.md")}
 CONFIG = (ROOT / "mkdocs.yml").read_text()
 NAV = set(re.findall(r"^ +- .*: ([\w/]+\.(?:md|ipynb))$", CONFIG, re.MULTILINE))
 LLMS = (DOCS / "llms.txt").read_text()
@@ -27,7 +28,7 @@ def test_every_page_is_in_the_navigation():
     assert len(names) > 15
     assert names <= NAV
     # The others come from outside docs/.
-    assert {"overview.md", "benchmarks/RESULTS.md", "CHANGELOG.md"} <= NAV - names
+    assert {"overview.md", *RESULTS, "CHANGELOG.md"} <= NAV - names
 
 
 def test_llms_txt_has_title_summary_and_every_page():
@@ -68,7 +69,7 @@ def test_memory_of_a_method_is_that_of_its_recipe(recipe):
 
 
 def test_figures_of_methods_are_results():
-    results = (ROOT / "benchmarks/RESULTS.md").read_text()
+    results = "".join((ROOT / name).read_text() for name in RESULTS)
     figures = set(re.findall(r"(?<![\w.])\d*\.\d+ ± \d*\.\d+", METHODS))
     assert len(figures) > 8
     missing = {figure for figure in figures if figure not in results}
@@ -119,7 +120,7 @@ def test_build_refuses_what_does_not_exist(tmp_path):
     copy_sources(tmp_path)
     broken = {
         "docs/qat.md": "[a](missing_page.md) [b](training.md#missing-one)",
-        "benchmarks/RESULTS.md": "[a page](../docs/missing_too.md)",
+        "benchmarks/results/qat.md": "[a page](../../docs/missing_too.md)",
         "README.md": "[a file](MISSING)",
     }
     for page, text in broken.items():

@@ -16,15 +16,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
+RESULTS = [f"benchmarks/results/{p.name}" for p in ROOT.glob("benchmarks/results/*.md")]
+OTHERS = ["CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "tests/README.md"]
 # Pages of the site by file of the repository.
-PAGES = {
-    "README.md": "overview.md",
-    "CHANGELOG.md": "CHANGELOG.md",
-    "CONTRIBUTING.md": "CONTRIBUTING.md",
-    "benchmarks/README.md": "benchmarks/README.md",
-    "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
-    "tests/README.md": "tests/README.md",
-}
+PAGES = {"README.md": "overview.md"} | {name: name for name in [*OTHERS, *RESULTS]}
 SOURCES = {page: source for source, page in PAGES.items()}
 RECIPES, LLMS = "included_recipes.md", "llms.txt"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")

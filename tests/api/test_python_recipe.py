@@ -105,10 +105,7 @@ def test_values_of_other_libraries_become_plain():
         "a": (np.int64(3), np.float32(0.5), mx.array(2), Path("x")),
         "b": [True, None, "t"],
     }
-    assert plain_data(values) == (
-        {"a": [3, 0.5, 2, "x"], "b": [True, None, "t"]},
-        [],
-    )
+    assert plain_data(values) == ({"a": [3, 0.5, 2, "x"], "b": [True, None, "t"]}, [])
 
 
 def test_values_that_no_file_can_hold_are_errors_with_their_keys():

@@ -52,6 +52,7 @@ def runs(recipe: Recipe) -> Run:
         checked.fits,
     )
     longest: dict[str, int] = lmx.check(recipe, find="max_seq_length").largest
+    options = {"restart": True, "ignore_limits": False, "quiet": True}
     try:
         run: Run = lmx.train(
             recipe,
@@ -60,20 +61,13 @@ def runs(recipe: Recipe) -> Run:
             callbacks=[EarlyStop()],
             loss=loss,
             metrics={"count": count},
-            restart=True,
-            ignore_limits=False,
-            quiet=True,
+            **options,
         )
     except lmx.ConfigErrors as errors:
         raise SystemExit([error.message for error in errors.errors]) from errors
     except lmx.UserError as error:
         raise SystemExit(error.code) from error
-    paths: list[Path | None] = [
-        run.model_path,
-        run.adapter_path,
-        run.draft_path,
-        run.report,
-    ]
+    paths: list[Path | None] = [run.model_path, run.adapter_path, run.report]
     rows: list[dict[str, Any]] = run.history
     figures: dict[str, dict[str, Any]] = run.metrics
     print(needs, longest, paths, rows, figures, run.table, run.status)
@@ -98,16 +92,7 @@ def models(run: Run) -> None:
         model, "a.jsonl", {"count": count}, reference="a/b", num_tokens=5
     )
     kl: float | None = figures.kl
-    print(
-        text,
-        chat.tokens,
-        both,
-        list(chunks),
-        speed,
-        kl,
-        figures.perplexity,
-        figures.metrics,
-    )
+    print(text, chat.tokens, both, list(chunks), speed, kl, figures.metrics)
 
 
 print(lmx.__version__)

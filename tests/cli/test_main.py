@@ -56,6 +56,15 @@ def test_train_accepts_options_anywhere(recipe, calls):
     assert calls == [(4, "good", flags)]
 
 
+def test_options_run_their_recipe_which_resumes(recipe, calls, capsys):
+    words = ["--model=a/b", "--data=builtin:stdlib", "--steps=1", "seed=4"]
+    assert main.train([*words, "--output=here"]) == 0
+    assert (calls[0][0], calls[0][1]) == (4, "here")
+    assert calls[0][2]["command"] == "lmx-train here/recipe.yaml output=here"
+    # The recipe is printed.
+    assert capsys.readouterr().out.startswith("model: a/b\ndata:\n  train: builtin:std")
+
+
 def test_python_files_need_a_flag_that_resuming_repeats(recipe, calls):
     assert main.train([recipe, "--allow-python"]) == 0
     flags = calls[0][2]

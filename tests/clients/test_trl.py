@@ -45,11 +45,8 @@ PREFERENCES = {
 }
 GROUP = 4
 CLIPPING = {"epsilon": 0.1, "epsilon_high": 0.15}
-POLICIES = {
-    "grpo": {},
-    "dr_grpo": {},
-    "dapo": {},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+POLICIES = {name: {"loss_type": name} for name in ("grpo", "dr_grpo", "dapo")} | {
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"}
 }
 
 
@@ -170,11 +167,10 @@ TRL_LOSSES = {
 
 
 def trl_grpo(make_trainer, name: str, beta: float, advantages, logps):
-    settings = {"loss_type": name} | POLICIES[name]
     trainer = make_trainer(
         "trl",
         "GRPO",
-        **settings,
+        **POLICIES[name],
         **CLIPPING,
         beta=beta,
         # The KL estimate of the GRPO paper; TRL 1.16 multiplies it by the ratio.
@@ -245,7 +241,8 @@ def test_preference_loss_equals_that_of_trl(name, make_trainer):
 @pytest.mark.parametrize("beta", [0.0, 0.2])
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_loss_equals_that_of_trl(name, beta, make_trainer):
-    block = {"type": name, "rewards": ["exact_match"], "beta": beta} | CLIPPING
+    block = {"type": "grpo", "rewards": ["exact_match"], "beta": beta}
+    block |= CLIPPING | POLICIES[name]
     config = TrainConfig(steps=1, batch_size=1, loss=block, rollouts={}).loss
     loss = GRPOLoss(config, temperature=1.0, max_tokens=MAX_TOKENS)
     rewards = mx.array(REWARDS, mx.float32).reshape(-1, GROUP)

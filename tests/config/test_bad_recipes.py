@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from lmx.config.bundled import BUNDLED
+from lmx.config.bundled import bundled_recipes
 from lmx.config.errors import ConfigErrors
+from lmx.config.yaml_io import read
 from lmx.errors import USAGE
 from lmx.pipeline.plan import load as load_recipe
 
@@ -61,32 +62,25 @@ def keys(data, path=()):
             yield from keys(value, (*path, key))
 
 
-def mutations():
-    """Every key of every shipped recipe and of the sample, with its text."""
-    from lmx.config.yaml_io import read
-
-    shipped = sorted((BUNDLED / "recipes").glob("*.yaml"))
-    texts = {path.stem: path.read_text() for path in shipped} | {"sample": SAMPLE}
-    for name, text in texts.items():
-        for path in keys(read(text).data):
-            # Column names of the user are no keys of the schema.
-            if path[:-1] != ("data", "columns"):
-                yield pytest.param(text, path, id=f"{name}:{'.'.join(map(str, path))}")
+SHIPPED = {path.stem: path.read_text() for path in bundled_recipes().values()}
 
 
-@pytest.mark.parametrize(("text", "path"), mutations())
-def test_misspelled_key_gets_the_right_key_as_hint(text, path, tmp_path):
-    from lmx.config.yaml_io import read
-
-    line, column = read(text).keys[path]
-    lines = text.splitlines()
-    end = column - 1 + len(path[-1])
-    lines[line - 1] = f"{lines[line - 1][:end]}x{lines[line - 1][end:]}"
-    recipe = tmp_path / "mutated.yaml"
-    recipe.write_text("\n".join(lines))
-    message = str(faults(recipe))
-    assert f"{recipe}:{line}:{column}: unknown " in message
-    assert f"did you mean '{path[-1]}'?" in message
+@pytest.mark.parametrize("text", [*SHIPPED.values(), SAMPLE], ids=[*SHIPPED, "sample"])
+def test_misspelled_key_gets_the_right_key_as_hint(text, tmp_path):
+    """Every key of every shipped recipe and of the sample."""
+    document, recipe = read(text), tmp_path / "mutated.yaml"
+    for path in keys(document.data):
+        # Column names of the user are no keys of the schema.
+        if path[:-1] == ("data", "columns"):
+            continue
+        line, column = document.keys[path]
+        lines = text.splitlines()
+        end = column - 1 + len(path[-1])
+        lines[line - 1] = f"{lines[line - 1][:end]}x{lines[line - 1][end:]}"
+        recipe.write_text("\n".join(lines))
+        message = str(faults(recipe))
+        assert f"{recipe}:{line}:{column}: unknown " in message
+        assert f"did you mean '{path[-1]}'?" in message, path
 
 
 def test_sample_recipe_is_valid(tmp_path):

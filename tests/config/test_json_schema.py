@@ -90,7 +90,7 @@ ACCEPTED = {
         {"quantize": None}, {"draft": None}, {"evaluate": None}, {"export": None}
     ),
     "default method": stages({"quantize": {"bits": 3, "scale_tuning": True}}),
-    "method": stages({"quantize": {"method": "gptq", "effort": "best"}}),
+    "method": stages({"quantize": {"method": "gptq", "effort": "fast"}}),
     "no scale tuning": stages({"quantize": {"method": "gptq", "scale_tuning": False}}),
     "scale tuning": stages({"quantize": {"method": "rtn", "scale_tuning": {}}}),
     "words for booleans": stages({"train": TRAIN | {"packing": "yes", "fsdp": "Off"}}),

@@ -188,8 +188,7 @@ def test_recipe_hash_ignores_output(recipe):
 def test_recipe_difference_has_dotted_keys(recipe):
     old = load_recipe(recipe).resolved
     new = load_recipe(
-        recipe,
-        ["stages.train.steps=50", "data.columns={}", "seed=4", "output=else"],
+        recipe, ["stages.train.steps=50", "data.columns={}", "seed=4", "output=else"]
     ).resolved
     assert difference(old, new) == textwrap.dedent(
         """\
@@ -199,3 +198,4 @@ def test_recipe_difference_has_dotted_keys(recipe):
         data.columns: (added) -> {}"""
     )
     assert difference(old, old) == ""
+    assert "values before are unknown" in difference("", old)

@@ -229,3 +229,9 @@ def config_of(name):
 
 
 NAMES = (*MODELS, *TEXT_PARTS)
+
+
+def interleave_rows(rows, heads):
+    """Reorder rows of q_proj or k_proj as llama.cpp's converter does."""
+    split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)

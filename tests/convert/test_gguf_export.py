@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from exporting import export, quantized_checkpoint
-from gguf_models import LINEAR, LLAMA3_SCALING, NAMES, YARN, config_of
+from gguf_models import LINEAR, LLAMA3_SCALING, NAMES, YARN, config_of, interleave_rows
 from lmx.config.quant_spec import QuantSpec
 from lmx.convert.exporters import gguf as gguf_exporter
 from lmx.convert.exporters import hf as hf_exporter
@@ -42,12 +42,6 @@ def read_gguf(folder):
 def dequantized(tensor):
     """Dequantize a tensor with llama.cpp's package."""
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-
-
-def interleave_rows(rows, heads):
-    """Reorder rows of q_proj or k_proj as llama.cpp's converter does."""
-    split = rows.reshape(heads, 2, len(rows) // heads // 2, -1)
-    return split.swapaxes(1, 2).reshape(rows.shape)
 
 
 def random_layer(num_rows, width, bits, *, symmetric, size=32, dtype=mx.float16):

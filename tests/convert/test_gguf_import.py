@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from gguf_models import interleave_rows
 from lmx.cli import main
 from lmx.convert.gguf import reader
 from lmx.convert.gguf import tokenizer as gguf_tokenizer
@@ -57,12 +58,6 @@ def gguf_name(name):
     if parts[:2] == ["model", "layers"]:
         return f"blk.{parts[2]}.{NAMES['.'.join(parts[3:])]}.{leaf}"
     return f"{NAMES[path]}.{leaf}"
-
-
-def interleave_rows(rows, heads):
-    """Reorder rows of q_proj or k_proj as llama.cpp's converter does."""
-    split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-    return split.swapaxes(1, 2).reshape(rows.shape)
 
 
 def random_blocks(rng, shape, kind):

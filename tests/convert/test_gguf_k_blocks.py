@@ -4,6 +4,7 @@ import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
+from gguf_samples import awkward_weights
 from lmx.config.quant_spec import GGUF_MODES, QuantSpec
 from lmx.convert.gguf import blocks, k_blocks
 from lmx.quantization.gguf_grid import FORMATS
@@ -22,25 +23,11 @@ def decoded(kind, raw):
     return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
 
 
-def weights(seed, size=0.02):
-    """37 rows, with zero groups, zero blocks, and groups of one sign or value."""
-    weight = size * mx.random.normal((37, 512), key=mx.random.key(seed))
-    weight[0] = 0
-    weight[1, :256] = 0
-    weight[2, 32:80] = 0
-    weight[3, :32] = mx.abs(weight[3, :32])
-    weight[4, :256] = -mx.abs(weight[4, :256])
-    weight[5] = 0.5
-    weight[6, 3] = 100.0
-    weight[7] = mx.round(weight[7] / size) * 0.25
-    return weight
-
-
 @modes
 @pytest.mark.parametrize("size", [0.02, 1e-3, 30.0])
 def test_blocks_are_read_by_the_gguf_package_without_rounding(mode, size):
     spec = QuantSpec(mode=mode)
-    tensors = pack(weights(1, size), spec, mx.float16)
+    tensors = pack(size / 0.02 * awkward_weights(seed=1), spec, mx.float16)
     served = np.array(dequantize(tensors, spec, mx.float16))
     kind, raw = encoded(tensors, spec)
     assert kind == mode.upper()
@@ -66,7 +53,7 @@ def test_common_divisors_of_scales_and_codes(mode, common):
 @modes
 def test_weights_beside_the_grid_are_no_blocks(mode):
     spec = QuantSpec(mode=mode)
-    tensors = pack(weights(2), spec, mx.float16)
+    tensors = pack(awkward_weights(seed=2), spec, mx.float16)
     name = "weight" if spec.stored is None else "scales"
     changed = mx.array(tensors[name])
     # One unit in the last place of one value.

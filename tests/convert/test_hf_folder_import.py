@@ -228,19 +228,6 @@ def test_requested_dtype_rounds_within_its_bound(make_packed):
     assert (error <= 2.0**-11 * bias + 1e-7).all()
 
 
-def test_requantization_would_change_the_codes(make_packed):
-    """mx.quantize gives other codes for the same weights and groups."""
-    checkpoint = make_packed(FORMATS["awq"])
-    codes = checkpoint.layers[QUERY]
-    tensors = mx.load(str(convert(checkpoint) / "model.safetensors"))
-    assert np.array_equal(unpack_codes(tensors[f"{QUERY}.weight"], 4), codes.codes)
-    weight = mx.array(codes.weight.astype(np.float32))
-    requantized, scales, biases = mx.quantize(weight, group_size=32, bits=4)
-    assert (np.array(unpack_codes(requantized, 4)) != codes.codes).mean() > 0.2
-    rounded = mx.dequantize(requantized, scales, biases, group_size=32, bits=4)
-    assert mx.abs(rounded - weight).max().item() > 1e-3
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_packed_codes_have_mlx_layout(bits):
     codes = mx.random.randint(0, 2**bits, (3, 64), key=mx.random.key(bits))
@@ -375,20 +362,3 @@ def test_inconsistent_config_is_refused(make_packed, name, settings, message):
         return
     with pytest.raises(UserError, match=message):
         resolve_checkpoint(checkpoint.folder)
-
-
-def test_mlx_lm_alone_misreads_these_formats(make_packed):
-    """mlx-lm refuses g_idx, reads GPTQ codes as AWQ codes and rounds AWQ biases."""
-    checkpoint = make_packed(FORMATS["gptq"])
-    with pytest.raises(ValueError, match="g_idx"):
-        mlx_lm.load(str(checkpoint.folder))
-    shutil.rmtree(checkpoint.folder.parent)
-    with pytest.raises(ValueError, match="bits"):
-        mlx_lm.load(str(make_packed(FORMATS["gptq without g_idx"]).folder))
-    shutil.rmtree(checkpoint.folder.parent)
-    checkpoint = make_packed(FORMATS["awq"])
-    layer = dict(mlx_lm.load(str(checkpoint.folder))[0].named_modules())[QUERY]
-    parts = (layer[leaf].astype(mx.float32) for leaf in ("scales", "biases"))
-    weight = mx.dequantize(layer.weight, *parts, group_size=32, bits=4)
-    error = np.abs(np.array(weight) - checkpoint.layers[QUERY].weight)
-    assert 1e-5 < error.max() < 1e-3

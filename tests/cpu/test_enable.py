@@ -55,13 +55,13 @@ def test_enable_replaces_functions_layers_and_blas():
 
 
 @linux_cpu
-def test_lmx_cpu_off_changes_nothing():
-    assert enable(LMX_CPU="off") == "0 QuantizedLinear False False MLX's"
-
-
-@linux_cpu
-def test_enable_changes_nothing_on_macos():
-    assert enable("darwin") == "0 QuantizedLinear False False Accelerate"
+@pytest.mark.parametrize(
+    ("platform", "environment", "blas"),
+    [("linux", {"LMX_CPU": "off"}, "MLX's"), ("darwin", {}, "Accelerate")],
+)
+def test_enable_changes_nothing(platform, environment, blas):
+    expected = f"0 QuantizedLinear False False {blas}"
+    assert enable(platform, **environment) == expected
 
 
 def test_enable_leaves_functions_and_layers_on_a_gpu(monkeypatch, tmp_path):

@@ -135,16 +135,14 @@ def test_cuda_kernels_without_a_home_folder(cuda, monkeypatch):
     assert folder.is_relative_to(cuda / f"lmx-{os.getuid()}")
 
 
-def test_cuda_kernels_go_where_the_user_says(cuda, monkeypatch):
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/elsewhere")
+@pytest.mark.parametrize(
+    ("name", "value", "used"),
+    [("MLX_PTX_CACHE_DIR", "/elsewhere", "/elsewhere"), ("LMX_CPU", "off", None)],
+)
+def test_the_user_chooses_where_cuda_kernels_stay(cuda, monkeypatch, name, value, used):
+    monkeypatch.setenv(name, value)
     cpu.enable()
-    assert os.environ["MLX_PTX_CACHE_DIR"] == "/elsewhere"
-
-
-def test_lmx_cpu_off_leaves_cuda_kernels(cuda, monkeypatch):
-    monkeypatch.setenv("LMX_CPU", "off")
-    cpu.enable()
-    assert "MLX_PTX_CACHE_DIR" not in os.environ
+    assert os.environ.get("MLX_PTX_CACHE_DIR") == used
 
 
 def test_cuda_modules_of_killed_processes_are_removed(cuda, monkeypatch):

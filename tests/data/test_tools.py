@@ -6,10 +6,9 @@ import pytest
 from lmx.api import functions
 from lmx.data import cache, dataset, splits
 from lmx.data.preference import encode_pairs
-from lmx.data.record_formats import DataRecord
 from lmx.draft.dataset import prompt_from_record
 from lmx.generation.prompt import encode_chat
-from lmx.pipeline.evaluate.evaluator import choose_items, choose_samples
+from lmx.pipeline.evaluate.questions import Question
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from test_tokenization import (
     CHATML,
@@ -173,21 +172,13 @@ def test_prompts_of_drafts_and_evaluations_have_tools(write, tokenizer):
     wrapper = TokenizerWrapper(tokenizer)
 
     class Generator:
-        max_positions, tokenizer = None, wrapper
-
         def encode_chat(self, messages, **options):
-            self.prompt = encode_chat(wrapper, messages, **options)
-            return self.prompt
+            return encode_chat(wrapper, messages, **options)
 
-        def generate(self, prompt, *, max_tokens):
-            return DataRecord("", text="Yes.")
-
-    generator, record = Generator(), read(write([CHAT | {"skill": "weather"}]))
-    [item], [sample] = choose_items([record], 1, "none"), choose_samples([record], 1)
-    sample.generate("model", generator)
-    prompts = item.prompt(generator), generator.prompt
-    for prompt in (*prompts, prompt_from_record(record, wrapper)):
-        assert "Name of a city" in tokenizer.decode(prompt)
+    record = read(write([CHAT | {"skill": "weather"}]))
+    prompt = Question(record).encode(Generator())
+    for tokens in (prompt, prompt_from_record(record, wrapper)):
+        assert "Name of a city" in tokenizer.decode(tokens)
 
 
 def test_tools_survive_the_cache_and_reach_metric_functions(write, cache_folder):

@@ -98,7 +98,7 @@ def test_loss_is_weighted_sum_over_valid_draft_tokens(known, chunk):
         architecture="eagle3",
         loss="forward_kl",
         ce_weight=0.3,
-        drafter={"num_draft_tokens": COUNT, "position_decay": 0.7},
+        drafter={"num_draft_tokens": COUNT},
     )
     tokens, mask, target, teacher = batch()
     loss, count, metrics = DrafterLoss(config, chunk=chunk)(
@@ -106,7 +106,7 @@ def test_loss_is_weighted_sum_over_valid_draft_tokens(known, chunk):
     )
     arguments = np.array(tokens), np.array(mask), target[-1], teacher
     known = known or list(range(VOCABULARY))
-    expected = reference(drafter, *arguments, known, 0.7, 0.3)
+    expected = reference(drafter, *arguments, known, 0.8, 0.3)
     assert loss.item() == pytest.approx(expected[0], rel=1e-5)
     assert count.item() == pytest.approx(expected[1])
     assert np.allclose(metrics, expected[2:], rtol=1e-5)
@@ -116,7 +116,7 @@ def test_loss_is_weighted_sum_over_valid_draft_tokens(known, chunk):
     )
     shifted = (*arguments[:3], np.roll(teacher, 1, axis=1))
     assert loss.item() != pytest.approx(
-        reference(drafter, *shifted, known, 0.7, 0.3)[0], rel=1e-3
+        reference(drafter, *shifted, known, 0.8, 0.3)[0], rel=1e-3
     )
 
 

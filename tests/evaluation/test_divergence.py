@@ -1,22 +1,22 @@
-"""KL divergence, its tail and top-1 agreement, compared with float64 NumPy."""
+"""KL divergence, its tail and top-1 agreement, compared with float64 NumPy; what QAT
+recovers of a gap."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.data.batching import Batch
+from lmx.errors import UserError
 from lmx.evaluation.divergence import measure_divergence
-from test_perplexity import BATCHES, Table, make_batch
+from lmx.evaluation.gap_recovery import gap_recovered, measure_per_sequence
+from lmx.evaluation.perplexity import measure_perplexity
+from test_perplexity import BATCHES, Table, losses_by_sequence, make_batch, padded
 
-HISTOGRAMS = ("kl_histogram", "agreement_by_confidence")
 
-
-def softmax(table):
-    table = np.exp(np.array(table, np.float64))
-    return table / table.sum(-1, keepdims=True)
+def kl(reference, model, batches=BATCHES):
+    return measure_divergence(reference, model, batches).kl_mean
 
 
 def numpy_sequences(reference, model, batches):
-    """(KL, agreement) of the trained positions of every sequence."""
+    """(KL, agreement, confidence) of the trained positions of every sequence."""
     sequences = []
     for batch in batches:
         tokens, mask = np.array(batch.tokens)[:, :-1], np.array(batch.mask)
@@ -24,108 +24,119 @@ def numpy_sequences(reference, model, batches):
             t - np.log(np.exp(t).sum(-1, keepdims=True))
             for t in (np.array(m.table, np.float64)[tokens] for m in (reference, model))
         )
-        kl = (np.exp(p) * (p - q)).sum(-1)
-        agreement = p.argmax(-1) == q.argmax(-1)
-        sequences += [
-            (kl[i][mask[i]], agreement[i][mask[i]])
-            for i in range(len(kl))
-            if mask[i].any()
-        ]
+        values = (
+            (np.exp(p) * (p - q)).sum(-1),
+            p.argmax(-1) == q.argmax(-1),
+            np.exp(p.max(-1)),
+        )
+        rows = [i for i in range(len(mask)) if mask[i].any()]
+        sequences += [[value[i][mask[i]] for value in values] for i in rows]
     return sequences
 
 
 def test_divergence_equals_numpy():
+    """The mean and its clustered error, the tail, agreement, histograms, and the loss
+    of the same pass; padding changes nothing."""
     reference, model = Table(0), Table(1)
     model.table = model.table + reference.table
-    result = measure_divergence(reference, model, BATCHES)
     sequences = numpy_sequences(reference, model, BATCHES)
-    kl, agreement = (np.concatenate(part) for part in zip(*sequences, strict=True))
-    assert result.kl_mean == pytest.approx(kl.mean(), rel=1e-5)
-    assert result.kl_p99 == pytest.approx(np.percentile(kl, 99), rel=1e-5)
-    assert result.top1_agreement == pytest.approx(agreement.mean())
-    assert 0 < result.top1_agreement < 1
-
-
-def test_divergence_stderr_is_clustered():
-    reference, model = Table(0), Table(1)
-    result = measure_divergence(reference, model, BATCHES)
-    sequences = [kl for kl, _ in numpy_sequences(reference, model, BATCHES)]
-    mean, n = np.concatenate(sequences).mean(), len(sequences)
-    squares = sum((kl - mean).sum() ** 2 for kl in sequences)
-    expected = (n / (n - 1) * squares) ** 0.5 / sum(map(len, sequences))
-    assert result.kl_stderr == pytest.approx(expected, rel=1e-4)
+    divergence, agrees, confidence = map(np.concatenate, zip(*sequences, strict=True))
+    mean, n = divergence.mean(), len(sequences)
+    squares = sum((each - mean).sum() ** 2 for each, *_ in sequences)
+    for batches in (BATCHES, [padded(batch) for batch in BATCHES]):
+        result = measure_divergence(reference, model, batches)
+        assert result.kl_mean == pytest.approx(mean, rel=1e-5)
+        stderr = (n / (n - 1) * squares) ** 0.5 / len(divergence)
+        assert result.kl_stderr == pytest.approx(stderr, rel=1e-4)
+        assert result.kl_p99 == pytest.approx(np.percentile(divergence, 99), rel=1e-5)
+        assert result.top1_agreement == pytest.approx(agrees.mean())
+        assert 0 < result.top1_agreement < 1
+        edges, counts = result.kl_histogram.values()
+        clipped = np.clip(divergence, edges[0], edges[-1])
+        assert len(set(np.digitize(divergence, edges))) > 2
+        assert counts == np.histogram(clipped, edges)[0].tolist()
+        edges, positions, agreed = result.agreement_by_confidence.values()
+        assert positions == np.histogram(confidence, edges)[0].tolist()
+        assert agreed == np.histogram(confidence[agrees], edges)[0].tolist()
+        assert 0 < sum(agreed) < sum(positions) == len(divergence)
+        expected = measure_perplexity(model, batches)
+        assert result.perplexity.value == pytest.approx(expected.value, rel=1e-6)
+        assert result.perplexity.tokens == expected.tokens
+    assert not {"perplexity", "sequence_kl"} & result.figures.keys()
 
 
 def test_divergence_from_itself_is_zero():
-    result = vars(measure_divergence(Table(0), Table(0), BATCHES))
-    histogram, by_confidence = (result.pop(name) for name in HISTOGRAMS)
-    assert result == {
-        "kl_mean": 0.0,
-        "kl_stderr": 0.0,
-        "kl_p99": 0.0,
-        "top1_agreement": 1.0,
-    }
+    figures = measure_divergence(Table(0), Table(0), BATCHES).figures
+    histogram = figures.pop("kl_histogram")
+    by_confidence = figures.pop("agreement_by_confidence")
+    zeros = dict.fromkeys(("kl_mean", "kl_stderr", "kl_p99"), 0.0)
+    assert figures == zeros | {"top1_agreement": 1.0}
     count = sum(int(batch.mask.sum()) for batch in BATCHES)
     assert histogram["positions"] == [count, *[0] * (len(histogram["edges"]) - 2)]
     assert by_confidence["agreed"] == by_confidence["positions"]
 
 
-def test_divergence_histograms_equal_numpy():
-    reference, model = Table(0), Table(1)
-    model.table = model.table + reference.table
-    result = measure_divergence(reference, model, BATCHES)
-    sequences = numpy_sequences(reference, model, BATCHES)
-    kl, agreement = (np.concatenate(part) for part in zip(*sequences, strict=True))
-    edges, counts = result.kl_histogram.values()
-    assert len(set(np.digitize(kl, edges))) > 2
-    assert counts == np.histogram(np.clip(kl, edges[0], edges[-1]), edges)[0].tolist()
-    confidence = np.concatenate(
-        [
-            softmax(np.array(reference.table)[tokens]).max(-1)[mask]
-            for tokens, mask in (
-                (np.array(b.tokens)[:, :-1], np.array(b.mask)) for b in BATCHES
-            )
-        ]
-    )
-    edges, positions, agreed = result.agreement_by_confidence.values()
-    assert positions == np.histogram(confidence, edges)[0].tolist()
-    assert agreed == np.histogram(confidence[agreement], edges)[0].tolist()
-    assert 0 < sum(agreed) < sum(positions) == len(kl)
-
-
-def test_divergence_is_weighted_by_the_reference():
-    forward = measure_divergence(Table(0), Table(1), BATCHES).kl_mean
-    backward = measure_divergence(Table(1), Table(0), BATCHES).kl_mean
-    assert forward != pytest.approx(backward, rel=1e-2)
-
-
-def test_divergence_ignores_a_constant_logit_offset():
+def test_divergence_depends_on_direction_and_distance():
+    one, other, batches = Table(0), Table(1), [make_batch(50, 20, seed=9)]
+    assert kl(one, other) != pytest.approx(kl(other, one), rel=1e-2)
     shifted = Table(0)
     shifted.table = shifted.table + 7.0
-    result = measure_divergence(Table(0), shifted, BATCHES)
-    assert result.kl_mean == pytest.approx(0, abs=1e-6)
+    assert kl(one, shifted) == pytest.approx(0, abs=1e-6)
 
-
-def test_divergence_of_a_closer_model_is_lower():
-    reference, batches = Table(0), [make_batch(50, 20, seed=9)]
-
-    def kl(noise):
+    def noisy(noise):
         model = Table(0)
         model.table = model.table + noise * Table(5).table
-        return measure_divergence(reference, model, batches).kl_mean
+        return kl(one, model, batches)
 
-    assert kl(0.01) < kl(0.1) < kl(1.0)
+    assert noisy(0.01) < noisy(0.1) < noisy(1.0)
     # KL is quadratic for small differences.
-    assert kl(0.02) == pytest.approx(4 * kl(0.01), rel=0.05)
+    assert noisy(0.02) == pytest.approx(4 * noisy(0.01), rel=0.05)
 
 
-def test_divergence_ignores_masked_positions():
-    batch = BATCHES[0]
-    tokens = mx.pad(batch.tokens, [(0, 3), (0, 5)])
-    mask = mx.pad(batch.mask, [(0, 3), (0, 5)])
-    padded = measure_divergence(Table(0), Table(1), [Batch(tokens, mask, ())])
-    plain = measure_divergence(Table(0), Table(1), [batch])
-    padded, plain = vars(padded), vars(plain)
-    for name in HISTOGRAMS:
-        assert padded.pop(name) == plain.pop(name)
-    assert padded == pytest.approx(plain, rel=1e-6)
+def test_divergence_refuses_nan():
+    model = Table(0)
+    model.table[3, 5] = mx.nan
+    with pytest.raises(UserError, match="predictions are NaN"):
+        measure_divergence(Table(0), model, BATCHES)
+
+
+def test_per_sequence_sums_equal_numpy():
+    reference, model = Table(0), Table(1)
+    result = measure_per_sequence(reference, model, BATCHES)
+    losses = losses_by_sequence(model, BATCHES)
+    divergences = [each for each, *_ in numpy_sequences(reference, model, BATCHES)]
+    assert result.tokens.tolist() == [*map(len, losses)]
+    assert result.loss == pytest.approx([s.sum() for s in losses], rel=1e-5)
+    assert result.kl == pytest.approx([s.sum() for s in divergences], rel=1e-4)
+    means = result.means
+    assert means["kl"] == pytest.approx(result.kl.sum() / result.tokens.sum())
+    assert means["loss_stderr"] > 0
+
+
+def test_gap_recovered_share():
+    full, rounded = np.array([1.0, 2.0, 3.0]), np.array([2.0, 2.5, 4.5])
+    assert gap_recovered(full, rounded, full) == (1.0, 0.0)
+    assert gap_recovered(full, rounded, rounded) == (0.0, 0.0)
+    # The share is equal for every sequence, so the standard error is 0.
+    share, error = gap_recovered(full, rounded, rounded - 0.8 * (rounded - full))
+    assert (share, error) == (pytest.approx(0.8), pytest.approx(0.0, abs=1e-12))
+    assert gap_recovered(full, rounded, rounded + 1)[0] == pytest.approx(-1.0)
+    # There is no gap.
+    assert gap_recovered(full, full, full - 0.1) is None
+    assert gap_recovered(full, full - 0.1, full) is None
+
+
+def test_gap_recovered_stderr_equals_resampling():
+    """The standard error equals the spread of shares over resampled sequences."""
+    generator = np.random.default_rng(1)
+
+    def draw(sequences):
+        length = generator.integers(1, 20, sequences)
+        full = length * generator.gamma(4.0, 0.25, sequences)
+        rounded = full + length * generator.normal(0.3, 0.2, sequences)
+        trained = full + 0.2 * (rounded - full) + generator.normal(0, 0.3, sequences)
+        return full, rounded, trained
+
+    shares, errors = np.array([gap_recovered(*draw(200)) for _ in range(400)]).T
+    assert shares.mean() == pytest.approx(0.8, abs=0.01)
+    assert errors.mean() == pytest.approx(shares.std(), rel=0.1)

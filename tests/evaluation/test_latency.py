@@ -1,21 +1,26 @@
-"""Speed measurements of a generator with known timings."""
+"""Speed measurements of generators with known timings."""
 
 from types import SimpleNamespace
 
 import pytest
-from lmx.evaluation.latency import measure_latency, measure_speculation
+from lmx.evaluation.latency import measure_latency
 from lmx.generation.speculative.decoder import SpeculativeStats
 
 
 class Clocked:
-    """A generator whose n-th run takes n units of time."""
+    """A generator whose n-th run takes n units of time. Two rounds of two draft tokens
+    per completion; n tokens are accepted."""
 
-    def __init__(self):
+    def __init__(self, make_proposer=None):
         self.calls = []
+        self.make_proposer = make_proposer
 
     def generate(self, prompt, *, max_tokens, stop_tokens):
         self.calls.append((prompt, max_tokens, stop_tokens))
         n = len(self.calls) - 1
+        self.speculative_stats = SpeculativeStats()
+        for accepted in (min(n, 2), min(2, max(0, n - 2))):
+            self.speculative_stats.add_round(2, accepted)
         return SimpleNamespace(
             ttft_ms=float(n) if n else 1e9,
             prefill_tokens_per_second=100.0 * n,
@@ -24,37 +29,31 @@ class Clocked:
 
 
 def test_latency_percentiles_skip_the_warmup():
-    generator = Clocked()
-    prompts = [[1], [2, 2]]
-    speed = measure_latency(generator, prompts, max_tokens=9, repeats=50)
+    generator, prompts = Clocked(), [[1], [2, 2]]
+    arms = {"standard": lambda: generator}
+    speed = measure_latency(arms, prompts, max_tokens=9, repeats=50)
+    assert speed["speculation"] == {}
     assert len(generator.calls) == 101
     assert generator.calls[1:5] == [(p, 9, ()) for p in prompts * 2]
-    ttft, decode = speed["ttft_ms"], speed["decode_tokens_per_second"]
-    assert ttft == pytest.approx({"p50": 50.5, "p90": 90.1, "p99": 99.01})
+    rates = speed["generation"]
+    assert rates["ttft_ms"] == pytest.approx({"p50": 50.5, "p90": 90.1, "p99": 99.01})
     # The p99 of a rate is its slow end: 99% of the runs reach it.
-    assert decode == pytest.approx({"p50": 505.0, "p90": 109.0, "p99": 19.9})
-    assert speed["prefill_tokens_per_second"]["p50"] == pytest.approx(5050)
+    assert rates["decode_tokens_per_second"] == pytest.approx(
+        {"p50": 505.0, "p90": 109.0, "p99": 19.9}
+    )
+    assert rates["prefill_tokens_per_second"]["p50"] == pytest.approx(5050)
 
 
 def test_speculation_stats_skip_the_warmup():
-    class Speculating(Clocked):
-        """Two rounds of two draft tokens per completion; n tokens are accepted."""
-
-        def generate(self, prompt, **options):
-            done = super().generate(prompt, **options)
-            self.speculative_stats = SpeculativeStats()
-            n = len(self.calls) - 1
-            for accepted in (min(n, 2), max(0, n - 2)):
-                self.speculative_stats.add_round(2, accepted)
-            return done
-
-    generator = Speculating()
-    result = measure_speculation(generator, [[1], [2], [3]], max_tokens=9, plain=8.0)
+    generator = Clocked(make_proposer=print)
+    arms = {"standard": Clocked, "draft": lambda: generator}
+    speed = measure_latency(arms, [[1], [2], [3]], max_tokens=9, repeats=1)
+    result = speed["speculation"]["draft"]
     assert [call[0] for call in generator.calls] == [[1], [1], [2], [3]]
     # The completions accept 1, 2 and 3 tokens in six rounds. A token counts as
     # verified only if the tokens before it are accepted.
     assert result["accepted_length"] == pytest.approx((6 + 6) / 6)
     assert result["acceptance_rate"] == pytest.approx(6 / (6 + 4))
-    assert result["speedup"] == pytest.approx(20 / 8)
     # The first token is accepted in four of six rounds, then the second in two.
     assert result["acceptance_rate_by_position"] == pytest.approx([4 / 6, 2 / 4])
+    assert result["speedup"] == pytest.approx(1.0)

@@ -113,8 +113,8 @@ def test_adapter_of_experts_and_embedding(tmp_path, make_checkpoint):
     [
         ({}, "a quantized model cannot be trained in full"),
         (
-            {"adapter": {"rank": 4}, "qat": GRID | {"quantizer": "ternary"}},
-            "the model is quantized here, and ternary would quantize it again",
+            {"adapter": {"rank": 4}, "qat": GRID | {"quantizer": "minmax"}},
+            "the model is quantized here, and minmax would quantize it again",
         ),
         (
             {"adapter": {"type": "dora"}, "qat": GRID},

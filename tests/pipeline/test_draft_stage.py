@@ -50,10 +50,7 @@ def make_run(folder, *stages, model):
 @pytest.fixture(scope="module")
 def draft_run(base, tmp_path_factory):
     """A run that trains a draft model for the trained tiny model."""
-    # The target is its own baseline: all draft tokens are accepted, without speed-up.
-    benchmark = DRAFT["benchmark"] | {"baseline_model": str(base)}
-    stage = {"draft": DRAFT | {"benchmark": benchmark}}
-    run = make_run(tmp_path_factory.mktemp("distil"), stage, model=base)
+    run = make_run(tmp_path_factory.mktemp("distil"), {"draft": DRAFT}, model=base)
     assert run() == 0
     return run
 
@@ -92,21 +89,18 @@ def test_draft_json_has_recommendation_and_costs(draft_run, base):
         for sampling in ("greedy", "temperature 0.7")
         for prompt_set in prompt_sets
     ]
-    for name, columns in report["speculation"].items():
-        assert list(columns) == ["standard", "prompt_lookup", "baseline_model", "draft"]
+    for columns in report["speculation"].values():
+        assert list(columns) == ["standard", "prompt_lookup", "draft"]
         assert 0 <= columns["draft"]["acceptance_rate"] <= 1
-        assert columns["baseline_model"]["acceptance_rate"] > (
-            0.999 if "greedy" in name else 0.9
-        )
     greedy = draft["benchmark"]["greedy"]
     assert greedy["draft"]["accepted_length"] == pytest.approx(
         greedy["predicted_accepted_length"]
     )
 
 
-def test_card_and_page_show_every_prompt_set_and_the_baseline(draft_run):
+def test_card_and_page_show_every_prompt_set(draft_run):
     card = (draft_run.output / "draft/README.md").read_text()
-    assert "|  | standard | prompt_lookup | baseline_model | draft |" in card
+    assert "|  | standard | prompt_lookup | draft |" in card
     # Without the places where a long name may break.
     page = (draft_run.output / "report.html").read_text().replace("<wbr>", "")
     for sampling in ("greedy", "temperature 0.7"):
@@ -114,27 +108,9 @@ def test_card_and_page_show_every_prompt_set_and_the_baseline(draft_run):
             assert f"| {sampling}, {prompt_set}: speed-up | 1.00x |" in card
             assert f"Speculative decoding, {sampling}, {prompt_set}" in page
     rows = re.findall(r"<tr><th[^>]*>(\w+)</th>(.*?)</tr>", page, re.DOTALL)
-    shown = [cells for name, cells in rows if name == "baseline_model"]
+    shown = [cells for name, cells in rows if name == "draft"]
     assert len(shown) == 6
     assert not any("-" in re.sub(r"<[^>]+>", " ", cells) for cells in shown)
-
-
-def test_baseline_model_with_other_tokenizer_is_refused_before_training(
-    draft_run, tmp_path, capsys
-):
-    other = tmp_path / "other"
-    shutil.copytree(draft_run.model, other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = list(vocabulary)[-2:]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    benchmark = DRAFT["benchmark"] | {"baseline_model": str(other)}
-    stage = {"draft": DRAFT | {"benchmark": benchmark}}
-    run = make_run(tmp_path, stage, model=draft_run.model)
-    assert run() == 2
-    assert "baseline model" in capsys.readouterr().err
-    assert not (run.output / "metrics.jsonl").exists()
 
 
 def test_draft_training_logs_bounds_lengths_and_prediction(draft_run):

@@ -1,12 +1,17 @@
-"""Evaluation samples: which records are chosen, and the prompt of each."""
+"""Questions of an evaluation: which examples are asked, and their answers."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from lmx.data.record_formats import DataRecord
-from lmx.pipeline.evaluate.evaluator import OPENING_WORDS, choose_items, choose_samples
+from lmx.generation.engine import Generator
+from lmx.pipeline.evaluate.questions import OPENING_WORDS, Question, Questions
 from tiny_runs import EVALUATE, SCRATCH_CONFIG, TRAIN, Run
+
+SIZE, END = 64, 0
 
 
 def chat(prompt, completion, skill=None):
@@ -17,24 +22,52 @@ def chat(prompt, completion, skill=None):
     return DataRecord("rows:1", messages=turns, skill=skill)
 
 
-class Generator:
-    """Returns the prompt in upper case; with a chat template, between brackets."""
+class Letters:
+    """A tokenizer of the 63 characters from '@' on; token 0 ends."""
 
-    max_positions = 30
+    bos_token = None
+    eos_token_ids = frozenset([END])
+    added_tokens_decoder = {}  # noqa: RUF012
+    has_thinking = False
 
-    def __init__(self, chat_template=None):
-        self.tokenizer = SimpleNamespace(chat_template=chat_template)
+    def __init__(self, has_chat_template=False):
+        self.has_chat_template = has_chat_template
 
-    def encode_chat(self, messages, *, thinking, tools, template_kwargs):
-        assert not thinking
-        text = messages[-1]["content"]
-        return [*(f"<{text}>" if self.tokenizer.chat_template else text)]
+    def encode(self, text, *, add_special_tokens):
+        return [ord(c) - 63 for c in text]
 
-    def encode_text(self, text):
-        return [*text]
+    def decode(self, tokens, **_):
+        return "".join(chr(token + 63) for token in tokens)
 
-    def generate(self, prompt, *, max_tokens):
-        return SimpleNamespace(text="".join(prompt).upper())
+    def apply_chat_template(self, messages, **options):
+        assert not options["enable_thinking"]
+        return self.encode(f"[{messages[-1]['content']}]C", add_special_tokens=False)
+
+
+class Next:
+    """Continues the alphabet from the last letter up to 'E', then ends."""
+
+    def __init__(self, positions=None):
+        self.calls = 0
+        self.args = SimpleNamespace(max_position_embeddings=positions)
+
+    def __call__(self, tokens, cache=None):
+        self.calls += 1
+        end = ord("E") - 63
+        follows = mx.where(tokens < end, tokens + 1, END)
+        return follows[..., None] == mx.arange(SIZE)
+
+    def make_cache(self):
+        return []
+
+
+def answers(records, model=None, tokenizer=None, max_tokens=9):
+    """Answers by prompt of all records as samples, and the tokens that were counted."""
+    questions = Questions.choose(records, len(records), 0, "none")
+    counted = []
+    generator = Generator(model or Next(), tokenizer or Letters())
+    questions.answer("base", generator, max_tokens, counted.append)
+    return {q.prompt: q.answers.get("base") for q in questions}, sum(counted)
 
 
 @pytest.mark.parametrize(
@@ -43,49 +76,54 @@ class Generator:
         (chat("Hi?", "Yes."), "Hi?", "Yes."),
         (DataRecord("x", prompt="one plus", completion=" two"), "one plus", " two"),
         (DataRecord("x", text="To be\nor not"), "To be or not", None),
+        (replace(chat("Hi?", "No."), label=False), "Hi?", None),
+        (
+            DataRecord("x", text="word " * 500),
+            " ".join(["word"] * OPENING_WORDS),
+            None,
+        ),
     ],
 )
-def test_sample_prompt_of_every_record_format(record, prompt, expected):
-    [sample] = choose_samples([record], 4)
-    sample.generate("fine-tuned", Generator())
-    assert sample.to_json() == {
-        "prompt": prompt,
-        "expected": expected,
-        "answers": {"fine-tuned": prompt.upper()},
-    }
+def test_question_of_every_record_format(record, prompt, expected):
+    question = Question(record)
+    shown = {"prompt": prompt, "expected": expected, "answers": {}}
+    assert question.to_json() == shown
 
 
-def test_prompts_are_asked_with_the_chat_template_they_are_trained_with():
-    record = DataRecord("x", prompt="one plus", completion=" two")
-    [sample] = choose_samples([record], 4)
-    sample.generate("base", Generator())
-    sample.generate("fine-tuned", Generator("{{ messages }}"))
-    assert sample.answers == {"base": "ONE PLUS", "fine-tuned": "<ONE PLUS>"}
-    [text] = choose_samples([DataRecord("x", text="To be")], 4)
-    text.generate("fine-tuned", Generator("{{ messages }}"))
-    assert text.answers == {"fine-tuned": "TO BE"}
+def test_questions_are_asked_as_they_are_trained():
+    """Chats and prompts with the chat template, which ends in a C; texts without it."""
+    records = [chat("A", ""), DataRecord("x", prompt="B", completion="C")]
+    records.append(DataRecord("x", text="D"))
+    plain, counted = answers(records)
+    assert plain == {"A": "BCDE", "B": "CDE", "D": "E"}
+    assert counted == 3 + 4 + 3 + 1
+    with_template, _ = answers(records, tokenizer=Letters(has_chat_template=True))
+    assert with_template == {"A": "DE", "B": "DE", "D": "E"}
 
 
-def test_sample_prompt_of_text_is_its_opening():
-    [sample] = choose_samples([DataRecord("x", text="word " * 500)], 4)
-    assert sample.prompt == " ".join(["word"] * OPENING_WORDS)
+def test_answers_have_a_limit_and_overlong_questions_have_none():
+    assert answers([chat("A", "")], max_tokens=2)[0] == {"A": "BC"}
+    records = [chat("A" * 31, ""), chat("A" * 30, "")]
+    assert answers(records, Next(positions=30))[0] == {"A" * 31: None, "A" * 30: "B"}
 
 
-def test_overlong_sample_prompt_has_no_answer():
-    [sample] = choose_samples([chat("a" * 31, "b")], 4)
-    sample.generate("fine-tuned", Generator())
-    assert sample.answers == {}
+def test_questions_are_answered_in_one_batch():
+    model = Next()
+    found, _ = answers([chat("A" * n, "") for n in range(1, 31)], model)
+    assert {*found.values()} == {"BCDE"}
+    # One pass for each prompt, and then all together.
+    assert model.calls < 30 + 20
 
 
 def test_samples_alternate_skills_and_skip_empty_prompts():
     records = [chat(f"{skill}{n}", "x", skill) for skill in "ab" for n in range(3)]
     records.insert(0, DataRecord("x", prompt="", completion="unused"))
-    assert [record.prompt for record in choose_samples(records, 3)] == [
-        "a0",
-        "b0",
-        "a1",
-    ]
-    assert choose_samples(records, 0) == []
+    chosen = Questions.choose(records, 3, 2, "none")
+    assert [question.prompt for question in chosen.samples] == ["a0", "b0", "a1"]
+    assert [question.prompt for question in chosen.exact] == ["a0", "b0"]
+    # A sample that is an exact question, too, is asked once.
+    assert len([*chosen]) == 3
+    assert Questions.choose(records, 0, 0, "none").samples == []
 
 
 def test_exact_match_items_have_one_correct_answer():
@@ -99,21 +137,23 @@ def test_exact_match_items_have_one_correct_answer():
         DataRecord("x", prompt="", completion="12", skill="adding"),
         DataRecord("x", text="A text with a 5."),
         DataRecord("x", messages=({"role": "user", "content": "1"},), skill="adding"),
+        replace(chat("Add 7 and 8.", "16", "adding"), label=False),
     ]
 
     def chosen(*settings):
-        items = choose_items(records, 9, *settings)
-        return [(i.skill, i.messages[-1]["content"], i.answer) for i in items]
+        exact = Questions.choose(records, 0, 9, *settings).exact
+        return [(q.skill, q.prompt, q.expected) for q in exact]
 
     first = ("adding", "Add 1 and 2.", "3")
     completion = ("adding", "Add 5 and 6.", "11")
-    assert chosen() == [first, ("saying", "Say it.", "it"), completion]
+    assert chosen("none") == [first, ("saying", "Say it.", "it"), completion]
     long = ("answers", "Add 3 and 4.", "3 + 4 = 7\n#### 7")
-    assert chosen("flexible-extract") == [first, long, completion]
+    assert chosen("flexible-extract") == [long, first, completion]
 
 
 def test_exact_match_of_numbers_in_a_run(tmp_path, base):
     evaluate = EVALUATE | {"exact_match_filter": "flexible-extract", "num_samples": 0}
+    evaluate["latency_tokens"] = None
     run = Run(tmp_path, {"evaluate": evaluate}, model=base)
     # No answer has a number in its first token.
     assert run("stages.evaluate.exact_match_max_tokens=1") == 0
@@ -123,6 +163,10 @@ def test_exact_match_of_numbers_in_a_run(tmp_path, base):
     figures = run.json("report.json")["models"]["base"]
     assert figures["exact_match"] == 0
     assert {skill[:-1] for skill in figures["exact_match_by_skill"]} == {"addition"}
+    # What nobody asked for is not measured, and has no row.
+    assert not {"generation", "speculation", "kl_mean"} & figures.keys()
+    assert "TTFT" not in run.log
+    assert "KL" not in run.log
 
 
 def test_text_longer_than_the_positions_is_measured_without_what_does_not_fit(tmp_path):

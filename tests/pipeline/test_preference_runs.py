@@ -140,7 +140,7 @@ def test_reference_of_a_continued_adapter_is_the_base(tmp_path, base):
     [
         ("dpo-lora", {"packing": True}, "packing does not work with the loss dpo"),
         ("dpo-lora", {"teacher": {"ce_weight": 0.5}}, "teacher does not work"),
-        ("dpo-lora", {"loss": {"type": "orpo", "gamma": 1}}, "gamma"),
+        ("dpo-lora", {"loss": {"type": "orpo", "gamma": 2}}, "orpo has no gamma"),
     ],
 )
 def test_recipe_errors_name_the_key(tmp_path, base, case, train, message):

@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 import pytest
-from lmx.config.lora import LoRAConfig
 from lmx.config.qat import QATConfig
 from lmx.config.quant_spec import QuantSpec
 from lmx.config.train import TrainConfig
@@ -48,7 +47,7 @@ def test_prepare_keeps_specs_of_quantized_layers(mixed_model):
     for path, spec in prepared.selection.specs.items():
         weight = dict(prepared.loaded.model.named_modules())[path].weight
         packed = prepared.packed[path]
-        quantizer = LSQQuantizer(spec, mixed_model.dtype, "mse")
+        quantizer = LSQQuantizer(spec, mixed_model.dtype)
         stored = quantizer.pack(weight, quantizer.init_from_codes(packed))
         assert weight.dtype == mx.float32
         assert mx.array_equal(stored["weight"], packed["weight"])
@@ -108,7 +107,7 @@ def test_latent_init_of_unquantized_model_is_refused(make_checkpoint):
             "quantized to [34] bits .*; the recipe has 8 bits",
         ),
         (
-            {"bits": 4, "group_size": 32, "quantizer": "scales_only"},
+            {"bits": 4, "group_size": 32, "quantizer": "fixed_scale"},
             "the recipe has 4 bits in groups of",
         ),
         ({"bits": 4}, "training would quantize it again"),
@@ -179,10 +178,6 @@ def test_floating_point_model_is_never_quantized_again(
             "fake_quant_after_n_steps does not work with load_best_at_end",
         ),
         ({"steps": 5}, "fake_quant_after_n_steps must be below steps"),
-        (
-            {"qat": QATConfig(quantizer="scales_only"), "adapter": LoRAConfig()},
-            "scales_only trains no weights",
-        ),
     ],
 )
 def test_conflicting_qat_settings_are_refused(settings, message):

@@ -89,7 +89,7 @@ def test_run_resumes_after_signal_in_evaluate(tmp_path, base, monkeypatch, capsy
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lmx.pipeline.evaluate.evaluator.measure_perplexity", stop)
+        patch.setattr("lmx.pipeline.evaluate.metrics.measure_perplexity", stop)
         assert run("--ignore-limits") == 130
     assert run.json("manifest.json")["status"] == "interrupted"
     arguments = resume_command(capsys.readouterr().err)

@@ -12,9 +12,9 @@ GRPO = {"type": "grpo", "rewards": ["rewards.py:vowels"]}
 ROLLOUTS = {"num_generations": 4, "max_tokens": 6}
 CASES = {
     "grpo-lora": {"loss": GRPO, "adapter": LORA},
-    "dapo-qat": {"loss": GRPO | {"type": "dapo", "beta": 0.05}, "qat": GRID},
+    "dapo-qat": {"loss": GRPO | {"loss_type": "dapo", "beta": 0.05}, "qat": GRID},
     "gspo-full": {
-        "loss": GRPO | {"type": "gspo"},
+        "loss": GRPO | {"importance_sampling_level": "sequence"},
         "gradient_accumulation_steps": 2,
         "rollouts": ROLLOUTS | {"num_iterations": 2},
     },

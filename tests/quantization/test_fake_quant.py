@@ -69,8 +69,6 @@ class Run:
                 model, LoRAConfig(rank=4, target_modules=patterns), seed=1, merged=True
             )
         specs = self.plan.specs
-        if config and config.quantizer == "scales_only":
-            model.freeze()
         fake_quant = FakeQuant(model, specs, self.loaded.dtype, config)
         self.step = RecordingStep(
             model, OptimizerConfig(weight_decay=0.01), fake_quant=fake_quant
@@ -163,10 +161,8 @@ def test_exported_weights_equal_forward_weights(
     [
         ("lsq", False),
         ("lsq", True),
-        ("scales_only", False),
         ("fixed_scale", False),
         ("fixed_scale", True),
-        ("ternary", True),
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,21 +191,6 @@ def test_exported_weights_equal_forward_weights_for_every_quantizer(
     assert_exported_equals_forward(run, tmp_path / "out")
 
 
-def test_scales_only_keeps_codes_and_other_weights(make_checkpoint, tmp_path):
-    config = QATConfig(bits=3, group_size=32, quantizer="scales_only")
-    run = Run(make_checkpoint(), config, adapted=False, config=config)
-    names = {f"{p}.{n}" for p in run.plan.specs for n in ("scales", "biases")}
-    assert run.step.parameters.keys() == names
-    before = run.step.fake_quant.export_tensors(run.step.parameters)
-    run.train(2)
-    after = run.step.fake_quant.export_tensors(run.step.parameters)
-    for name, value in before.items():
-        is_code = name.endswith(".weight")
-        assert mx.array_equal(value, after[name]) == is_code, name
-    stored = reloaded(run.export(tmp_path / "out"), run.plan, mx.float16)
-    assert mx.array_equal(stored["model.norm.weight"], run.base["model.norm.weight"])
-
-
 @pytest.mark.parametrize("grid", ["minmax", "lsq"])
 def test_fake_quant_starts_after_n_steps(make_checkpoint, tmp_path, grid):
     config = QATConfig(
@@ -232,7 +213,7 @@ def test_fake_quant_starts_after_n_steps(make_checkpoint, tmp_path, grid):
     path = "model.layers.0.mlp.up_proj"
     if grid == "lsq":
         # The scales are initialized from the current weights.
-        initial = LSQQuantizer(run.plan.specs[path], mx.float32, "mse").init(
+        initial = LSQQuantizer(run.plan.specs[path], mx.float32).init(
             parameters[f"{path}.weight"]
         )
         assert mx.array_equal(parameters[f"{path}.scales"], initial["scales"])
@@ -270,9 +251,7 @@ def test_embeddings_and_head_are_quantized_by_choice(
         ("minmax", True),
         ("lsq", False),
         ("lsq", True),
-        ("scales_only", False),
         ("fixed_scale", True),
-        ("ternary", False),
     ],
 )
 def test_stock_mlx_lm_has_the_training_loss(make_checkpoint, tmp_path, adapted, grid):

@@ -243,6 +243,8 @@ def test_gptq_launches_few_kernels_for_a_group(mode, monkeypatch, tmp_path):
 
     without_kernels = per_column()
     monkeypatch.setattr(gpu_kernels, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "_check", lambda *_: True)
+    monkeypatch.setattr(gpu_kernels, "_is_right", {})
     monkeypatch.setattr(gpu_kernels, "fit_grid", fit)
     monkeypatch.setattr(gpu_kernels, "fit_scale", fit_scale)
     for name in ("gptq_columns", "descent_columns"):
@@ -253,3 +255,46 @@ def test_gptq_launches_few_kernels_for_a_group(mode, monkeypatch, tmp_path):
     assert max(with_kernels) < (0.25 if mode == "affine" else 6)
     fewer = zip(with_kernels, without_kernels, strict=True)
     assert all(8 * count < before for count, before in fewer)
+
+
+def fails(*_):
+    raise RuntimeError("[metal::Device] Unable to build")
+
+
+BROKEN = {
+    "wrong": lambda rows, *_: (rows * 0 + 7, rows * 0 + 7),
+    "nan": lambda rows, *_: (rows * mx.nan, rows),
+    "one": lambda rows, *_: (
+        column_updates.gptq_columns.__wrapped__(rows, *_)[0],
+        rows,
+    ),
+    "fails": fails,
+}
+
+
+@pytest.mark.parametrize("kind", [None, *BROKEN])
+def test_a_broken_kernel_is_replaced_after_a_warning(kind, monkeypatch, recwarn):
+    """A stand-in for a kernel, on a CPU."""
+    rows, factor = mx.array(random_rows()), random_hessian().factor
+    _, low, divisor, top = map(mx.array, grid_of(np.array(rows), None))
+    arrays = rows, factor, divisor, low, top
+    expected = column_updates.gptq_columns(*arrays)
+    calls = []
+
+    def kernel(*arguments):
+        calls.append(arguments)
+        return BROKEN.get(kind, column_updates.gptq_columns.__wrapped__)(*arguments)
+
+    monkeypatch.setattr(gpu_kernels, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "_is_right", {})
+    monkeypatch.setattr(gpu_kernels, "gptq_columns", kernel)
+    for _ in range(2):
+        results = column_updates.gptq_columns(*arrays)
+        for result, value in zip(results, expected, strict=True):
+            np.testing.assert_array_equal(result, value)
+    texts = [str(warning.message) for warning in recwarn]
+    # Checked once; a right kernel is called again.
+    assert len(calls) == (1 if kind else 3)
+    assert len(texts) == (kind is not None)
+    assert all("gptq_columns is not used" in text for text in texts)
+    assert ("Unable to build" in "".join(texts)) == (kind == "fails")

@@ -22,7 +22,7 @@ def packed_layer(quantizer_class, bits, dtype, shape=(8, 256)):
     spec = QuantSpec(bits=bits, group_size=GROUP)
     packed = pack(normal(*shape), spec, dtype)
     levels = dequantize(packed, spec, mx.float32)
-    return quantizer_class(spec, dtype, "mse"), packed, levels
+    return quantizer_class(spec, dtype), packed, levels
 
 
 def positions(weight, packed):
@@ -120,7 +120,7 @@ def test_quantized_weights_follow_small_updates_on_average(quantizer_class):
 @pytest.mark.parametrize("scale", [0.0, 1e-9], ids=["constant", "hidden"])
 def test_latent_weights_start_at_the_level_where_float32_cannot_resolve_steps(scale):
     spec = QuantSpec(bits=4, group_size=GROUP)
-    quantizer = LSQQuantizer(spec, mx.float32, "mse")
+    quantizer = LSQQuantizer(spec, mx.float32)
     codes = pack(normal(4, GROUP), spec, mx.float32)["weight"]
     scales, biases = mx.full((4, 1), scale), mx.full((4, 1), 1.0)
     packed = {"weight": codes, "scales": scales, "biases": biases}

@@ -14,8 +14,6 @@ from lmx.quantization.qat.quantizers import (
     FixedScaleQuantizer,
     LSQQuantizer,
     MinMaxQuantizer,
-    ScalesOnlyQuantizer,
-    TernaryQuantizer,
 )
 from mlx.optimizers import Adam
 from pydantic import ValidationError
@@ -27,10 +25,7 @@ SPECS = [
 ]
 TWO_BITS = QuantSpec(bits=2, group_size=32)
 KINDS = [
-    *itertools.product(
-        (MinMaxQuantizer, LSQQuantizer, ScalesOnlyQuantizer, FixedScaleQuantizer), SPECS
-    ),
-    *((TernaryQuantizer, spec) for spec in SPECS[:3]),
+    *itertools.product((MinMaxQuantizer, LSQQuantizer, FixedScaleQuantizer), SPECS)
 ]
 
 
@@ -38,9 +33,9 @@ def normal(*shape, seed=0, scale=0.05):
     return scale * mx.random.normal(shape, key=mx.random.key(seed))
 
 
-def moved_quantizer(quantizer_class, spec, dtype, weight, start="mse"):
+def moved_quantizer(quantizer_class, spec, dtype, weight):
     """Return a quantizer and qparams that differ from their initial values."""
-    quantizer = quantizer_class(spec, dtype, start)
+    quantizer = quantizer_class(spec, dtype)
     first = quantizer.init(weight)
     return quantizer, {
         name: value * (1 + 0.1 * mx.random.normal(value.shape, key=mx.random.key(i)))
@@ -151,7 +146,7 @@ def test_fixed_scale_quantizer_starts_with_the_stored_codes(spec, dtype):
     packed["weight"] = mx.random.randint(
         0, 2**31, packed["weight"].shape, key=mx.random.key(3)
     ).astype(mx.uint32)
-    quantizer = FixedScaleQuantizer(spec, dtype, "mse")
+    quantizer = FixedScaleQuantizer(spec, dtype)
     assert quantizer.init_from_codes(packed) == {}
     weight = dequantize(exact := to_float32(packed), spec, mx.float32)
     repacked = quantizer.pack(weight, {})
@@ -173,7 +168,7 @@ def to_float32(packed):
 def test_fixed_scale_gradients_match_finite_differences():
     """The function is linear in every cell and constant outside the range."""
     weight, probe = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
-    quantizer = FixedScaleQuantizer(TWO_BITS, mx.float32, "mse")
+    quantizer = FixedScaleQuantizer(TWO_BITS, mx.float32)
     quantizer.init(0.8 * weight)
     packed = quantizer.pack(weight, {})
     w, s, b, g = to_float64(
@@ -192,91 +187,16 @@ def test_fixed_scale_gradients_match_finite_differences():
     assert_close(actual[0], np.array(differences) / 2e-7)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_scales_only_gradients_match_quantized_matmul(bits):
-    spec = QuantSpec(bits=bits, group_size=32)
-    weight, x = normal(4, 96), normal(7, 96, seed=1, scale=1.0)
-    probe = normal(7, 4, seed=2, scale=1.0)
-    quantizer, qparams = moved_quantizer(ScalesOnlyQuantizer, spec, mx.float32, weight)
-
-    def loss(qparams):
-        return ((x @ quantizer.fake_quantize(None, qparams).T) * probe).sum()
-
-    def product(pair):
-        scales, biases = pair
-        y = mx.quantized_matmul(
-            x, quantizer.codes, scales, biases, group_size=32, bits=bits
-        )
-        return (y * probe).sum()
-
-    packed = quantizer.pack(None, qparams)
-    expected = mx.grad(product)([packed["scales"], packed["biases"]])
-    actual = mx.grad(loss)(qparams)
-    assert_close(actual["scales"], np.array(expected[0]).reshape(-1))
-    assert_close(actual["biases"], np.array(expected[1]).reshape(-1))
-
-
-def test_ternary_gradients_match_the_paper():
-    """d alpha is level - w / alpha inside the range and the level outside it."""
-    weight, probe = normal(3, 64), normal(3, 64, seed=1, scale=1.0)
-    quantizer, qparams = moved_quantizer(
-        TernaryQuantizer, TWO_BITS, mx.float32, 0.8 * weight
-    )
-
-    def loss(weight, qparams):
-        return (quantizer.fake_quantize(weight, qparams) * probe).sum()
-
-    d_weight, actual = mx.grad(loss, argnums=(0, 1))(weight, qparams)
-    w, s, g = to_float64(weight, quantizer.pack(weight, qparams)["scales"], probe)
-    w, s, g = w.reshape(-1, 32), s.reshape(-1, 1), g.reshape(-1, 32)
-    level = np.clip(np.rint(w / s), -1, 1)
-    inside = np.abs(w / s) <= 1.5
-    assert 0 < inside.mean() < 1
-    gradient = np.where(inside, level - w / s, level)
-    assert_close(d_weight, (g * inside).reshape(3, 64))
-    assert_close(actual["scales"], (g * gradient).sum(axis=1) / np.sqrt(32 * 2))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ternary_levels_are_stored_exactly(dtype):
-    weight = normal(64, 256)
-    quantizer, qparams = moved_quantizer(TernaryQuantizer, TWO_BITS, dtype, weight)
-    packed = quantizer.pack(weight, qparams)
-    value = dequantize(packed, TWO_BITS, dtype).reshape(-1, 32)
-    scale, actual = to_float64(packed["scales"].reshape(-1, 1), value)
-    levels = np.unique(actual / scale)
-    assert levels.tolist() == [-1, 0, 1]
-    # The stored scale is the trained scale rounded to the dtype.
-    rounding_error = scale[:, 0] / to_float64(qparams["scales"])[0] - 1
-    assert np.abs(rounding_error).max() < {mx.bfloat16: 2**-6, mx.float16: 2**-9}.get(
-        dtype, 1e-6
-    )
-
-
-@pytest.mark.parametrize(
-    ("quantizer_class", "spec"),
-    [
-        (LSQQuantizer, SPECS[3]),
-        (LSQQuantizer, TWO_BITS),
-        (TernaryQuantizer, TWO_BITS),
-    ],
-    ids=lambda v: getattr(v, "__name__", "")[-10:],
-)
-def test_init_mse_has_less_error_than_minmax(quantizer_class, spec):
+@pytest.mark.parametrize("spec", [SPECS[3], TWO_BITS], ids=str)
+def test_initial_scales_have_less_error_than_those_of_the_range(spec):
     weight = normal(16, 256)
 
-    def error(start):
-        quantizer = quantizer_class(spec, mx.float16, start)
-        return (
-            mx.square(quantizer.fake_quantize(weight, quantizer.init(weight)) - weight)
-            .sum()
-            .item()
-        )
+    def error(quantizer):
+        served = quantizer.fake_quantize(weight, quantizer.init(weight))
+        return mx.square(served - weight).sum().item()
 
-    assert error("mse") < 0.9 * error("minmax")
-    if quantizer_class is LSQQuantizer:
-        minmax = MinMaxQuantizer(spec, mx.float16, "minmax").fake_quantize(weight, {})
-        assert error("minmax") <= mx.square(minmax - weight).sum().item()
+    lsq, minmax = (q(spec, mx.float16) for q in (LSQQuantizer, MinMaxQuantizer))
+    assert error(lsq) < 0.9 * error(minmax)
 
 
 def test_trained_scales_lower_the_loss_more():
@@ -286,7 +206,7 @@ def test_trained_scales_lower_the_loss_more():
     x = mx.array(generator.normal(size=(256, 128)), mx.float32)
 
     def final_loss(quantizer_class):
-        quantizer = quantizer_class(TWO_BITS, mx.float16, "minmax")
+        quantizer = quantizer_class(TWO_BITS, mx.float16)
         state = {"weight": start} | (qparams := quantizer.init(start))
         optimizer = Adam(1e-3)
 
@@ -302,19 +222,14 @@ def test_trained_scales_lower_the_loss_more():
             mx.eval(state, value)
         return value.item()
 
-    minmax = final_loss(MinMaxQuantizer)
-    assert all(
-        final_loss(quantizer_class) < 0.7 * minmax
-        for quantizer_class in (LSQQuantizer, ScalesOnlyQuantizer)
-    )
+    assert final_loss(LSQQuantizer) < 0.7 * final_loss(MinMaxQuantizer)
 
 
-@pytest.mark.parametrize("quantizer_class", [LSQQuantizer, TernaryQuantizer])
-def test_constant_groups_stay_finite(quantizer_class):
+def test_constant_groups_stay_finite():
     """A zero group can have a zero scale, but all values stay finite."""
     weight = mx.concatenate([mx.zeros((1, 32)), mx.full((1, 32), 0.25)])
-    for dtype, start in itertools.product(DTYPES, ("minmax", "mse")):
-        quantizer = quantizer_class(TWO_BITS, dtype, start)
+    for dtype in DTYPES:
+        quantizer = LSQQuantizer(TWO_BITS, dtype)
         qparams = quantizer.init(weight)
 
         def loss(weight, qparams, quantizer=quantizer):
@@ -341,7 +256,7 @@ def test_zero_groups_stay_zero(quantizer_class, spec, dtype):
     """A scale of zero made NaN weights in other tools: mlx #1028."""
     weight, probe = normal(6, 128), normal(6, 128, seed=1)
     weight[0], weight[:, 64:] = 0, 0
-    quantizer = quantizer_class(spec, dtype, "mse")
+    quantizer = quantizer_class(spec, dtype)
     qparams = quantizer.init(weight)
 
     def loss(parameters):
@@ -355,23 +270,20 @@ def test_zero_groups_stay_zero(quantizer_class, spec, dtype):
         assert mx.all(mx.isfinite(value)).item()
 
 
-@pytest.mark.parametrize(
-    "quantizer_class", [LSQQuantizer, ScalesOnlyQuantizer], ids=["lsq", "scales_only"]
-)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_init_from_codes_keeps_the_codes(quantizer_class, dtype, spec):
+def test_init_from_codes_keeps_the_codes(dtype, spec):
     """GPTQ codes are not always the nearest ones."""
     packed = pack(normal(8, 256), spec, dtype)
     codes = mx.random.randint(0, 1 << 30, packed["weight"].shape, key=mx.random.key(2))
     packed["weight"] = codes.astype(mx.uint32)
     exact = {k: v if k == "weight" else v.astype(mx.float32) for k, v in packed.items()}
-    quantizer = quantizer_class(spec, dtype, "mse")
+    quantizer = LSQQuantizer(spec, dtype)
     qparams = quantizer.init_from_codes(packed)
     repacked = quantizer.pack(dequantize(exact, spec, mx.float32), qparams)
     for name, value in packed.items():
         assert mx.array_equal(repacked[name], value), name
-    if spec.bits == 8 and dtype == mx.bfloat16 and quantizer_class is LSQQuantizer:
+    if spec.bits == 8 and dtype == mx.bfloat16:
         # Negative control: 16-bit weights lose codes.
         low_precision = quantizer.pack(dequantize(packed, spec, dtype), qparams)
         assert not mx.array_equal(low_precision["weight"], packed["weight"])
@@ -389,24 +301,11 @@ def test_init_from_codes_keeps_the_codes(quantizer_class, dtype, spec):
             "q4_0 has no trainable scales: use quantizer: minmax .type",
         ),
         (
-            {"mode": "nvfp4", "scale_lr_multiplier": 1.0},
-            "does not apply to quantizer: fixed_scale",
-        ),
-        (
-            {"mode": "nvfp4", "quantizer": "scales_only"},
-            "nvfp4 has no trainable scales",
-        ),
-        ({"mode": "mxfp8", "quantizer": "ternary"}, "mxfp8 has no trainable scales"),
-        ({"quantizer": "ternary"}, "quantizer: ternary needs bits: 2"),
-        ({"scale_init": "minmax"}, "do not apply to quantizer: minmax"),
-        ({"scale_lr_multiplier": 2.0}, "do not apply to quantizer: minmax"),
-        (
-            {"quantizer": "scales_only", "latent_init": "codes"},
-            "latent_init does not apply to quantizer: scales_only",
-        ),
-        (
-            {"quantizer": "scales_only", "fake_quant_after_n_steps": 3},
-            "fake_quant_after_n_steps does not apply to quantizer: scales_only",
+            {
+                "fake_quant_after_n_steps": 3,
+                "quantizer": "fixed_scale",
+            },
+            "fixed_scale sets its scales before the first step",
         ),
     ],
 )

@@ -247,16 +247,14 @@ def test_scale_tuning_needs_an_affine_grid():
     assert quantize.GPTQConfig().scale_tuning is None
 
 
-@pytest.mark.parametrize("effort", ["fast", "standard", "best"])
+@pytest.mark.parametrize("effort", ["fast", "standard"])
 def test_effort_sets_what_the_recipe_does_not_name(effort):
     config = quantize.GPTQConfig.model_validate({"effort": effort})
     standard = quantize.GPTQConfig()
     assert (config.refine_iters, config.output_hessian, config.rollback_if_worse) == {
         "fast": (0, False, False),
         "standard": (1, True, True),
-        "best": (3, True, True),
     }[effort]
-    assert config.scale_tuning == (ScaleTuningConfig() if effort == "best" else None)
     assert (config.model_dump() == standard.model_dump()) == (effort == "standard")
     named = {"effort": effort, "refine_iters": 2, "scale_tuning": False}
     config = quantize.GPTQConfig.model_validate(named)

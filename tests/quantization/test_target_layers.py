@@ -195,7 +195,6 @@ def test_invalid_overrides_are_refused(grid):
     "settings",
     [
         {"mixed_precision": {}},
-        {"mixed_precision": {"target_bytes": 1e6, "target_bpw": 3.0}},
         {"mixed_precision": {"target_bpw": 3.0, "candidate_bits": []}},
         {"mixed_precision": {"target_bpw": 3.0, "candidate_group_sizes": [16]}},
         {"mixed_precision": {"target_bpw": 3.0}, "mode": "mxfp4"},

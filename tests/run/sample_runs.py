@@ -38,6 +38,8 @@ REPORT = {
     "training": {
         "steps": 3,
         "trained_tokens": 12345,
+        "codes": 100,
+        "changed_codes": 7,
         "method": "gptq",
         "gap_recovered": {
             "fp_baseline": {
@@ -85,6 +87,7 @@ MANIFEST = {
                 "reference": None,
                 "adapters": None,
                 "draft": None,
+                "rounded": None,
                 "facts": {},
                 "published": [],
             },

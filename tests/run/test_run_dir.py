@@ -38,7 +38,7 @@ STAGES = ("1-train", "2-validate", "3-export")
 
 def result(loss=2.5):
     """The result of a stage."""
-    folders = dict.fromkeys(("model", "reference", "adapters", "draft"))
+    folders = dict.fromkeys(("model", "reference", "adapters", "draft", "rounded"))
     return folders | {"facts": {"loss": loss}, "published": []}
 
 

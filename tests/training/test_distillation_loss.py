@@ -15,7 +15,7 @@ from test_document_mask import documents_of, packed, separate_batches
 from tiny_llamas import VOCABULARY, llama, tokens_of
 from tiny_steps import Tiny, make_step, random_batch
 
-LOSSES = ("forward_kl", "reverse_kl", "jsd", "cakld")
+LOSSES = ("forward_kl", "reverse_kl")
 
 
 def teacher_model(**changes):
@@ -26,7 +26,7 @@ def teacher_model(**changes):
 
 def distillation_loss(teacher=None, **settings):
     return DistillationLoss(
-        TeacherConfig(**settings), teacher and OnlineTeacher(teacher), 0.3
+        TeacherConfig(**settings), teacher and OnlineTeacher(teacher)
     )
 
 
@@ -52,7 +52,7 @@ def assert_alike(result, expected, tolerance=1e-5):
         np.testing.assert_allclose(result[1][path], gradient, rtol=0, atol=allowed)
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "cakld"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
 def test_distillation_with_chunks_checkpointing_and_accumulation(divergence):
     settings = {"loss": divergence, "temperature": 2.0, "ce_weight": 0.25}
     batch = tokens_of(4)

@@ -15,11 +15,14 @@ REFERENCE = LOGPS + GENERATOR.normal(0, 0.2, LOGPS.shape)
 MASK = GENERATOR.random(LOGPS.shape) < 0.6
 MASK[:, -1] = True
 REWARDS = GENERATOR.normal(size=SIZE)
-TYPES = ("grpo", "dr_grpo", "dapo", "gspo")
+# GSPO has one ratio per completion.
+TYPES = {name: {"loss_type": name} for name in ("grpo", "dr_grpo", "dapo")} | {
+    "gspo": {"importance_sampling_level": "sequence"}
+}
 
 
 def make_loss(name: str, **changes) -> GRPOLoss:
-    block = {"type": name, "rewards": ["exact_match"]} | changes
+    block = {"type": "grpo", "rewards": ["exact_match"]} | TYPES[name] | changes
     config = TrainConfig(steps=1, batch_size=1, loss=block, rollouts={}).loss
     return GRPOLoss(config, temperature=1.0, max_tokens=MAX_TOKENS)
 
@@ -34,9 +37,9 @@ def reference_advantages(name: str):
 
 def reference_loss(config, logps, advantages, mask=MASK, total=np.sum):
     """The loss as TRL's GRPOTrainer writes it, in float64; the mean of a batch."""
-    low, high = config.epsilon, config.epsilon_high
+    low, high = config.epsilon, config.epsilon_high or config.epsilon
     log_ratio = logps - OLD
-    if config.type == "gspo":
+    if config.importance_sampling_level == "sequence":
         means = [row[m].mean() for row, m in zip(log_ratio, mask, strict=True)]
         log_ratio = np.repeat(np.array(means)[:, None], LENGTH, axis=1)
     ratio = np.exp(log_ratio)
@@ -46,16 +49,16 @@ def reference_loss(config, logps, advantages, mask=MASK, total=np.sum):
     )
     gap = REFERENCE - logps
     losses = -gains + config.beta * (np.exp(gap) - gap - 1)
-    if config.type == "dapo":
+    if config.loss_type == "dapo":
         return losses[mask].mean()
-    if config.type == "dr_grpo":
+    if config.loss_type == "dr_grpo":
         return (losses * mask).sum() / (MAX_TOKENS * SIZE)
     return np.mean([row[m].mean() for row, m in zip(losses, mask, strict=True)])
 
 
 def value_of(loss: GRPOLoss, logps=LOGPS, mask=MASK, rewards=REWARDS):
     """The mean loss, its gradient and the metrics."""
-    scale = loss.config.type != "dr_grpo"
+    scale = loss.config.loss_type != "dr_grpo"
     groups = mx.array(rewards, mx.float32).reshape(GROUPS, COMPLETIONS)
     advantages = group_advantages(groups, scale=scale).reshape(-1)
     others = [mx.array(v, mx.float32) for v in (rewards, OLD, REFERENCE)]

@@ -33,7 +33,10 @@ REWARDS = DRAW.normal(size=COUNT)
 
 
 def policy_loss(name: str) -> GRPOLoss:
-    block = {"type": name, "rewards": ["exact_match"]}
+    options = {"loss_type": name}
+    if name == "gspo":
+        options = {"importance_sampling_level": "sequence"}
+    block = {"type": "grpo", "rewards": ["exact_match"]} | options
     config = TrainConfig(steps=1, batch_size=1, loss=block, rollouts={}).loss
     return GRPOLoss(config, temperature=1.0, max_tokens=20)
 

@@ -12,11 +12,7 @@ from lmx.errors import UserError
 from lmx.run.logger import NullLogger
 from lmx.training import teacher_cache
 from lmx.training.distillation import OnlineTeacher, divergence_sum
-from lmx.training.teacher_cache import (
-    TeacherClient,
-    cache_teacher_targets,
-    teacher_confidence,
-)
+from lmx.training.teacher_cache import TeacherClient, cache_teacher_targets
 from lmx.training.teacher_targets import bytes_per_token, full_targets
 from tiny_steps import VOCABULARY, Tiny, random_examples
 
@@ -143,17 +139,3 @@ def test_cache_computes_selected_examples_and_logs_their_size(monkeypatch):
     monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: 100)
     with pytest.raises(UserError, match=r"this needs .* MB"):
         cached_targets(Teacher(), digest="full")
-
-
-def test_teacher_confidence():
-    probabilities = []
-    for example in EXAMPLES:
-        log_probs = full_targets(Tiny()(mx.array(example.tokens[None]))).log_probs[0]
-        for place in np.flatnonzero(example.mask):
-            token = int(example.tokens[place])
-            probabilities.append(np.exp(log_probs[int(place) - 1, token].item()))
-    first, second = Teacher(), Teacher()
-    result = teacher_confidence(EXAMPLES, ALL, source(first))
-    assert result == pytest.approx(np.mean(probabilities), rel=1e-5)
-    assert teacher_confidence(EXAMPLES, ALL, source(second)) == result
-    assert (first.num_tokens > 0, second.num_tokens) == (True, 0)

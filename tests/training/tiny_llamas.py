@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 VOCABULARY = 320
 MODES = ("full", "lora", "qat", "lora-qat", "frozen")
 # These modes also train the quantization grids; the last trains only the grids.
-GRID_MODES = ("lsq-qat", "lsq-lora-qat", "codes-qat")
+GRID_MODES = ("lsq-qat", "lsq-lora-qat")
 
 
 def llama(mode="full", *, dropout=0.0, **changes):
@@ -39,9 +39,7 @@ def llama(mode="full", *, dropout=0.0, **changes):
         model.layers[1].unfreeze()
     if "qat" not in mode:
         return model, None
-    grid = {"lsq": "lsq", "codes": "scales_only"}.get(mode.split("-")[0], "minmax")
-    if grid == "scales_only":
-        model.freeze()
+    grid = "lsq" if mode.startswith("lsq") else "minmax"
     fake_quant = QATConfig(bits=4, group_size=32, quantizer=grid)
     specs = select_layers(model, fake_quant).specs
     return model, FakeQuant(model, specs, mx.float32, fake_quant)

@@ -5,7 +5,7 @@ import lmx
 
 run = lmx.train("qat_4bit", overrides={"stages.train.steps": 50})
 model = lmx.load(run)
-print(lmx.generate(model, "Sort: 31, 7, 12", max_tokens=32).text)
+print(lmx.generate(model, "Dim the kitchen lamp to 30 at half past seven").text)
 ```
 
 The names are imported when they are first used, so that `import lmx` costs nothing.

@@ -162,7 +162,7 @@ def evaluate(
         evaluator.require_thresholds()
     # As a report has them: plain data with text keys.
     models = json.loads(json.dumps(evaluator.metrics))
-    return Evaluation(models, [sample.to_json() for sample in evaluator.samples])
+    return Evaluation(models, evaluator.samples)
 
 
 def _recipe(

@@ -47,27 +47,13 @@ class Model:
         trust_remote_code: bool = False,
     ):
         self.loaded = loaded
-        self.adapter = adapter
-        self.draft = draft
+        self.module: Module = loaded.model
+        self.tokenizer: Any = loaded.tokenizer
+        self.config: dict[str, Any] = loaded.config
+        self.path: Path = loaded.path
+        self.adapter, self.draft = adapter, draft
         self._trust_remote_code = trust_remote_code
         self._generators: dict[tuple[str | int | None, ...], Generator] = {}
-
-    @property
-    def module(self) -> Module:
-        module: Module = self.loaded.model
-        return module
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.loaded.tokenizer
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return self.loaded.config
-
-    @property
-    def path(self) -> Path:
-        return self.loaded.path
 
     def generator(
         self,

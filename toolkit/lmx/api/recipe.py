@@ -124,7 +124,7 @@ class Recipe:
         loaded = self.loaded
         if loaded.path and not (loaded.overrides or loaded.secrets):
             return loaded.text
-        return yaml_io.write(self.loaded.data)
+        return yaml_io.write(loaded.data)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write `to_yaml()` to a file; returns its path.
@@ -188,8 +188,8 @@ def as_recipe(
     result = Recipe(recipe, overrides=pairs)
     if values:
         # recipe.yaml must have them.
-        text = redact(yaml_io.write(result.loaded.data))
-        result.loaded = replace(result.loaded, text=text)
+        text = yaml_io.write(result.loaded.data)
+        result.loaded = replace(result.loaded, source=text)
     return result
 
 
@@ -223,7 +223,7 @@ def _derived(before: LoadedRecipe, pairs: list[Override]) -> LoadedRecipe:
     return replace(
         loaded,
         path=before.path,
-        overrides=(*before.overrides, *loaded.overrides),
+        arguments=(*before.arguments, *loaded.arguments),
         name=before.name if before.path else _name(loaded),
     )
 

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING
 from ..errors import UserError
 from ..models.checkpoint import model_folder
 from ..run import terminal
-from .generate import (
-    add_draft_arguments,
-    draft_argument_faults,
-    parity_line,
-    refuse,
-)
+from .generate import add_draft_arguments, draft_argument_faults, parity_line, refuse
 
 if TYPE_CHECKING:
     from ..evaluation.latency import BenchmarkArms
@@ -32,7 +27,6 @@ COLUMNS = (
     *("decode, tokens/s", "bandwidth", "peak GB", "speed-up", "accept"),
 )
 ROW = "{:>6}{:>6}  {:<18}{:>21}{:>25}{:>25}{:>11}{:>9}{:>10}{:>9}"
-RATES = ("prefill_tokens_per_second", "decode_tokens_per_second")
 STANDARD = "standard"
 
 
@@ -40,7 +34,6 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx bench`."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="model folder, run directory or Hub id")
-    add("--compare", metavar="OTHER", help="a second model to compare with")
     add("--prompt-lengths", type=_numbers, default=[32, 512], metavar="N,N")
     add("--batch-sizes", type=_numbers, default=[1, 4, 16], metavar="N,N")
     about = "tokens to decode; default 64"
@@ -70,7 +63,6 @@ def bench(args: argparse.Namespace) -> int:
         {
             "--tokens must be 2 or more": args.tokens < 2,
             "--repeats must be 1 or more": args.repeats < 1,
-            "--compare is the model itself": args.compare == args.model,
             **draft_argument_faults(args),
         }
     )
@@ -79,18 +71,13 @@ def bench(args: argparse.Namespace) -> int:
     cpu.enable()
     from ..convert.importers import load_model
 
-    results = {}
-    for name in filter(None, [args.model, args.compare]):
-        loaded = load_model(
-            model_folder(name), trust_remote_code=args.trust_remote_code
-        )
-        if not args.json:
-            terminal.write_out(f"{name}\n")
-        results[name] = _bench(args, loaded)
+    path = model_folder(args.model)
+    loaded = load_model(path, trust_remote_code=args.trust_remote_code)
+    if not args.json:
+        terminal.write_out(f"{args.model}\n")
+    rows = _bench(args, loaded)
     if args.json:
-        terminal.write_json(results, indent=2)
-    elif args.compare:
-        _compare(*results.values())
+        terminal.write_json({args.model: rows}, indent=2)
     return 0
 
 
@@ -190,23 +177,6 @@ def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
     return rows
 
 
-def _compare(first_rows: list[dict], second_rows: list[dict]) -> None:
-    """Print the speed of the second model relative to the first."""
-    terminal.write_out("tokens/s of the second model divided by the first, p50\n")
-    by_case = {_case(row): row for row in first_rows}
-    for row in second_rows:
-        if first := by_case.get(_case(row)):
-            ratios = (row[rate]["p50"] / first[rate]["p50"] for rate in RATES)
-            terminal.write_out(
-                "prompt {}, batch {}, {}: ".format(*_case(row))
-                + "prefill {:.2f}x, decode {:.2f}x\n".format(*ratios)
-            )
-
-
-def _case(row: dict) -> tuple:
-    return row["prompt_tokens"], row["batch_size"], row["decoder"]
-
-
 def _cells(row: dict) -> str:
     def percentiles(name: str, digits: int = 0) -> str:
         return " / ".join(f"{value:,.{digits}f}" for value in row[name].values())
@@ -216,7 +186,7 @@ def _cells(row: dict) -> str:
         return "-" if value is None else f"{value:.0%}"
 
     return ROW.format(
-        *_case(row),
+        *(row[key] for key in ("prompt_tokens", "batch_size", "decoder")),
         percentiles("ttft_ms"),
         percentiles("prefill_tokens_per_second"),
         percentiles("decode_tokens_per_second", 1),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -152,11 +153,14 @@ def blocks() -> list[Block]:
             meaning = "Keys that all variants below have." if common else meaning
         yield Block(address, meaning, "", common)
         inner = dict(common)
+        # The key that tells the variants apart is constant in some of them.
+        tags = {k for keys in (first, *others) for k, v in keys.items() if "const" in v}
         for variant, keys in zip(variants, [first, *others], strict=True):
             extra = {key: node for key, node in keys.items() if key not in common}
             inner |= extra
-            for tag in [key for key, node in extra.items() if "const" in node]:
-                only = f"{tag}: {extra.pop(tag)['const']}"
+            for tag in tags & extra.keys():
+                node = extra[tag] if "enum" in extra[tag] else extra.pop(tag)
+                only = f"{tag}: {', '.join(_choices(node))}"
                 yield Block(address, variant["description"], only, extra)
         for key, node in inner.items():
             below: dict[str, dict[str, dict]] = {}
@@ -278,7 +282,7 @@ def _named(name: str) -> list[Block]:
     matches = (
         [b for b in every if f".{b.address}".endswith(end) or b.title == name]
         or _with_key(lambda b, key, _: f".{b.address}.{key}".endswith(end))
-        or [b for b in every if name in b.only.split(": ")]
+        or [b for b in every if name in re.split("[:, ]+", b.only)]
         or _with_key(lambda _, key, node: name in _choices(node))
     )
     if not matches:

@@ -66,8 +66,6 @@ class DrafterConfig(ConfigModel):
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
     """dflash: the token that stands for tokens to draft. Default: the padding token, or
     an end-of-sequence token."""
-    position_decay: float = Field(0.8, gt=0, le=1)
-    """Weight of a draft token in the loss, relative to the one before it."""
 
     @model_validator(mode="after")
     def _check_layers(self):
@@ -108,9 +106,6 @@ class DraftBenchmarkConfig(ConfigModel):
     verify_cost: float | None = Field(None, ge=0)
     """Time of one more verified token on the machine that will serve, as a fraction of
     a decoding step there (see lmx bench). The report then predicts its speed-up."""
-    baseline_model: str | None = None
-    """Folder or Hub id of a small model with the target's tokenizer. The benchmark
-    measures it as a draft model, too."""
 
 
 class DraftThresholds(ConfigModel):
@@ -138,8 +133,6 @@ class DraftConfig(ConfigModel):
     loss: DraftLossName = "adaptive_kl_tv"
     """forward_kl, or adaptive_kl_tv: from forward KL to total variation as acceptance
     rises (arXiv 2602.23881)."""
-    eta: float = Field(3.0, gt=0)
-    """adaptive_kl_tv: how early the loss moves to total variation."""
     ce_weight: Fraction = 0.1
     """Weight of the cross-entropy on the generated tokens; the distillation loss has
     the weight 1 - ce_weight."""

@@ -31,9 +31,9 @@ class EvaluateConfig(ConfigModel):
 
     thresholds: EvaluationThresholds = EvaluationThresholds()
     """Limits for the current model."""
-    num_tokens: int = Field(16384, ge=1)
+    num_tokens: int = Field(4096, ge=1)
     """Minimum tokens with a loss to evaluate on, if the validation data has as many."""
-    exact_match_samples: int = Field(240, ge=0)
+    exact_match_samples: int = Field(120, ge=0)
     """Maximum examples for exact match, spread over the kinds of examples."""
     exact_match_filter: Literal["none", "flexible-extract"] = "none"
     """What is compared, in the names of lm-evaluation-harness. none: the whole answer,
@@ -41,11 +41,13 @@ class EvaluateConfig(ConfigModel):
     `####` if the answer has it, as in GSM8K; of all examples whose answer has a number.
     """
     exact_match_max_tokens: int = Field(48, ge=1)
-    """Maximum tokens of a generated answer. Answers of GSM8K need about 256."""
+    """Maximum tokens of a generated answer, of samples too. Answers of GSM8K need about
+    256."""
     num_samples: int = Field(4, ge=0)
     """Examples for which the report shows the output of every model."""
-    latency_tokens: int = Field(64, ge=8)
-    """Tokens to generate for the latency measurement."""
+    latency_tokens: int | None = Field(None, ge=8, examples=[64])
+    """Measure time to first token and decoding rate, with answers of this many tokens.
+    None = not measured; `lmx bench` measures them too."""
     tasks: list[str] = Field([], examples=[["arc_easy", "gsm8k"]])
     """lm-evaluation-harness tasks: task names or .yaml files. Needs `pip install
     lmx-toolkit[eval]`."""

@@ -1,13 +1,10 @@
 """The `loss` block of policy optimization, and the `rollouts` block."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from .base import ConfigModel
-
-Lower = Annotated[float, Field(gt=0, lt=1)]
-Upper = Annotated[float, Field(gt=0)]
 
 
 class RolloutConfig(ConfigModel):
@@ -25,10 +22,21 @@ class RolloutConfig(ConfigModel):
     """Optimizer steps on the same completions."""
 
 
-class PolicyLossConfig(ConfigModel):
-    """Keys of all losses of rewards: the clipped policy gradient of completions whose
-    advantage is their reward minus the mean of their group."""
+class GRPOLossConfig(ConfigModel):
+    """Group relative policy optimization (arXiv 2402.03300): clipped policy gradient of
+    the model's own completions. The advantage of a completion is its reward minus the
+    mean of its group, divided by the group's standard deviation."""
 
+    type: Literal["grpo"] = "grpo"
+    """Loss. Default: dpo."""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
+    """grpo: mean over the tokens of a completion, then over completions. dr_grpo: sum
+    over the tokens divided by rollouts.max_tokens, and advantages are not divided by
+    their standard deviation (arXiv 2503.20783). dapo: mean over the tokens of all
+    completions (arXiv 2503.14476)."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """sequence: one probability ratio per completion (GSPO, arXiv 2507.18071, with
+    epsilon 3e-4 and epsilon_high 4e-4)."""
     rewards: list[str] = Field(
         min_length=1, examples=[["exact_match"], ["exact_match", "rewards.py:short"]]
     )
@@ -39,52 +47,13 @@ class PolicyLossConfig(ConfigModel):
     """Seconds that a reward function may take for one completion."""
     beta: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the model before the training, per token."""
-    epsilon: Lower = 0.2
+    epsilon: float = Field(0.2, gt=0, lt=1)
     """Lower clipping of the probability ratio."""
-    epsilon_high: Upper = 0.2
-    """Upper clipping of the probability ratio."""
+    epsilon_high: float | None = Field(None, gt=0)
+    """Upper clipping of the probability ratio. DAPO has 0.28. Default: epsilon."""
 
     @model_validator(mode="after")
     def _check_rewards(self):
         if len(set(self.rewards)) < len(self.rewards):
             raise ValueError("a reward function is named twice")
         return self
-
-
-class GRPOLossConfig(PolicyLossConfig):
-    """Group relative policy optimization (arXiv 2402.03300): clipped policy gradient
-    of the model's own completions, from the difference between their rewards and the
-    mean of their group, divided by its standard deviation. Mean over the tokens of a
-    completion."""
-
-    type: Literal["grpo"] = "grpo"
-    """Loss. Default: dpo."""
-
-
-class DrGRPOLossConfig(PolicyLossConfig):
-    """GRPO without its biases (arXiv 2503.20783): rewards are not divided by their
-    standard deviation, and the sum over tokens is divided by rollouts.max_tokens."""
-
-    type: Literal["dr_grpo"] = "dr_grpo"
-    """Loss. Default: dpo."""
-
-
-class DAPOLossConfig(PolicyLossConfig):
-    """GRPO with the mean over the tokens of all completions, and with a higher upper
-    clipping (arXiv 2503.14476)."""
-
-    type: Literal["dapo"] = "dapo"
-    """Loss. Default: dpo."""
-    epsilon_high: Upper = 0.28
-    """Upper clipping of the probability ratio."""
-
-
-class GSPOLossConfig(PolicyLossConfig):
-    """GRPO with one probability ratio per completion (arXiv 2507.18071)."""
-
-    type: Literal["gspo"] = "gspo"
-    """Loss. Default: dpo."""
-    epsilon: Lower = 3e-4
-    """Lower clipping of the probability ratio."""
-    epsilon_high: Upper = 4e-4
-    """Upper clipping of the probability ratio."""

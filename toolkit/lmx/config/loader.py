@@ -4,6 +4,7 @@ or all its errors."""
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +31,53 @@ class LoadedRecipe:
     """A validated recipe and its source.
 
     Attributes:
-        recipe: the values as given; all texts below are redacted (`redaction.redact`).
+        recipe: the values as given; `text`, `overrides` and `resolved` are redacted
+            (`redaction.redact`).
         name: the stem of the file, which is the name of the run directory.
         path: the file; None = the recipe was given in Python.
-        text: the content of the file, or YAML of the data with its overrides.
-        overrides: the overrides as arguments of the command line.
+        source: the content of the file, or YAML of the data with its overrides.
+        arguments: the overrides as arguments of the command line.
         root: second folder for relative paths, after the working directory.
         data: the data as given, with the overrides.
-        resolved: YAML with all values, which loads to the same recipe.
-        secrets: where a token or a password was redacted, such as "line 3".
     """
 
     recipe: RecipeConfig
     name: str
     path: Path | None
-    text: str
-    overrides: tuple[str, ...]
+    source: str
+    arguments: tuple[str, ...]
     root: Path
     data: dict
-    resolved: str
-    secrets: tuple[str, ...]
+
+    @cached_property
+    def text(self) -> str:
+        """The source."""
+        return redact(self.source)
+
+    @cached_property
+    def overrides(self) -> tuple[str, ...]:
+        """The arguments."""
+        return tuple(map(redact, self.arguments))
+
+    @cached_property
+    def resolved(self) -> str:
+        """YAML with all values, which loads to the same recipe."""
+        values = self.recipe.model_dump(mode="json", exclude={"stages"})
+        stages = [
+            {s.kind: s.config.model_dump(mode="json", by_alias=True)}
+            for s in self.recipe.stages
+        ]
+        return yaml_io.write(redact_values(values | {"stages": stages}))
+
+    @cached_property
+    def secrets(self) -> tuple[str, ...]:
+        """Where a token or a password was redacted, such as "line 3"."""
+        lines = enumerate(self.source.split("\n"), 1)
+        places = [f"line {number}" for number, line in lines if redact(line) != line]
+        # The source of a recipe from Python has the overrides, too.
+        given = self.arguments if self.path else ()
+        keys = (a.partition("=")[0] for a in given if redact(a) != a)
+        return (*places, *(f"the argument {key}" for key in keys))
 
     def find(self, relative: str) -> Path | None:
         """An existing path, from the working directory or else from the root."""
@@ -80,11 +108,8 @@ def load_recipe(
     if not isinstance(document.data, dict):
         raise ConfigErrors(path, text, document.errors or [_not_a_block(document.data)])
     recipe = _validate_document(document, overrides, check, path, text, root)
-    arguments = [*map(shown, overrides)]
-    secrets = _secrets(text, arguments)
-    return _loaded(
-        recipe, document.data, path.stem, path, text, arguments, root, secrets
-    )
+    arguments = tuple(map(shown, overrides))
+    return LoadedRecipe(recipe, path.stem, path, text, arguments, root, document.data)
 
 
 def load_recipe_data(
@@ -110,31 +135,8 @@ def load_recipe_data(
     # Written and read, so that the same recipe in a file cannot differ from it.
     document = yaml_io.read(yaml_io.write(plain))
     recipe = _validate_document(document, overrides, check, None, "", root)
-    # The text has the overrides, too.
-    text = yaml_io.write(document.data)
-    arguments, secrets = [*map(shown, overrides)], _secrets(text, ())
-    return _loaded(recipe, document.data, name, None, text, arguments, root, secrets)
-
-
-def _loaded(
-    recipe: RecipeConfig,
-    data: dict,
-    name: str,
-    path: Path | None,
-    text: str,
-    arguments: list[str],
-    root: Path,
-    secrets: tuple[str, ...],
-) -> LoadedRecipe:
-    stages = [
-        {s.kind: s.config.model_dump(mode="json", by_alias=True)} for s in recipe.stages
-    ]
-    values = recipe.model_dump(mode="json", exclude={"stages"}) | {"stages": stages}
-    resolved = yaml_io.write(redact_values(values))
-    overrides = tuple(map(redact, arguments))
-    return LoadedRecipe(
-        recipe, name, path, redact(text), overrides, root, data, resolved, secrets
-    )
+    text, arguments = yaml_io.write(document.data), tuple(map(shown, overrides))
+    return LoadedRecipe(recipe, name, None, text, arguments, root, document.data)
 
 
 def _validate_document(
@@ -222,14 +224,6 @@ def root_of(recipe: Path) -> Path:
     """The parent of the folder `recipes` with the recipe, else the recipe's folder."""
     parents = recipe.resolve().parents
     return next((p.parent for p in parents if p.name == "recipes"), parents[0])
-
-
-def _secrets(text: str, overrides: Sequence[str]) -> tuple[str, ...]:
-    """The lines and arguments that `redact` changes."""
-    lines = enumerate(text.split("\n"), 1)
-    places = [f"line {number}" for number, line in lines if redact(line) != line]
-    keys = (o.partition("=")[0] for o in overrides if redact(o) != o)
-    return (*places, *(f"the argument {key}" for key in keys))
 
 
 def _not_a_block(data: Any) -> ConfigError:

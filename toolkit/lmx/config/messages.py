@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -116,12 +117,20 @@ def _home_hint(key: str, names: Iterable[str]) -> str | None:
     """The block that has `key`, unless this block has a key of nearly that name."""
     if difflib.get_close_matches(key, names, n=1):
         return None
-    homes = [home for home, _ in keys(RecipeConfig) if home.rpartition(".")[2] == key]
-    if not homes:
+    if not (homes := _homes().get(key)):
         return None
     # lmx itself writes the block `python`.
     home = min(homes, key=lambda name: (name.startswith("python."), name.count(".")))
     return f"'{key}' belongs to {home.rpartition('.')[0] or 'the top level'}"
+
+
+@cache
+def _homes() -> dict[str, list[str]]:
+    """The addresses of every key of the schema by its name."""
+    homes: dict[str, list[str]] = {}
+    for address, _ in keys(RecipeConfig):
+        homes.setdefault(address.rpartition(".")[2], []).append(address)
+    return homes
 
 
 def keys(

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from .quant_spec import FLOAT_MODES, QuantizationConfig, QuantSpec
 
 # Quantizers that can continue from the codes of a quantized model.
-CONTINUES_FROM_CODES = ("lsq", "scales_only", "fixed_scale")
+CONTINUES_FROM_CODES = ("lsq", "fixed_scale")
 # Quantizers of the floating-point modes.
 FLOAT_QUANTIZERS = ("minmax", "fixed_scale")
 
@@ -16,29 +16,20 @@ class QATConfig(QuantizationConfig):
     """Quantization-aware training: the forward pass uses the exported, dequantized
     weights; gradients pass through the rounding (straight-through estimator)."""
 
-    quantizer: (
-        Literal["minmax", "lsq", "scales_only", "fixed_scale", "ternary"] | None
-    ) = None
+    quantizer: Literal["minmax", "lsq", "fixed_scale"] | None = None
     """minmax: MLX's scale and bias of the current weights. lsq: trained scales and
-    biases (LSQ, arXiv 1902.08153). fixed_scale: scales and biases stay as initialized;
-    only codes change. scales_only: codes stay; only scales and biases are trained
-    (EfficientQAT's E2E-QP, arXiv 2407.11062). ternary: 2 bits, levels -1, 0, 1 times
-    a trained scale (ParetoQ, arXiv 2502.02631). lsq, scales_only and fixed_scale can
-    continue from a quantized model. The modes mxfp4, nvfp4 and mxfp8 have minmax and
-    fixed_scale; those of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and
-    mxfp8 (minmax with fake_quant_after_n_steps) and for an adapter on a quantized
-    model; else minmax."""
-    scale_init: Literal["minmax", "mse"] = "mse"
-    """Initial scales and biases. minmax: the range of the weights; mse: the smallest
-    squared rounding error. A quantized model keeps its stored ones."""
+    biases (LSQ, arXiv 1902.08153), which learn at a tenth of learning_rate.
+    fixed_scale: scales and biases stay as initialized; only codes change. lsq and
+    fixed_scale start with the smallest squared rounding error, or continue from a
+    quantized model. The modes mxfp4, nvfp4 and mxfp8 have minmax and fixed_scale; those
+    of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with
+    fake_quant_after_n_steps) and for an adapter on a quantized model; else minmax."""
     latent_init: Literal["codes", "random"] | None = None
     """Initial latent weights when training continues from a quantized model. random:
     anywhere in the rounding intervals of the codes, so that codes change in proportion
     to the updates. codes: the dequantized values (a code changes only after its weight
     moves half a step). Default: codes if the teacher is the unquantized model and the
     only signal, except in mxfp4, nvfp4 and mxfp8; else random."""
-    scale_lr_multiplier: float = Field(0.1, gt=0)
-    """Learning rate of scales and biases divided by `learning_rate`."""
     fake_quant_after_n_steps: int = Field(0, ge=0)
     """Steps in full precision before fake quantization of the trained layers begins.
     Layers that are not trained are quantized from the first step on."""
@@ -57,16 +48,11 @@ class QATConfig(QuantizationConfig):
             return "minmax" if self.fake_quant_after_n_steps else "fixed_scale"
         if spec.mode != "affine":
             return "minmax"
-        if name == "ternary" and spec.bits != 2:
-            return "lsq"
         return name or "minmax"
 
     def learned_per_group(self, spec: QuantSpec) -> int:
         """Trained quantizer parameters per group of a layer."""
-        name = self.quantizer_for(spec)
-        if name in ("minmax", "fixed_scale"):
-            return 0
-        return 1 if name == "ternary" else 2
+        return 2 if self.quantizer_for(spec) == "lsq" else 0
 
     def is_straight_through(self, spec: QuantSpec) -> bool:
         """Whether a weight of a layer has the gradient of its quantized weight."""
@@ -84,29 +70,6 @@ class QATConfig(QuantizationConfig):
     def _check_keys_fit_quantizer(self):
         quantizer = self.quantizer or self.quantizer_for(self)
         self._check_mode(quantizer)
-        if quantizer == "ternary" and self.bits != 2:
-            raise ValueError("quantizer: ternary needs bits: 2")
-        scale_keys = self.scale_init, self.scale_lr_multiplier
-        if quantizer == "minmax" and scale_keys != ("mse", 0.1):
-            raise ValueError(
-                "scale_init and scale_lr_multiplier do not apply to quantizer: minmax"
-            )
-        if quantizer == "fixed_scale" and self.scale_lr_multiplier != 0.1:
-            raise ValueError(
-                "scale_lr_multiplier does not apply to quantizer: fixed_scale, which "
-                "trains no scales"
-            )
-        has_latents = quantizer in ("minmax", "lsq", "fixed_scale")
-        if self.latent_init is not None and not has_latents:
-            raise ValueError(
-                f"latent_init does not apply to quantizer: {quantizer}, which has no "
-                "latent weights that continue from codes"
-            )
-        if self.fake_quant_after_n_steps and quantizer == "scales_only":
-            raise ValueError(
-                "fake_quant_after_n_steps does not apply to quantizer: scales_only, "
-                "which trains no weights"
-            )
         if self.fake_quant_after_n_steps and quantizer == "fixed_scale":
             raise ValueError(
                 "quantizer: fixed_scale sets its scales before the first step: remove "

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from .base import ConfigModel
-from .quant_spec import Bits, FloatMode, KVCacheBits, QuantizationConfig
+from .quant_spec import Bits, KVCacheBits, QuantizationConfig
 
 SMOOTHING_STRENGTH = 0.5
 # In a JSON Schema, of the methods that are not the default: see `QuantizeConfig`.
@@ -52,8 +52,6 @@ class ScaleTuningConfig(ConfigModel):
     top_k: int = Field(256, ge=1)
     """Most probable tokens cached per position. The remaining probability counts as one
     outcome."""
-    temperature: float = Field(1.0, gt=0)
-    """Softmax temperature in training. Above 1, improbable tokens count more."""
 
 
 def _from_bool(value):
@@ -70,30 +68,19 @@ ScaleTuning = Annotated[
 class MixedPrecisionConfig(ConfigModel):
     """Bits and group size of every layer, chosen by measured loss for a target size."""
 
-    target_bpw: float | None = Field(None, gt=0, examples=[3.5])
+    target_bpw: float = Field(gt=0, examples=[3.5])
     """Target bits per weight: bytes of all tensors in the checkpoint times 8, divided
-    by the weights of the model, as in report.json. Give target_bpw or target_bytes."""
-    target_bytes: float | None = Field(None, gt=0)
-    """Target bytes of all tensors in the checkpoint. Give target_bpw or
-    target_bytes."""
+    by the weights of the model, as in report.json."""
     candidate_bits: list[Bits] = Field([2, 3, 4, 5, 6, 8], min_length=1)
     """Bits to choose from."""
     candidate_group_sizes: list[Literal[32, 64, 128]] = Field(
         [32, 64, 128], min_length=1
     )
     """Group sizes to choose from."""
-    candidate_modes: list[FloatMode] = Field([], examples=[["nvfp4"]])
-    """Floating-point modes to choose from as well: mxfp4, nvfp4, mxfp8."""
-
-    @model_validator(mode="after")
-    def _check_one_target(self):
-        if (self.target_bpw is None) == (self.target_bytes is None):
-            raise ValueError("give either target_bpw or target_bytes")
-        return self
 
     def max_bytes(self, num_weights: int) -> int:
         """Maximum bytes of a checkpoint with `num_weights` weights."""
-        return int(self.target_bytes or self.target_bpw * num_weights / 8)
+        return int(self.target_bpw * num_weights / 8)
 
 
 class KVCacheConfig(ConfigModel):
@@ -205,7 +192,6 @@ EFFORTS: dict[str, dict[str, Any]] = {
         "rollback_if_worse": False,
     },
     "standard": {},
-    "best": {"refine_iters": 3, "scale_tuning": {}},
 }
 
 
@@ -215,11 +201,10 @@ class GPTQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
 
     method: Literal["gptq"] = "gptq"
     """Quantization method."""
-    effort: Literal["fast", "standard", "best"] = "standard"
+    effort: Literal["fast", "standard"] = "standard"
     """Time to spend; it sets the keys that the recipe does not name. fast: one pass of
-    GPTQ, with refine_iters 0, output_hessian false and rollback_if_worse false.
-    standard: the defaults. best: refine_iters 3 and, in mode affine, scale_tuning;
-    several times slower."""
+    GPTQ, with refine_iters 0, output_hessian false and rollback_if_worse false, in half
+    of the time. standard: the defaults."""
     dampening_frac: float = Field(0.1, gt=0, le=1)
     """Initial Hessian dampening, as a fraction of the mean of its diagonal."""
     refine_iters: int = Field(1, ge=0)
@@ -238,10 +223,7 @@ class GPTQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
     @classmethod
     def _set_effort(cls, value):
         if isinstance(value, dict) and isinstance(value.get("effort"), str):
-            keys = EFFORTS.get(value["effort"], {}) | value
-            if value.get("mode", "affine") != "affine" and "scale_tuning" not in value:
-                keys["scale_tuning"] = None
-            return keys
+            return EFFORTS.get(value["effort"], {}) | value
         return value
 
 

@@ -5,29 +5,13 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from .base import ConfigModel
-from .grpo import (
-    DAPOLossConfig,
-    DrGRPOLossConfig,
-    GRPOLossConfig,
-    GSPOLossConfig,
-    PolicyLossConfig,
-    RolloutConfig,
-)
+from .grpo import GRPOLossConfig, RolloutConfig
 from .lora import LoRAConfig
 from .preference import PreferenceLossConfig
 from .qat import QATConfig
 
-BETAS = {"beta1", "beta2"}
-# Keys that only some optimizers have.
-OPTIMIZER_KEYS = {
-    "adamw": BETAS,
-    "adamw_8bit": BETAS,
-    "adafactor": set(),
-    "lion": BETAS,
-    "lion_8bit": BETAS,
-    "muon": {*BETAS, "momentum"},
-    "sgd": {"momentum"},
-}
+# Optimizers without beta1 and beta2.
+WITHOUT_BETAS = ("adafactor", "sgd")
 # Optimizers that update each parameter from its own gradient, so that shards suffice.
 ELEMENTWISE = ("adamw", "adamw_8bit", "lion", "lion_8bit", "sgd")
 # Above MANY_LOGITS per batch, the loss is computed in chunks of CHUNK_LOGITS.
@@ -36,7 +20,7 @@ MANY_LOGITS, CHUNK_LOGITS = 1 << 27, 1 << 24
 CACHED_LOGITS = 1 << 22
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "cakld"]
+DivergenceName = Literal["forward_kl", "reverse_kl"]
 
 
 def loss_chunk(vocabulary: int, *, on_cpu: bool) -> int:
@@ -56,14 +40,7 @@ def _default_to_dpo(value):
 
 
 LossConfig = Annotated[
-    Annotated[
-        PreferenceLossConfig
-        | GRPOLossConfig
-        | DrGRPOLossConfig
-        | DAPOLossConfig
-        | GSPOLossConfig,
-        Field(discriminator="type"),
-    ],
+    Annotated[PreferenceLossConfig | GRPOLossConfig, Field(discriminator="type")],
     BeforeValidator(_default_to_dpo),
 ]
 
@@ -86,9 +63,7 @@ class TeacherConfig(ConfigModel):
     """A folder or Hub id of a model with the same tokenizer. Default: the unquantized
     model from which the stage starts."""
     loss: DivergenceName = "forward_kl"
-    """forward_kl: KL(teacher || student). reverse_kl: KL(student || teacher). jsd:
-    Jensen-Shannon divergence. cakld: forward and reverse KL, mixed by the teacher's
-    confidence in the training data (arXiv 2402.10631)."""
+    """forward_kl: KL(teacher || student). reverse_kl: KL(student || teacher)."""
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature of teacher and student."""
     ce_weight: float = Field(0.0, ge=0, lt=1)
@@ -182,11 +157,10 @@ class TrainConfig(ConfigModel):
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay of matrices. Norms and biases have none."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the first moment in adamw, lion and the adamw part of muon."""
+    """Decay of the first moment in adamw, lion and the adamw part of muon. muon and
+    sgd have a momentum of 0.95."""
     beta2: float = Field(0.95, ge=0, lt=1)
     """Decay of the second moment, as beta1. 0.99 is usual for lion."""
-    momentum: float = Field(0.95, ge=0, lt=1)
-    """Momentum of muon and sgd."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Maximum gradient norm. null = no clipping."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -244,8 +218,6 @@ class TrainConfig(ConfigModel):
             )
 
     def _check_qat(self, qat: QATConfig):
-        if qat.quantizer == "scales_only" and self.adapter:
-            raise ValueError("quantizer: scales_only trains no weights: remove adapter")
         start = qat.fake_quant_after_n_steps
         if start and (self.load_best_at_end or self.early_stopping_patience):
             raise ValueError(
@@ -299,16 +271,16 @@ class TrainConfig(ConfigModel):
 
     def _check_optimizer_keys(self):
         changed = self._non_default_keys
-        unused = (BETAS | {"momentum"}) - OPTIMIZER_KEYS[self.optimizer]
-        if names := sorted(unused & changed):
-            raise ValueError(f"{self.optimizer} has no {names[0]}")
+        betas = sorted({"beta1", "beta2"} & changed)
+        if betas and self.optimizer in WITHOUT_BETAS:
+            raise ValueError(f"{self.optimizer} has no {betas[0]}")
         if self.lr_schedule != "warmup-stable-decay" and "decay_ratio" in changed:
             raise ValueError("decay_ratio needs lr_schedule: warmup-stable-decay")
 
     @property
     def is_policy_optimization(self) -> bool:
         """Whether the loss is one of rewards."""
-        return isinstance(self.loss, PolicyLossConfig)
+        return isinstance(self.loss, GRPOLossConfig)
 
     @property
     def sequences_per_example(self) -> int:

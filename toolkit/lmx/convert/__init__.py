@@ -1,1 +1,1 @@
-"""Checkpoint formats: importers, exporters and GGUF."""
+"""Checkpoint formats: GPTQ, AWQ, compressed-tensors, GGUF, PEFT, Hugging Face."""

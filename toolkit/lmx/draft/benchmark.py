@@ -21,7 +21,7 @@ from .candidates import Candidate, all_acceptance_probs
 from .cost_model import SpeculationCosts
 
 STANDARD, PROMPT_LOOKUP = "standard", "prompt_lookup"
-BASELINE_MODEL, DRAFT = "baseline_model", "draft"
+DRAFT = "draft"
 
 
 def decoding_modes(temperature: float, seed: int) -> dict[str, Sampling]:
@@ -58,7 +58,7 @@ class DecodingStats:
 
 
 DecoderStats = dict[str, DecodingStats]
-"""Statistics by decoder: standard, prompt lookup, baseline model and draft."""
+"""Statistics by decoder: standard, prompt lookup and draft."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,11 @@ class _Completion:
 
 
 class DraftBenchmark:
-    """Decodes prompts without a draft, with prompt lookup, and with draft models.
+    """Decodes prompts without a draft, with prompt lookup, and with a draft model.
 
     Args:
         target: maps tokens [B, L] and a list of caches to logits [B, L, V].
         prompt_sets: prompt tokens by the name of the prompt set.
-        baseline_model: another draft model to compare with.
         logger: shows the progress. None = none is shown.
     """
 
@@ -129,11 +128,10 @@ class DraftBenchmark:
         prompt_sets: Mapping[str, Sequence[Sequence[int]]],
         *,
         max_tokens: int,
-        baseline_model: MeasuredCandidate | None = None,
         logger: RunLogger | None = None,
     ):
         self.logger = logger or NullLogger()
-        self.target, self.draft, self.baseline_model = target, draft, baseline_model
+        self.target, self.draft = target, draft
         self.tokenizer = tokenizer
         self.set_names = [
             name for name, prompts in prompt_sets.items() for _ in prompts
@@ -159,14 +157,6 @@ class DraftBenchmark:
         completions[PROMPT_LOOKUP] = self._decode(
             lambda _: PromptLookupProposer(), best, sampling
         )
-        if baseline := self.baseline_model:
-            other = all_acceptance_probs(references, baseline.candidate)
-            num_draft_tokens[BASELINE_MODEL], _ = baseline.costs.best_draft_length(
-                predict_accepted_lengths(other), mean_length
-            )
-            completions[BASELINE_MODEL] = self._decode_with(
-                baseline, num_draft_tokens[BASELINE_MODEL], sampling
-            )
         completions[DRAFT] = self._decode_with(self.draft, best, sampling)
         first_probs = np.concatenate([*(p[:, 0] for p in probs), []])
         return DraftBenchmarkResult(

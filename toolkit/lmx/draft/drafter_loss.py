@@ -16,6 +16,10 @@ from .losses import DraftLoss, distribution_overlap
 MIN_COVERED = -20.0
 
 
+# Weight of a draft token in the loss, relative to the one before it.
+POSITION_DECAY = 0.8
+
+
 class DraftVocabulary:
     """Translates tokens and targets to the draft ids of a drafter.
 
@@ -77,9 +81,9 @@ class DraftVocabulary:
 class DrafterLoss:
     """Weighted sum of the losses of draft tokens 1 to K, a loss of `TrainStep`.
 
-    Draft token j has the weight position_decay^(j - 1), as in arXiv 2503.01840: a later
-    one is used only if all before it are accepted. The sum of the weights is the count
-    that the loss is divided by.
+    Draft token j has the weight `POSITION_DECAY`^(j - 1), as in arXiv 2503.01840: a
+    later one is used only if all before it are accepted. The sum of the weights is the
+    count that the loss is divided by.
 
     Args:
         config: of the draft stage.
@@ -94,9 +98,8 @@ class DrafterLoss:
 
     def __init__(self, config: DraftConfig, *, chunk: int):
         self.num_draft_tokens = config.drafter.num_draft_tokens
-        self.decay = config.drafter.position_decay
         self.cross_entropy = config.ce_weight
-        self.divergence = DraftLoss(config.loss, eta=config.eta).measure
+        self.divergence = DraftLoss(config.loss).measure
         self.chunk = chunk
         self.metric_names = [
             f"acceptance_{position + 1}" for position in range(self.num_draft_tokens)
@@ -132,7 +135,7 @@ class DrafterLoss:
         positions, valid, hidden = columns
         labels = [label.flatten(0, 1)[positions] for label in labels]
         losses, overlaps, counts = self._sums(model, hidden, valid, labels)
-        weights = mx.array([self.decay**j for j in range(self.num_draft_tokens)])
+        weights = mx.array([POSITION_DECAY**j for j in range(self.num_draft_tokens)])
         metrics = mx.stack([overlaps, counts])
         return (weights * losses).sum(), (weights * counts).sum(), metrics
 

@@ -12,7 +12,6 @@ from ..config.draft import DraftLossName
 from ..data.batching import Batch
 from ..training.distillation import (
     DIVERGENCES,
-    DivergenceFn,
     TopKDistribution,
     divergence_sum,
     student_distribution,
@@ -20,6 +19,9 @@ from ..training.distillation import (
 )
 from ..training.losses import cross_entropy_sum
 from ..training.teacher_targets import TeacherTarget
+
+# How early `adaptive_kl_tv` moves to total variation.
+ETA = 3.0
 
 
 def total_variation(
@@ -30,26 +32,23 @@ def total_variation(
     return losses, mx.where(losses > 0, -student.probs, 0.0)
 
 
-def adaptive_kl_tv(eta: float) -> DivergenceFn:
+def adaptive_kl_tv(
+    teacher: TopKDistribution, student: TopKDistribution
+) -> tuple[mx.array, mx.array]:
     """Moves from forward KL to total variation as the acceptance rate rises.
 
     lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha) (arXiv 2602.23881). Here
     alpha is computed per position, so that the loss does not depend on the batch.
     """
-
-    def measure(
-        teacher: TopKDistribution, student: TopKDistribution
-    ) -> tuple[mx.array, mx.array]:
-        overlap = mx.minimum(teacher.probs, student.probs)
-        weight = mx.exp(-eta * overlap.sum(axis=-1, keepdims=True))
-        kl = DIVERGENCES["forward_kl"](teacher, student)
-        tv = total_variation(teacher, student)
-        losses, gradients = (
-            weight * k + (1 - weight) * t for k, t in zip(kl, tv, strict=True)
-        )
-        return losses, gradients
-
-    return measure
+    overlap = mx.minimum(teacher.probs, student.probs)
+    weight = mx.exp(-ETA * overlap.sum(axis=-1, keepdims=True))
+    pairs = zip(
+        DIVERGENCES["forward_kl"](teacher, student),
+        total_variation(teacher, student),
+        strict=True,
+    )
+    losses, gradients = (weight * k + (1 - weight) * t for k, t in pairs)
+    return losses, gradients
 
 
 class DraftLoss:
@@ -57,15 +56,12 @@ class DraftLoss:
 
     Args:
         loss: name of the divergence.
-        eta: of `adaptive_kl_tv`.
         cross_entropy: weight of the cross-entropy. The divergence has the remaining
             weight.
     """
 
-    def __init__(
-        self, loss: DraftLossName, *, eta: float = 3.0, cross_entropy: float = 0.0
-    ):
-        self.measure = DIVERGENCES.get(loss) or adaptive_kl_tv(eta)
+    def __init__(self, loss: DraftLossName, *, cross_entropy: float = 0.0):
+        self.measure = DIVERGENCES.get(loss) or adaptive_kl_tv
         self.cross_entropy = cross_entropy
 
     def labels(self, inputs, documents, target: tuple) -> tuple:

@@ -1,1 +1,1 @@
-"""Measurements of models."""
+"""Measurements: perplexity, divergence, exact match, lm-eval, latency, gap recovery."""

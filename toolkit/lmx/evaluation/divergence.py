@@ -9,6 +9,7 @@ import numpy as np
 
 from ..data.batching import Batch
 from ..data.sequence_mean import mean_over_sequences
+from .perplexity import Perplexity, perplexity_of, sequence_losses
 
 # The same for all runs, so that histograms are comparable.
 KL_EDGES = tuple(10.0**power for power in np.arange(-6, 1.25, 0.25).tolist())
@@ -27,6 +28,8 @@ class Divergence:
             include values outside the edges.
         agreement_by_confidence: `edges` of the reference's largest probability, n;
             `positions` per bin, and `agreed` of them, n - 1 each.
+        perplexity: that of the model, from the same pass.
+        sequence_kl: summed KL of every sequence, float64 [sequences].
     """
 
     kl_mean: float
@@ -35,31 +38,45 @@ class Divergence:
     top1_agreement: float
     kl_histogram: dict[str, list]
     agreement_by_confidence: dict[str, list]
+    perplexity: Perplexity
+    sequence_kl: np.ndarray
+
+    @property
+    def figures(self) -> dict:
+        """The entries of report.json."""
+        others = ("perplexity", "sequence_kl")
+        return {name: v for name, v in vars(self).items() if name not in others}
 
 
 def measure_divergence(
     reference: nn.Module, model: nn.Module, batches: Iterable[Batch]
 ) -> Divergence:
-    """Compare two models with the same vocabulary on the same batches."""
+    """Compare two models with the same vocabulary, in one pass of each per batch.
+
+    Raises:
+        UserError: a prediction of `model` is NaN (exit code 1).
+    """
 
     @mx.compile
-    def compare(tokens):
-        p, q = (
-            nn.log_softmax(m(tokens[:, :-1]).astype(mx.float32))
-            for m in (reference, model)
+    def compare(tokens, mask):
+        before, after = (
+            m(tokens[:, :-1]).astype(mx.float32) for m in (reference, model)
         )
+        p, q = nn.log_softmax(before), nn.log_softmax(after)
         kl = mx.maximum((mx.exp(p) * (p - q)).sum(axis=-1), 0.0)
         agrees = mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)
-        return kl, agrees, mx.exp(p.max(axis=-1))
+        losses = sequence_losses(after, tokens, mask)
+        return kl, agrees, mx.exp(p.max(axis=-1)), *losses
 
-    parts, sums, counts = [], [], []
+    parts, sums, losses = [], [], []
     for batch in batches:
-        kl, agrees, confidence = map(np.array, compare(batch.tokens))
+        kl, agrees, confidence, *loss = map(np.array, compare(batch.tokens, batch.mask))
         kl, mask = kl.astype(np.float64), np.array(batch.mask)
         parts.append((kl[mask], agrees[mask], confidence[mask]))
         sums.append((kl * mask).sum(axis=1))
-        counts.append(mask.sum(axis=1))
-    mean, stderr = mean_over_sequences(np.concatenate(sums), np.concatenate(counts))
+        losses.append(loss)
+    perplexity, sequence_kl = perplexity_of(losses), np.concatenate(sums)
+    mean, stderr = mean_over_sequences(sequence_kl, perplexity.sequence_tokens)
     kl, agrees, confidence = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Divergence(
         mean,
@@ -72,6 +89,8 @@ def measure_divergence(
             "positions": _counts(confidence, CONFIDENCE_EDGES),
             "agreed": _counts(confidence[agrees], CONFIDENCE_EDGES),
         },
+        perplexity,
+        sequence_kl,
     )
 
 

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import sqrt
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from ..data.batching import Batch
 from ..data.sequence_mean import mean_over_sequences
+from .divergence import measure_divergence
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,9 @@ def measure_per_sequence(
 ) -> PerSequenceSums:
     """Sums of all sequences with trained tokens, in the order of the batches."""
 
-    @mx.compile
-    def sums(tokens, mask):
-        p, q = (
-            nn.log_softmax(m(tokens[:, :-1]).astype(mx.float32))
-            for m in (reference, model)
-        )
-        chosen = mx.take_along_axis(q, tokens[:, 1:, None], axis=-1).squeeze(-1)
-        kl = (mx.exp(p) * (p - q)).sum(axis=-1)
-        parts = mx.where(mask, -chosen, 0.0), mx.where(mask, kl, 0.0), mask
-        return [part.sum(axis=1) for part in parts]
-
-    results = [
-        [np.array(part, np.float64) for part in sums(batch.tokens, batch.mask)]
-        for batch in batches
-    ]
-    columns = [np.concatenate(column) for column in zip(*results, strict=True)]
+    result = measure_divergence(reference, model, batches)
+    losses = result.perplexity
+    columns = losses.sequence_losses, result.sequence_kl, losses.sequence_tokens
     return PerSequenceSums(*(column[columns[-1] > 0] for column in columns))
 
 

@@ -29,31 +29,34 @@ BenchmarkArms = dict[str, Callable[[], Generator]]
 
 
 def measure_latency(
-    generator: Generator,
+    arms: BenchmarkArms,
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int = 64,
     repeats: int = 3,
-) -> dict[str, dict[str, float]]:
-    """Time every prompt `repeats` times, after one warm-up run.
+) -> dict[str, dict]:
+    """Time every prompt `repeats` times with every arm, after one warm-up run.
 
     Every run decodes exactly `max_tokens` (at least 2), past any end of sequence.
 
     Returns:
-        `ttft_ms`, `prefill_tokens_per_second`, `decode_tokens_per_second`, each as
-        {p50, p90, p99}: see `percentiles`.
+        The entries of report.json: `generation` of the first arm, each rate as
+        {p50, p90, p99} (see `percentiles`), and `speculation` of the others by name.
     """
-
-    def run(prompt) -> GenerationResult:
-        return generator.generate(prompt, max_tokens=max_tokens, stop_tokens=())
-
-    run(prompts[0])
-    runs = [run(prompt) for _ in range(repeats) for prompt in prompts]
-    rates = {
-        rate: percentiles([getattr(r, rate) for r in runs], more_is_better=True)
-        for rate in RATES
+    measured = [BenchmarkArm(name, make()) for name, make in arms.items()]
+    for number in range(repeats + 1):
+        for arm in measured:
+            for prompt in prompts[: None if number else 1]:
+                arm.run([[*prompt]], max_tokens, is_warmup=number == 0)
+    first, *others = (arm.result(measured[0], with_parity=False) for arm in measured)
+    names = ("acceptance_rate", "accepted_length", "acceptance_rate_by_position")
+    return {
+        "generation": {name: first[name] for name in ("ttft_ms", *RATES)},
+        "speculation": {
+            arm.name: {name: result[name] for name in (*names, "speedup")}
+            for arm, result in zip(measured[1:], others, strict=True)
+        },
     }
-    return {"ttft_ms": percentiles([r.ttft_ms for r in runs])} | rates
 
 
 def percentiles(
@@ -63,36 +66,6 @@ def percentiles(
     return {
         f"p{p}": float(np.percentile(values, 100 - p if more_is_better else p))
         for p in PERCENTILES
-    }
-
-
-def measure_speculation(
-    generator: Generator,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int = 64,
-    plain: float,
-) -> dict[str, float | list[float] | None]:
-    """How much a generator gains from its proposer, after one warm-up run.
-
-    Args:
-        plain: tokens per second decoded without it.
-
-    Returns:
-        `acceptance_rate`, `accepted_length` (both None without draft tokens),
-        `acceptance_rate_by_position`, a list, and `speedup`.
-    """
-    stats, rates = SpeculativeStats(), []
-    for number, prompt in enumerate([prompts[0], *prompts]):
-        run = generator.generate(prompt, max_tokens=max_tokens, stop_tokens=())
-        if number:
-            rates.append(run.decode_tokens_per_second)
-            stats.merge(generator.speculative_stats)
-    return {
-        "acceptance_rate": stats.acceptance_rate,
-        "acceptance_rate_by_position": stats.acceptance_rate_by_position,
-        "accepted_length": stats.accepted_length,
-        "speedup": percentiles(rates)["p50"] / plain,
     }
 
 
@@ -187,7 +160,7 @@ def run_benchmark(
         `prompt_tokens`, `batch_size`, `decoder`, `ttft_ms`, `prefill_tokens_per_second`
         and `decode_tokens_per_second` (each {p50, p90, p99}), `peak_memory_gb`,
         `speedup` over the first arm and, with a proposer, `acceptance_rate`,
-        `accepted_length` and perhaps `parity`.
+        `accepted_length`, `acceptance_rate_by_position` and perhaps `parity`.
     """
     for length in plan.prompt_lengths:
         for size in plan.batch_sizes:
@@ -256,6 +229,8 @@ class BenchmarkArm:
             return result
         result["acceptance_rate"] = self._stats.acceptance_rate
         result["accepted_length"] = self._stats.accepted_length
+        by_position = self._stats.acceptance_rate_by_position
+        result["acceptance_rate_by_position"] = by_position
         if with_parity:
             prompt, last = self._last
             cache = self._generator.new_cache()

@@ -46,6 +46,20 @@ class Perplexity:
         return ratio, ratio * stderr
 
 
+def sequence_losses(
+    logits: mx.array, tokens: mx.array, mask: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Summed loss and trained tokens of every sequence, from float32 logits [B, L, V].
+
+    Args:
+        tokens: [B, L + 1].
+        mask: the trained positions, [B, L].
+    """
+    chosen = mx.take_along_axis(logits, tokens[:, 1:, None], axis=-1).squeeze(-1)
+    losses = mx.where(mask, mx.logsumexp(logits, axis=-1) - chosen, 0.0)
+    return losses.sum(axis=1), mask.sum(axis=1)
+
+
 def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity:
     """Perplexity of a model, with equal weight for every trained token.
 
@@ -57,21 +71,20 @@ def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity
     """
 
     @mx.compile
-    def sequence_losses(tokens, mask):
-        logits = model(tokens[:, :-1]).astype(mx.float32)
-        chosen = mx.take_along_axis(logits, tokens[:, 1:, None], axis=-1).squeeze(-1)
-        losses = mx.where(mask, mx.logsumexp(logits, axis=-1) - chosen, 0.0)
-        return losses.sum(axis=1), mask.sum(axis=1)
+    def sums(tokens, mask):
+        return sequence_losses(model(tokens[:, :-1]).astype(mx.float32), tokens, mask)
 
     # np.array waits for every batch, so that only one is in memory.
-    pairs = [
-        [
-            np.array(sums, np.float64)
-            for sums in sequence_losses(batch.tokens, batch.mask)
-        ]
-        for batch in batches
-    ]
-    losses, counts = (np.concatenate(sums) for sums in zip(*pairs, strict=True))
+    return perplexity_of(
+        [[*map(np.array, sums(batch.tokens, batch.mask))] for batch in batches]
+    )
+
+
+def perplexity_of(sums: list[list[np.ndarray]]) -> Perplexity:
+    """The perplexity of batches, from the `sequence_losses` of each; else as above."""
+    losses, counts = (
+        np.concatenate(column).astype(np.float64) for column in zip(*sums, strict=True)
+    )
     mean, stderr = mean_over_sequences(losses, counts)
     if isnan(mean):
         raise nan_predictions("the model")

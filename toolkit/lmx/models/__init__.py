@@ -1,1 +1,1 @@
-"""Models: loading, building, adapting, quantizing while training."""
+"""Models: loader, checkpoint files, hooks, from-scratch models, LoRA and drafters."""

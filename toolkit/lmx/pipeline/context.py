@@ -28,7 +28,7 @@ from ..run.logger import RunLogger
 from ..run.report import REPORT
 from .extensions import Extensions
 
-PATHS = ("model", "reference", "adapters", "draft")
+PATHS = ("model", "reference", "adapters", "draft", "rounded")
 
 # The folder of the draft model in the run directory.
 DRAFT_FOLDER = "draft"
@@ -46,6 +46,7 @@ class ModelArtifact:
         facts: how the model was made, for the report and the model card.
         draft: folder of the draft model distilled from it, if any.
         published: folders that exports left beside the model.
+        rounded: the reference rounded to nearest, to compare the model with, if any.
     """
 
     model: Path
@@ -54,6 +55,7 @@ class ModelArtifact:
     facts: dict = field(default_factory=dict)
     draft: Path | None = None
     published: tuple[Path, ...] = ()
+    rounded: Path | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -61,7 +63,7 @@ class ModelArtifact:
 
     def folders_in(self, output: Path) -> list[Path]:
         """The artifact's folders inside the run directory, which have hashes."""
-        folders = {self.model, self.reference, self.adapters, self.draft}
+        folders = {getattr(self, name) for name in PATHS}
         folders = {*folders, *self.published} - {None}
         return sorted(path for path in folders if path.is_relative_to(output))
 

@@ -78,6 +78,9 @@ def nearest(steps, top):
     return (codes + ROUNDER) - ROUNDER if on_cpu() else mx.round(codes)
 
 
+@gpu_kernels.on_gpu_by(
+    "fit_grid", shrink_factors=SHRINK_FACTORS, iterations=LEAST_SQUARES_ITERS
+)
 def fit_grid(weight, cost, levels: float, dtype: mx.Dtype):
     """Fit scales and biases of groups; a group is a column of the arrays.
 
@@ -96,9 +99,6 @@ def fit_grid(weight, cost, levels: float, dtype: mx.Dtype):
     Returns:
         Scales and biases, float32 [N], of values that `dtype` can represent.
     """
-    if gpu_kernels.on_gpu():
-        search = {"shrink_factors": SHRINK_FACTORS, "iterations": LEAST_SQUARES_ITERS}
-        return gpu_kernels.fit_grid(weight, cost, levels, dtype, **search)
     low, high = weight.min(axis=0), weight.max(axis=0)
     scale = (high - low) / (levels - 1)
     scale, bias = round_to_dtype(scale, dtype), round_to_dtype(low, dtype)

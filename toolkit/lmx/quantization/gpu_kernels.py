@@ -2,11 +2,15 @@
 
 A thread takes one row of the weight through all columns of the group. In MLX's own
 functions, the same takes several kernels for every column. The bodies are plain C that
-Metal, CUDA and a C++ compiler understand; the tests run them with the latter.
+Metal, CUDA and a C++ compiler understand; the tests run them with the latter. The first
+call of a kernel is checked against the functions that it replaces.
 """
 
-from functools import cache
+import warnings
+from collections.abc import Callable
+from functools import cache, wraps
 from math import ceil
+from typing import Any
 
 import mlx.core as mx
 
@@ -14,6 +18,9 @@ from ..models.float_formats import FloatFormat
 
 # Threads that share their registers: each needs a few hundred bytes for its group.
 THREADS = 64
+# Differences of a right kernel: another order of sums makes other choices between
+# candidates that are nearly as good, in less than this share of the values.
+TOLERANCE, SHARE = 1e-3, 0.1
 
 METAL = """
 #define FUNCTION inline
@@ -218,6 +225,69 @@ def on_gpu() -> bool:
     return mx.default_device().type == mx.gpu
 
 
+def on_gpu_by(name: str, **settings: Any) -> Callable:
+    """Decorator: on a GPU, a function of this module computes what the decorated one
+    does, if its first result for such arguments is the same.
+
+    Args:
+        settings: keyword arguments of the function of this module alone.
+    """
+
+    def decorate(plain: Callable) -> Callable:
+        @wraps(plain)
+        def call(*arguments: Any) -> Any:
+            if not on_gpu():
+                return plain(*arguments)
+            # What the source of the kernel depends on.
+            kinds = (a for a in arguments[1:] if not isinstance(a, mx.array))
+            key = name, arguments[0].shape[0], *map(repr, kinds)
+            kernel = globals()[name]
+            if key not in _is_right:
+                _is_right[key] = _check(name, plain, kernel, arguments, settings)
+            if _is_right[key]:
+                return kernel(*arguments, **settings)
+            return plain(*arguments)
+
+        return call
+
+    return decorate
+
+
+# By kernel and kind of its arguments.
+_is_right: dict[tuple, bool] = {}
+
+
+def _check(name, plain, kernel, arguments: tuple, settings: dict) -> bool:
+    """Whether a kernel runs and agrees with the plain operations; else warn."""
+    try:
+        found = kernel(*arguments, **settings)
+        mx.eval(found)
+    except (RuntimeError, ValueError) as error:
+        reason = f"it fails with: {error}"
+    else:
+        share = _share_of_differences(plain(*arguments), found)
+        if share <= SHARE:
+            return True
+        reason = f"{share:.0%} of its values are wrong"
+    warnings.warn(
+        f"the GPU kernel {name} is not used, because {reason}. The same operations of "
+        "MLX replace it; quantization is slower.",
+        stacklevel=4,
+    )
+    return False
+
+
+def _share_of_differences(expected, found) -> float:
+    """Of the output with most differences."""
+    outputs = (x if isinstance(x, tuple) else (x,) for x in (expected, found))
+    shares = []
+    for right, other in zip(*outputs, strict=True):
+        limit = TOLERANCE * mx.abs(right).max()
+        # A NaN is no number within the limit.
+        shares.append(1 - (mx.abs(right - other) <= limit).mean().item())
+    return max(shares)
+
+
 def fit_grid(
     weight: mx.array,
     cost: mx.array,
@@ -237,13 +307,13 @@ def fit_grid(
 def fit_scale(
     weight: mx.array,
     cost: mx.array,
-    middle: float,
+    form: Any,
     *,
     shrink_factors: tuple[float, ...],
     iterations: int,
 ) -> mx.array:
-    """`gguf_solver.fit_scale` in one kernel."""
-    inputs, template = _search(weight, cost, middle, shrink_factors, iterations)
+    """`gguf_solver.fit_scale` of a `BlockFormat` in one kernel."""
+    inputs, template = _search(weight, cost, form.middle, shrink_factors, iterations)
     (scale,) = _launch("fit_scale", inputs, template, [weight.shape[1:]])
     return scale
 

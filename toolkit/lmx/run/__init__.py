@@ -1,1 +1,1 @@
-"""The run folder and everything that is written into it."""
+"""The run directory: manifest, whole files, logger, trackers, report, process group."""

@@ -49,6 +49,7 @@ class StageResult(BaseModel):
     reference: RelativePath | None
     adapters: RelativePath | None
     draft: RelativePath | None
+    rounded: RelativePath | None
     facts: dict[str, Any]
     published: list[RelativePath]
 

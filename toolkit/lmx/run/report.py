@@ -101,6 +101,8 @@ class Training(_Entry):
     steps: Integer | None = None
     trained_tokens: Integer | None = None
     trained_parameters: Integer | None = None
+    changed_codes: Integer | None = None
+    codes: Integer | None = None
     method: str | None = None
     gap_recovered: RecoveredGap | None = None
 

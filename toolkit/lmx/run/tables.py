@@ -124,10 +124,12 @@ def metrics_of(models: list[dict]) -> list[Metric]:
 
 
 def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the metrics, one column per model."""
+    """Columns and rows of the measured metrics, one column per model."""
+    entries = [*models.values()]
     rows = [
-        [metric.label, *(metric.show(figures) for figures in models.values())]
-        for metric in metrics_of([*models.values()])
+        [metric.label, *(metric.show(figures) for figures in entries)]
+        for metric in metrics_of(entries)
+        if any(metric.value(figures) is not None for figures in entries)
     ]
     return ["", *models], rows
 

@@ -1,1 +1,1 @@
-"""The training loop and its parts."""
+"""The training loop: steps, checkpoints, optimizers, losses, distillation, FSDP."""

@@ -43,7 +43,6 @@ def divergence_sum(
     mask: mx.array | None = None,
     *,
     divergence: DivergenceName | DivergenceFn = "forward_kl",
-    confidence: mx.array | float = 0.0,
     temperature: float = 1.0,
 ) -> mx.array:
     """Summed divergence of the student from the teacher, in nats and float32.
@@ -55,15 +54,10 @@ def divergence_sum(
         target: of the same positions, at the same temperature.
         mask: bool [...], True where a position counts; None = everywhere.
         divergence: "forward_kl" is KL(teacher || student), "reverse_kl" is KL(student
-            || teacher), "jsd" the mean of both KLs to the mean of the distributions,
-            "cakld" a mix of both by `confidence`; or a function.
-        confidence: weight of the reverse KL in "cakld": the mean probability that the
-            teacher gives the true tokens (arXiv 2402.10631).
+            || teacher); or a function.
         temperature: divides the logits.
     """
-    function = divergence
-    if not callable(function):
-        function = DIVERGENCES.get(divergence) or _cakld(confidence)
+    function = divergence if callable(divergence) else DIVERGENCES[divergence]
     logits = logits.astype(mx.float32) / temperature
     if mask is None:
         mask = mx.ones(logits.shape[:-1], mx.bool_)
@@ -158,33 +152,9 @@ def _reverse_kl(
     return losses, losses + student.probs
 
 
-def _jsd(
-    teacher: TopKDistribution, student: TopKDistribution
-) -> tuple[mx.array, mx.array]:
-    mean = mx.log(mx.maximum((teacher.probs + student.probs) / 2, MIN_SUM))
-    of_teacher = teacher.probs * (teacher.log_probs - mean)
-    of_student = student.probs * (student.log_probs - mean)
-    return (of_teacher + of_student) / 2, of_student / 2
-
-
-def _cakld(confidence: mx.array | float) -> DivergenceFn:
-    def divergence(
-        teacher: TopKDistribution, student: TopKDistribution
-    ) -> tuple[mx.array, mx.array]:
-        reverse, forward = _reverse_kl(teacher, student), _forward_kl(teacher, student)
-        losses, derivatives = (
-            confidence * r + (1 - confidence) * f
-            for r, f in zip(reverse, forward, strict=True)
-        )
-        return losses, derivatives
-
-    return divergence
-
-
 DIVERGENCES: dict[str, DivergenceFn] = {
     "forward_kl": _forward_kl,
     "reverse_kl": _reverse_kl,
-    "jsd": _jsd,
 }
 
 
@@ -230,18 +200,11 @@ class DistillationLoss:
 
     Args:
         online: the teacher; None = batches hold its predictions.
-        confidence: see `divergence_sum`.
     """
 
-    def __init__(
-        self,
-        config: TeacherConfig,
-        online: OnlineTeacher | None = None,
-        confidence: float = 0.0,
-    ):
+    def __init__(self, config: TeacherConfig, online: OnlineTeacher | None = None):
         self.config = config
         self.online = online
-        self.confidence = confidence
 
     def labels(
         self,
@@ -265,7 +228,6 @@ class DistillationLoss:
             target,
             mask,
             divergence=config.loss,
-            confidence=self.confidence,
             temperature=config.temperature,
         )
         loss = (1 - config.ce_weight) * config.temperature**2 * divergence

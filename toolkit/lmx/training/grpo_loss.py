@@ -7,14 +7,16 @@ A of its completion, and the clipping to [1 - epsilon, 1 + epsilon_high]:
     grpo     mean over the tokens of a completion, mean over completions
     dr_grpo  sum over the tokens / max_tokens, mean over completions
     dapo     mean over the tokens of all completions
-    gspo     as grpo; r = exp(mean of logp - logp of the policy that sampled)
+
+With the importance sampling level "sequence" (GSPO) a completion has one ratio, r =
+exp(mean of logp - logp of the policy that sampled).
 
 Sources: see `config.grpo`. The KL estimate is Schulman's k3.
 """
 
 import mlx.core as mx
 
-from ..config.grpo import PolicyLossConfig
+from ..config.grpo import GRPOLossConfig
 
 METRICS = ("reward", "completion_tokens", "clip_ratio", "kl")
 # Keeps the advantages of a group finite whose rewards are almost equal.
@@ -37,9 +39,7 @@ class GRPOLoss:
     metric_names = METRICS
     main_metric = "reward"
 
-    def __init__(
-        self, config: PolicyLossConfig, *, temperature: float, max_tokens: int
-    ):
+    def __init__(self, config: GRPOLossConfig, *, temperature: float, max_tokens: int):
         self.config = config
         self.temperature = temperature
         self.max_tokens = max_tokens
@@ -71,11 +71,12 @@ class GRPOLoss:
         weights = mask.astype(mx.float32)
         lengths = weights.sum(axis=-1)
         log_ratio = mx.where(mask, token_logps - old_logps, 0.0)
-        if config.type == "gspo":
+        if config.importance_sampling_level == "sequence":
             mean = log_ratio.sum(axis=-1) / mx.maximum(lengths, 1)
             log_ratio = mx.broadcast_to(mean[:, None], mask.shape)
         ratio, advantage = mx.exp(log_ratio), advantages[:, None]
-        clipped = mx.clip(ratio, 1 - config.epsilon, 1 + config.epsilon_high)
+        high = config.epsilon_high or config.epsilon
+        clipped = mx.clip(ratio, 1 - config.epsilon, 1 + high)
         losses = -mx.minimum(ratio * advantage, clipped * advantage)
         kl = mx.zeros_like(token_logps)
         if config.beta:
@@ -85,9 +86,9 @@ class GRPOLoss:
         losses = mx.where(mask, losses, 0.0)
         completions = (lengths > 0).astype(mx.float32)
         tokens, num_completions = lengths.sum(), completions.sum()
-        if config.type == "dapo":
+        if config.loss_type == "dapo":
             loss, count = losses.sum(), tokens
-        elif config.type == "dr_grpo":
+        elif config.loss_type == "dr_grpo":
             loss, count = losses.sum() / self.max_tokens, num_completions
         else:
             loss = (losses.sum(axis=-1) / mx.maximum(lengths, 1)).sum()

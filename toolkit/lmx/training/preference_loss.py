@@ -15,12 +15,13 @@ d(x) = x of the chosen completion - x of the rejected one:
 All but kto add sft_weight times -S / n of the chosen completion.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..config.preference import KTOLossConfig, PreferenceLossConfig
+from ..config.preference import PreferenceLossConfig
 
 # Losses that compare with the model before the training.
 WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -61,6 +62,16 @@ class Completions(NamedTuple):
         return self.logps - self.reference
 
 
+# What the losses compare of a completion.
+VALUES: dict[str, Callable[[Completions], mx.array]] = {
+    "dpo": lambda side: side.log_ratio,
+    "ipo": lambda side: side.log_ratio / mx.maximum(side.counts, 1),
+    "cpo": lambda side: side.logps,
+    "simpo": lambda side: side.mean,
+    "orpo": lambda side: log_odds(side.mean),
+}
+
+
 class PreferenceLoss:
     """A loss over pairs of sequences, summed over the examples of a batch.
 
@@ -78,7 +89,7 @@ class PreferenceLoss:
     def __init__(self, config: PreferenceLossConfig):
         self.config = config
         self.needs_reference = config.type in WITH_REFERENCE
-        self.is_paired = not isinstance(config, KTOLossConfig)
+        self.is_paired = config.is_paired
         self.metric_names = PAIR_METRICS if self.is_paired else KTO_METRICS
         self.main_metric = "rewards/accuracies" if self.is_paired else "kl"
 
@@ -127,23 +138,15 @@ class PreferenceLoss:
 
     def _pairs(self, chosen: Completions, rejected: Completions):
         config = self.config
-        scale, sides = config.beta, (chosen, rejected)
-        if config.type == "dpo":
-            values = [scale * side.log_ratio for side in sides]
-        elif config.type == "ipo":
-            values = [side.log_ratio / mx.maximum(side.counts, 1) for side in sides]
-        elif config.type == "cpo":
-            values = [scale * side.logps for side in sides]
-        elif config.type == "simpo":
-            values = [scale * side.mean for side in sides]
-        else:
-            values = [log_odds(side.mean) for side in sides]
+        beta, value = config.beta, VALUES[config.type]
+        # In ipo and orpo beta scales the loss, not the margin.
+        scale = 1.0 if config.type in ("ipo", "orpo") else beta
+        values = [scale * value(side) for side in (chosen, rejected)]
         margin = values[0] - values[1]
         losses = self._pair_losses(margin)
         if config.sft_weight:
             losses = losses - config.sft_weight * chosen.mean
-        reward_scale = scale if config.type in ("ipo", "orpo") else 1.0
-        rewards = [reward_scale * value for value in values]
+        rewards = [beta / scale * value for value in values]
         accuracy = (margin > 0).astype(mx.float32)
         metrics = (*rewards, rewards[0] - rewards[1], accuracy)
         metrics = (*metrics, chosen.logps, rejected.logps)

@@ -270,7 +270,7 @@ class RolloutBatches:
         advantages = None
         if self.policy:
             rewards = np.array([each.reward for each in rollout], np.float32)
-            scale = self.policy.loss.config.type != "dr_grpo"
+            scale = self.policy.loss.config.loss_type != "dr_grpo"
             groups = mx.array(rewards.reshape(-1, count))
             advantages = group_advantages(groups, scale=scale).reshape(-1)
         return [

@@ -37,8 +37,6 @@ from .teacher_targets import (
 
 # Trained tokens per block, tokens per forward pass, and positions per chunk of logits.
 BLOCK_TOKENS, BATCH_TOKENS, LOGIT_POSITIONS = 1 << 15, 2048, 256
-# Trained tokens over which the confidence of a teacher is averaged.
-CONFIDENCE_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -139,42 +137,14 @@ def cache_teacher_targets(
     return CachedTargets(folders, blocks, counts)
 
 
-def teacher_confidence(
-    examples: ExampleDataset, members: np.ndarray, teacher: TeacherClient
-) -> float:
-    """The mean probability that a teacher gives the true tokens (CAKLD).
-
-    It is measured once, over the first of the examples `members`, as many as have
-    `CONFIDENCE_TOKENS` trained tokens.
-    """
-    first = members[:CONFIDENCE_TOKENS]
-    ends = np.cumsum([_num_trained(examples[n]) for n in first])
-    count = np.searchsorted(ends, CONFIDENCE_TOKENS) + 1
-    selected = InMemoryExamples(examples[n] for n in members[:count])
-
-    def fill(_) -> dict:
-        total = count = 0
-        for _, tokens, logits in _predictions(selected, teacher):
-            logits = nn.log_softmax(logits)
-            chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)
-            total += mx.exp(chosen).sum().item()
-            count += len(tokens)
-        return {"mean": total / count}
-
-    key = cache.key_of([teacher.digest, teacher.vocab_size, selected.digest])
-    warning = teacher.logger.warning
-    entry = cache.get_or_create("confidence", key, fill, warning=warning)
-    return entry.facts["mean"]
-
-
 def _num_trained(example) -> int:
     return int(example.mask[1:].sum())
 
 
 def _predictions(
     examples: InMemoryExamples, teacher: TeacherClient
-) -> Iterator[tuple[np.ndarray, mx.array, mx.array]]:
-    """Indices, tokens and logits of all trained tokens, in chunks."""
+) -> Iterator[tuple[np.ndarray, mx.array]]:
+    """Indices and logits of all trained tokens, in chunks."""
     ends = np.cumsum([_num_trained(example) for example in examples])
     starts = np.concatenate([[0], ends])
     longest = int(examples.lengths.max()) - 1
@@ -186,12 +156,10 @@ def _predictions(
         numbers = [np.arange(starts[m], ends[m]) for m in batch.example_indices]
         numbers, places = np.concatenate(numbers), np.flatnonzero(np.array(batch.mask))
         hidden = online.hidden(batch.tokens[:, :-1]).flatten(0, 1)
-        targets = batch.tokens[:, 1:].reshape(-1)
         for start in range(0, len(places), LOGIT_POSITIONS):
             chunk = mx.array(places[start : start + LOGIT_POSITIONS])
             logits = online.logits(hidden[chunk])[:, : teacher.vocab_size]
-            chunk_numbers = numbers[start : start + LOGIT_POSITIONS]
-            yield chunk_numbers, targets[chunk], logits.astype(mx.float32)
+            yield numbers[start : start + LOGIT_POSITIONS], logits.astype(mx.float32)
 
 
 def _fill_block(
@@ -209,7 +177,7 @@ def _fill_block(
         np.zeros((count, k), np.float16),
         np.zeros(count, np.float32),
     )
-    for numbers, _, logits in _predictions(examples, teacher):
+    for numbers, logits in _predictions(examples, teacher):
         target = compress_targets(logits, top_k, temperature)
         for array, values in zip(block, target, strict=True):
             array[numbers] = np.array(values)

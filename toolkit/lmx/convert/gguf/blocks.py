@@ -29,6 +29,9 @@ TYPES_BY_BITS = {
     5: ("Q5_0", "Q5_1"),
     8: ("Q8_0", None),
 }
+# Bits of the codes of the types with groups of 32.
+GROUPED_TYPES = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
+GROUPED_TYPES |= {"Q4_K": 4, "Q5_K": 5}
 
 Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -38,8 +41,10 @@ def to_affine_groups(tensor: GGUFTensor) -> AffineGroups | None:
     without such groups."""
     if tensor.ggml_type not in GROUPED_TYPES:
         return None
-    split, bits = GROUPED_TYPES[tensor.ggml_type]
-    codes, scales, biases = split(tensor.blocks)
+    bits = GROUPED_TYPES[tensor.ggml_type]
+    split_k = {"Q4_K": k_blocks.q4_k, "Q5_K": k_blocks.q5_k}.get(tensor.ggml_type)
+    parts = split_k(tensor.blocks) if split_k else _split(tensor, bits)
+    codes, scales, biases = parts
     rows, width = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     packed = pack_codes(mx.array(codes.reshape(rows, width)), bits)
     mx.eval(packed)
@@ -156,44 +161,18 @@ def _code_bytes(codes: np.ndarray, ggml_type: str) -> np.ndarray:
     return np.concatenate([fifth, low], axis=-1)
 
 
-def _fifth_bits(words: np.ndarray) -> np.ndarray:
-    """The highest bits [..., 32] of 5-bit codes, from four bytes."""
-    return np.unpackbits(words, axis=-1, bitorder="little") << 4
-
-
-def _q4_0(blocks: np.ndarray) -> Parts:
-    scale = float16_at(blocks, 0)
-    return nibbles(blocks[..., 2:]), scale, -8 * scale.astype(np.float32)
-
-
-def _q4_1(blocks: np.ndarray) -> Parts:
-    return nibbles(blocks[..., 4:]), float16_at(blocks, 0), float16_at(blocks, 2)
-
-
-def _q5_0(blocks: np.ndarray) -> Parts:
-    scale = float16_at(blocks, 0)
-    codes = nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return codes, scale, -16 * scale.astype(np.float32)
-
-
-def _q5_1(blocks: np.ndarray) -> Parts:
-    codes = nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return codes, float16_at(blocks, 0), float16_at(blocks, 2)
-
-
-def _q8_0(blocks: np.ndarray) -> Parts:
-    scale = float16_at(blocks, 0)
-    # int8 plus 128 is the same byte with its highest bit flipped.
-    return blocks[..., 2:] ^ 128, scale, -128 * scale.astype(np.float32)
-
-
-# Splits the blocks of a type into codes, scales and biases; bits of its codes.
-GROUPED_TYPES = {
-    "Q4_0": (_q4_0, 4),
-    "Q4_1": (_q4_1, 4),
-    "Q5_0": (_q5_0, 5),
-    "Q5_1": (_q5_1, 5),
-    "Q8_0": (_q8_0, 8),
-    "Q4_K": (k_blocks.q4_k, 4),
-    "Q5_K": (k_blocks.q5_k, 5),
-}
+def _split(tensor: GGUFTensor, bits: int) -> Parts:
+    """Codes, scales and biases of blocks: d, m if the type ends with 1, codes."""
+    blocks, has_minimum = tensor.blocks, tensor.ggml_type.endswith("_1")
+    scale, start = float16_at(blocks, 0), 4 if has_minimum else 2
+    if bits == 8:
+        # int8 plus 128 is the same byte with its highest bit flipped.
+        codes = blocks[..., start:] ^ 128
+    elif bits == 5:
+        fifth = np.unpackbits(blocks[..., start : start + 4], -1, bitorder="little")
+        codes = nibbles(blocks[..., start + 4 :]) | fifth << 4
+    else:
+        codes = nibbles(blocks[..., start:])
+    middle = np.float32(2 ** (bits - 1))
+    bias = float16_at(blocks, 2) if has_minimum else -middle * scale.astype(np.float32)
+    return codes, scale, bias

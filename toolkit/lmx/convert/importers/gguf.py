@@ -68,7 +68,7 @@ def outline(path: Path) -> tuple[dict, int]:
             module, _ = _module_path(name, architecture)
             bits = 16 if tensor.ggml_type in HALF else 32
             if tensor.ggml_type in blocks.GROUPED_TYPES:
-                _, width = blocks.GROUPED_TYPES[tensor.ggml_type]
+                width = blocks.GROUPED_TYPES[tensor.ggml_type]
                 specs[module] = QuantSpec(bits=width, group_size=blocks.BLOCK)
                 scales = 64 if tensor.ggml_type.endswith("K") else 32
                 bits = width + scales / blocks.BLOCK

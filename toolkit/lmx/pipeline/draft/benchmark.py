@@ -14,7 +14,6 @@ from ...draft.dataset import mean_prompt_length
 from ...draft.report import DraftReport, require_servable
 from ...errors import FAILED, UserError
 from ...models.checkpoint import checkpoint_size
-from ...models.loader import LoadedModel
 from ...run.fs import atomic_folder, copy_folder
 from ...run.report import REPORT, read_report
 from ..context import DRAFT_FOLDER, ModelArtifact
@@ -29,9 +28,6 @@ class DraftEvaluation:
 
     Args:
         data: of the distillation.
-
-    Raises:
-        UserError: no engine could serve the baseline model as a draft model.
     """
 
     def __init__(self, data: DraftData):
@@ -39,7 +35,6 @@ class DraftEvaluation:
         self.config = data.config
         self.context = data.context
         self.target = data.target
-        self.baseline = self._load_baseline()
 
     def run(self, folder: Path, candidate: Candidate, facts: dict) -> ModelArtifact:
         """Benchmark the draft in a folder, write the report, and publish it.
@@ -71,19 +66,6 @@ class DraftEvaluation:
         facts = context.current.facts | record
         return replace(context.current, draft=target, facts=facts)
 
-    def _load_baseline(self) -> LoadedModel | None:
-        name = self.config.benchmark.baseline_model
-        if name is None or not self.context.ranks.is_first:
-            return None
-        target = self.target
-        baseline = self.context.load(self.context.resolve(name))
-        require_same_tokenizer(
-            target.tokenizer, baseline.tokenizer, role="baseline model", place=name
-        )
-        tokens = len(target.tokenizer.get_vocab())
-        require_servable(baseline.config, target.config, tokens, place=name)
-        return baseline
-
     def load_model(self, folder: Path) -> ModelCandidate:
         """The draft model in a folder.
 
@@ -112,7 +94,6 @@ class DraftEvaluation:
                 for name, prompts in self.data.prompt_sets.items()
             },
             max_tokens=config.max_tokens,
-            baseline_model=self._measured_baseline(),
             logger=context.logger,
         )
         modes = decoding_modes(config.temperature, context.seed)
@@ -136,12 +117,6 @@ class DraftEvaluation:
         counts = range(1, candidate.max_draft_tokens + 1)
         draft_costs = [candidate.draft_bytes(count) / step for count in counts]
         return SpeculationCosts.of_other_machine(verify_cost, draft_costs)
-
-    def _measured_baseline(self) -> MeasuredCandidate | None:
-        if self.baseline is None:
-            return None
-        candidate = ModelCandidate(self.baseline.model)
-        return MeasuredCandidate(candidate, self.costs(candidate))
 
     def costs(self, candidate: Candidate) -> SpeculationCosts:
         """Measured costs of the target and of a draft, as they are served."""

@@ -166,8 +166,7 @@ def draft_benchmark_work(target: ModelShape, config: DraftConfig) -> Work:
     """Work of the benchmark: every prompt is completed greedily and sampled, each
     without a draft and with every proposer, which is counted as a speed-up of 1."""
     benchmark = config.benchmark
-    decoders = 3 + (benchmark.baseline_model is not None)
-    tokens = 2 * decoders * benchmark.num_prompts * benchmark.max_tokens
+    tokens = 2 * 3 * benchmark.num_prompts * benchmark.max_tokens
     return Work(decoded=2 * target.parameters * tokens)
 
 

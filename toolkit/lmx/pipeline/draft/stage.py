@@ -23,7 +23,7 @@ class DraftStage(Stage):
 
     kind = "draft"
     runs_on_all_ranks = True
-    other_models = (("draft_model", "init_from"), ("benchmark", "baseline_model"))
+    other_models = (("draft_model", "init_from"),)
     config: DraftConfig
 
     def datasets(self, data: DataConfig) -> list[str]:

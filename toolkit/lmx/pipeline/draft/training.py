@@ -74,7 +74,7 @@ class DraftModelDistillation(DraftDistillation):
     ) -> tuple[TrainStep, LoadedModel]:
         config, loaded = self.config, self.context.load(folder, compute="stored")
         compute = training_dtype("auto", loaded.dtype)
-        loss = DraftLoss(config.loss, eta=config.eta, cross_entropy=config.ce_weight)
+        loss = DraftLoss(config.loss, cross_entropy=config.ce_weight)
         step = TrainStep(
             loaded.model,
             OptimizerConfig(max_grad_norm=1.0),

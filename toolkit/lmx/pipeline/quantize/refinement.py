@@ -280,9 +280,7 @@ class PostQuantRefinement:
         limit = self.config.calibration.num_tokens or tuning.steps * size
         sequences = self.calibration.train_sequences(min(limit, tuning.steps * size))
         at_once = min(size, TRAINED_TOKENS_AT_ONCE)
-        return eval_targets, targets(
-            "train-targets", sequences, at_once, tuning.temperature
-        )
+        return eval_targets, targets("train-targets", sequences, at_once, 1.0)
 
     def _rtn(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
         """RTN tensors in place of all tensors that the method changed."""

@@ -160,8 +160,6 @@ def _rollouts(shape: ModelShape, config: TrainConfig, length: int) -> tuple[int,
 
 def _trained_sizes(model: nn.Module, config: TrainConfig) -> list[int]:
     """Weights of each tensor that a train stage trains; attaches its adapter."""
-    if config.qat and config.qat.quantizer == "scales_only":
-        return []
     if config.adapter:
         merged = config.qat is not None
         lora_model.attach(model, config.adapter, seed=0, merged=merged)
@@ -200,10 +198,8 @@ def _activations(
 def _masters_are_weights(config: TrainConfig, compute: int) -> bool:
     """Whether a forward pass without quantizers computes with the masters themselves.
 
-    Not those of another type, of shards, of an adapter or of scales.
+    Not those of another type, of shards or of an adapter.
     """
-    if config.qat and config.qat.quantizer == "scales_only":
-        return False
     return config.adapter is None and compute == 4 and not config.fsdp
 
 

@@ -89,7 +89,9 @@ class FullPrecisionBaseline:
         selection: QuantizationPlan,
         eval_batches: list[Batch],
     ) -> ModelArtifact:
-        """The trained model with `gap_recovered` among its facts, which is logged.
+        """The trained model, whose reference is the baseline from now on.
+
+        `gap_recovered` is one of its facts, and is logged.
 
         Args:
             selection: the layers to quantize with RTN.
@@ -113,7 +115,8 @@ class FullPrecisionBaseline:
             result["gain_retained"] = gain["exported"] / gain["in_training"]
         logger = self.context.logger
         logger.table(f"{logger.stage}: gap recovered", *recovery_table(result))
-        return replace(trained, facts=trained.facts | {"gap_recovered": result})
+        facts = trained.facts | {"gap_recovered": result}
+        return replace(trained, reference=self.model, rounded=rtn, facts=facts)
 
     def _write_rtn(self, folder: Path, selection: QuantizationPlan) -> None:
         loaded = self.context.load(self.model, compute="stored")

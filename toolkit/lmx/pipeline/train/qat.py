@@ -113,15 +113,12 @@ def _from_codes(
         _unquantized_layers(loaded),
         quantize_activations=qat.quantize_activations,
     )
-    dtype = loaded.dtype if qat.quantizer == "scales_only" else mx.float32
-    dequantized, packed = dequantized_model(loaded, dtype)
+    dequantized, packed = dequantized_model(loaded, mx.float32)
     logger.info(f"training continues from the codes of {len(packed)} layers")
     model = QATModel(dequantized, selection, qat, packed)
     at_codes = qat.latent_init == "codes"
     if qat.latent_init is None:
-        at_codes = qat.quantizer == "scales_only" or (
-            config.is_self_distillation and qat.mode not in FLOAT_MODES
-        )
+        at_codes = config.is_self_distillation and qat.mode not in FLOAT_MODES
     if not at_codes:
         _init_latent_weights(model, mx.random.key(seed))
     return model

@@ -1,6 +1,6 @@
 """The rollouts of a train stage: its batches and, with rewards, its loss."""
 
-from ...config.grpo import PolicyLossConfig
+from ...config.grpo import GRPOLossConfig
 from ...config.train import TrainConfig
 from ...data.batching import BucketBatchSampler
 from ...models.loader import LoadedModel
@@ -74,7 +74,7 @@ class RolloutSetup:
         if self.worker:
             self.worker.close()
 
-    def _policy(self, loss: PolicyLossConfig) -> Policy:
+    def _policy(self, loss: GRPOLossConfig) -> Policy:
         if self.context.extensions.allow_python:
             self.worker = RewardWorker(loss.reward_timeout)
         rewards = [

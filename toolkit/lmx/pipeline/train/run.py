@@ -29,7 +29,6 @@ from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
 from ..context import ModelArtifact, StageContext, write_model
 from ..estimate import training_dtype
-from ..evaluate.evaluator import SAMPLE_TOKENS
 from .batches import chunked_loss, document_caches, training_batches, validation_batches
 from .preference import PreferenceSetup
 from .qat import prepare, require_steps
@@ -40,6 +39,8 @@ from .teacher import TeacherSetup
 MIN_CHANGED_CODES = 1e-5
 # Rounding of fused weights, relative to the adapter's changes, that is worth a warning.
 MAX_FUSING_ERROR = 0.1
+# Tokens of an answer to a sample prompt.
+SAMPLE_TOKENS = 48
 
 
 class TrainRun:
@@ -119,7 +120,7 @@ class TrainRun:
     def _count_changed_codes(self, packed: dict[str, mx.array]) -> dict[str, int]:
         """Facts of a training from codes; a warning if almost no code has changed."""
         qat, before = self.model.qat, self.model.packed
-        if not (qat and before) or qat.quantizer == "scales_only":
+        if not (qat and before):
             return {}
         fake_quant, logger = self.step.fake_quant, self.context.logger
         changed, total = fake_quant.count_changed_codes(before, packed)
@@ -209,8 +210,6 @@ class TrainRun:
 
     def _attach_adapter(self) -> list[str]:
         qat, model = self.config.qat, self.loaded.model
-        if qat and qat.quantizer == "scales_only":
-            model.freeze()
         if not (adapter := self.config.adapter):
             return []
         keys = lora_model.attach(
@@ -345,7 +344,6 @@ class TrainRun:
             name=config.optimizer,
             beta1=config.beta1,
             beta2=config.beta2,
-            momentum=config.momentum,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             lr_multipliers=lr_multipliers,

@@ -4,11 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 from ...config.data import DataConfig
 from ...config.messages import Problem
-from ...config.preference import KTOLossConfig, PreferenceLossConfig
+from ...config.preference import KEYS as PREFERENCE_LOSSES
 from ...config.qat import CONTINUES_FROM_CODES, QATConfig
 from ...config.quant_spec import FLOAT_MODES
 from ...config.train import TrainConfig
@@ -37,11 +36,8 @@ CONTINUES = (
     f"quantizer {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"
 )
 # The dataset format that a preference loss needs.
-LOSS_FORMATS = {
-    loss.model_fields["type"].default: (
-        "unpaired_preference" if loss is KTOLossConfig else "preference"
-    )
-    for loss in get_args(PreferenceLossConfig)
+LOSS_FORMATS = dict.fromkeys(PREFERENCE_LOSSES, "preference") | {
+    "kto": "unpaired_preference"
 }
 
 

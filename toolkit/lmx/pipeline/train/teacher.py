@@ -22,7 +22,6 @@ from ...training.teacher_cache import (
     CachedTargets,
     TeacherClient,
     cache_teacher_targets,
-    teacher_confidence,
 )
 from ..context import StageContext
 
@@ -117,17 +116,12 @@ class TeacherSetup:
         Raises:
             UserError: the disk is too small for the stored targets.
         """
-        teacher, confidence = self.teacher, 0.0
-        indices = example_indices(batches, num_batches)
-        if teacher.loss == "cakld":
-            confidence = teacher_confidence(batches.examples, indices, self.client)
-            self.context.logger.info(f"teacher confidence: {confidence:.3f}")
+        teacher, targets = self.teacher, None
         if teacher.offline:
+            indices = example_indices(batches, num_batches)
             targets = self._cached_targets(batches.examples, indices)
-            loss = DistillationLoss(teacher, confidence=confidence)
-            return loss, BatchesWithTargets(batches, self.digest, targets)
-        loss = DistillationLoss(teacher, self.online, confidence)
-        return loss, BatchesWithTargets(batches, self.digest)
+        loss = DistillationLoss(teacher, None if teacher.offline else self.online)
+        return loss, BatchesWithTargets(batches, self.digest, targets)
 
     def prepare_eval(
         self, examples: ExampleDataset, batches: list[Batch]

@@ -69,9 +69,6 @@ class SizeModel:
             for bits in sorted(set(config.candidate_bits))
             for group_size in sorted(set(config.candidate_group_sizes))
         ]
-        candidates += [
-            QuantSpec(mode=mode) for mode in sorted(set(config.candidate_modes))
-        ]
         parameters = dict(tree_flatten(task.model.parameters()))
         modules = dict(task.model.named_modules())
         options, fixed = {}, 0

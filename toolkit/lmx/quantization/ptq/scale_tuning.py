@@ -229,8 +229,7 @@ class ScaleTuner:
         target = TeacherTarget(indices, log_probs, log_tail)
 
         def loss() -> mx.array:
-            temperature = self.config.temperature
-            return self._divergence(tokens, counted, target, temperature=temperature)
+            return self._divergence(tokens, counted, target)
 
         loss, gradients = self._value_and_grad(loss)
         sums = gradients | {"loss": loss, "count": counted.sum()}

@@ -22,6 +22,9 @@ from ..bit_packing import unpack_codes
 from ..packing import PackedLayers, dequantize
 from .quantizers import make_quantizer
 
+# Learning rate of scales and biases, relative to that of weights.
+SCALE_LR_MULTIPLIER = 0.1
+
 
 class FakeQuant:
     """The fake-quantized weights of a model in training.
@@ -92,9 +95,7 @@ class FakeQuant:
 
     def lr_multipliers(self) -> dict[str, float]:
         """Learning-rate multipliers other than 1, by parameter."""
-        if self.config.scale_lr_multiplier == 1:
-            return {}
-        return dict.fromkeys(self.qparams, self.config.scale_lr_multiplier)
+        return dict.fromkeys(self.qparams, SCALE_LR_MULTIPLIER)
 
     def on_step(self, step: int, parameters: dict[str, mx.array]) -> bool:
         """Begin fake quantization where a step, counted from 0, is the first with it.
@@ -179,8 +180,6 @@ class FakeQuant:
             fake_quantize_inputs(self._layers[path], mode)
 
     def _is_trained(self, path: str, module: nn.Module) -> bool:
-        if self.config.quantizer == "scales_only":
-            return self._specs[path].mode == "affine"
         return path in self._adapted or "weight" in module.trainable_parameters()
 
     def _unfreeze_derived(self, modules: dict[str, nn.Module]) -> set[str]:
@@ -206,10 +205,10 @@ class FakeQuant:
         paths = {name: f"{path}.{name}" for name in ("scales", "biases")}
         return {k: parameters[v] for k, v in paths.items() if v in self.qparams}
 
-    def _merged(self, path: str, parameters: dict[str, mx.array]) -> mx.array | None:
-        """The weight before quantization; None where the codes stay."""
+    def _merged(self, path: str, parameters: dict[str, mx.array]) -> mx.array:
+        """The weight before quantization."""
         if path not in self._adapted:
-            return parameters.get(f"{path}.weight")
+            return parameters[f"{path}.weight"]
         layer = self._adapted[path]
         trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINABLE}
         if not layer.grad_through_merge:

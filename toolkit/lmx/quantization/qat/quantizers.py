@@ -5,7 +5,6 @@ stores it (`pack`), and trainable quantization parameters (`init`): float32 scal
 biases by name, or none.
 """
 
-from functools import partial
 from typing import ClassVar
 
 import mlx.core as mx
@@ -14,12 +13,10 @@ from ...config.qat import QATConfig
 from ...config.quant_spec import FLOAT_MODES, QuantSpec
 from ...models import global_scale
 from ...models.float_formats import MODES
-from ...models.straight_through import straight_through
-from ..affine_grid import LEAST_SQUARES_ITERS, SHRINK_FACTORS
 from ..bit_packing import pack_codes, unpack_codes
 from ..float_grid import fit_float_groups
 from ..packing import dequantize, pack
-from .ste import POSITION_ERROR, AffineSTE, StraightThroughQuantizer, codes_as_float
+from .ste import POSITION_ERROR, AffineSTE, StraightThroughQuantizer
 
 # Weights whose scales are searched at once: this bounds the memory.
 CHUNK_WEIGHTS = 1 << 24
@@ -35,17 +32,14 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
     global scale stays, too.
     """
 
-    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
+    def __init__(self, spec: QuantSpec, dtype: mx.Dtype):
         self._spec, self._dtype = spec, dtype
         self._mode = MODES[spec.mode]
-        self._scale_init = scale_init
         self._scales: mx.array | None = None
         self._global_scale: mx.array | None = None
 
     def init(self, weight: mx.array) -> dict[str, mx.array]:
         """No quantization parameters; the scales of a weight [..., K] stay."""
-        if self._scale_init == "minmax":
-            return self.init_from_codes(pack(weight, self._spec, self._dtype))
         if self._spec.global_scale:
             self._global_scale = global_scale.largest_magnitude(weight)
             weight = global_scale.normalized(weight, self._global_scale)
@@ -152,7 +146,7 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
 class MinMaxQuantizer(StraightThroughQuantizer):
     """MLX's own grid of the current weights, in every mode; trains no parameters."""
 
-    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
+    def __init__(self, spec: QuantSpec, dtype: mx.Dtype):
         self._spec, self._dtype = spec, dtype
 
     def init(self, weight: mx.array) -> dict[str, mx.array]:
@@ -192,14 +186,13 @@ class LSQQuantizer(AffineQuantizer):
 
     CLIP_MARGIN: ClassVar = 0.0
 
-    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
+    def __init__(self, spec: QuantSpec, dtype: mx.Dtype):
         top = 2**spec.bits - 1
         self._affine = AffineSTE(spec, dtype, top=top, clip_margin=self.CLIP_MARGIN)
-        self._scale_init = scale_init
 
     def init(self, weight: mx.array) -> dict[str, mx.array]:
         """Initial scales and biases of a weight [..., K]."""
-        scales, biases = self._affine.init(weight, self._scale_init)
+        scales, biases = self._affine.init(weight)
         return {"scales": scales, "biases": biases}
 
     def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -241,112 +234,10 @@ class FixedScaleQuantizer(LSQQuantizer):
         return super()._grid(self._fixed)
 
 
-class ScalesOnlyQuantizer(LSQQuantizer):
-    """Fixed codes; scales and biases are trained (E2E-QP, arXiv 2407.11062).
-
-    Attributes:
-        codes: packed, uint32 [..., K * bits / 32]; set by `init` or `init_from_codes`.
-    """
-
-    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
-        super().__init__(spec, dtype, scale_init)
-        self._spec, self._dtype = spec, dtype
-        self.codes: mx.array | None = None
-
-    def init(self, weight: mx.array) -> dict[str, mx.array]:
-        """Initial scales and biases of a weight; its codes for them stay."""
-        qparams = super().init(weight)
-        self.codes = super().pack(weight, qparams)["weight"]
-        mx.eval(self.codes)
-        return qparams
-
-    def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
-        """The scales and biases that a checkpoint stores; its codes stay."""
-        self.codes = packed["weight"]
-        return super().init_from_codes(packed)
-
-    def fake_quantize(self, weight: None, qparams: dict[str, mx.array]) -> mx.array:
-        """The dequantized codes [..., K], float32.
-
-        The gradient of a scale is the sum of g * code, that of a bias the sum of g.
-        """
-
-        @mx.custom_function
-        def forward(scales, biases):
-            packed = self.pack(weight, {"scales": scales, "biases": biases})
-            return dequantize(packed, self._spec, self._dtype).astype(mx.float32)
-
-        @forward.vjp
-        def _(primals, cotangent, _):
-            g = cotangent.reshape(-1, self._spec.group_size)
-            codes = codes_as_float(self.codes, self._spec).reshape(g.shape)
-            return (g * codes).sum(axis=-1), g.sum(axis=-1)
-
-        return forward(qparams["scales"], qparams["biases"])
-
-    def pack(self, weight: None, qparams: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Codes, scales and biases as a checkpoint stores them."""
-        shape = (*self.codes.shape[:-1], -1)
-        pair = {k: v.astype(self._dtype).reshape(shape) for k, v in qparams.items()}
-        return {"weight": self.codes} | pair
-
-
-class TernaryQuantizer(AffineQuantizer):
-    """Three levels in 2 bits: -1, 0 and 1 times a learned scale; the last code is
-    unused (ParetoQ, arXiv 2502.02631).
-
-    Every level has a cell of one step, the outermost too; a weight further out than 1.5
-    steps, the clip alpha of the paper, has no gradient.
-    """
-
-    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
-        self._affine = AffineSTE(spec, dtype, top=2, clip_margin=0.5)
-        self._scale_init = scale_init
-        self._round_scales = straight_through(partial(mx.array.astype, dtype=dtype))
-
-    def init(self, weight: mx.array) -> dict[str, mx.array]:
-        """Initial scales: the outermost cells end at the largest weights ("minmax"), or
-        the error is least ("mse")."""
-        group_size = self._affine.spec.group_size
-        groups = weight.astype(mx.float32).reshape(-1, group_size)
-        scales = mx.abs(groups).max(axis=-1) / 1.5
-        is_minmax = self._scale_init == "minmax"
-        return {"scales": scales if is_minmax else self._fit(groups, scales)}
-
-    def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
-        scales = self._round_scales(qparams["scales"])
-        return scales, -scales
-
-    def _fit(self, groups: mx.array, widest: mx.array) -> mx.array:
-        """The best of several fractions of the range, improved by least squares."""
-        best = widest
-        for shrink in SHRINK_FACTORS:
-            best = self._better(groups, best, shrink * widest)
-        for _ in range(LEAST_SQUARES_ITERS):
-            levels = self._levels(groups, best)
-            power = (levels * levels).sum(axis=-1)
-            fitted = (groups * levels).sum(axis=-1) / mx.where(power == 0, 1.0, power)
-            best = self._better(groups, best, mx.where(power == 0, best, fitted))
-        return best
-
-    def _better(self, groups, scales, candidates) -> mx.array:
-        errors = [
-            mx.square(self._levels(groups, s) * s[:, None] - groups).sum(axis=-1)
-            for s in (scales, candidates)
-        ]
-        return mx.where(errors[1] < errors[0], candidates, scales)
-
-    def _levels(self, groups: mx.array, scales: mx.array) -> mx.array:
-        inverse = mx.where(scales == 0, 0.0, 1 / scales)[:, None]
-        return mx.clip(mx.round(groups * inverse), -1, 1)
-
-
 QUANTIZERS = {
     "minmax": MinMaxQuantizer,
     "lsq": LSQQuantizer,
-    "scales_only": ScalesOnlyQuantizer,
     "fixed_scale": FixedScaleQuantizer,
-    "ternary": TernaryQuantizer,
 }
 FLOAT_QUANTIZERS = {"minmax": MinMaxQuantizer, "fixed_scale": FixedBlockScaleQuantizer}
 
@@ -358,4 +249,4 @@ def make_quantizer(config: QATConfig, spec: QuantSpec, dtype: mx.Dtype):
         dtype: the type in which the export stores scales.
     """
     quantizers = FLOAT_QUANTIZERS if spec.mode in FLOAT_MODES else QUANTIZERS
-    return quantizers[config.quantizer_for(spec)](spec, dtype, config.scale_init)
+    return quantizers[config.quantizer_for(spec)](spec, dtype)

@@ -11,7 +11,7 @@ from ...config.quant_spec import QuantSpec
 from ...models.straight_through import straight_through
 from ..affine_grid import fit_grid
 from ..bit_packing import pack_codes
-from ..packing import dequantize, pack
+from ..packing import dequantize
 
 # Rounding of a position in float32, relative to the largest number it is computed from,
 # with a reserve for the inexact divisions of GPUs.
@@ -100,15 +100,11 @@ class AffineSTE:
 
         return forward(weight.astype(mx.float32), scales, biases)
 
-    def init(self, weight: mx.array, method: str) -> tuple[mx.array, mx.array]:
-        """Scales and biases of a weight: from its range ("minmax") or least error."""
-        if method == "minmax":
-            packed = pack(weight, self.spec, self.dtype)
-            pair = packed["scales"], packed["biases"]
-        else:
-            groups = weight.astype(mx.float32).reshape(-1, self.spec.group_size)
-            costs, groups = mx.ones(self.spec.group_size), mx.contiguous(groups.T)
-            pair = fit_grid(groups, costs, self.top + 1.0, self.dtype)
+    def init(self, weight: mx.array) -> tuple[mx.array, mx.array]:
+        """Scales and biases of a weight with the least squared error."""
+        groups = weight.astype(mx.float32).reshape(-1, self.spec.group_size)
+        costs, groups = mx.ones(self.spec.group_size), mx.contiguous(groups.T)
+        pair = fit_grid(groups, costs, self.top + 1.0, self.dtype)
         return tuple(v.astype(mx.float32).reshape(-1) for v in pair)
 
     def latent_within_cell(

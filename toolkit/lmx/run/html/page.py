@@ -138,9 +138,9 @@ def _overview(record: Record) -> TableCells:
         count = training.get(key)
         shown = None if count is None else f"{count:,}"
         rows.append((key.replace("_", " ").capitalize(), shown))
-    if "codes" in training:
-        changed = f"{training['changed_codes']:,} of {training['codes']:,}"
-        rows.append(("Changed codes", changed))
+    changed, codes = training.get("changed_codes"), training.get("codes")
+    if changed is not None and codes is not None:
+        rows.append(("Changed codes", f"{changed:,} of {codes:,}"))
     rows.append(("Quantization method", training.get("method")))
     return [(name, value) for name, value in rows if value]
 

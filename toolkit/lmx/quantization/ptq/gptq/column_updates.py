@@ -22,6 +22,7 @@ def _strip_for(number: FloatFormat | None, strip: Callable) -> Callable:
     return partial(strip, rounding=number.nearest if number else nearest)
 
 
+@gpu_kernels.on_gpu_by("gptq_columns")
 def gptq_columns(rows, factor, scale, bias, top, number=None):
     """Codes and errors of a group, whose later columns compensate for earlier ones.
 
@@ -35,8 +36,6 @@ def gptq_columns(rows, factor, scale, bias, top, number=None):
     Returns:
         Codes [g, N], and errors [g, N] for the columns of later groups.
     """
-    if gpu_kernels.on_gpu():
-        return gpu_kernels.gptq_columns(rows, factor, scale, bias, top, number)
     update = compiled_for(factor, _strip_for(number, gptq_strip))
     concatenate = library(factor).concatenate
     codes, errors = [], []
@@ -67,6 +66,7 @@ def gptq_strip(rows, factor, scale, bias, top, *, rounding):
     return backend.stack(codes), backend.stack(errors) * scale / diagonal
 
 
+@gpu_kernels.on_gpu_by("descent_columns")
 def descent_columns(descent, matrix, old_codes, scale, divisor, top, number=None):
     """Codes of a group, each moved to its minimum with the others fixed.
 
@@ -81,9 +81,6 @@ def descent_columns(descent, matrix, old_codes, scale, divisor, top, number=None
     Returns:
         Codes and changes of the weight, both [g, N].
     """
-    if gpu_kernels.on_gpu():
-        arrays = descent, matrix, old_codes, scale, divisor, top
-        return gpu_kernels.descent_columns(*arrays, number)
     update = compiled_for(matrix, _strip_for(number, descent_strip))
     concatenate = library(matrix).concatenate
     codes, changes = [], []

@@ -223,11 +223,11 @@ def _fit_group(rows, costs, form: BlockFormat):
     return scale, where(is_above, 0.0, bias)
 
 
+@gpu_kernels.on_gpu_by(
+    "fit_scale", shrink_factors=SHRINK_FACTORS, iterations=LEAST_SQUARES_ITERS
+)
 def fit_scale(rows, costs, form: BlockFormat):
     """The scale [N], of either sign, of levels around zero for rows [g, N]."""
-    if gpu_kernels.on_gpu():
-        search = {"shrink_factors": SHRINK_FACTORS, "iterations": LEAST_SQUARES_ITERS}
-        return gpu_kernels.fit_scale(rows, costs, form.middle, **search)
     backend, middle = library(rows), form.middle
     low, high = rows.min(axis=0), rows.max(axis=0)
     full = backend.where(backend.abs(low) > backend.abs(high), low, high) / -middle

@@ -37,14 +37,13 @@ class EffortLimits:
 LIMITS = {
     "fast": EffortLimits(1 << 12, 1 << 12, 4),
     "standard": EffortLimits(1 << 30, 1 << 12, 4),
-    "best": EffortLimits(1 << 30, 1 << 13, 16),
 }
 
 
 class GPTQ(PTQMethod):
     """GPTQ with fitted grids, asymmetric calibration and output Hessians.
 
-    The paper is arXiv 2210.17323; `gptq_solver` names those of the extensions.
+    The paper is arXiv 2210.17323; `solver` names those of the extensions.
     """
 
     weighs_embeddings = True

@@ -1,0 +1,190 @@
+"""The metrics of an evaluation: an entry each, which fills a part of report.json."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ...config.evaluate import EvaluateConfig
+from ...data.answer_filters import FILTERS
+from ...data.batching import Batch
+from ...data.record_formats import DataRecord
+from ...evaluation import lm_eval
+from ...evaluation.divergence import measure_divergence
+from ...evaluation.exact_match import ExactMatch, measure_exact_match
+from ...evaluation.latency import measure_latency
+from ...evaluation.perplexity import Perplexity, measure_perplexity
+from ...evaluation.weight_error import measure_layers
+from ...generation.engine import Generator
+from ...generation.speculative.prompt_lookup import PromptLookupProposer
+from ...models.checkpoint import checkpoint_size
+from ...models.loader import LoadedModel
+from ...models.qq_linear import full_precision_inputs, has_quantized_inputs
+from ..extensions import Metric as CustomMetric
+from .questions import Questions
+
+LATENCY_PROMPTS = 2
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every model of an evaluation is measured on.
+
+    Attributes:
+        tasks: of lm-evaluation-harness, by name or path.
+        custom: the caller's own metrics by name.
+        advance: counts finished work, in tokens.
+    """
+
+    config: EvaluateConfig
+    records: list[DataRecord]
+    questions: Questions
+    tasks: list[str | Path]
+    custom: dict[str, CustomMetric]
+    advance: Callable[[int], None]
+
+
+@dataclass
+class Measured:
+    """A model, and what the models that refer to it are compared with."""
+
+    name: str
+    loaded: LoadedModel
+    batches: list[Batch]
+    reference: "Measured | None"
+    perplexity: Perplexity | None = None
+    exact_match: ExactMatch | None = None
+
+    def generator(self, **options) -> Generator:
+        """A generator with the KV-cache bits that the checkpoint names."""
+        loaded = self.loaded
+        bits = loaded.kv_bits
+        return Generator(loaded.model, loaded.tokenizer, kv_bits=bits, **options)
+
+
+def _predictions(model: Measured, inputs: Inputs) -> dict:
+    """Perplexity and, with a reference, divergence: one pass over the batches."""
+    reference, network = model.reference, model.loaded.model
+    batches = _counted(model.batches, inputs, 1 if reference is None else 2)
+    if reference is None:
+        model.perplexity, divergence = measure_perplexity(network, batches), {}
+    else:
+        result = measure_divergence(reference.loaded.model, network, batches)
+        model.perplexity, divergence = result.perplexity, result.figures
+    perplexity = model.perplexity
+    figures = {
+        "perplexity": perplexity.value,
+        "perplexity_stderr": perplexity.stderr,
+        "loss": perplexity.loss,
+        "tokens": perplexity.tokens,
+    } | divergence
+    if reference is not None:
+        ratio, stderr = perplexity.ratio_to(reference.perplexity)
+        figures |= {"perplexity_ratio": ratio, "perplexity_ratio_stderr": stderr}
+    return figures
+
+
+def _weights_only(model: Measured, inputs: Inputs) -> dict:
+    """The divergence of a model with quantized activations if they were not."""
+    network = model.loaded.model
+    if model.reference is None or not has_quantized_inputs(network):
+        return {}
+    with full_precision_inputs(network):
+        reference = model.reference.loaded.model
+        result = measure_divergence(reference, network, model.batches)
+    return {
+        "kl_mean_weights_only": result.kl_mean,
+        "kl_stderr_weights_only": result.kl_stderr,
+    }
+
+
+def _size(model: Measured, inputs: Inputs) -> dict:
+    size = checkpoint_size(model.loaded.path)
+    return {"bits_per_weight": size.bits_per_weight, "bytes": size.bytes}
+
+
+def _layers(model: Measured, inputs: Inputs) -> dict:
+    """Bits and error of the layers of the run's quantized model."""
+    if model.name != "quantized" or model.reference is None:
+        return {}
+    return {"layers": measure_layers(model.reference.loaded, model.loaded)}
+
+
+def _exact_match(model: Measured, inputs: Inputs) -> dict:
+    """Answers to all questions in one batch, and how many are right."""
+    config = inputs.config
+    inputs.questions.answer(
+        model.name,
+        model.generator(),
+        config.exact_match_max_tokens,
+        inputs.advance,
+    )
+    answered = [q for q in inputs.questions.exact if model.name in q.answers]
+    if not answered:
+        return {}
+    model.exact_match = result = measure_exact_match(
+        [(q.skill, q.expected, q.answers[model.name]) for q in answered],
+        FILTERS[config.exact_match_filter],
+    )
+    figures = {
+        "exact_match": result.overall,
+        "exact_match_stderr": result.stderr,
+        "exact_match_by_skill": result.by_skill,
+    }
+    if model.reference is not None and model.reference.exact_match:
+        change, stderr = result.change_from(model.reference.exact_match)
+        figures |= {"exact_match_change": change, "exact_match_change_stderr": stderr}
+    return figures
+
+
+def _latency(model: Measured, inputs: Inputs) -> dict:
+    """Latency of standard decoding, and of the proposer that needs no model."""
+    max_tokens = inputs.config.latency_tokens
+    if max_tokens is None:
+        return {}
+    batches = model.batches[-LATENCY_PROMPTS:]
+    prompts = [[int(t) for t in b.tokens[0, :-1].tolist()] for b in batches]
+    if positions := model.generator().max_positions:
+        # Room for all tokens that are timed.
+        prompts = [prompt[: max(1, positions - max_tokens)] for prompt in prompts]
+    lookup = partial(model.generator, make_proposer=lambda _: PromptLookupProposer())
+    arms = {"standard": model.generator, "prompt_lookup": lookup}
+    return measure_latency(arms, prompts, max_tokens=max_tokens)
+
+
+def _tasks(model: Measured, inputs: Inputs) -> dict:
+    if not inputs.tasks:
+        return {}
+    limit = inputs.config.task_limit
+    scores = lm_eval.measure_tasks(model.loaded, inputs.tasks, limit=limit)
+    return {"tasks": scores}
+
+
+def _custom(model: Measured, inputs: Inputs) -> dict:
+    """The caller's own metrics."""
+    if not inputs.custom:
+        return {}
+    values = {
+        name: function(model.loaded, inputs.records)
+        for name, function in inputs.custom.items()
+    }
+    return {"custom": values}
+
+
+# In the order of measurement. An entry that was not asked for returns nothing.
+METRICS: tuple[Callable[[Measured, Inputs], dict], ...] = (
+    _predictions,
+    _weights_only,
+    _size,
+    _layers,
+    _exact_match,
+    _latency,
+    _tasks,
+    _custom,
+)
+
+
+def _counted(batches: list[Batch], inputs: Inputs, passes: int) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        inputs.advance(passes * batch.tokens.size)

@@ -1,0 +1,148 @@
+"""The questions of an evaluation: examples that the models answer, all in one batch."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from ...data.answer_filters import FILTERS
+from ...data.record_formats import DataRecord
+from ...generation.engine import Generator
+from ...generation.requests import generate_requests, make_request
+from ...generation.sampling import Sampling
+
+# Words of a text that the models continue.
+OPENING_WORDS = 24
+
+
+@dataclass(eq=False)
+class Question:
+    """An example, and each model's greedy answer without a chain of thought.
+
+    Attributes:
+        answers: by model; none of a prompt that is longer than the model's context.
+    """
+
+    record: DataRecord
+    answers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> str:
+        """The text that the models answer or continue."""
+        record = self.record
+        if record.messages:
+            return "\n".join(str(m["content"]) for m in record.messages[:-1])
+        words = (record.text or "").split(maxsplit=OPENING_WORDS)
+        return record.prompt or " ".join(words[:OPENING_WORDS])
+
+    @property
+    def expected(self) -> str | None:
+        """The example's own answer; None for a text, or if it is undesirable."""
+        record = self.record
+        if record.label is False:
+            return None
+        if record.messages:
+            answer = record.messages[-1]
+            return answer["content"] if answer["role"] == "assistant" else None
+        return record.completion
+
+    @property
+    def skill(self) -> str:
+        return self.record.skill or "answers"
+
+    def encode(self, generator: Generator) -> list[int]:
+        """The tokens of the prompt, as such examples are trained."""
+        record = self.record
+        messages = [*(record.messages or ())][:-1]
+        if record.prompt:
+            messages = [{"role": "user", "content": record.prompt}]
+        if not messages:
+            return generator.encode_text(self.prompt)
+        return generator.encode_chat(
+            messages,
+            thinking=False,
+            tools=record.tools,
+            template_kwargs=record.chat_template_kwargs,
+        )
+
+    def to_json(self) -> dict:
+        """The entry of report.json."""
+        return {
+            "prompt": self.prompt,
+            "expected": self.expected,
+            "answers": self.answers,
+        }
+
+
+@dataclass
+class Questions:
+    """What all models of an evaluation answer.
+
+    Attributes:
+        samples: shown in the report.
+        exact: with exactly one correct answer. A question may be in both.
+    """
+
+    samples: list[Question]
+    exact: list[Question]
+
+    @classmethod
+    def choose(
+        cls, records: Iterable[DataRecord], samples: int, exact: int, filter_name: str
+    ) -> "Questions":
+        """The first examples of every skill in turn, up to these counts.
+
+        Without a filter, only examples with a skill have exactly one correct answer.
+        """
+        questions = [Question(r) for r in records]
+        questions = [question for question in questions if question.prompt.strip()]
+
+        def is_exact(question: Question) -> bool:
+            if question.expected is None:
+                return False
+            if filter_name == "none":
+                return question.record.skill is not None
+            return FILTERS[filter_name](question.expected) is not None
+
+        has_one_answer = [*filter(is_exact, questions)]
+        return cls(_in_turn(questions, samples), _in_turn(has_one_answer, exact))
+
+    def __iter__(self):
+        return iter(dict.fromkeys((*self.samples, *self.exact)))
+
+    def answer(
+        self,
+        name: str,
+        generator: Generator,
+        max_tokens: int,
+        advance: Callable[[int], None],
+    ) -> None:
+        """Store the answers of a model, which are decoded together.
+
+        Args:
+            advance: gets the tokens of every finished answer with its prompt.
+        """
+        encoded = {question: question.encode(generator) for question in self}
+        fitting = {q: p for q, p in encoded.items() if fits(p, generator)}
+        requests = [
+            make_request(generator, prompt, max_tokens, Sampling())
+            for prompt in fitting.values()
+        ]
+        for question, request, result in zip(
+            fitting, requests, generate_requests(generator, requests), strict=True
+        ):
+            question.answers[name] = result.text
+            advance(len(request.prompt) + len(result.tokens))
+
+
+def fits(prompt: Sequence[int], generator: Generator) -> bool:
+    """Whether the model has a position for every token of a prompt."""
+    return generator.max_positions is None or len(prompt) <= generator.max_positions
+
+
+def _in_turn(questions: list[Question], count: int) -> list[Question]:
+    by_skill = defaultdict(list)
+    for question in questions:
+        by_skill[question.record.skill or ""].append(question)
+    turns = zip_longest(*(by_skill[skill] for skill in sorted(by_skill)))
+    return [question for turn in turns for question in turn if question][:count]
