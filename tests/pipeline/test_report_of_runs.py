@@ -19,7 +19,7 @@ def sections(html):
 
 def test_report_page_has_every_section(full_run):
     html = page(full_run)
-    shown = ["thresholds", "models", "curves", "divergence", "layers", "samples"]
+    shown = ["thresholds", "models", "curves", "layers", "samples"]
     measured = [name for name in sections(html) if name != "speculation"]
     assert measured == [*shown, "commands", "recipe", "versions"]
     assert "<td>done</td>" in html
