@@ -17,7 +17,7 @@ from lmx.config.bundled import SCHEMA_LINE
 from lmx.config.yaml_io import read
 from lmx.convert.exporters import gguf
 from lmx.convert.importers import load_model
-from lmx.pipeline import resources
+from lmx.pipeline import work
 from lmx.pipeline.plan import load, plan
 from mlx.utils import tree_flatten
 
@@ -247,8 +247,7 @@ def test_what_init_writes_passes_its_dry_run(
     kind, models, elsewhere, capsys, monkeypatch
 ):
     """Codes are kept: training continues from them, and nothing quantizes twice."""
-    for speed in ("training_speed", "matmul_speed"):
-        monkeypatch.setattr(resources, speed, lambda *_: 1e9)
+    monkeypatch.setattr(work, "rates", lambda _: work.Work(1, 1, 1, 1, 1))
     model = str(models(kind))
     (elsewhere / "rows.jsonl").write_text(20 * ROW)
     codes = CODES[kind]
