@@ -63,7 +63,8 @@ INSTALLED = {
     "lmx-train --list",
     "lmx schema adapter",
     "lmx doctor",
-    'lmx generate exports/qat_4bit --prompt "Dim the kitchen lamp to 30 at half past seven"',
+    "lmx generate exports/qat_4bit "
+    '--prompt "Dim the kitchen lamp to 30 at half past seven"',
 }
 # The functions that begin the work of a command.
 WORK = (
@@ -332,7 +333,7 @@ def test_readme_is_short():
 @pytest.mark.slow
 def test_main_job_ends_with_a_table_and_a_model(workspace):
     text = (workspace / "exports/qat_4bit/log.txt").read_text()
-    assert re.search(r"base +fine-tuned +rounded +quantized", text)
+    assert re.search(r"base +fine-tuned +quantized", text)
     assert (workspace / "exports/qat_4bit/model/model.safetensors").is_file()
 
 
