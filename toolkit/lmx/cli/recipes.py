@@ -166,9 +166,7 @@ def recipe_text(
     if bits:
         text = _with_bits(text, bits)
     if has_codes:
-        # Training goes on from the codes, also without an adapter.
-        qat = grid | {"quantizer": "fixed_scale"}
-        text = set_value(text, ("stages", 0, "train", "qat"), qat)
+        text = set_value(text, ("stages", 0, "train", "qat"), grid)
     text = set_value(text, ("model",), model)
     text = _with_data(text, task, data)
     return text if model == INCLUDED_MODEL else _for_other_model(text, task)
@@ -227,10 +225,9 @@ def _with_data(text: str, task: str, data: str | None) -> str:
         text = set_value(text, ("data", "valid"), data, key="train")
         path = ("stages", 0, "quantize", "calibration")
         return set_value(text, path, {"max_seq_length": 256})
-    own = read(text).data["data"]["train"]
-    text = set_value(text, ("data", "train"), data)
-    if data == own:
+    if data == read(text).data["data"]["train"]:
         return text
+    text = set_value(text, ("data", "train"), data)
     text = without_key(text, ("data", "valid"))
     for path, _ in _values(read(text).data):
         if path[-1] == "sample_prompts":
@@ -240,6 +237,8 @@ def _with_data(text: str, task: str, data: str | None) -> str:
 
 def _for_other_model(text: str, task: str) -> str:
     """The text with values for a model that is not tiny."""
+    # A recipe that trains the tiny model in full may have an adapter as a comment.
+    text = text.replace("# adapter: {", "adapter: {")
     stages = read(text).data["stages"]
     for path, _ in [*_values(read(text).data)]:
         key = path[-1]
@@ -249,9 +248,6 @@ def _for_other_model(text: str, task: str) -> str:
             has_adapter = "adapter" in stages[path[1]]["train"]
             rate = ADAPTER_RATE if has_adapter else FULL_RATE
             text = set_value(text, path, rate)
-        elif key == "compare_full_precision":
-            # It trains a second model, which takes as long.
-            text = without_key(text, path)
         elif key in FOR_OTHER_MODELS:
             renamed, value = FOR_OTHER_MODELS[key]
             text = set_value(text, path, value, key=renamed)
