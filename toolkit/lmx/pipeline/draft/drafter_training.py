@@ -14,7 +14,7 @@ from ...draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
 from ...draft.losses import DrafterLoss
 from ...models.drafters.base import Drafter
 from ...models.drafters.io import ARCHITECTURES, bind_target, save_drafter
-from ...models.hidden_states import require_hidden_states
+from ...models.hooks import require_hidden_states
 from ...models.loader import set_compute_dtype
 from ...run.fs import atomic_folder
 from ...training.optimizers import OptimizerConfig
