@@ -186,8 +186,6 @@ def _draft_shape(
     layers = draft.num_layers
     if layers == "auto":
         layers = math.ceil(max(DEPTH_FRACTIONS) * count)
-    if draft.from_scratch:
-        config["num_hidden_layers"] = count = layers
     numbers = layers if isinstance(layers, list) else range(min(layers, count))
     sizes = (draft.hidden_size, draft.intermediate_size)
     config = pruned_config(config, PrunedShape(tuple(sorted(numbers)), *sizes))
