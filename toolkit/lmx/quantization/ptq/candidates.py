@@ -43,8 +43,6 @@ class TeacherDivergence:
         tokens: mx.array,
         counted: mx.array,
         target: TeacherTarget,
-        *,
-        temperature: float = 1.0,
     ) -> mx.array:
         """The sum in nats over the positions that count.
 
@@ -52,12 +50,10 @@ class TeacherDivergence:
             tokens: int [B, L].
             counted: bool [B, L].
             target: of all positions.
-            temperature: divides the logits.
         """
 
         def loss(logits, counted, *target):
-            target = TeacherTarget(*target)
-            return kl_sum(logits, target, counted, temperature=temperature)
+            return kl_sum(logits, TeacherTarget(*target), counted)
 
         labels = counted, *target
         num_logits = tokens.size * self._vocabulary

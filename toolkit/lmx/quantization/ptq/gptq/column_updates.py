@@ -1,5 +1,6 @@
-"""Column-by-column updates of the codes of a group: GPTQ and coordinate descent.
+"""What the solvers of all grids share: updates of codes and the best grid of rows.
 
+The codes of a group are updated column by column, by GPTQ and coordinate descent.
 On a CPU, a strip of columns is updated one by one; their effect on later columns of the
 group is one product. On a GPU, one kernel updates the group.
 """
@@ -7,10 +8,14 @@ group is one product. On a GPU, one kernel updates the group.
 from collections.abc import Callable
 from functools import cache, partial
 
+import mlx.core as mx
+
 from ....models.float_formats import FloatFormat
 from ... import gpu_kernels
-from ...affine_grid import nearest
+from ...affine_grid import AffineGrid, nearest
 from ...backend import compiled_for, library
+from ...float_grid import FloatGrid
+from ...gguf_grid import GGUFGrid
 
 # Columns that are updated one by one.
 STRIP = 8
@@ -129,3 +134,41 @@ def take_candidate(number, *arrays):
         backend.take_along_axis(array, place, axis=-2).squeeze(-2)
         for array, place in zip(arrays, places, strict=True)
     )
+
+
+class BestGridTracker:
+    """Keeps the best grid of every row.
+
+    Attributes:
+        grid: the best rows so far.
+        errors: float32 [N], squared output error of each row of `grid`.
+        descent: float32 [N, K], minus half the gradient of these errors with respect
+            to the weight.
+        candidates: errors [N] of each candidate by name.
+        output: float32 [N], squared norm of the outputs of the target.
+    """
+
+    def __init__(self, target: mx.array, matrix: mx.array, dtype: mx.Dtype):
+        self.target = target
+        self.matrix = matrix
+        self.dtype = dtype
+        self.candidates: dict[str, mx.array] = {}
+        self.output = ((target @ matrix) * target).sum(axis=1)
+        self.errors: mx.array | None = None
+
+    def add(self, name: str, grid: AffineGrid | FloatGrid | GGUFGrid) -> None:
+        """Evaluate a grid as it is stored."""
+        difference = self.target - grid.weight(self.dtype)
+        descent = difference @ self.matrix
+        errors = (descent * difference).sum(axis=1)
+        # A row with NaN is worse than any other.
+        errors = mx.where(mx.isnan(errors), mx.inf, errors)
+        self.candidates[name] = errors
+        if self.errors is None:
+            self.grid, self.errors, self.descent = grid, errors, descent
+        else:
+            is_better = errors < self.errors
+            self.grid = grid.over(self.grid, is_better)
+            self.errors = mx.minimum(errors, self.errors)
+            self.descent = mx.where(is_better[:, None], descent, self.descent)
+        mx.eval(errors, self.errors, self.descent, vars(self.grid))

@@ -14,8 +14,13 @@ from ...backend import async_eval, library, to_fast_backend
 from ...float_grid import FloatGrid
 from ...packing import pack
 from ..hessian import Hessian, group_factors
-from .best_grid import BestGridTracker
-from .column_updates import descent_columns, gptq_columns, group_errors, take_candidate
+from .column_updates import (
+    BestGridTracker,
+    descent_columns,
+    gptq_columns,
+    group_errors,
+    take_candidate,
+)
 
 # Offsets from the code of a group's scale that a refinement tries.
 NEIGHBORS = (0, -1, 1)

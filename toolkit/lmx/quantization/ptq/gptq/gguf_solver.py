@@ -26,8 +26,13 @@ from ...gguf_grid import (
     with_nearest_codes,
 )
 from ..hessian import Hessian, group_factors
-from .best_grid import BestGridTracker
-from .column_updates import descent_columns, gptq_columns, group_errors, take_candidate
+from .column_updates import (
+    BestGridTracker,
+    descent_columns,
+    gptq_columns,
+    group_errors,
+    take_candidate,
+)
 
 # Candidates of a group: relative changes of the step of a small block, and changes of
 # the integer scale and minimum of a group of a K block.

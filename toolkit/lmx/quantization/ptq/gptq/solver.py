@@ -29,8 +29,7 @@ from ...gguf_grid import GGUFGrid
 from ...packing import pack
 from ..hessian import Hessian, OutputHessian
 from ..input_statistics import OutputError
-from .best_grid import BestGridTracker
-from .column_updates import descent_columns, gptq_columns
+from .column_updates import BestGridTracker, descent_columns, gptq_columns
 from .float_solver import solve_float_rows
 from .gguf_solver import solve_gguf_rows
 
