@@ -45,7 +45,7 @@ LAZY = {
     "mlx_lm": {"models/loader.py", "evaluation/lm_eval.py", "convert/exporters/"},
     "lm_eval": {"evaluation/lm_eval.py"},
     "transformers": {
-        *("models/loader.py", "models/transformers_config.py"),
+        *("models/loader.py", "models/config_check.py"),
         *("convert/", "data/chat/rendering.py"),
     },
     "datasets": {"data/hub_datasets.py"},

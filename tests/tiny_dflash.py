@@ -7,7 +7,7 @@ import numpy as np
 from lmx.config.draft import DrafterConfig
 from lmx.models.drafters.base import TargetHead
 from lmx.models.drafters.dflash import DFlashDrafter
-from lmx.models.hidden_states import forward_with_hidden_states
+from lmx.models.hooks import forward_with_hidden_states
 from lmx.models.loader import build_model
 from mlx.utils import tree_map
 from tiny_families import config as family_config

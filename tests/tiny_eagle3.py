@@ -5,7 +5,7 @@ import numpy as np
 from lmx.config.draft import DrafterConfig
 from lmx.models.drafters.base import TargetHead
 from lmx.models.drafters.eagle3 import Eagle3Drafter
-from lmx.models.hidden_states import forward_with_hidden_states
+from lmx.models.hooks import forward_with_hidden_states
 from mlx.utils import tree_flatten, tree_map
 from tiny_families import SHAPE, VOCABULARY
 

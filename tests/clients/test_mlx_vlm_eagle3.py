@@ -10,7 +10,7 @@ from lmx.generation.sampling import Sampling
 from lmx.generation.speculative.eagle3 import Eagle3Proposer
 from lmx.generation.speculative.proposer import TargetSampler
 from lmx.models.drafters.io import load_drafter, save_drafter
-from lmx.models.hidden_states import forward_with_hidden_states
+from lmx.models.hooks import forward_with_hidden_states
 from lmx.models.loader import build_model
 from mlx.utils import tree_map
 from tiny_eagle3 import fitted_drafter

@@ -5,7 +5,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from lmx.config.draft import DraftConfig
-from lmx.draft.drafter_loss import DrafterLoss, DraftVocabulary, draft_positions
+from lmx.draft.losses import DrafterLoss, DraftVocabulary, draft_positions
 from lmx.models.drafters.base import Drafter
 from lmx.training.teacher_targets import compress_targets, full_targets
 

@@ -6,7 +6,7 @@ import pytest
 from lmx.draft.dataset import DistillationBatches
 from lmx.draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
 from lmx.generation.completions import completion_example
-from lmx.models.hidden_states import forward_with_hidden_states
+from lmx.models.hooks import forward_with_hidden_states
 from lmx.models.loader import build_model
 from lmx.run.logger import NullLogger
 from tiny_checkpoints import LLAMA

@@ -225,7 +225,7 @@ def use_adapter(base: str, folder: Path) -> None:
 
 def use_drafter(base: str, folder: Path) -> None:
     from lmx.models.drafters.io import drafter_class, load_drafter
-    from lmx.models.hidden_states import forward_with_hidden_states
+    from lmx.models.hooks import forward_with_hidden_states
 
     loaded = target(base)
     # As `--draft-model` does, which else takes the folder for a model.

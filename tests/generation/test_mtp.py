@@ -13,7 +13,7 @@ from lmx.generation.speculative.factory import FallbackProposer
 from lmx.generation.speculative.mtp import MTPProposer
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
 from lmx.generation.speculative.proposer import DraftTokens, TargetSampler
-from lmx.models.hidden_states import forward_with_hidden_states
+from lmx.models.hooks import forward_with_hidden_states
 from mlx.utils import tree_flatten
 from test_rejection_sampling import ratio_to_critical_value
 from test_speculative_decoder import speculative, tokens_of

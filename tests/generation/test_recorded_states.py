@@ -9,7 +9,7 @@ from lmx.generation.prefix_cache import (
     load_prompt_cache,
     save_prompt_cache,
 )
-from lmx.models.hidden_states import (
+from lmx.models.hooks import (
     forward_with_hidden_states,
     require_hidden_states,
 )

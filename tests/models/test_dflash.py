@@ -9,7 +9,7 @@ from lmx.config.draft import DrafterConfig
 from lmx.errors import UserError
 from lmx.models.drafters.dflash import DFlashConfig, DFlashDrafter, spread
 from lmx.models.drafters.io import load_drafter, save_drafter
-from lmx.models.hidden_states import forward_with_hidden_states
+from lmx.models.hooks import forward_with_hidden_states
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tiny_dflash import random_drafter, random_target
 from tiny_families import FAMILIES, VOCABULARY

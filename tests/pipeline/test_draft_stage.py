@@ -148,10 +148,9 @@ def test_completions_are_generated_once_for_several_losses(draft_run, tmp_path):
 
 
 def test_missed_draft_threshold_publishes_nothing(draft_run, tmp_path):
-    fresh = {"from_scratch": True, "num_layers": 1}
     config = {
         **DRAFT,
-        "draft_model": fresh,
+        "draft_model": {"num_layers": 1},
         "steps": 1,
         "thresholds": {"min_acceptance_rate": 1.0},
     }

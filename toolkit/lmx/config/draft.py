@@ -18,7 +18,7 @@ DraftLossName = Literal["forward_kl", "adaptive_kl_tv"]
 
 
 class DraftModelConfig(ConfigModel):
-    """Initial draft model: pruned from the target, from another model, or random."""
+    """Initial draft model: pruned from the target, or from another model."""
 
     init_from: str | None = None
     """Folder or Hub id of a model with the target's tokenizer to prune. Default: the
@@ -28,21 +28,13 @@ class DraftModelConfig(ConfigModel):
     number with the highest predicted speed-up on this machine after a short training of
     each candidate."""
     hidden_size: Count | None = None
-    """Width to keep, by activation importance. Default: all of it. With from_scratch:
-    the width of the new model."""
+    """Width to keep, by activation importance. Default: all of it."""
     intermediate_size: Count | None = None
     """Width of the feed-forward layers to keep, as above."""
-    from_scratch: bool = False
-    """Initialize random weights in the target's architecture, with the sizes given
-    here."""
 
     @model_validator(mode="after")
     def _check_shape(self):
         layers = self.num_layers
-        if self.from_scratch and (self.init_from or not isinstance(layers, int)):
-            raise ValueError(
-                "from_scratch needs num_layers as a number, and no init_from"
-            )
         if isinstance(layers, list) and len(set(layers)) != len(layers):
             raise ValueError("num_layers has duplicate blocks")
         if layers == []:

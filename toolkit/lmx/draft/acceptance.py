@@ -11,7 +11,7 @@ import numpy as np
 from ..generation.sampling import Sampling
 from ..generation.speculative.proposer import TargetSampler
 from ..models.drafters.base import Drafter
-from ..models.hidden_states import forward_with_hidden_states
+from ..models.hooks import forward_with_hidden_states
 
 # Most draft tokens of a round that are measured.
 MAX_DRAFT_TOKENS = 8

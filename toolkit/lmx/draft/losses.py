@@ -1,15 +1,18 @@
-"""Losses that maximize the acceptance rate of a draft model.
+"""Losses that maximize the acceptance rate of draft models and drafters.
 
 Like the divergences of `training.distillation`, they compare the target's top-k tokens
 and treat all other tokens as one outcome. So they are lower bounds of the divergences
 over the whole vocabulary.
 """
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..config.draft import DraftLossName
+from ..config.draft import DraftConfig, DraftLossName
 from ..data.batching import Batch
+from ..models.drafters.base import MIN_LOGIT, Drafter
 from ..training.distillation import (
     DIVERGENCES,
     TopKDistribution,
@@ -22,6 +25,10 @@ from ..training.teacher_targets import TeacherTarget
 
 # How early `adaptive_kl_tv` moves to total variation.
 ETA = 3.0
+# Lowest log-probability of all tokens of a target that a drafter can draft.
+MIN_COVERED = -20.0
+# Weight of a drafter's token in the loss, relative to the one before it.
+POSITION_DECAY = 0.8
 
 
 def total_variation(
@@ -72,11 +79,7 @@ class DraftLoss:
         self, logits: mx.array, tokens: mx.array, mask: mx.array, *labels: mx.array
     ) -> mx.array:
         """The loss sum in nats of logits [..., V], with `labels` of equal positions."""
-        target = (
-            TeacherTarget(*labels)
-            if len(labels) > 1
-            else TeacherTarget(None, *labels, None)
-        )
+        target = _teacher_target(labels)
         shared = _predicted_logits(logits, target)
         loss = divergence_sum(shared, target, mask, divergence=self.measure)
         loss = (1 - self.cross_entropy) * loss
@@ -113,3 +116,201 @@ def _predicted_logits(logits: mx.array, target: TeacherTarget) -> mx.array:
     if target.indices is not None:
         return logits
     return logits[..., : target.log_probs.shape[-1]]
+
+
+def _teacher_target(parts: tuple[mx.array, ...]) -> TeacherTarget:
+    """A target of its arrays: of the top k tokens, or of the whole vocabulary."""
+    if len(parts) == 1:
+        return TeacherTarget(None, *parts, None)
+    return TeacherTarget(*parts)
+
+
+class DraftVocabulary:
+    """Translates tokens and targets to the draft ids of a drafter.
+
+    All tokens that it cannot draft get the id after the last one. With `pad`, the
+    logits have a column for it whose probability is 0.
+    """
+
+    def __init__(self, drafter: Drafter):
+        self._ids = drafter.draft_ids
+        if self._ids is not None:
+            # One draft id more: the number of tokens that have one.
+            self.size = drafter.draft_vocab_size
+            self._tokens = drafter.target_tokens(mx.arange(self.size))
+
+    def pad(self, logits: mx.array) -> mx.array:
+        """Logits [..., N] with the column of tokens without a draft id."""
+        if self._ids is None:
+            return logits
+        widths = [(0, 0)] * (logits.ndim - 1) + [(0, 1)]
+        return mx.pad(logits, widths, constant_values=MIN_LOGIT)
+
+    def ids_of(self, tokens: mx.array) -> mx.array:
+        """The draft ids of tokens, int [...]."""
+        return tokens if self._ids is None else self._ids[tokens]
+
+    def is_known(self, ids: mx.array) -> mx.array:
+        """Where draft ids are those of a token that can be drafted, bool [...]."""
+        if self._ids is None:
+            return mx.ones(ids.shape, mx.bool_)
+        return ids < self.size
+
+    def translate(self, target: TeacherTarget) -> TeacherTarget:
+        """The same probabilities, by draft id; other tokens count as not covered."""
+        if self._ids is None:
+            return target
+        if target.indices is not None:
+            return target._replace(indices=self._ids[target.indices])
+        log_probs = target.log_probs[..., self._tokens]
+        widths = [(0, 0)] * (log_probs.ndim - 1) + [(0, 1)]
+        return target._replace(
+            log_probs=mx.pad(log_probs, widths, constant_values=-mx.inf)
+        )
+
+    def restrict(self, target: TeacherTarget) -> TeacherTarget:
+        """A translated target whose covered probabilities sum to one."""
+        if self._ids is None:
+            return target
+        log_probs = target.log_probs
+        if target.indices is not None:
+            log_probs = mx.where(target.indices < self.size, log_probs, -mx.inf)
+        total = mx.logsumexp(log_probs, axis=-1)
+        if target.log_tail is not None:
+            total = mx.logaddexp(total, target.log_tail)
+        total = mx.maximum(total, MIN_COVERED)
+        tail = None if target.log_tail is None else target.log_tail - total
+        return TeacherTarget(target.indices, log_probs - total[..., None], tail)
+
+
+class DrafterLoss:
+    """Weighted sum of the losses of draft tokens 1 to K, a loss of `TrainStep`.
+
+    Draft token j has the weight `POSITION_DECAY`^(j - 1), as in arXiv 2503.01840: a
+    later one is used only if all before it are accepted. The sum of the weights is the
+    count that the loss is divided by.
+
+    Args:
+        config: of the draft stage.
+        chunk: draft tokens whose logits exist at once.
+
+    Attributes:
+        metric_names: of the acceptance rates of sampled draft tokens by position, given
+            that all before are accepted; upper bounds, see `distribution_overlap`.
+    """
+
+    main_metric = "acceptance_1"
+
+    def __init__(self, config: DraftConfig, *, chunk: int):
+        self.num_draft_tokens = config.drafter.num_draft_tokens
+        self.cross_entropy = config.ce_weight
+        self.divergence = DraftLoss(config.loss).measure
+        self.chunk = chunk
+        self.metric_names = [
+            f"acceptance_{position + 1}" for position in range(self.num_draft_tokens)
+        ]
+
+    def __call__(
+        self,
+        model: Drafter,
+        tokens: mx.array,
+        mask: mx.array,
+        places: mx.array | None,
+        target: tuple[mx.array, ...],
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """The loss sum in nats, the sum of weights, and the metrics [2, K].
+
+        Args:
+            tokens: int [B, L + 1].
+            mask: bool [B, L], True where the next token is trained.
+            places: as many as there are rounds that are trained, or more; None = all.
+            target: the parts of a `TeacherTarget`, then the hidden states of the first
+                L tokens.
+        """
+        *teacher, states = target
+        starts = model.sample_starts(mask)
+        positions, valid = draft_positions(mask, starts, self.num_draft_tokens)
+        hidden = model.draft_hidden(tokens, states, starts, self.num_draft_tokens)
+        labels = [tokens[:, 1:], *teacher]
+        columns = [positions, valid, hidden.flatten(0, 1)]
+        if places is not None and len(places) < len(valid):
+            # All rounds with a valid first token are among these.
+            order = mx.argsort(~valid[:, 0])[: len(places)]
+            columns = [column[order] for column in columns]
+        positions, valid, hidden = columns
+        labels = [label.flatten(0, 1)[positions] for label in labels]
+        losses, overlaps, counts = self._sums(model, hidden, valid, labels)
+        weights = mx.array([POSITION_DECAY**j for j in range(self.num_draft_tokens)])
+        metrics = mx.stack([overlaps, counts])
+        return (weights * losses).sum(), (weights * counts).sum(), metrics
+
+    def _sums(self, model: Drafter, hidden, valid, labels) -> mx.array:
+        """Losses, overlaps and valid draft tokens by position, [3, K], summed."""
+        rows = max(1, self.chunk // self.num_draft_tokens)
+        parts = []
+        for start in range(0, len(hidden), rows):
+            labels_of_chunk = [x[start : start + rows] for x in (valid, *labels)]
+            # The gradient is that of the first argument and of the weights alone.
+            chunk_sums = partial(self._chunk_sums, model, labels_of_chunk)
+            if len(hidden) > rows:
+                # The logits of a chunk are computed again for its gradient.
+                chunk_sums = nn.utils.checkpoint(model, chunk_sums)
+            parts.append(chunk_sums(hidden[start : start + rows]))
+        return mx.stack(parts).sum(axis=0)
+
+    def _chunk_sums(self, model: Drafter, labels: list, hidden: mx.array) -> mx.array:
+        valid, tokens, *teacher = labels
+        vocabulary = DraftVocabulary(model)
+        logits = vocabulary.pad(model.head(hidden).astype(mx.float32))
+        tokens = vocabulary.ids_of(tokens)
+        target = vocabulary.translate(_teacher_target(teacher))
+        positions = [
+            self._position_sums(vocabulary, logits[:, j], valid[:, j], tokens[:, j], at)
+            for j, at in enumerate(_by_position(target, self.num_draft_tokens))
+        ]
+        return mx.stack(positions, axis=1)
+
+    def _position_sums(
+        self, vocabulary: DraftVocabulary, logits, mask, tokens, target: TeacherTarget
+    ) -> mx.array:
+        loss = divergence_sum(
+            logits, vocabulary.restrict(target), mask, divergence=self.divergence
+        )
+        if self.cross_entropy:
+            known = mask & vocabulary.is_known(tokens)
+            cross_entropy = cross_entropy_sum(logits, tokens, known)
+            loss = (1 - self.cross_entropy) * loss + self.cross_entropy * cross_entropy
+        _, overlap = distribution_overlap(mx.stop_gradient(logits), target)
+        overlap = mx.where(mask, overlap, 0.0).sum()
+        return mx.stack([loss, overlap, mask.sum().astype(mx.float32)])
+
+
+def draft_positions(
+    mask: mx.array, starts: mx.array, num_draft_tokens: int
+) -> tuple[mx.array, mx.array]:
+    """Where the targets of the draft tokens of all rounds are.
+
+    Args:
+        mask: bool [B, L], True where the next token is trained.
+        starts: int [B, M]; see `Drafter`.
+
+    Returns:
+        Positions in the B * L targets, int [B * M, K], and whether this draft token and
+        all before it are trained, bool [B * M, K].
+    """
+    batch, length = mask.shape
+    positions = starts[..., None] + mx.arange(num_draft_tokens)
+    is_inside = positions < length
+    positions = mx.minimum(positions, length - 1)
+    positions = positions + length * mx.arange(batch)[:, None, None]
+    trained = mask.reshape(-1)[positions] & is_inside
+    valid = mx.cumprod(trained.astype(mx.int32), axis=-1) > 0
+    return positions.flatten(0, 1), valid.flatten(0, 1)
+
+
+def _by_position(target: TeacherTarget, count: int) -> list[TeacherTarget]:
+    """The targets [N, ...] of every draft position of a target [N, K, ...]."""
+    return [
+        TeacherTarget(*(part if part is None else part[:, j] for part in target))
+        for j in range(count)
+    ]

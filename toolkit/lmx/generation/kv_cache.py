@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
-from ..models.hidden_states import forward_with_hidden_states
+from ..models.hooks import forward_with_hidden_states
 from ..models.loader import make_cache
 from .recorded_states import RecordedStates
 

@@ -35,7 +35,6 @@ from .checkpoint import (
 )
 from .lora.io import load_adapter
 from .qq_linear import replace_qq_layers
-from .transformers_config import complete
 
 CHECKPOINT_PATTERNS = [
     *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"),
@@ -252,7 +251,7 @@ def complete_config(config: dict, *, place: str) -> dict:
     with _mlx_lm() as utils, _config_errors(place):
         config = utils._decode_tagged_floats(config)
         config_check.check_arguments(config, arguments, place)
-        config = complete(config, arguments, utils._get_classes, place)
+        config = config_check.complete(config, arguments, utils._get_classes, place)
     model_arguments(config, place=place)
     return config
 

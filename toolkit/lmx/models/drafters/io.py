@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from ...errors import UserError
 from ...run.fs import read_json, write_atomic
 from ..checkpoint import check_weights, require_own_files, tensor_files
-from ..hidden_states import require_hidden_states
+from ..hooks import require_hidden_states
 from ..loader import checkpoint_folder, download_snapshot, stored_dtype
 from ..safetensors_io import read_tensors, require_tensors, write_safetensors
 from ..trunk_head import NoTrunkHeadSplit

@@ -10,11 +10,11 @@ from ...config.draft import DrafterConfig
 from ...config.train import loss_chunk
 from ...cpu import on_cpu
 from ...draft.candidates import DrafterCandidate
-from ...draft.drafter_loss import DrafterLoss
 from ...draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
+from ...draft.losses import DrafterLoss
 from ...models.drafters.base import Drafter
 from ...models.drafters.io import ARCHITECTURES, bind_target, save_drafter
-from ...models.hidden_states import require_hidden_states
+from ...models.hooks import require_hidden_states
 from ...models.loader import set_compute_dtype
 from ...run.fs import atomic_folder
 from ...training.optimizers import OptimizerConfig
@@ -95,7 +95,7 @@ class DrafterDistillation(DraftDistillation):
             drafter,
             OptimizerConfig(max_grad_norm=1.0),
             compute_dtype=compute,
-            batch_loss=DrafterLoss(self.config, chunk=chunk),
+            loss=DrafterLoss(self.config, chunk=chunk),
             ranks=self.context.ranks,
         )
         set_compute_dtype(drafter, compute)

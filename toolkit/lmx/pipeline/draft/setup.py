@@ -29,7 +29,6 @@ from ...generation.batching import GenerationRequest
 from ...generation.completions import CachedGenerator
 from ...generation.speculative.layer_skip import rank_layers
 from ...models.checkpoint import config_int, read_config
-from ...models.from_scratch import initial_weights
 from ...models.loader import LoadedModel, compute_dtype, set_compute_dtype
 from ...quantization.packing import dequantized_model
 from ...run import fs
@@ -200,7 +199,7 @@ class DraftData:
 
 
 class DraftInitializer:
-    """Makes the initial draft model: pruned from a model, or with random weights.
+    """Makes the initial draft model, pruned from a model.
 
     Args:
         target: the model that will be served.
@@ -281,36 +280,26 @@ class DraftInitializer:
         counts = [config.num_layers]
         if config.num_layers == "auto":
             counts = sorted({max(1, math.ceil(f * count)) for f in DEPTH_FRACTIONS})
-        if config.from_scratch:
-            return [PrunedShape(tuple(range(counts[0])), *sizes)]
         if max(counts) >= count:
             return [PrunedShape(tuple(range(min(max(counts), count))), *sizes)]
         order = rank_layers(self.source.model, self.tokens)
         return [PrunedShape(most_important_blocks(order, n), *sizes) for n in counts]
 
     def _write(self, folder: Path, shape: PrunedShape) -> Path:
-        source, config = self.source, self.source.config
-        if self.config.from_scratch:
-            # A model from scratch may be deeper than the model of its shape.
-            config = config | {"num_hidden_layers": len(shape.layers)}
-        config = pruned_config(config, shape)
+        source = self.source
+        config = pruned_config(source.config, shape)
         config["eos_token_id"] = self.target.config.get("eos_token_id")
         tokens = len(self.target.tokenizer.get_vocab())
         require_servable(config, self.target.config, tokens, place=str(source.path))
-        blocks = ", ".join(map(str, shape.layers))
-        origin = f"blocks {blocks} of {source.path}"
-        if self.config.from_scratch:
-            origin = "random weights"
-            names = {v: k for k, v in vars(mx).items() if isinstance(v, mx.Dtype)}
-            config["torch_dtype"] = names[source.dtype]
-            weights = initial_weights(config, self.context.seed)
-        else:
-            importance = None
-            if shape.is_narrower:
-                importance = channel_importance(source.model, self.tokens)
-            weights = prune(source.model, self.weights, shape, importance)
+        importance = None
+        if shape.is_narrower:
+            importance = channel_importance(source.model, self.tokens)
+        weights = prune(source.model, self.weights, shape, importance)
         # The target's tokenizer and chat template, whatever the model is pruned from.
         like = replace(source, config=config, path=self.target.path)
         write_model(folder, like, weights, keeps_mtp=False)
-        self.context.logger.info(f"initial draft model: {origin}")
+        blocks = ", ".join(map(str, shape.layers))
+        self.context.logger.info(
+            f"initial draft model: blocks {blocks} of {source.path}"
+        )
         return folder
