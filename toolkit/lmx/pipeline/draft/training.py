@@ -27,9 +27,9 @@ from ..quantize.stage import QuantizeStage
 from .distillation import DraftDistillation
 from .setup import INITIAL_FOLDER, DraftInitializer
 
-# Training steps of every candidate shape before the shapes are compared.
+# Training steps of every candidate before they are compared.
 CANDIDATE_STEPS = 40
-# Tokens on which the importance of blocks and channels is measured.
+# Tokens on which the importance of blocks is measured.
 IMPORTANCE_TOKENS = 256
 
 
