@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 import shlex
@@ -389,3 +390,41 @@ def test_ptq_large_is_killed_and_resumed():
     assert rows["killed"][-1] == "1"
     assert rows["resumed"][-1] == rows["uninterrupted"][-1] == "3"
     assert printed.endswith("the resumed run has the same bytes\n")
+
+
+def run_gpu_script(folder: Path, **environment: object) -> dict[str, str]:
+    """The short form of gpu.sh; its summary by step."""
+    settings = {"SHORT": 1, "PYTHON": sys.executable, **environment}
+    subprocess.run(
+        [BENCHMARKS / "gpu.sh", folder],
+        env=os.environ | {name: str(value) for name, value in settings.items()},
+        capture_output=True,
+        check=False,
+    )
+    lines = (folder / "summary.txt").read_text().splitlines()
+    return dict(line.split(": ", 1) for line in lines)
+
+
+def test_gpu_script_names_failures_and_measures_a_row_of_each(tmp_path, small_base):
+    tests = tmp_path / "test_two.py"
+    tests.write_text("def test_right(): pass\ndef test_wrong(): assert 1 == 2\n")
+    results = tmp_path / "results"
+    summary = run_gpu_script(results, TESTS=tests, MODEL=small_base)
+    rows = ["gptq", "lora", "qat", "decode"]
+    assert list(summary) == ["doctor", "kernels", "tests", *rows]
+    assert summary.pop("tests").startswith("1 passed, 1 failures")
+    assert all(text.startswith("exit code 0 ") for text in summary.values()), summary
+    (failure,) = (results / "failures.txt").read_text().splitlines()
+    assert failure.endswith("test_two.py::test_wrong")
+    for name in rows:
+        text = (results / f"{name}.txt").read_text()
+        assert re.search(r"^\|? *\w* *lmx ", text, re.MULTILINE), name
+        assert re.search(r"^\|? *\w* *mlx(-lm)? ", text, re.MULTILINE), name
+    assert not list(results.rglob("*.safetensors"))
+
+
+def test_gpu_script_ends_itself(tmp_path):
+    summary = run_gpu_script(tmp_path, LIMIT=1)
+    assert re.match("exit code 124 after [12] s", summary.pop("doctor"))
+    assert summary.pop("tests").startswith("0 passed, 0 failures")
+    assert set(summary.values()) == {"no time left"}

@@ -6,6 +6,7 @@ import resource
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from finetune_runners import BETAS, RANK, SCALE, StepClock
@@ -91,7 +92,7 @@ def _lmx_dpo(folder: Path, settings: dict) -> dict:
         model,
         OptimizerConfig(beta1=BETAS[0], beta2=BETAS[1]),
         chunked_loss=chunked,
-        completion_loss=PreferenceLoss(PreferenceLossConfig(beta=settings["beta"])),
+        loss=PreferenceLoss(PreferenceLossConfig(beta=settings["beta"])),
     )
     losses, pending = [], None
     for number in range(clock.total):
@@ -149,12 +150,12 @@ def _lmx_pairs(folder: Path, settings: dict) -> tuple:
 
 def _with_reference(model, chunked, batches) -> tuple:
     """Batches with the reference's log-probabilities; wall and processor seconds."""
-    from lmx.data.batching import example_indices
+    from lmx.data.batching import TargetBatches, example_indices
     from lmx.run.logger import RunLogger
     from lmx.training.reference_log_probs import (
         Reference,
-        ReferenceBatches,
         reference_log_probs,
+        with_preference_target,
     )
 
     start = time.perf_counter(), time.process_time()
@@ -165,7 +166,8 @@ def _with_reference(model, chunked, batches) -> tuple:
         os.environ["LMX_CACHE"] = cache
         values = reference_log_probs(batches.examples, indices, reference)
     times = time.perf_counter() - start[0], time.process_time() - start[1]
-    return ReferenceBatches(batches, values), times
+    target = partial(with_preference_target, log_probs=values, labels=None)
+    return TargetBatches(batches, "", target), times
 
 
 def _record(clock: Clock, losses: list[float], outputs) -> None:

@@ -5,12 +5,15 @@ from lmx import __version__, cpu
 from lmx.cli import doctor
 from lmx.cpu import blas
 from lmx.evaluation import memory_bandwidth
+from lmx.pipeline import work
 
 
 @pytest.fixture
 def doctor_output(monkeypatch, capsys):
     """The output of doctor by label, with a small matrix product."""
     monkeypatch.setattr(memory_bandwidth, "READ_BYTES", 1 << 12)
+    speed = work.Work(1e9, 2e9, 3e9, 4e9, 5e6)
+    monkeypatch.setattr(work, "_measure", lambda dtype: speed)
 
     def run():
         assert doctor.doctor(None) == 0
@@ -37,6 +40,9 @@ def test_doctor_prints_every_fact(doctor_output, monkeypatch, tmp_path):
     assert float(output["memory"].split()[0]) > 0
     assert "GFLOP/s" in output["matmul"]
     assert "GB/s" in output["memory bandwidth"]
+    assert "trained 1 GFLOP/s" in output["dry runs"]
+    assert "solved 5 M weights/s (float32)" in output["dry runs"]
+    assert (tmp_path / "none" / work.RATES).is_file()
     assert output["cache"] == f"{tmp_path / 'none'}, 0.0 MB"
 
 

@@ -107,6 +107,11 @@ def test_sweep_runs_everything_once_and_goes_on_after_a_failure(
     assert main.main(words) == 0
     assert [call[2] for call in in_process[4:]] == ["seed=1"]
     assert "1e-3 2 of 2" in " ".join(capsys.readouterr().out.split())
+    # A run that has not ended well is not finished.
+    manifest = broken / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"done"', '"failed"'))
+    assert main.main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("to run") == 1
 
 
 def test_interrupted_run_ends_the_sweep(recipe, monkeypatch, capsys):

@@ -125,6 +125,14 @@ def test_later_override_wins_and_null_resets(recipe):
     assert loaded.overrides == tuple(arguments)
 
 
+def test_places_of_secrets_are_known(recipe):
+    recipe.write_text(f"{RECIPE}# password: hunter2\n")
+    loaded = load_recipe(recipe, ["output=token:abc123def"])
+    assert loaded.secrets == ("line 17", "the argument output")
+    assert "hunter2" not in loaded.text
+    assert loaded.overrides == ("output=token:REDACTED",)
+
+
 def test_all_errors_are_reported_in_line_order(recipe):
     text = RECIPE.replace("seed: 3", "sed: 3").replace(
         "embeddings: no", "embeddings: maybe"

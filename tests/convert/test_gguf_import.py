@@ -419,9 +419,9 @@ def test_recipe_check_names_the_grid_of_a_gguf(make_gguf, tmp_path, capsys):
 def test_dry_run_of_a_gguf_equals_that_of_its_import(
     make_gguf, tmp_path, capsys, kind, monkeypatch
 ):
-    from lmx.pipeline import resources
+    from lmx.pipeline import work
 
-    monkeypatch.setattr(resources, "training_speed", lambda dtype: 1e9)
+    monkeypatch.setattr(work, "rates", lambda _: work.Work(1, 1, 1, 1, 1))
     path, _, _ = make_gguf(kind)
     stage = "  - train: {adapter: {rank: 4}, steps: 2, batch_size: 2}\n"
     outputs = []

@@ -105,7 +105,7 @@ def overlap(model, held_out):
 def trained(loss, steps=80):
     batches, model = distillation_batches(8), draft_model()
     objective = DraftLoss(loss, cross_entropy=0.1)
-    step = TrainStep(model, OptimizerConfig(max_grad_norm=1.0), teacher_loss=objective)
+    step = TrainStep(model, OptimizerConfig(max_grad_norm=1.0), loss=objective)
     for number in range(steps):
         step(batches(number), 1e-2, number)
         mx.eval(step.parameters, step.optimizer.state)

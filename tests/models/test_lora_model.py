@@ -3,7 +3,6 @@
 import json
 
 import mlx.core as mx
-import mlx_lm
 import numpy as np
 import pytest
 from lmx.config.lora import LoRAConfig
@@ -60,15 +59,6 @@ def folder(make_checkpoint):
     )
 
 
-def test_stock_mlx_lm_loads_a_saved_adapter(folder, tmp_path, patterns):
-    model, trained, _, keys = adapt(folder, patterns)
-    save(tmp_path, model, trained, keys)
-    stock, _ = mlx_lm.load(str(folder), adapter_path=str(tmp_path))
-    assert mx.allclose(stock(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-5)
-    base, _ = mlx_lm.load(str(folder))
-    assert not mx.allclose(base(TOKENS), model(TOKENS), rtol=1e-2, atol=1e-2)
-
-
 def test_save_adapter_config_is_readable_by_mlx_swift(folder, tmp_path, patterns):
     model, trained, _, keys = adapt(folder, patterns)
     save(tmp_path, model, trained, keys)
@@ -84,16 +74,6 @@ def test_save_adapter_config_is_readable_by_mlx_swift(folder, tmp_path, patterns
     assert not any("layers." in key for key in keys)
 
 
-def test_fuse_gives_the_adapted_logits(folder, patterns):
-    model, trained, base, _ = adapt(folder, patterns)
-    expected = model(TOKENS)
-    weights = lora_model.fuse(model, base, trained, mx.float32)
-    assert weights.keys() == base.keys()
-    fused = load(folder).model
-    fused.load_weights(list(weights.items()))
-    assert mx.allclose(fused(TOKENS), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_merge_equals_the_float64_sum(folder):
     """Expected: W + scale (A B)^T in NumPy float64."""
     model, trained, base, _ = adapt(folder, ["mlp.down_proj"])
@@ -104,29 +84,6 @@ def test_merge_equals_the_float64_sum(folder):
     expected = np.array(base[f"{path}.weight"], dtype=np.float64) + 1.5 * (a @ b).T
     merged = layer.merge(layer.base_weight, layer_parameters(trained, path))
     np.testing.assert_allclose(np.array(merged), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("path", ["mlp.down_proj", "self_attn.q_proj"])
-def test_merged_forward_has_lora_gradients(folder, path):
-    """One product with the merged weight gives the gradients of LoRA."""
-    unmerged, trained, *_ = adapt(folder, [path])
-    merged, *_ = adapt(folder, [path], merged=True)
-    for name, layer in lora_model.adapted_layers(merged).items():
-        layer.linear.weight = layer.merge(
-            layer.base_weight, layer_parameters(trained, name)
-        )
-
-    def loss(model):
-        def loss_of(parameters):
-            model.update(tree_unflatten(list(parameters.items())))
-            return mx.logsumexp(model(TOKENS), axis=-1).sum()
-
-        return loss_of
-
-    expected, actual = (mx.grad(loss(m))(trained) for m in (unmerged, merged))
-    for name, gradient in expected.items():
-        scale = mx.abs(gradient).max()
-        assert mx.allclose(actual[name] / scale, gradient / scale, rtol=0, atol=1e-5)
 
 
 def test_attach_starts_as_the_base_and_freezes_it(folder):

@@ -2,14 +2,16 @@
 
 import pytest
 from lmx.draft import cost_model
+from lmx.pipeline import work
 from tiny_runs import EVALUATE, TRAIN, Run
 
 
 @pytest.fixture(autouse=True, scope="session")
 def short_measurements():
-    """Times of speculative decoding are taken once, because no test reads them."""
+    """Speeds are measured once, of tiny models, because no test reads them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_model, "REPEATS", 1)
+        patch.setattr(work, "CPU_PROBE", (2, 16, 64))
         yield
 
 

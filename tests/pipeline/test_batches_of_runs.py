@@ -124,19 +124,6 @@ def test_changed_data_is_refused_on_resume(tmp_path, base, capsys):
     assert "have changed since this run started" in capsys.readouterr().err
 
 
-def test_run_holds_out_examples(tmp_path, base, encoded_counts):
-    run = Run(tmp_path, {"train": SHORT}, model=base)
-    write_examples(tmp_path / "train.jsonl", 0, 100)
-    del run.data["valid"]
-    run.write()
-    assert run() == 0
-    [line] = [line for line in log_lines(run, "held out from")]
-    num_held_out = int(line.split()[1])
-    assert encoded_counts == [100 - num_held_out]
-    assert run("--restart") == 0
-    assert encoded_counts == [100 - num_held_out]
-
-
 @pytest.mark.parametrize("size", [{"batch_size": 2}, {"batch_tokens": 300}])
 def test_packed_sequences_train(tmp_path, base, size):
     """Packing trains the same tokens in fewer steps."""

@@ -16,6 +16,8 @@ from lmx.pipeline.draft.estimate import (
     generation_cost,
 )
 from lmx.pipeline.estimate import BatchShape, ModelShape
+from lmx.pipeline.work import Work
+from lmx.run.progress import readable_size
 
 SHAPE = ScratchModelConfig(
     vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=8
@@ -62,20 +64,27 @@ def test_online_target_costs_time_and_no_disk():
     offline, online = (
         draft_cost({"num_layers": 2}, data_generation={"top_k": k}) for k in (64, None)
     )
-    assert online.operations - offline.operations == 2 * target().parameters * 1024
+    assert offline.step.forward == 0
+    assert online.step.forward == 2 * target().parameters * 1024
     data_generation = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
     configs = [
         DraftConfig(data_generation=data_generation | {"top_k": k}) for k in (64, None)
     ]
-    disk, no_disk = (generation_cost(target(), config, 30.0) for config in configs)
+    costs = [generation_cost(target(), config, 30.0) for config in configs]
+    (stored, disk), (unstored, no_disk) = costs
     # 2 bytes per token id of 2048, 2 per log-probability, 4 for the remaining mass.
-    assert (disk.tokens, disk.bytes) == (5000, 5000 * (64 * 4 + 4))
-    assert (no_disk.bytes, no_disk.operations) == (0, disk.operations / 2)
+    assert f"{readable_size(5000 * (64 * 4 + 4))} in the cache" in disk
+    assert all(f"at most {5000:,} tokens" in text for text in (disk, no_disk))
+    assert "predictions: none" in no_disk
+    per_token = 2 * target().parameters
+    assert unstored == Work(generated=2000 * per_token, forward=3000 * per_token)
+    assert stored == unstored + Work(forward=5000 * per_token)
 
 
 def test_draft_benchmark_work_grows_with_prompts():
     def work(**benchmark):
-        return draft_benchmark_work(target(), DraftConfig(benchmark=benchmark))
+        config = DraftConfig(benchmark=benchmark)
+        return draft_benchmark_work(target(), config).decoded
 
     one = work(num_prompts=1, max_tokens=8)
     assert work(num_prompts=2, max_tokens=32) == 8 * one

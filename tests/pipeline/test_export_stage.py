@@ -67,7 +67,9 @@ def tried(log):
     return re.findall("try it: (.*)", log)
 
 
-def test_run_ends_with_a_command_for_the_new_model(published, tmp_path, base):
+def test_run_ends_with_a_command_for_the_new_model(published, full_run, tmp_path, base):
+    # With the first prompt that the recipe shows answers of.
+    assert tried(full_run.log)[0].endswith("/model --prompt 'Add 1 and 1.'")
     before = len(published.log)
     assert published() == 0
     command = f'lmx generate {published.output}/model --prompt "..."'

@@ -35,8 +35,12 @@ def test_report_has_gap_recovered(tmp_path, base):
         assert 0 < recovery[f"{name}_stderr"] < 0.5
     assert fp["kl"] == 0 < trained["kl"] < rtn["kl"]
     assert recovery["gain_retained"] == pytest.approx(1, abs=0.02)
-    served = run.json("report.json")["models"]["quantized"]["loss"]
-    assert trained["loss"] == pytest.approx(served, rel=1e-3)
+    models = run.json("report.json")["models"]
+    assert [*models] == ["base", "fine-tuned", "rounded", "quantized"]
+    # The baseline is the reference of both.
+    for name, sums in (("rounded", rtn), ("quantized", trained)):
+        assert sums["loss"] == pytest.approx(models[name]["loss"], rel=1e-3)
+        assert sums["kl"] == pytest.approx(models[name]["kl_mean"], rel=1e-3)
     shown = f"{recovery['loss']:.1%} ± {recovery['loss_stderr']:.1%}"
     assert shown in run.log
     page = (run.output / "report.html").read_text()

@@ -1,10 +1,12 @@
-"""The report page of finished, failed and interrupted runs."""
+"""The report page of running, finished, failed and interrupted runs."""
 
 import re
 import shutil
 
 from lmx.cli import main
-from tiny_runs import EVALUATE, TRAIN, Run
+from lmx.run import logger
+from lmx.training.trainer import Trainer
+from tiny_runs import EVALUATE, METRICS_ONLY, TRAIN, Run
 
 
 def page(run):
@@ -17,7 +19,7 @@ def sections(html):
 
 def test_report_page_has_every_section(full_run):
     html = page(full_run)
-    shown = ["thresholds", "models", "curves", "divergence", "layers", "samples"]
+    shown = ["thresholds", "models", "curves", "layers", "samples"]
     measured = [name for name in sections(html) if name != "speculation"]
     assert measured == [*shown, "commands", "recipe", "versions"]
     assert "<td>done</td>" in html
@@ -71,3 +73,21 @@ def test_report_page_of_interrupted_run_has_curves(base, tmp_path):
     assert "to resume: lmx-train" in html
     assert "training: " in html
     assert sections(html) == ["end", "curves", "commands", "recipe", "versions"]
+
+
+def test_page_is_written_while_a_stage_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger, "HEARTBEAT_SECONDS", 0.01)
+    run = Run(tmp_path, {"train": TRAIN}, {"evaluate": METRICS_ONLY})
+    real, pages = Trainer._evaluate, []
+
+    def evaluate(self):
+        page = run.output / "report.html"
+        pages.append(page.read_text() if page.exists() else "")
+        return real(self)
+
+    monkeypatch.setattr(Trainer, "_evaluate", evaluate)
+    assert run() == 0
+    during, after = pages[-1], (run.output / "report.html").read_text()
+    assert "1-train-learning_rate" in during
+    assert 'http-equiv="refresh"' in during
+    assert 'http-equiv="refresh"' not in after

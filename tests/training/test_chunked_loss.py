@@ -85,12 +85,6 @@ def test_chunked_loss_and_gradients_equal_full_logits(mode, tied):
     assert sum(np.abs(g).max() > 0 for g in expected[1].values()) > 5
 
 
-def test_chunked_loss_with_gradient_checkpointing():
-    settings = {"gradient_checkpointing": True}
-    expected = outputs(*llama(), None, tokens_of())
-    assert_alike(outputs(*llama(), 8, tokens_of(), **settings), expected)
-
-
 def member(family):
     mx.random.seed(1)
     return build_model(COMMON | FAMILIES[family] | {"model_type": family})

@@ -15,7 +15,7 @@ from processes import cases_of, in_ring
 from test_document_mask import documents_of, packed
 from test_gradient_accumulation import ragged
 from tiny_llamas import llama, tokens_of
-from tiny_steps import make_step
+from tiny_steps import Rank, make_step
 
 # The program of every rank.
 PROGRAM = """
@@ -160,14 +160,6 @@ def test_ranks_have_equal_weights(two_processes, case):
     first, second = two_processes[0][case], two_processes[1][case]
     for key, value in first.items():
         assert value.tobytes() == second[key].tobytes(), key
-
-
-class Rank:
-    """A rank without communication."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-        self.shard = lambda items: list(items)[rank::size]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

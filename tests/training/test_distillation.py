@@ -21,83 +21,16 @@ def softmax(x, temperature=1.0):
     return x / x.sum(axis=-1, keepdims=True)
 
 
-def full_kl(teacher, student, temperature=1.0):
-    p, q = softmax(teacher, temperature), softmax(student, temperature)
-    return (p * np.log(p / q)).sum(axis=-1)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_kl_with_full_vocabulary_equals_exact_kl(temperature):
-    teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
-    target = compress_targets(teacher, VOCABULARY, temperature)
-    result = kl_sum(student, target, temperature=temperature).item()
-    expected = full_kl(teacher, student, temperature).sum()
-    assert result / 24 == pytest.approx(expected / 24, abs=1e-6)
-
-
 def test_top_k_kl_is_a_growing_lower_bound():
     teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
     result = [
         kl_sum(student, compress_targets(teacher, k)).item() for k in (1, 5, 20, 49, 50)
     ]
-    expected = full_kl(teacher, student).sum()
+    expected = forward(softmax(teacher), softmax(student)).sum()
     assert result[0] > 0
     assert all(a < b + 1e-4 for a, b in itertools.pairwise(result))
     assert result[-1] == pytest.approx(expected, rel=1e-6)
     assert result[0] < 0.9 * expected
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_top_k_kl_of_three_tokens(top_k):
-    teacher, student = mx.array([[[2.0, -1.0, 0.5]]]), mx.array([[[0.3, 0.9, -2.0]]])
-    p, q = softmax(teacher)[0, 0], softmax(student)[0, 0]
-    order = np.argsort(-p)
-    top, tail = order[:top_k], order[top_k:]
-    expected = sum(p[i] * np.log(p[i] / q[i]) for i in top)
-    if top_k < 3:
-        expected += p[tail].sum() * np.log(p[tail].sum() / q[tail].sum())
-    result = kl_sum(student, compress_targets(teacher, top_k)).item()
-    assert result == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("top_k", [3, 12])
-def test_kl_gradient_equals_finite_differences(top_k, temperature):
-    teacher, student = (logits(seed, 2, 3, 12) for seed in (0, 1))
-    target = compress_targets(teacher, top_k, temperature)
-    mask = mx.array([[True, False, True], [True, True, False]])
-    result = mx.grad(lambda x: kl_sum(x, target, mask, temperature=temperature))(
-        student
-    )
-
-    indices, p = np.array(target.indices), np.exp(np.array(target.log_probs, float))
-    tail = np.exp(np.array(target.log_tail, float))
-
-    def loss(x):
-        q = softmax(x, temperature)
-        top = np.take_along_axis(q, indices, axis=-1)
-        losses = (p * np.log(p / top)).sum(axis=-1)
-        if top_k < 12:
-            losses += tail * np.log(tail / (1 - top.sum(axis=-1)))
-        return (losses * np.array(mask)).sum()
-
-    x = np.array(student, np.float64)
-    for place in np.ndindex(x.shape):
-        step = np.zeros_like(x)
-        step[place] = 1e-5
-        slope = (loss(x + step) - loss(x - step)) / 2e-5
-        assert result[place].item() == pytest.approx(slope, abs=2e-5)
-
-
-def test_kl_is_finite_for_extreme_logits():
-    sure = mx.array([[[60.0, 0.0, -60.0, -80.0]]])
-    other = mx.array([[[-60.0, 0.0, 60.0, 80.0]]])
-    for top_k in (1, 2, 4):
-        target = compress_targets(sure, top_k)
-        value, gradient = mx.value_and_grad(kl_sum)(other, target)
-        assert np.isfinite(value.item())
-        assert np.isfinite(np.array(gradient)).all()
-        assert gradient[0, 0, 0].item() < 0
 
 
 def test_kl_gradient_is_zero_at_the_teacher():

@@ -39,7 +39,7 @@ def gradients(loss, *batches, mode="full", chunk=None, **settings):
         if loss.online:
             loss.online.document_caches = DocumentCaches(loss.online.model)
     settings |= {"fake_quant": fake_quant, "name": "sgd", "chunked_loss": chunked}
-    step = make_step(model, teacher_loss=loss, **settings)
+    step = make_step(model, loss=loss, **settings)
     value = step(list(batches), 0.0, 0)[0].item()
     return value, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
 
@@ -101,17 +101,6 @@ def test_offline_targets_of_all_tokens_equal_the_online_teacher(divergence, chun
     assert_alike(gradients(distillation_loss(**settings), cached, chunk=chunk), online)
 
 
-def test_offline_top_k_loss_is_a_lower_bound():
-    teacher, batch = teacher_model(), tokens_of()
-    logits = teacher(batch.tokens[:, :-1])
-    every = gradients(distillation_loss(teacher), batch)[0]
-    loss = distillation_loss(offline=True, top_k=8)
-    result = gradients(loss, replace(batch, target=tuple(compress_targets(logits, 8))))[
-        0
-    ]
-    assert 0 < result < every
-
-
 @pytest.mark.parametrize("mode", ["full", "lora", "lora-qat", "lsq-qat"])
 def test_distillation_of_quantized_and_adapted_students(mode):
     batch = tokens_of()
@@ -144,9 +133,7 @@ def test_evaluation_loss_equals_training_loss(chunk, cached):
         target = compress_targets(logits, VOCABULARY, temperature=2.0)
         batch, loss.online = replace(batch, target=tuple(target)), None
     model, _ = llama()
-    step = make_step(
-        model, teacher_loss=loss, chunked_loss=chunk and ChunkedLoss(model, chunk)
-    )
+    step = make_step(model, loss=loss, chunked_loss=chunk and ChunkedLoss(model, chunk))
     total, tokens, _ = step.evaluate([batch, batch])
     assert total == pytest.approx(2 * expected, rel=1e-5)
     assert tokens == 2 * batch.mask.sum().item()
@@ -172,16 +159,3 @@ def test_online_teacher_without_split_returns_logits():
     assert mx.array_equal(
         teacher.logits(teacher.hidden(batch.tokens)[0]), Tiny()(batch.tokens)[0]
     )
-
-
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
-def test_distillation_converges_to_the_teacher(divergence):
-    teacher, (model, _) = teacher_model(), llama()
-    before = np.array(teacher.model.embed_tokens.weight)
-    step, batch = (
-        make_step(model, teacher_loss=distillation_loss(teacher, loss=divergence)),
-        tokens_of(8),
-    )
-    losses = [step(batch, 3e-3, n)[0].item() for n in range(25)]
-    assert losses[-1] < 0.5 * losses[0]
-    assert np.array_equal(before, np.array(teacher.model.embed_tokens.weight))

@@ -22,7 +22,7 @@ from test_data_parallel import ALLOWED, SGD, assert_same_training, windows
 from tiny_families import VOCABULARY as FAMILY_VOCABULARY
 from tiny_families import member
 from tiny_llamas import llama, tokens_of
-from tiny_steps import Tiny, make_step, random_batch
+from tiny_steps import Rank, Tiny, make_step, random_batch
 
 PROGRAM = (
     SCATTER
@@ -172,13 +172,6 @@ def test_fsdp_rank_holds_only_its_shard(two_processes, case, limit):
     whole = state_bytes(new_step(case))
     for rank in range(2):
         assert 0.5 <= two_processes[rank][case]["state_bytes"] / whole <= limit
-
-
-class Rank:
-    """A rank without communication."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

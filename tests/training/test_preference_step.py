@@ -9,7 +9,7 @@ from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.preference_loss import PreferenceLoss
 from lmx.training.step import shard_batch
 from tiny_llamas import llama
-from tiny_steps import make_step
+from tiny_steps import Rank, make_step
 
 MODES = ("full", "lora", "qat", "lora-qat")
 LOSSES = ("dpo", "orpo", "kto")
@@ -58,7 +58,7 @@ def update_of(name: str, mode: str, batches, **settings) -> dict[str, np.ndarray
     step = make_step(
         model,
         fake_quant=fake_quant,
-        completion_loss=preference_loss(name),
+        loss=preference_loss(name),
         name="sgd",
         momentum=0.0,
         weight_decay=0.0,
@@ -108,17 +108,8 @@ def test_micro_batches_of_any_size_give_the_same_update(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_ranks_get_whole_examples(name):
-    class Rank:
-        size = 2
-
-        def __init__(self, rank):
-            self.rank = rank
-
-        def shard(self, values):
-            return list(values)[self.rank :: 2]
-
     batch = batch_of(name, pairs=3)
-    first, second = (shard_batch(batch, Rank(rank)) for rank in (0, 1))
+    first, second = (shard_batch(batch, Rank(rank, 2)) for rank in (0, 1))
     places = [places for shard in (first, second) for places in shard.where]
     assert places == [f"rows.jsonl:{n}" for n in (1, 1, 3, 3, 2, 2)]
     np.testing.assert_array_equal(first.tokens[2:], batch.tokens[4:6])
@@ -132,7 +123,7 @@ def test_ranks_get_whole_examples(name):
 def test_evaluation_returns_the_means_of_the_metrics():
     model, _ = llama()
     loss = preference_loss("dpo")
-    step = make_step(model, completion_loss=loss)
+    step = make_step(model, loss=loss)
     batches = [batch_of("dpo", pairs=count, seed=count) for count in (1, 4)]
     output = step.evaluate(batches)
     assert output.loss_count == 5

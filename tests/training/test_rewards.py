@@ -41,27 +41,15 @@ def nan(**sample):
 def text(**sample):
     return "good"
 
-def nothing(**sample):
-    pass
-
 def holds_the_interpreter(**sample):
     re.match("(a+)+$", "a" * 40 + "b")
 
 def huge(**sample):
     return 10**400
 
-def huger(**sample):
-    return 10**5000
-
-def least(**sample):
-    return -1e308
-
 class Shy:
     def __repr__(self):
         raise RuntimeError("no repr")
-
-class ShyError(Exception):
-    __str__ = Shy.__repr__
 
 def shy(**sample):
     return Shy()
@@ -69,30 +57,11 @@ def shy(**sample):
 def liar(**sample):
     return type("Liar", (float,), {"__abs__": lambda self: 0})("inf")
 
-def shy_error(**sample):
-    raise ShyError
-
-def surrogate(**sample):
-    raise ValueError("\\ud800")
-
-def numbers(**sample):
-    return [1.0]
-
-def generator(**sample):
-    yield 1.0
-
-def exits(**sample):
-    sys.exit(0)
-
 def quits(**sample):
     os._exit(0)
 
 def crashes(**sample):
     os.kill(os.getpid(), 11)
-
-def closes(**sample):
-    os.closerange(0, 99)
-    return 1.0
 
 def noisy(**sample):
     print("noise")
@@ -106,9 +75,6 @@ def forks(prompt, completion, answer):
 
 def starts_a_program(**sample):
     return subprocess.Popen(["sleep", "60"]).pid
-
-def exact(**sample):
-    return True
 """
 # Files that never become functions: what they do, and what is said of it.
 IMPORTS = {
@@ -163,20 +129,11 @@ def test_function_of_a_file(folder):
         ("fails", "failed with ValueError: no idea"),
         ("nan", "returned nan, not a number"),
         ("text", "returned 'good', not a number"),
-        ("nothing", "returned None, not a number"),
         ("huge", "returned 1000.*, not a number from"),
-        ("huger", "returned something without a text, not a number"),
-        ("least", r"returned -1e\+308, not a number from -1e\+09 to"),
         ("shy", "returned something without a text, not a number"),
         ("liar", "returned inf, not a number from"),
-        ("shy_error", "failed with something without a text"),
-        ("surrogate", r"failed with ValueError: \? \(line"),
-        ("numbers", r"returned \[1\.0\], not a number"),
-        ("generator", "returned <generator object .*, not a number"),
-        ("exits", "failed with SystemExit: 0"),
         ("quits", "ended its process with exit code 0"),
         ("crashes", "ended its process with exit code -11"),
-        ("closes", "ended its process with exit code"),
     ],
 )
 def test_broken_reward_names_itself_and_the_sample(folder, name, message):
@@ -223,11 +180,6 @@ def test_fork_that_returns_answers_no_other_call(folder):
     other = RewardSample("", "four", "", "")
     for _ in range(5):
         assert (forks(SAMPLE), length(other)) == (15, 4)
-
-
-def test_true_is_a_number(folder):
-    [exact] = resolve("rewards.py:exact", folder=folder)
-    assert exact(SAMPLE) == 1.0
 
 
 def is_running(pid: int) -> bool:

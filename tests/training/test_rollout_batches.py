@@ -41,7 +41,7 @@ def policy_loss(name: str) -> GRPOLoss:
     return GRPOLoss(config, temperature=1.0, max_tokens=20)
 
 
-def make_batches(folder, loss: GRPOLoss) -> RolloutBatches:
+def make_batches(folder, loss: GRPOLoss, step) -> RolloutBatches:
     """Batches of the completions above, as a run has left them."""
     completions = [
         RewardedCompletion(
@@ -60,18 +60,15 @@ def make_batches(folder, loss: GRPOLoss) -> RolloutBatches:
     (folder / "00000001.json").write_text(json.dumps(record))
     rollouts = {"num_generations": GROUP}
     return RolloutBatches(
+        step,
         SimpleNamespace(per_epoch=2, digest="examples"),
-        TrainConfig(
-            steps=1, batch_size=1, loss=loss.config, rollouts=rollouts
-        ).rollouts,
+        TrainConfig(steps=1, batch_size=1, loss=loss.config, rollouts=rollouts),
         folder,
         None,
         RunLogger(None, quiet=True),
         policy=Policy(loss, ()),
         max_seq_length=LONGEST,
         seed=0,
-        accumulation=1,
-        kept=1,
     )
 
 
@@ -93,14 +90,20 @@ def whole_batch(rewards=REWARDS) -> Batch:
     return Batch(mx.array(tokens), mx.array(mask), where, target=target)
 
 
-def update_of(loss: GRPOLoss, batches) -> dict[str, np.ndarray]:
-    """The parameters after one step of plain SGD, and the loss and its metrics."""
+def update_of(
+    loss: GRPOLoss, batch: Batch | None = None, folder=None
+) -> dict[str, np.ndarray]:
+    """The parameters after one step of plain SGD, and the loss and its metrics.
+
+    Args:
+        batch: all completions; None = batches of a run in `folder`.
+    """
     model, _ = llama("lora")
-    step = make_step(model, name="sgd", momentum=0.0, completion_loss=loss)
-    if isinstance(batches, RolloutBatches):
-        batches.bind(step)
-        batches = [batches(GROUP + part) for part in range(GROUP)]
-    output = step(batches, 0.5, 0)
+    step = make_step(model, name="sgd", momentum=0.0, loss=loss)
+    if batch is None:
+        batches = make_batches(folder, loss, step)
+        batch = [batches(GROUP + part) for part in range(GROUP)]
+    output = step(batch, 0.5, 0)
     values = {"loss": output.loss_sum / output.loss_count, "metrics": output.metrics}
     return {key: np.array(v) for key, v in (step.parameters | values).items()}
 
@@ -108,7 +111,7 @@ def update_of(loss: GRPOLoss, batches) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
 def test_update_is_that_of_all_completions_together(name, tmp_path):
     loss = policy_loss(name)
-    values = update_of(loss, make_batches(tmp_path, loss))
+    values = update_of(loss, folder=tmp_path)
     expected = update_of(loss, whole_batch())
     for key, value in values.items():
         np.testing.assert_allclose(value, expected[key], atol=1e-5, err_msg=key)
@@ -117,8 +120,8 @@ def test_update_is_that_of_all_completions_together(name, tmp_path):
 
 
 def test_batches_have_similar_lengths_and_every_completion_once(tmp_path):
-    batches = make_batches(tmp_path, policy_loss("grpo"))
-    batches.bind(make_step(llama("lora")[0]))
+    step = make_step(llama("lora")[0])
+    batches = make_batches(tmp_path, policy_loss("grpo"), step)
     parts = [batches(GROUP + part) for part in range(GROUP)]
     assert sorted(w for part in parts for w in part.where) == sorted(
         f"rows.jsonl:{row}" for row in range(COUNT)

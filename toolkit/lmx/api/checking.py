@@ -17,7 +17,7 @@ class StageCheck:
     Attributes:
         memory: bytes.
         disk: bytes.
-        seconds: on this machine, from a short measurement of its speed.
+        seconds: on this machine, at the rates that `lmx doctor` measures.
     """
 
     memory: int | None
@@ -93,6 +93,8 @@ def check(
 ) -> Check:
     """The checks of `lmx-train --dry-run`: no weight is loaded, nothing is written.
 
+    The cache keeps this machine's speed, which the first call measures.
+
     Args:
         find: search the largest value of this key that fits into memory. `largest` of
             the result has it, as overrides for `lmx.train`; `stages` and `fits` are
@@ -113,7 +115,7 @@ def check(
         else StageCheck(
             needs.memory(planned.name) or None,
             int(needs.stages[planned.name].disk),
-            needs.seconds(planned.name),
+            needs.stages[planned.name].seconds,
         )
         for planned in resolved.plan.stages
     }

@@ -4,13 +4,16 @@ import argparse
 import os
 import platform
 import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 from .. import cpu
 from ..data import cache
-from ..evaluation.memory_bandwidth import measure_memory_bandwidth
+from ..evaluation.memory_bandwidth import measure_memory_bandwidth, shortest_time
 from ..run import terminal
 from ..version import __version__
+
+MATMUL_WIDTH = 1024
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,14 +74,28 @@ def _unused_cuda(on_gpu: bool) -> list[tuple[str, str]]:
 
 
 def _speed() -> list[tuple[str, str]]:
-    """Speed of a float32 matrix product and of memory."""
-    from ..pipeline.resources import matmul_speed
+    """Speed of matrix products, of memory, and of the work that dry runs count."""
+    import mlx.core as mx
 
-    flops, bandwidth = matmul_speed(), measure_memory_bandwidth()
+    from ..pipeline.work import rates
+
+    a, b = mx.random.normal((2, MATMUL_WIDTH, MATMUL_WIDTH), key=mx.random.key(0))
+    flops = 2 * MATMUL_WIDTH**3 / shortest_time(lambda: mx.eval(a @ b))
+    bandwidth = measure_memory_bandwidth()
+    dtypes = [mx.float32] if cpu.on_cpu() else [mx.float32, mx.bfloat16]
     return [
         ("matmul", f"{flops / 1e9:,.0f} GFLOP/s (float32, 1024 x 1024)"),
         ("memory bandwidth", f"{bandwidth / 1e9:,.1f} GB/s (reading)"),
+        *(("dry runs", _rates(d, rates(d, again=True))) for d in dtypes),
     ]
+
+
+def _rates(dtype, measured) -> str:
+    amounts = asdict(measured)
+    solved = amounts.pop("solved")
+    text = ", ".join(f"{k} {v / 1e9:,.3g} GFLOP/s" for k, v in amounts.items())
+    name = str(dtype).rpartition(".")[2]
+    return f"{text}, solved {solved / 1e6:,.3g} M weights/s ({name})"
 
 
 def _disk() -> list[tuple[str, str]]:

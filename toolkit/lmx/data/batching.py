@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -278,3 +278,39 @@ def head_fractions(num_batches: list[int]) -> list[int]:
 def balanced_batch_size(count: int, limit: int) -> int:
     """Size of even batches: 33 sequences, at most 32 each, are batches of 17 and 16."""
     return math.ceil(count / math.ceil(count / limit))
+
+
+@dataclass(frozen=True)
+class TargetBatches:
+    """Training batches that get their targets when they are used.
+
+    Attributes:
+        origin: changes with what makes the targets.
+        target: the batch with its target; None = none is stored.
+    """
+
+    batches: BatchSource
+    origin: str
+    target: Callable[[Batch], Batch] | None = None
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of a step, counted from 0."""
+        batch = self.batches(step)
+        return self.target(batch) if self.target else batch
+
+    @property
+    def examples(self) -> ExampleDataset:
+        """The training examples."""
+        return self.batches.examples
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches in one pass over the examples."""
+        return self.batches.per_epoch
+
+    @property
+    def digest(self) -> str:
+        """Hash of the examples and of what makes the targets."""
+        return hashlib.sha256(
+            f"{self.batches.digest} {self.origin}".encode()
+        ).hexdigest()

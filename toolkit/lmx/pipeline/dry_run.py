@@ -21,17 +21,19 @@ from ..data.tokenization import (
 from ..errors import UserError
 from ..models.rope_parameters import check_length
 from ..run import terminal
+from ..run.progress import readable_size
 from ..run.run_dir import check_output
 from .estimate import ModelShape
 from .plan import RunPlan
-from .resources import ResourceCheck, model_shape, readable_size
+from .resources import ResourceCheck, model_shape
 from .train.largest_fit import (
     FIT_KEYS,
     MOST_TOKENS,
     FitBounds,
-    FitFinder,
     FitKey,
     LargestFit,
+    check_with,
+    find_largest,
 )
 
 SAMPLE_CHARACTERS = 500_000  # tokenized in half a second
@@ -154,11 +156,11 @@ class DryRun:
                 f"--find {self.find} needs the size of the model, which is unknown",
                 hint="download the model, and give its folder",
             )
-        finder = FitFinder(self.loaded, self.plan, shape, self.find, bounds)
-        for result in finder.results():
+        for result in find_largest(self.loaded, self.plan, shape, self.find, bounds):
             self.largest.append(result)
             yield from result.lines()
-        self.resources = finder.check({r.address: r.value for r in self.largest})
+        values = {result.address: result.value for result in self.largest}
+        self.resources = check_with(self.loaded, shape, values)
 
 
 def dry_run(

@@ -1,55 +1,20 @@
 """Memory, disk and speed of this machine, and whether a plan fits."""
 
 from collections.abc import Iterator
-from functools import cache
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from .. import cpu
 from ..config.loader import LoadedRecipe
 from ..convert import importers
 from ..convert.importers import gguf
 from ..cpu.memory import memory_limit
 from ..data.batching import bucket_lengths
 from ..errors import WILL_NOT_FIT, UserError
-from ..evaluation.memory_bandwidth import shortest_time
 from ..models.loader import check_loadable
 from ..run.fs import free_bytes
-from ..run.progress import format_duration
+from ..run.progress import format_duration, readable_size
 from .estimate import ModelShape, StageResources, Workload, config_dtype
 from .plan import RunPlan
-
-# Time relative to the arithmetic at `training_speed`, which has no attention, norms or
-# optimizer. Measured for recipes/distill_draft.yaml and qat_4bit.yaml: 0.9 to 1.4 for
-# training, 1.8 for generating data in batches.
-TRAINING_OVERHEAD, GENERATION_OVERHEAD = 1.3, 1.8
-PROBE_EXAMPLES, PROBE_WIDTH = 256, 512
-
-
-@cache
-def training_speed(dtype: mx.Dtype) -> float:
-    """Floating-point operations per second of a small network's training step."""
-    cpu.enable()
-    width = PROBE_WIDTH
-    net = nn.Sequential(
-        nn.Linear(width, 3 * width), nn.SiLU(), nn.Linear(3 * width, width)
-    )
-    net.set_dtype(dtype)
-    inputs = mx.random.normal((PROBE_EXAMPLES, width), key=mx.random.key(0))
-    inputs = inputs.astype(dtype)
-    step = nn.value_and_grad(net, lambda x: mx.logsumexp(net(x), axis=-1).sum())
-    operations = 6 * PROBE_EXAMPLES * 6 * width**2
-    return operations / shortest_time(lambda: mx.eval(step(inputs)))
-
-
-@cache
-def matmul_speed() -> float:
-    """Floating-point operations per second of a large product in float32."""
-    cpu.enable()
-    width = 2 * PROBE_WIDTH
-    a, b = mx.random.normal((2, width, width), key=mx.random.key(0))
-    return 2 * width**3 / shortest_time(lambda: mx.eval(a @ b))
 
 
 class ResourceCheck:
@@ -90,21 +55,6 @@ class ResourceCheck:
         self.disk = sum(needs.disk for needs in self.stages.values())
         self.free = free_bytes(plan.output)
         self.limit = memory_limit()
-
-    def seconds(self, name: str) -> float | None:
-        """The estimated time of a stage; None if the number of steps is unknown."""
-        needs, total = self.stages[name], 0.0
-        if needs.training and needs.steps is None:
-            return None
-        if needs.generation or needs.training:
-            operations = 0.0
-            if needs.generation:
-                operations += GENERATION_OVERHEAD * needs.generation.operations
-            if needs.training:
-                steps = TRAINING_OVERHEAD * needs.steps
-                operations += steps * needs.training.operations
-            total += operations / training_speed(needs.dtype)
-        return total + (needs.work / matmul_speed() if needs.work else 0.0)
 
     def memory(self, name: str) -> int:
         """The estimated memory of a stage, in bytes."""
@@ -154,16 +104,8 @@ class ResourceCheck:
     def _stage_lines(
         self, name: str, needs: StageResources
     ) -> Iterator[tuple[str, str]]:
-        if data := needs.generation:
-            size = f"{readable_size(data.bytes)} in the cache"
-            states = ""
-            if data.state_bytes:
-                states = f", hidden states: {readable_size(data.state_bytes)}"
-            yield (
-                "data",
-                f"generates at most {data.tokens:,} tokens, predictions: "
-                f"{size if data.bytes else 'none'}{states}",
-            )
+        if needs.data:
+            yield "data", needs.data
         if size := self.memory(name):
             parts, trained = "", ""
             if cost := needs.training:
@@ -174,8 +116,7 @@ class ResourceCheck:
                 )
             limit = readable_size(self.limit)
             yield "memory", f"about {readable_size(size)}{parts} of {limit}{trained}"
-        seconds = self.seconds(name)
-        if seconds is None:
+        if (seconds := needs.seconds) is None:
             yield "time", "unknown before the data is read"
         elif seconds:
             steps = f" for {needs.steps:,} steps" if needs.steps else ""
@@ -220,12 +161,3 @@ def _padded(lengths: list[int], max_seq_length: int) -> list[int]:
     """Lengths of examples as batches pad them."""
     buckets = bucket_lengths(max_seq_length)
     return [next(b for b in buckets if length <= b) for length in lengths]
-
-
-def readable_size(count: float) -> str:
-    """Bytes in the largest unit that fits."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

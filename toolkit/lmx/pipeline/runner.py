@@ -13,6 +13,7 @@ from .. import cpu
 from ..config import yaml_io
 from ..config.loader import LoadedRecipe
 from ..config.redaction import REDACTED
+from ..config.schema import RecipeConfig
 from ..data.splits import Splits
 from ..errors import FAILED, USAGE, Interrupted, UserError
 from ..models.checkpoint import quick_digest
@@ -91,19 +92,26 @@ def run(
             raise UserError(text, place=place, code=FAILED) from error
         run_dir.set_status("done")
         logger.info(f"done: {run_dir.path / PAGE}")
-        if command := _generate_command(last, run_dir.path):
+        if command := _generate_command(last, run_dir.path, loaded.recipe):
             logger.info(f"try it: {command}")
 
 
-def _generate_command(last: ModelArtifact, output: Path) -> str | None:
-    """The command that generates with the run's new model; None if it made none."""
+def _generate_command(
+    last: ModelArtifact, output: Path, recipe: RecipeConfig
+) -> str | None:
+    """The command that generates with the run's new model; None if it made none.
+
+    It has the first prompt that the recipe shows answers of.
+    """
     model = last.result_in(output)
     if model is None and last.draft is None:
         return None
     words = ["lmx", "generate", str(model or last.model)]
     if last.draft:
         words += ["--draft-model", str(last.draft)]
-    return f'{shlex.join(words)} --prompt "..."'
+    shown = (stage.train.sample_prompts for stage in recipe.stages if stage.train)
+    prompt = next((shlex.quote(prompts[0]) for prompts in shown if prompts), '"..."')
+    return f"{shlex.join(words)} --prompt {prompt}"
 
 
 def _log_start(

@@ -7,7 +7,6 @@ the cache, in blocks by the content of the sequences and the weights.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 
 import mlx.core as mx
@@ -41,47 +40,24 @@ class Reference:
     logger: RunLogger
 
 
-class ReferenceBatches:
-    """Batches with the reference's log-probabilities, and with labels if there are any.
+def with_preference_target(
+    batch: Batch, log_probs: np.ndarray | None, labels: np.ndarray | None
+) -> Batch:
+    """The batch with its target, zero for sequences that fill it.
 
     Args:
-        batches: of preference examples.
-        log_probs: float32 [examples], NaN where they are not known; None = the loss has
-            no reference.
-        digest: of the reference.
+        log_probs: float32 [examples], of the reference, NaN where they are not known;
+            None = the loss has no reference.
+        labels: bool [examples]; None = there are none.
     """
-
-    def __init__(
-        self,
-        batches: BucketBatchSampler,
-        log_probs: np.ndarray | None,
-        digest: str = "",
-    ):
-        self.batches = batches
-        self.examples, self.per_epoch = batches.examples, batches.per_epoch
-        self._log_probs = log_probs
-        self._digest = digest
-
-    @property
-    def digest(self) -> str:
-        """Hash of the examples and the reference."""
-        return sha256(f"{self.batches.digest} {self._digest}".encode()).hexdigest()
-
-    def __call__(self, step: int) -> Batch:
-        """The batch of a step, counted from 0."""
-        return self.with_target(self.batches(step))
-
-    def with_target(self, batch: Batch) -> Batch:
-        """The batch with its target, zero for sequences that fill it."""
-        target = []
-        for values in (self._log_probs, self.examples.labels):
-            if values is None:
-                continue
+    target, members = [], list(batch.example_indices)
+    for values in (log_probs, labels):
+        if values is not None:
             array = np.zeros(len(batch.tokens), values.dtype)
-            array[: len(batch.example_indices)] = values[list(batch.example_indices)]
+            array[: len(members)] = values[members]
             assert not np.isnan(array).any()
             target.append(mx.array(array))
-        return replace(batch, target=tuple(target)) if target else batch
+    return replace(batch, target=tuple(target)) if target else batch
 
 
 def reference_log_probs(

@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ..config.grpo import RolloutConfig
+from ..config.train import TrainConfig
 from ..cpu import multiplies_exactly
 from ..data.batching import Batch, BucketBatchSampler, bucket_lengths
 from ..data.tokenization import Example
@@ -88,23 +88,20 @@ class RolloutBatches:
     """Batches by index; see the module.
 
     Args:
+        step: the training step, whose current weights generate.
         examples: batches of the examples with the prompts.
+        config: of the stage. A batch of prompts makes `num_generations` batches.
         folder: keeps the completions.
         tokenizer: mlx-lm's TokenizerWrapper.
         policy: makes a policy gradient of them; None = only completions, as for
             distillation.
-        accumulation: batches of prompts per optimizer step. Each makes
-            `num_generations` batches.
-        kept: steps whose completions are kept.
-
-    Attributes:
-        step: the training step, whose current weights generate.
     """
 
     def __init__(
         self,
+        step: TrainStep,
         examples: BucketBatchSampler,
-        config: RolloutConfig,
+        config: TrainConfig,
         folder: Path,
         tokenizer,
         logger: RunLogger,
@@ -112,20 +109,24 @@ class RolloutBatches:
         policy: Policy | None,
         max_seq_length: int,
         seed: int,
-        accumulation: int,
-        kept: int,
     ):
+        self.step = step
         self.batches = examples
-        self.config = config
+        self.config = config.rollouts
         self.folder = folder
         self.tokenizer = tokenizer
         self.logger = logger
         self.policy = policy
         self.max_seq_length = max_seq_length
         self.seed = seed
-        self.accumulation = accumulation
-        self.kept = kept
-        self.step: TrainStep | None = None
+        self.accumulation = config.gradient_accumulation_steps
+        # Those after the oldest checkpoint may be needed again.
+        self.kept = config.save_steps * (config.save_total_limit + 1)
+        # The reference of beta is the model before the training.
+        self._initial = dict(step.parameters)
+        self._first_rewards = self._rewards_of_failure() or self._rewards
+        if self._first_rewards != self._rewards:
+            logger.info("going on with other reward functions: the first failed")
         self._last: tuple[int, list[Batch]] | None = None
         self._has_warned = False
 
@@ -144,17 +145,12 @@ class RolloutBatches:
     def _hash(self, rewards: str) -> str:
         return sha256(f"{self.batches.digest} {rewards}".encode()).hexdigest()
 
-    def bind(self, step: TrainStep) -> None:
-        """Generate with the weights of a training step from now on."""
-        self.step = step
-        # The reference of beta is the model before the training.
-        self._initial = dict(step.parameters)
+    def _rewards_of_failure(self) -> str | None:
+        """The digest of the reward functions that failed in this run."""
         failed, file = None, self.folder / FAILED_REWARDS
-        if step.ranks.is_first and file.is_file():
+        if self.step.ranks.is_first and file.is_file():
             failed = file.read_text()
-        self._first_rewards = step.ranks.broadcast_object(failed) or self._rewards
-        if self._first_rewards != self._rewards:
-            self.logger.info("going on with other reward functions: the first failed")
+        return self.step.ranks.broadcast_object(failed)
 
     def __call__(self, index: int) -> Batch:
         """The batch of an index, counted from 0."""

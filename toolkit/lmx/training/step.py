@@ -25,6 +25,9 @@ from .optimizers import OptimizerConfig, make_optimizer
 from .preference_loss import PreferenceLoss
 from .schedules import clip_grad_norm, decay_weights
 
+# Losses of the log-probabilities that the model gives to whole completions.
+CompletionLoss = PreferenceLoss | GRPOLoss
+
 
 class StepOutput(NamedTuple):
     """Scalars of one optimizer step over all ranks, not yet computed.
@@ -98,11 +101,9 @@ class TrainStep:
         chunked_loss: computes the loss without full logits; None = the plain loss.
         document_caches: keeps attention inside the documents of packed batches; None =
             no batch is packed.
-        teacher_loss: the loss against a teacher; None = `loss`.
-        loss: the summed loss of logits, targets and mask, without a teacher.
-        completion_loss: a loss of the log-probabilities of whole completions instead;
-            None = `loss`.
-        batch_loss: a loss of a model that is not called with tokens alone instead.
+        loss: the summed loss of logits, targets and mask; the loss against a teacher;
+            one of the log-probabilities of whole completions; or one that runs the
+            model itself.
         gradient_checkpointing: keeps only the inputs and outputs of every block.
         ranks: the processes that train this model; each one gets its share of a batch.
         fsdp: every rank holds only its shard of parameters, gradients and moments.
@@ -122,10 +123,7 @@ class TrainStep:
         fake_quant: FakeQuant | None = None,
         chunked_loss: ChunkedLoss | None = None,
         document_caches: DocumentCaches | None = None,
-        teacher_loss: DistillationLoss | None = None,
-        loss: Loss = cross_entropy_sum,
-        completion_loss: PreferenceLoss | GRPOLoss | None = None,
-        batch_loss: BatchLoss | None = None,
+        loss: Loss | DistillationLoss | CompletionLoss | BatchLoss = cross_entropy_sum,
         gradient_checkpointing: bool = False,
         ranks: ProcessGroup = SINGLE_PROCESS,
         fsdp: bool = False,
@@ -136,10 +134,10 @@ class TrainStep:
         self.fake_quant = fake_quant
         self.chunked_loss = chunked_loss
         self.document_caches = document_caches
-        self.teacher_loss = teacher_loss
         self.loss = loss
-        self.completion_loss = completion_loss
-        self.batch_loss = batch_loss
+        self.has_metrics = hasattr(loss, "metric_names")
+        self._of_completions = isinstance(loss, CompletionLoss)
+        self._runs_model = self.has_metrics and not self._of_completions
         self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
@@ -174,9 +172,9 @@ class TrainStep:
         self._compile()
 
     @property
-    def measured_loss(self) -> BatchLoss | PreferenceLoss | GRPOLoss | None:
-        """The loss, if it has metrics."""
-        return self.batch_loss or self.completion_loss
+    def metric_names(self) -> Sequence[str]:
+        """Of the metrics of the loss."""
+        return self.loss.metric_names if self.has_metrics else ()
 
     def _compile(self) -> None:
         state = [self.parameters, self.optimizer.state, mx.random.state]
@@ -234,7 +232,7 @@ class TrainStep:
         Without dropout.
         """
         self.model.eval()
-        if self.batch_loss:
+        if self._runs_model:
             # What it draws at random is the same in every evaluation.
             mx.random.seed(0)
         if self.sharding:
@@ -242,14 +240,13 @@ class TrainStep:
             local_batches = (shard_batch(batch, self.ranks) for batch in batches)
         else:
             local_batches = self.ranks.shard(batches)
-        names = self.measured_loss.metric_names if self.measured_loss else ()
-        totals = [0.0] * (2 + 2 * len(names))
+        totals = [0.0] * (2 + 2 * len(self.metric_names))
         for batch in local_batches:
             loss_sum, count, _, metrics = self._evaluate_batch(*self._inputs(batch))
             values = [loss_sum.item(), count.item(), *metrics.reshape(-1).tolist()]
             totals = [total + v for total, v in zip(totals, values, strict=True)]
         loss_sum, count, *metrics = self.ranks.all_reduce_scalars(*totals)
-        means = metric_means(names, metrics)
+        means = metric_means(self.metric_names, metrics)
         return EvalOutput(loss_sum, int(count), means)
 
     def log_probs(
@@ -302,7 +299,7 @@ class TrainStep:
 
     def _inputs(self, batch: Batch) -> tuple:
         # Every number of places compiles once more, so pass them only if used.
-        needs_places = self.chunked_loss or self.batch_loss
+        needs_places = self.chunked_loss or self._runs_model
         places = batch.head_positions if needs_places else None
         return *batch.arrays, places, batch.target
 
@@ -338,9 +335,8 @@ class TrainStep:
 
     def _no_sums(self) -> tuple[mx.array, ...]:
         """The loss, its count, the tokens and the metrics of no batch."""
-        names = self.measured_loss.metric_names if self.measured_loss else ()
-        counts = mx.array(0.0 if self.measured_loss else 0), mx.array(0)
-        return mx.array(0.0), *counts, mx.zeros((2, len(names)))
+        counts = mx.array(0.0 if self.has_metrics else 0), mx.array(0)
+        return mx.array(0.0), *counts, mx.zeros((2, len(self.metric_names)))
 
     def _accumulate(self, *batch) -> tuple[mx.array, ...]:
         batch_sums, gradients = self._gradients(*batch)
@@ -374,15 +370,13 @@ class TrainStep:
         """The summed loss, its count, the trained tokens and the metrics."""
         tokens, mask, _, places, target = batch
         self._set_weights(parameters)
-        if self.batch_loss:
-            loss, count, metrics = self.batch_loss(
-                self.model, tokens, mask, places, target
-            )
+        if self._runs_model:
+            loss, count, metrics = self.loss(self.model, tokens, mask, places, target)
             return loss, count, mask.sum(), metrics
-        if self.completion_loss:
+        if self._of_completions:
             with blocks:
                 logps = self._log_probs(tokens, places)
-            loss, count, metrics = self.completion_loss(logps, mask, *(target or ()))
+            loss, count, metrics = self.loss(logps, mask, *(target or ()))
             return loss, count, mask.sum(), metrics
         loss = self._token_loss(batch, blocks, chunked)
         # One array: mx.compile fails on two outputs that are computed alike.
@@ -396,7 +390,7 @@ class TrainStep:
     def _log_probs(self, tokens: mx.array, places: mx.array | None) -> mx.array:
         """Log-probabilities of the targets, float32 [B, L]."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        temperature = self.completion_loss.temperature
+        temperature = self.loss.temperature
         if self.chunked_loss:
             return self.chunked_loss.log_probs(
                 inputs, targets, places, temperature=temperature
@@ -409,9 +403,10 @@ class TrainStep:
         kwargs = {}
         if documents is not None:
             kwargs["cache"] = self.document_caches(documents)
-        if self.teacher_loss:
-            labels += self.teacher_loss.labels(inputs, documents, target)
-        loss = self.teacher_loss or self.loss
+        loss = self.loss
+        # A loss against a teacher.
+        if hasattr(loss, "labels"):
+            labels += loss.labels(inputs, documents, target)
         with blocks:
             if chunked:
                 return chunked(inputs, labels, places, loss=loss, **kwargs)

@@ -336,11 +336,10 @@ class Trainer:
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
             "gradient_norm": norm,
         }
-        loss_metrics = {}
-        if loss := self.step.measured_loss:
-            loss_metrics = metric_means(loss.metric_names, progress.metrics_since)
+        loss_metrics = metric_means(self.step.metric_names, progress.metrics_since)
         self._count_tokens()
-        shown = {k: v for k, v in loss_metrics.items() if k == loss.main_metric}
+        main = getattr(self.step.loss, "main_metric", None)
+        shown = {k: v for k, v in loss_metrics.items() if k == main}
         bar.update(progress.step, **metrics | shown)
         totals = {
             "trained_tokens": progress.trained_tokens,

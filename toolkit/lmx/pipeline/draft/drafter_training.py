@@ -95,7 +95,7 @@ class DrafterDistillation(DraftDistillation):
             drafter,
             OptimizerConfig(max_grad_norm=1.0),
             compute_dtype=compute,
-            batch_loss=DrafterLoss(self.config, chunk=chunk),
+            loss=DrafterLoss(self.config, chunk=chunk),
             ranks=self.context.ranks,
         )
         set_compute_dtype(drafter, compute)

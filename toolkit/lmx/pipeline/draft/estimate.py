@@ -22,19 +22,19 @@ from ...config.train import TrainConfig, loss_chunk
 from ...cpu import on_cpu
 from ...draft.pruning import pruned_config
 from ...models.checkpoint import read_config
+from ...run.progress import readable_size
 from ..estimate import (
     CHUNKS_AT_ONCE,
-    DECODE_FACTOR,
     DEPTH_FRACTIONS,
     LOGIT_BYTES,
     QUANTIZATION_KEYS,
     BatchShape,
-    GenerationCost,
     ModelShape,
     TrainingCost,
     config_dtype,
-    training_cost,
 )
+from ..train.estimate import training_cost
+from ..work import Work
 
 if TYPE_CHECKING:
     from ...models.drafters.base import Drafter
@@ -64,8 +64,8 @@ def draft_training_cost(
     cost, total = training_cost(draft, alone, batch, compute), target.parameters
     online = 2 * total * (config.data_generation.top_k is None)
     memory = {"target": compute * total} | cost.memory
-    operations = cost.operations + online * batch.mean_tokens
-    return replace(cost, memory=memory, operations=operations)
+    step = cost.step + Work(forward=online * batch.mean_tokens)
+    return replace(cost, memory=memory, step=step)
 
 
 def drafter_training_cost(
@@ -101,8 +101,8 @@ def drafter_training_cost(
     share = min(1.0, config.data_generation.max_tokens / batch.length)
     per_row = 6 * sum(m.size for m in matrices) + 8 * share * vocabulary * width
     online = 2 * total * (config.data_generation.top_k is None)
-    operations = (per_row * rows + online) * batch.mean_tokens
-    return TrainingCost(total + trained, trained, memory, operations)
+    step = Work(per_row * rows, forward=online) * batch.mean_tokens
+    return TrainingCost(total + trained, trained, memory, step)
 
 
 def _drafter(target: ModelShape, config: DraftConfig) -> "Drafter":
@@ -132,8 +132,8 @@ def _state_bytes(target: ModelShape, config: DraftConfig) -> int:
 
 def generation_cost(
     target: ModelShape, config: DraftConfig, prompt_length: float
-) -> GenerationCost:
-    """Cost of the data of a draft model.
+) -> tuple[Work, str]:
+    """Work and a description of the data of a draft model.
 
     Args:
         prompt_length: tokens of a prompt on average.
@@ -141,28 +141,33 @@ def generation_cost(
     data, vocabulary = config.data_generation, target.setting("vocab_size")
     count = data.num_prompts + data.num_eval_prompts
     tokens = int(count * (prompt_length + data.max_tokens))
-    from ...training.teacher_targets import bytes_per_token
+    text = f"generates at most {tokens:,} tokens, predictions: none"
+    if data.top_k:
+        from ...training.teacher_targets import bytes_per_token
 
-    size = bytes_per_token(data.top_k, vocabulary) if data.top_k else 0
+        size = tokens * bytes_per_token(data.top_k, vocabulary)
+        text = text.replace("none", f"{readable_size(size)} in the cache")
     states = 0
     if config.architecture != "model":
         states = tokens * _state_bytes(target, config)
         states *= states <= 1e9 * data.max_hidden_states_gb
+        text += f", hidden states: {readable_size(states)}" if states else ""
+    per_token = 2 * target.parameters
     # One forward pass gives predictions and hidden states.
-    passes = 1 + (data.top_k is not None or states > 0)
-    operations = 2 * target.parameters * passes * tokens
-    return GenerationCost(tokens, size * tokens, operations, states)
+    passes = bool(data.top_k or states)
+    work = Work(
+        generated=per_token * count * data.max_tokens,
+        forward=per_token * (count * prompt_length + passes * tokens),
+    )
+    return work, text
 
 
-def draft_benchmark_work(target: ModelShape, config: DraftConfig) -> float:
-    """Operations of large matrix products that take as long as the benchmark.
-
-    Every prompt is completed greedily and sampled, each without a draft and with every
-    proposer. A proposer is counted as a speed-up of 1.
-    """
+def draft_benchmark_work(target: ModelShape, config: DraftConfig) -> Work:
+    """Work of the benchmark: every prompt is completed greedily and sampled, each
+    without a draft and with every proposer, which is counted as a speed-up of 1."""
     benchmark = config.benchmark
     tokens = 2 * 3 * benchmark.num_prompts * benchmark.max_tokens
-    return DECODE_FACTOR * 2 * target.parameters * tokens
+    return Work(decoded=2 * target.parameters * tokens)
 
 
 def _draft_shape(

@@ -55,17 +55,18 @@ class DraftStage(Stage):
         else:
             smaller = "drafter.num_layers=1"
             training = drafter_training_cost(shape, config, batch, dtype.size)
+        # Only the prompt of an example is used.
+        work, data = generation_cost(shape, config, workload.mean_length)
         return StageResources(
             current,
             # A draft model is small beside its target.
             disk=0,
             dtype=dtype,
             training=training,
-            # Only the prompt of an example is used.
-            generation=generation_cost(shape, config, workload.mean_length),
             steps=config.steps,
             batch_key="batch_tokens",
-            work=draft_benchmark_work(shape, config),
+            work=work + draft_benchmark_work(shape, config),
+            data=data,
             remedies=(
                 f"{self.address}.batch_tokens={max(8, config.batch_tokens // 2)}",
                 f"{self.address}.{smaller}",

@@ -80,7 +80,7 @@ class DraftModelDistillation(DraftDistillation):
             OptimizerConfig(max_grad_norm=1.0),
             compute_dtype=compute,
             chunked_loss=self._chunked_loss(loaded),
-            teacher_loss=loss,
+            loss=loss,
             ranks=ranks,
         )
         set_compute_dtype(loaded.model, compute)

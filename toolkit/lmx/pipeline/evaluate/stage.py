@@ -9,11 +9,10 @@ from ...errors import UserError
 from ...evaluation import lm_eval
 from ...run.distributed import ProcessGroup
 from ..context import ModelArtifact, StageContext
-from ..estimate import DECODE_FACTOR, ModelShape, StageResources, Workload
+from ..estimate import ModelShape, StageResources, Workload
 from ..stage import ModelState, RawStage, Stage, missing_source
+from ..work import Work
 
-# Time of many tokens relative to the products of their forward pass.
-FORWARD_FACTOR = 3.0
 # Generations of the latency measurement.
 LATENCY_RUNS = 14
 
@@ -58,13 +57,13 @@ class EvaluateStage(Stage):
         weights = workload.shape.parameters
         # Two models and the reference of one, without exact matches: how many examples
         # have one correct answer is known once they are read.
-        passes = FORWARD_FACTOR * 2 * weights * 3 * self.config.num_tokens
+        passes = 2 * weights * 3 * self.config.num_tokens
         generated = 2 * LATENCY_RUNS * (self.config.latency_tokens or 0)
-        decoding = DECODE_FACTOR * 2 * weights * generated
+        decoding = 2 * weights * generated
         return StageResources(
             current,
             memory={"models": 2 * 4 * weights},
-            work=passes + decoding,
+            work=Work(forward=passes, decoded=decoding),
         )
 
     def run(self, context: StageContext) -> ModelArtifact:

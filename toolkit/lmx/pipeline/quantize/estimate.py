@@ -1,7 +1,7 @@
 """Time, memory and disk of a quantize stage, estimated from shapes.
 
-The time is that of the tokens that go through the model, with or without gradients, and
-of every weight that is rounded or solved.
+The work is that of the tokens that go through the model, with or without gradients, and
+of every weight that is solved.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,8 @@ from ..estimate import (
     inputs_and_outputs,
     matrix_shapes,
 )
+from ..work import Work
 
-# Time of a forward pass relative to its products, forward passes that take as long as
-# one with gradients, and products of one weight that take as long as to solve it.
-FORWARD, WITH_GRADIENTS, SOLVE = 2.0, 4, 3e4
-# Passes of a calibrated method over its tokens: for outputs, and for second moments.
-CALIBRATION_PASSES = 1.5
 # Evaluations within scale tuning, each over all evaluation tokens.
 TUNING_EVALUATIONS = 9
 # Plans that a mixed-precision search compares, and grids of a weight that it solves.
@@ -53,31 +49,36 @@ class QuantizeCost:
     experts: int = 0
 
     @property
-    def work(self) -> float:
-        """Operations of large matrix products that take as long as the stage."""
+    def work(self) -> Work:
         config, held_out = self.config, self.config.calibration.num_eval_tokens
         refined = self._tokens_of_refinement
-        tokens, solves = refined + (2 * held_out if refined else 0), 1.0
+        forward, trained, solves = refined + 2 * held_out * bool(refined), 0, 0
         if self._is_sequential:
-            tokens += CALIBRATION_PASSES * self.num_tokens + self._compared_tokens
-            tokens += WITH_GRADIENTS * self._fisher_tokens
+            # Through the full-precision block, then the quantized one.
+            fisher, compared = self._gptq_tokens
+            forward += 2 * self.num_tokens + compared
+            trained += fisher
         if isinstance(config, GPTQConfig):
-            solves += config.refine_iters
+            solves += 1 + config.refine_iters
         if config.smoothing:
-            tokens += self._smoothing_tokens
+            forward += self._smoothing_tokens
         if tuning := config.scale_tuning:
-            tokens += TUNING_EVALUATIONS * held_out
-            tokens += WITH_GRADIENTS * tuning.steps * tuning.batch_tokens
+            forward += TUNING_EVALUATIONS * held_out
+            trained += tuning.steps * tuning.batch_tokens
         if config.mixed_precision:
             from ...quantization.mixed_precision import search
 
-            tokens += WITH_GRADIENTS * search.CALIBRATION_TOKENS
-            tokens += PLANS * search.HELD_OUT_TOKENS
+            trained += search.CALIBRATION_TOKENS
+            forward += PLANS * search.HELD_OUT_TOKENS
             solves += GRIDS
         if config.kv_cache:
-            tokens += self._kv_tokens
-        active = active_weights(self.experts, self._matrices)
-        return FORWARD * 2 * tokens * active + SOLVE * solves * self._weights
+            forward += self._kv_tokens
+        per_token = 2 * active_weights(self.experts, self._matrices)
+        return Work(
+            trained=3 * per_token * trained,
+            forward=per_token * forward,
+            solved=solves * self._weights,
+        )
 
     @property
     def memory(self) -> int:
@@ -89,17 +90,20 @@ class QuantizeCost:
         stored = self.dtype.size * size
         refined = 0
         if self._tokens_of_refinement or self.config.kv_cache:
-            refined = 4 * size + 6 * 4 * self._vocabulary * LOGIT_POSITIONS
+            refined = 4 * size + 6 * 4 * self._embedding[0] * LOGIT_POSITIONS
         if self.config.scale_tuning:
             refined = max(refined, 4 * size + self._tuning_memory)
         if self.config.smoothing:
-            refined = max(refined, self._smoothing_memory)
+            # A block in float32, and the hidden states around it.
+            block = max(self._block_sizes, default=0)
+            states = self._smoothing_tokens * self._hidden
+            refined = max(refined, 4 * 2 * (block + states))
         if not self._is_sequential:
             return max(stored // 2, refined)
         outer = [p for n, p in self._sizes.items() if not n.startswith(self._prefix)]
         largest = max(*self._block_sizes, *outer, 0)
         blocks = (4 + self.dtype.size) * largest + 12 * 4 * MAX_ELEMENTS
-        logits = 6 * 4 * self._vocabulary * 128
+        logits = 6 * 4 * self._embedding[0] * 128
         return int(max(blocks + logits + 4 * self._width**2 * 8, refined))
 
     @property
@@ -109,12 +113,12 @@ class QuantizeCost:
 
         size = 0
         if self._is_sequential:
+            fisher, compared = self._gptq_tokens
             per_token = 2 * 4 * self._width + 6 * 4 * self._hidden
-            size += (self.num_tokens + self._compared_tokens) * per_token
-            hidden = 4 * self._hidden * (len(self._block_sizes) + 1)
-            size += self._fisher_tokens * hidden
+            size += (self.num_tokens + compared) * per_token
+            size += fisher * 4 * self._hidden * (len(self._block_sizes) + 1)
         if tuning := self.config.scale_tuning:
-            per_token = bytes_per_token(tuning.top_k, self._vocabulary)
+            per_token = bytes_per_token(tuning.top_k, self._embedding[0])
             size += self._tokens_of_refinement * per_token
         return size
 
@@ -125,27 +129,21 @@ class QuantizeCost:
 
         return self.config.calibration.num_tokens or default_num_tokens(self._width)
 
-    @property
-    def _fisher_tokens(self) -> int:
-        """Tokens that go forward and back before the blocks are quantized."""
+    @cached_property
+    def _gptq_tokens(self) -> tuple[int, int]:
+        """Tokens that go forward and back before the blocks are quantized, and tokens
+        of the full-precision stream."""
         from ...quantization.ptq.gptq.gptq import LIMITS
         from ...quantization.ptq.output_fisher import num_fisher_tokens
 
-        if not isinstance(self.config, GPTQConfig):
-            return 0
-        outputs = [self._hidden] if self.config.output_hessian else []
-        limit = min(LIMITS[self.config.effort].fisher_tokens, self.num_tokens)
-        return num_fisher_tokens([self._hidden], outputs, limit)
-
-    @property
-    def _compared_tokens(self) -> int:
-        """Tokens of the full-precision stream."""
-        from ...quantization.ptq.gptq.gptq import LIMITS
-
         config = self.config
-        if not (isinstance(config, GPTQConfig) and config.asymmetric_calibration):
-            return 0
-        return min(LIMITS[config.effort].compared_tokens, self.num_tokens)
+        if not isinstance(config, GPTQConfig):
+            return 0, 0
+        limits, outputs = LIMITS[config.effort], [self._hidden] * config.output_hessian
+        most = min(limits.fisher_tokens, self.num_tokens)
+        fisher = num_fisher_tokens([self._hidden], outputs, most)
+        compared = min(limits.compared_tokens, self.num_tokens)
+        return fisher, compared * config.asymmetric_calibration
 
     @property
     def _is_sequential(self) -> bool:
@@ -174,37 +172,24 @@ class QuantizeCost:
         return self.config.calibration.num_tokens or smoothquant.NUM_TOKENS
 
     @property
-    def _smoothing_memory(self) -> int:
-        """Bytes of a block in float32, and of the hidden states around it."""
-        return 4 * (
-            2 * max(self._block_sizes, default=0)
-            + 2 * self._smoothing_tokens * self._hidden
-        )
-
-    @property
     def _tuning_memory(self) -> int:
         """Bytes of a backward pass of scale tuning, besides the model."""
         from .refinement import TRAINED_TOKENS_AT_ONCE
 
         tokens = min(self.config.scale_tuning.batch_tokens, TRAINED_TOKENS_AT_ONCE)
         values = inputs_and_outputs(self.experts, self._matrices)
-        at_once = tokens
-        if chunk := chunk_of_many(self._vocabulary, tokens):
-            at_once = min(tokens, CHUNKS_AT_ONCE * chunk)
-        size = 4 * tokens * values
-        size += LOGIT_BYTES[on_cpu()] * self._vocabulary * at_once
-        return size
+        chunk = chunk_of_many(self._embedding[0], tokens) or tokens
+        at_once = min(tokens, CHUNKS_AT_ONCE * chunk)
+        logits = LOGIT_BYTES[on_cpu()] * self._embedding[0] * at_once
+        return 4 * tokens * values + logits
 
     @property
     def _tokens_of_refinement(self) -> int:
         """Tokens whose predictions are stored."""
         config, tuning = self.config, self.config.scale_tuning
-        rolls_back = config.compares_with_rtn
-        if not (tuning or rolls_back):
-            return 0
         held_out = config.calibration.num_eval_tokens
         if not tuning:
-            return held_out
+            return held_out * config.compares_with_rtn
         wanted = tuning.steps * tuning.batch_tokens
         return held_out + min(config.calibration.num_tokens or wanted, wanted)
 
@@ -245,10 +230,6 @@ class QuantizeCost:
             key=prod,
             default=(0, self._width),
         )
-
-    @property
-    def _vocabulary(self) -> int:
-        return self._embedding[0]
 
     @property
     def _hidden(self) -> int:

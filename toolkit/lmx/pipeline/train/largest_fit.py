@@ -11,10 +11,12 @@ from typing import Literal, get_args
 
 from ...config.loader import LoadedRecipe, load_recipe_data
 from ...errors import WILL_NOT_FIT, UserError
+from ...run.progress import readable_size
 from ...run.tables import aligned
 from ..estimate import ModelShape
-from ..plan import RunPlan, plan
-from ..resources import ResourceCheck, readable_size
+from ..plan import RunPlan
+from ..plan import plan as make_plan
+from ..resources import ResourceCheck
 
 FitKey = Literal["max_seq_length", "batch_size", "batch_tokens"]
 FIT_KEYS: tuple[FitKey, ...] = get_args(FitKey)
@@ -86,11 +88,10 @@ class LargestFit:
 
 @dataclass(frozen=True)
 class _Search:
-    """A search for the value of one key.
+    """A search for the value of one key, from `smallest` to `bound`.
 
     Attributes:
         stages: the stages that must fit.
-        bound: the largest value that is tried.
         reason: why no larger value is tried.
     """
 
@@ -101,137 +102,108 @@ class _Search:
     reason: str
 
 
-class FitFinder:
-    """Searches the largest value of a key for the stages of a recipe that train.
+def find_largest(
+    loaded: LoadedRecipe,
+    plan: RunPlan,
+    shape: ModelShape,
+    key: FitKey,
+    bounds: FitBounds,
+) -> Iterator[LargestFit]:
+    """The largest value of a key for the stages of a recipe that train.
 
-    Args:
-        bounds: of the model and the data.
+    Yields:
+        One result for max_seq_length, else one for each stage that has the key.
 
     Raises:
-        UserError: no stage trains, or none has the key.
+        UserError: no stage trains, none has the key, or, with code 3, not even the
+            smallest value fits.
     """
-
-    def __init__(
-        self,
-        loaded: LoadedRecipe,
-        plan: RunPlan,
-        shape: ModelShape,
-        key: FitKey,
-        bounds: FitBounds,
-    ):
-        self._loaded = loaded
-        self._shape = shape
-        self._key = key
-        self._bounds = bounds
-        recipe = self.check({})
-        self._limit, self._needs = int(USABLE * recipe.limit), recipe.stages
-        stages = [planned.stage for planned in plan.stages]
-        self._trained = [s for s in stages if self._needs[s.name].training]
-        if not self._trained:
-            raise UserError(
-                f"no stage of this recipe trains, so there is no {key} to find",
-                hint="--dry-run without --find checks it",
-            )
-        self._searches = self._plan_searches()
-
-    def results(self) -> Iterator[LargestFit]:
-        """One for max_seq_length, else one for each stage that has the key.
-
-        Raises:
-            UserError: not even the smallest value fits; its code is 3.
-        """
-        for search in self._searches:
-            yield self._largest(search)
-
-    def check(self, overrides: dict[str, int]) -> ResourceCheck:
-        """What the recipe with other values needs of this machine."""
-        # Without the checks of files and data, which the recipe has passed.
-        loaded = load_recipe_data(
-            self._loaded.data,
-            [*overrides.items()],
-            name=self._loaded.name,
-            root=self._loaded.root,
+    needs = check_with(loaded, shape, {}).stages
+    trained = {
+        planned.name: planned.stage.address
+        for planned in plan.stages
+        if needs[planned.name].training
+    }
+    if not trained:
+        raise UserError(
+            f"no stage of this recipe trains, so there is no {key} to find",
+            hint="--dry-run without --find checks it",
         )
-        return ResourceCheck(loaded, plan(loaded), self._shape, [], 1.0)
-
-    def _plan_searches(self) -> list[_Search]:
-        key = self._key
-        if key == "max_seq_length":
-            names = tuple(stage.name for stage in self._trained)
-            bound, reason = self._longest_sequence()
-            smallest = min(SHORTEST, bound)
-            return [_Search(f"data.{key}", names, smallest, bound, reason)]
-        stages = [s for s in self._trained if self._needs[s.name].batch_key == key]
-        if not stages:
-            other = self._needs[self._trained[0].name].batch_key
-            raise UserError(
-                f"{self._trained[0].name} has {other}, not {key}",
-                hint=f"--find {other}",
-            )
-        smallest, bound, reason = self._largest_batch()
-        return [
-            _Search(f"{stage.address}.{key}", (stage.name,), smallest, bound, reason)
-            for stage in stages
-        ]
-
-    def _longest_sequence(self) -> tuple[int, str]:
-        """The largest max_seq_length to try, and why none is larger."""
-        positions, longest = self._bounds.positions, self._bounds.longest
+    if key == "max_seq_length":
         # Packed sequences are as long as they may be.
-        if any(self._needs[stage.name].is_packed for stage in self._trained):
-            longest = 0
-        if longest and longest <= (positions or longest):
-            value = max(SHORTEST, longest)
-            example = f"the longest training example has {longest:,} tokens"
-            effect = "little" if self._bounds.is_sample else "nothing"
-            return value, f"{example}, and a larger value changes {effect}"
-        if positions:
-            return positions, f"the model has {positions:,} positions"
-        return MOST_TOKENS, NOT_TRIED
-
-    def _largest_batch(self) -> tuple[int, int, str]:
-        """The smallest and largest batch to try, and why none is larger."""
-        sequences, length = self._bounds.sequences, 1
-        if self._key == "batch_tokens":
-            # A batch has at least one sequence.
-            length = self._loaded.recipe.data.max_seq_length
-        if not sequences:
-            return length, length * MOST_EXAMPLES, NOT_TRIED
-        reason = f"one batch then has all {sequences:,} training sequences"
-        return length, length * sequences, reason
-
-    def _largest(self, search: _Search) -> LargestFit:
-        """Halve the range until the largest value that fits is known."""
-        trials: dict[int, int] = {}
-
-        def fails(value: int) -> bool:
-            check = self.check({search.address: value})
-            trials[value] = max(map(check.memory, search.stages))
-            return trials[value] > self._limit
-
-        values = range(search.smallest, search.bound + 1)
-        too_large = fails(search.bound)
-        position = bisect_left(values, True, key=fails) if too_large else len(values)
-        if position == 0:
-            raise self._nothing_fits(search)
-        value = values[position - 1]
-        reason = "more does not fit" if too_large else search.reason
-        ordered = dict(sorted(trials.items()))
-        return LargestFit(search.address, value, ordered, self._limit, reason)
-
-    def _nothing_fits(self, search: _Search) -> UserError:
-        smallest = search.smallest
-        check = self.check({search.address: smallest})
-        name = max(search.stages, key=check.memory)
-        others = [
-            remedy
-            for remedy in check.stages[name].remedies
-            if search.address not in remedy
+        is_packed = any(needs[name].is_packed for name in trained)
+        bound, reason = _longest_sequence(bounds, is_packed=is_packed)
+        smallest = min(SHORTEST, bound)
+        searches = [_Search(f"data.{key}", (*trained,), smallest, bound, reason)]
+    else:
+        keys = {name: needs[name].batch_key for name in trained}
+        if key not in keys.values():
+            name, other = next(iter(keys.items()))
+            raise UserError(f"{name} has {other}, not {key}", hint=f"--find {other}")
+        # A batch has at least one sequence.
+        length = loaded.recipe.data.max_seq_length if key == "batch_tokens" else 1
+        reason = NOT_TRIED
+        if count := bounds.sequences:
+            reason = f"one batch then has all {count:,} training sequences"
+        bound = length * (count or MOST_EXAMPLES)
+        searches = [
+            _Search(f"{trained[name]}.{key}", (name,), length, bound, reason)
+            for name, its_key in keys.items()
+            if its_key == key
         ]
-        return UserError(
+    for search in searches:
+        yield _largest(loaded, shape, search)
+
+
+def check_with(
+    loaded: LoadedRecipe, shape: ModelShape, overrides: dict[str, int]
+) -> ResourceCheck:
+    """What a recipe with other values needs of this machine."""
+    # Without the checks of files and data, which the recipe has passed.
+    other = load_recipe_data(
+        loaded.data, [*overrides.items()], name=loaded.name, root=loaded.root
+    )
+    return ResourceCheck(other, make_plan(other), shape, [], 1.0)
+
+
+def _longest_sequence(bounds: FitBounds, *, is_packed: bool) -> tuple[int, str]:
+    """The largest max_seq_length to try, and why none is larger."""
+    positions, longest = bounds.positions, 0 if is_packed else bounds.longest
+    if longest and longest <= (positions or longest):
+        example = f"the longest training example has {longest:,} tokens"
+        effect = "little" if bounds.is_sample else "nothing"
+        reason = f"{example}, and a larger value changes {effect}"
+        return max(SHORTEST, longest), reason
+    if positions:
+        return positions, f"the model has {positions:,} positions"
+    return MOST_TOKENS, NOT_TRIED
+
+
+def _largest(loaded: LoadedRecipe, shape: ModelShape, search: _Search) -> LargestFit:
+    """Halve the range until the largest value that fits is known."""
+    trials: dict[int, int] = {}
+    limit = int(USABLE * check_with(loaded, shape, {}).limit)
+
+    def fails(value: int) -> bool:
+        check = check_with(loaded, shape, {search.address: value})
+        trials[value] = max(map(check.memory, search.stages))
+        return trials[value] > limit
+
+    values = range(search.smallest, search.bound + 1)
+    too_large = fails(search.bound)
+    position = bisect_left(values, True, key=fails) if too_large else len(values)
+    if position == 0:
+        check = check_with(loaded, shape, {search.address: search.smallest})
+        name = max(search.stages, key=check.memory)
+        remedies = check.stages[name].remedies
+        others = [remedy for remedy in remedies if search.address not in remedy]
+        raise UserError(
             f"{name} needs about {readable_size(check.memory(name))} of memory even "
-            f"with {search.address}={smallest}, and {USABLE:.0%} of the limit are "
-            f"{readable_size(self._limit)}",
+            f"with {search.address}={search.smallest}, and {USABLE:.0%} of the limit "
+            f"are {readable_size(limit)}",
             hint=f"try {' or '.join(others)}" if others else None,
             code=WILL_NOT_FIT,
         )
+    reason = "more does not fit" if too_large else search.reason
+    ordered = dict(sorted(trials.items()))
+    return LargestFit(search.address, values[position - 1], ordered, limit, reason)

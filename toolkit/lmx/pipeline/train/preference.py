@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...config.train import TrainConfig
-from ...data.batching import Batch, BucketBatchSampler, example_indices
+from ...data.batching import Batch, BucketBatchSampler, TargetBatches, example_indices
 from ...data.preference import encode_pairs, encode_unpaired
 from ...data.token_store import Encode
 from ...errors import UserError
@@ -15,8 +15,8 @@ from ...models.checkpoint import weights_digest
 from ...training.preference_loss import PreferenceLoss
 from ...training.reference_log_probs import (
     Reference,
-    ReferenceBatches,
     reference_log_probs,
+    with_preference_target,
 )
 from ..context import StageContext
 from .batches import chunked_loss
@@ -57,7 +57,7 @@ class PreferenceSetup:
 
     def prepare(
         self, batches: BucketBatchSampler, num_batches: int, dtype: mx.Dtype
-    ) -> ReferenceBatches:
+    ) -> TargetBatches:
         """Training batches with what the loss needs.
 
         Args:
@@ -76,19 +76,20 @@ class PreferenceSetup:
         """Validation batches with what the loss needs."""
         used = sorted({index for batch in batches for index in batch.example_indices})
         prepared = self._with_reference(valid, np.array(used), dtype)
-        return [prepared.with_target(batch) for batch in batches]
+        return [prepared.target(batch) for batch in batches]
 
     def _with_reference(
         self, batches: BucketBatchSampler, indices: np.ndarray, dtype: mx.Dtype
-    ) -> ReferenceBatches:
-        if not self.loss.needs_reference:
-            return ReferenceBatches(batches, None)
-        context = self.context
-        digest = f"{weights_digest(context.initial_model)} {dtype}"
-        # Loaded once for all blocks, and not kept for the training.
-        reference = Reference(cache(self._load_reference), digest, context.logger)
-        values = reference_log_probs(batches.examples, indices, reference)
-        return ReferenceBatches(batches, values, digest)
+    ) -> TargetBatches:
+        context, values, digest = self.context, None, ""
+        if self.loss.needs_reference:
+            digest = f"{weights_digest(context.initial_model)} {dtype}"
+            # Loaded once for all blocks, and not kept for the training.
+            reference = Reference(cache(self._load_reference), digest, context.logger)
+            values = reference_log_probs(batches.examples, indices, reference)
+        labels = batches.examples.labels
+        target = partial(with_preference_target, log_probs=values, labels=labels)
+        return TargetBatches(batches, digest, target)
 
     def _load_reference(self):
         """The reference and its chunked loss."""

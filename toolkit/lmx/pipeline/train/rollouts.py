@@ -33,41 +33,36 @@ class RolloutSetup:
         self.worker: RewardWorker | None = None
         self.policy = self._policy(config.loss) if config.loss else None
 
-    def prepare(self, batches: BucketBatchSampler) -> RolloutBatches:
-        """Batches of completions of the prompts in `batches`."""
-        config, context = self.config, self.context
-        # Those after the oldest checkpoint may be needed again.
-        kept = config.save_steps * (config.save_total_limit + 1)
-        return RolloutBatches(
+    def prepare(
+        self, step: TrainStep, batches: BucketBatchSampler, valid: BucketBatchSampler
+    ) -> tuple[RolloutBatches, RewardEvaluator | None]:
+        """Batches of completions of the prompts in `batches`, by the weights of `step`.
+
+        Returns:
+            The batches, and the measurement of the mean reward of `valid`; None
+            without rewards.
+        """
+        context = self.context
+        rollouts = RolloutBatches(
+            step,
             batches,
-            config.rollouts,
+            self.config,
             context.folder / FOLDER,
             self.loaded.tokenizer,
             context.logger,
             policy=self.policy,
             max_seq_length=context.data.max_seq_length,
             seed=context.seed,
-            accumulation=config.gradient_accumulation_steps,
-            kept=kept,
         )
-
-    def start(
-        self, step: TrainStep, batches: RolloutBatches, valid: BucketBatchSampler
-    ) -> RewardEvaluator | None:
-        """Generate with the weights of a training step from now on.
-
-        Returns:
-            The measurement of the mean reward; None without rewards.
-        """
-        batches.bind(step)
         if self.policy is None:
-            return None
+            return rollouts, None
         used = [
             index
             for batch in valid.in_order(self.config.eval_batches)
             for index in batch.example_indices
         ]
-        return RewardEvaluator(batches, [valid.examples[index] for index in used])
+        examples = [valid.examples[index] for index in used]
+        return rollouts, RewardEvaluator(rollouts, examples)
 
     def close(self) -> None:
         """End the process of the reward functions."""

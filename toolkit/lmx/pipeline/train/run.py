@@ -20,10 +20,8 @@ from ...models.quantized_layers import TENSORS
 from ...quantization.packing import dequantize
 from ...quantization.qat.fake_quant import FakeQuant
 from ...run.fs import atomic_folder, copy_folder
-from ...training.grpo_loss import GRPOLoss
 from ...training.losses import cross_entropy_sum
 from ...training.optimizers import OptimizerConfig
-from ...training.preference_loss import PreferenceLoss
 from ...training.schedules import learning_rate_at
 from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
@@ -227,9 +225,9 @@ class TrainRun:
             # Lossless, and the chunked loss is verified in the dtype of the training.
             set_compute_dtype(loaded.model, compute_dtype)
         chunked = chunked_loss(config, context, loaded)
-        caches = None
-        if config.packing:
-            caches = document_caches(loaded, context, self.teacher)
+        caches = (
+            document_caches(loaded, context, self.teacher) if config.packing else None
+        )
         preference = self.preference
         batches = training_batches(
             config,
@@ -250,24 +248,25 @@ class TrainRun:
             f"{batches.num_examples:,} examples, {batches.per_epoch:,} batches per "
             f"epoch; {steps:,} steps are {num_batches / batches.per_epoch:.1f} epochs"
         )
-        teacher_loss = None
+        loss = context.extensions.loss or cross_entropy_sum
         if self.teacher:
-            teacher_loss, batches = self.teacher.prepare(batches, num_batches)
+            loss, batches = self.teacher.prepare(batches, num_batches)
             eval_batches = self.teacher.prepare_eval(valid.examples, eval_batches)
         if preference:
+            loss = preference.loss
             chosen = validation_batches(config, context, loaded)
             self.cross_entropy_batches = list(chosen.in_order(config.eval_batches))
             batches = preference.prepare(batches, num_batches, compute_dtype)
             eval_batches = preference.prepare_eval(valid, eval_batches, compute_dtype)
-        if self.rollouts:
-            batches = self.rollouts.prepare(batches)
+        if self.rollouts and self.rollouts.policy:
+            loss = self.rollouts.policy.loss
         step = self._make_step(
-            compute_dtype,
-            chunked_loss=chunked,
-            document_caches=caches,
-            teacher_loss=teacher_loss,
+            compute_dtype, chunked_loss=chunked, document_caches=caches, loss=loss
         )
         set_compute_dtype(loaded.model, compute_dtype)
+        evaluate = None
+        if self.rollouts:
+            batches, evaluate = self.rollouts.prepare(step, batches, valid)
         return Trainer(
             step,
             batches,
@@ -275,17 +274,10 @@ class TrainRun:
             learning_rate=partial(self._learning_rate, steps=steps),
             eval_batches=eval_batches,
             logger=context.logger,
-            evaluate=self.rollouts and self.rollouts.start(step, batches, valid),
+            evaluate=evaluate,
             on_evaluate=self._sample,
             callbacks=context.extensions.callbacks,
         )
-
-    @property
-    def _completion_loss(self) -> PreferenceLoss | GRPOLoss | None:
-        if self.preference:
-            return self.preference.loss
-        policy = self.rollouts and self.rollouts.policy
-        return policy and policy.loss
 
     def _make_step(self, compute_dtype: mx.Dtype, **losses) -> TrainStep:
         config = self.config
@@ -295,8 +287,6 @@ class TrainRun:
             self._optimizer(fake_quant),
             compute_dtype=compute_dtype,
             fake_quant=fake_quant,
-            completion_loss=self._completion_loss,
-            loss=self.context.extensions.loss or cross_entropy_sum,
             gradient_checkpointing=config.gradient_checkpointing,
             ranks=self.context.ranks,
             fsdp=config.fsdp,

@@ -21,7 +21,6 @@ from ..estimate import (
     ModelShape,
     StageResources,
     Workload,
-    training_cost,
     training_dtype,
 )
 from ..stage import (
@@ -31,6 +30,7 @@ from ..stage import (
     needs_training_data,
     quantization_values,
 )
+from .estimate import training_cost
 
 CONTINUES = (
     f"quantizer {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"

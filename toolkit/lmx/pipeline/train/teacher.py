@@ -1,15 +1,19 @@
 """The teacher of a train stage: its model, its completions and its targets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from ...config.train import TeacherConfig
-from ...data.batching import Batch, BucketBatchSampler, ExampleDataset, example_indices
+from ...data.batching import (
+    Batch,
+    BucketBatchSampler,
+    ExampleDataset,
+    TargetBatches,
+    example_indices,
+)
 from ...data.packing import PackedBatchSampler
 from ...data.tokenizer_files import require_same_tokenizer
 from ...errors import UserError
@@ -107,7 +111,7 @@ class TeacherSetup:
 
     def prepare(
         self, batches: BucketBatchSampler | PackedBatchSampler, num_batches: int
-    ) -> tuple[DistillationLoss, "BatchesWithTargets"]:
+    ) -> tuple[DistillationLoss, TargetBatches]:
         """The distillation loss, and the batches with the targets that it needs.
 
         Args:
@@ -121,7 +125,7 @@ class TeacherSetup:
             indices = example_indices(batches, num_batches)
             targets = self._cached_targets(batches.examples, indices)
         loss = DistillationLoss(teacher, None if teacher.offline else self.online)
-        return loss, BatchesWithTargets(batches, self.digest, targets)
+        return loss, TargetBatches(batches, self.digest, targets)
 
     def prepare_eval(
         self, examples: ExampleDataset, batches: list[Batch]
@@ -181,35 +185,6 @@ class TeacherSetup:
             role="teacher",
             place=str(self.folder),
         )
-
-
-@dataclass(frozen=True)
-class BatchesWithTargets:
-    """Training batches, with the teacher's targets if these are stored."""
-
-    batches: BucketBatchSampler | PackedBatchSampler
-    teacher: str
-    targets: CachedTargets | None = None
-
-    def __call__(self, step: int) -> Batch:
-        """The batch of a step, counted from 0."""
-        batch = self.batches(step)
-        return self.targets(batch) if self.targets else batch
-
-    @property
-    def examples(self) -> ExampleDataset:
-        """The training examples."""
-        return self.batches.examples
-
-    @property
-    def per_epoch(self) -> int:
-        """Batches in one pass over the examples."""
-        return self.batches.per_epoch
-
-    @property
-    def digest(self) -> str:
-        """Hash of the examples and the teacher."""
-        return sha256(f"{self.batches.digest} {self.teacher}".encode()).hexdigest()
 
 
 class EvalBatchesWithTargets(Sequence):

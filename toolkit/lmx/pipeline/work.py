@@ -1,0 +1,149 @@
+"""The time of a stage: its work by kind, at this machine's rates of each kind.
+
+The rates are measured on a small Llama with the code of a run, so that they include
+attention, norms, the optimizer and the cost of launching operations. They are kept in
+the cache; `lmx doctor` measures them again.
+"""
+
+import json
+from dataclasses import asdict, astuple, dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import AdamW
+from mlx.utils import tree_flatten
+
+from .. import cpu
+from ..config.model import ScratchModelConfig
+from ..config.quant_spec import QuantSpec
+from ..data import cache
+from ..errors import UserError
+from ..evaluation.memory_bandwidth import shortest_time
+from ..models.from_scratch import llama_config
+from ..models.loader import build_model, make_cache
+from ..run.fs import object_in, write_atomic
+
+RATES = "rates.json"
+# Sequences and their tokens in a measured step, and the width of the measured model:
+# on the CPU, and on a GPU, which a small step does not fill.
+CPU_PROBE, GPU_PROBE = (4, 64, 512), (16, 128, 2048)
+# Sequences that are generated together.
+TOGETHER = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """Amounts of work; as rates, amounts per second.
+
+    Attributes:
+        trained: operations of forward and backward passes, two for a multiply-add.
+        forward: operations of forward passes of many tokens.
+        generated: operations of tokens that are generated in batches.
+        decoded: operations of tokens that are generated one by one.
+        solved: weights that a calibrated method solves, times its rounds.
+    """
+
+    trained: float = 0
+    forward: float = 0
+    generated: float = 0
+    decoded: float = 0
+    solved: float = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, count: float) -> "Work":
+        return Work(*(count * amount for amount in astuple(self)))
+
+    def seconds(self, dtype: mx.Dtype) -> float:
+        """The time on this machine, with models of this dtype."""
+        if not any(amounts := astuple(self)):
+            return 0.0
+        speeds = astuple(rates(dtype))
+        return sum(a / speed for a, speed in zip(amounts, speeds, strict=True))
+
+
+def rates(dtype: mx.Dtype, *, again: bool = False) -> Work:
+    """This machine's rates, measured in a second or two unless the cache has them.
+
+    Args:
+        again: measure them, whatever the cache has.
+    """
+    blas = cpu.enable().blas
+    device = sorted(mx.device_info().items())
+    key = f"{device}, {blas.name}, {blas.threads}, {mx.__version__}, {dtype}"
+    try:
+        path = cache.root() / RATES
+        known = object_in(path)
+    except UserError:  # Without a home folder there is no cache.
+        return _measure(dtype)
+    if not again and known.get(key, {}).keys() == asdict(Work()).keys():
+        return Work(**known[key])
+    measured = _measure(dtype)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(known | {key: asdict(measured)}, indent=2))
+    except (OSError, UserError):
+        pass  # The next dry run measures again.
+    return measured
+
+
+def _measure(dtype: mx.Dtype) -> Work:
+    rows, length, width = CPU_PROBE if cpu.on_cpu() else GPU_PROBE
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width}
+    shape = ScratchModelConfig(vocab_size=2048, num_hidden_layers=2, **sizes)
+    model = build_model(llama_config(shape))
+    model.set_dtype(dtype)
+    cpu.enable(model)
+    parameters = tree_flatten(model.parameters())
+    per_token = 2 * sum(value.size for _, value in parameters if value.ndim > 1)
+    tokens = mx.zeros((rows, length), mx.int32)
+    count = rows * length
+    # The training is last: it changes the weights.
+    return Work(
+        forward=per_token * count / shortest_time(lambda: mx.eval(model(tokens))),
+        generated=per_token * TOGETHER / _decoding_seconds(model, TOGETHER),
+        decoded=per_token / _decoding_seconds(model, 1),
+        solved=width**2 / _solving_seconds(width),
+        trained=3 * per_token * count / _training_seconds(model, tokens),
+    )
+
+
+def _decoding_seconds(model: nn.Module, count: int) -> float:
+    """Of a token of `count` sequences."""
+    kv_cache, token = make_cache(model), mx.zeros((count, 1), mx.int32)
+    mx.eval(model(mx.zeros((count, 16), mx.int32), cache=kv_cache))
+    return shortest_time(lambda: mx.eval(model(token, cache=kv_cache)))
+
+
+def _training_seconds(model: nn.Module, tokens: mx.array) -> float:
+    optimizer = AdamW(learning_rate=1e-4)
+
+    def loss(model: nn.Module) -> mx.array:
+        return nn.losses.cross_entropy(model(tokens), tokens, reduction="sum")
+
+    gradients = nn.value_and_grad(model, loss)
+
+    def step() -> None:
+        optimizer.update(model, gradients(model)[1])
+        mx.eval(model.parameters(), optimizer.state)
+
+    return shortest_time(step)
+
+
+def _solving_seconds(width: int) -> float:
+    """Of a square weight, without and with a round of refinement: half of both."""
+    # Needs NumPy, which reading a recipe does not load.
+    from ..quantization.ptq.gptq.solver import LayerProblem, solve_layers
+    from ..quantization.ptq.hessian import damped
+
+    spec = QuantSpec(bits=4, group_size=64)
+    weight = mx.random.normal((width, width), key=mx.random.key(0))
+    hessian = damped(weight.T @ weight, spec.group_size, 0.01)
+
+    def solve() -> None:
+        layer = {"": LayerProblem(weight)}
+        solved = solve_layers(layer, hessian, spec, mx.float16, refine_iters=1)
+        mx.eval(solved[""].tensors)
+
+    return shortest_time(solve) / 2
