@@ -84,7 +84,7 @@ class DraftStage(Stage):
         if self.config.architecture == "model":
             from .training import DraftModelDistillation as Distillation
         else:
-            from .drafter_training import DrafterDistillation as Distillation
+            from .training import DrafterDistillation as Distillation
         with context.ranks.collective_errors():
             distillation = Distillation(self.config, context)
         return distillation.run()
