@@ -267,7 +267,9 @@ def test_what_init_writes_passes_its_dry_run(
             assert code == 0, error
             if codes and task == "qat":
                 [stage, *_] = read(file.read_text()).data["stages"]
-                assert stage["train"]["qat"] == codes | {"quantizer": "fixed_scale"}
+                # With an adapter, the scales of the codes stay.
+                assert stage["train"]["qat"] == codes
+                assert stage["train"]["adapter"]
             # With these bits, the recipe is the one without.
             if not bits or not codes:
                 assert main.train([str(file), "--dry-run"]) == 0, capsys.readouterr()

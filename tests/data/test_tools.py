@@ -1,6 +1,7 @@
 """Tools of a chat: read from every source, and rendered by the chat template."""
 
 import json
+from unittest.mock import MagicMock
 
 import pytest
 from lmx.api import functions
@@ -192,6 +193,6 @@ def test_tools_survive_the_cache_and_reach_metric_functions(write, cache_folder)
     assert splits.read_eval_split(entry).records == [record]
     seen = []
     functions.checked_metric(lambda model, rows: seen.extend(rows) or 0.0, "m")(
-        None, [record]
+        MagicMock(), [record]
     )
     assert seen[0]["tools"] == [WEATHER]

@@ -210,7 +210,7 @@ if os.environ["MLX_RANK"] == "1":
 """
 OTHER_MODEL = """
 import os
-from lmx.pipeline.train_run import TrainRun
+from lmx.pipeline.train.run import TrainRun
 attach = TrainRun._attach_adapter
 
 def other(self):
