@@ -1,5 +1,7 @@
 """Samples against a float64 reference, and the limits of every filter."""
 
+import math
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -77,40 +79,37 @@ def test_sampler_steps_are_independent():
     assert statistic < 40  # 8 degrees of freedom; a larger limit, as pairs overlap
 
 
-def kept_tokens(logits, **settings):
-    settings = Sampling(temperature=1.0, **settings)
-    return np.isfinite(np.array(filter_logits(mx.array(logits), settings))).tolist()
+HALVES, UNEQUAL = [0.5, 0.25, 0.125, 0.125], [0.4, 0.3, 0.2, 0.1]
+TIES = [math.e**3, math.e**2, math.e**2, math.e**2, math.e]
 
 
-def test_top_p_keeps_token_that_crosses_threshold():
-    logits = np.log([0.5, 0.25, 0.125, 0.125]).astype(np.float32)
-    assert kept_tokens(logits, top_p=0.6) == [True, True, False, False]
-    assert kept_tokens(logits, top_p=0.4) == [True, False, False, False]
-    assert kept_tokens(logits, top_p=1e-9) == [True, False, False, False]
-    assert kept_tokens(logits, top_p=1.0) == [True] * 4
-    assert kept_tokens(logits[::-1].copy(), top_p=0.6) == [False, False, True, True]
-
-
-def test_filters_keep_ties_together():
-    logits = np.array([3.0, 2.0, 2.0, 2.0, 1.0], np.float32)
-    assert kept_tokens(logits, top_k=2) == [True, True, True, True, False]
-    assert kept_tokens(logits, top_k=1) == [True, False, False, False, False]
-    assert kept_tokens(logits, top_k=99) == [True] * 5
-    even = np.zeros(4, np.float32)
-    assert kept_tokens(even, top_p=0.1) == [True] * 4
-
-
-def test_min_p_is_relative_to_most_likely():
-    logits = np.log([0.6, 0.2, 0.13, 0.07]).astype(np.float32)
-    assert kept_tokens(logits, min_p=0.3) == [True, True, False, False]
-    assert kept_tokens(logits, min_p=1.0) == [True, False, False, False]
-
-
-def test_top_p_applies_to_full_distribution():
-    logits = np.log([0.4, 0.3, 0.2, 0.1]).astype(np.float32)
-    assert kept_tokens(logits, top_k=2, top_p=0.5) == [True, True, False, False]
-    # transformers would keep one token: 0.4 / 0.7 = 0.57 is above 0.5.
-    assert kept_tokens(logits[:2], top_p=0.5) == [True, False]
+@pytest.mark.parametrize(
+    ("probs", "settings", "kept"),
+    [
+        # The token that crosses the threshold is kept.
+        (HALVES, {"top_p": 0.6}, "1100"),
+        (HALVES, {"top_p": 0.4}, "1000"),
+        (HALVES, {"top_p": 1e-9}, "1000"),
+        (HALVES, {"top_p": 1.0}, "1111"),
+        (HALVES[::-1], {"top_p": 0.6}, "0011"),
+        # Ties are kept together.
+        (TIES, {"top_k": 2}, "11110"),
+        (TIES, {"top_k": 1}, "10000"),
+        (TIES, {"top_k": 99}, "11111"),
+        ([1, 1, 1, 1], {"top_p": 0.1}, "1111"),
+        # Relative to the most probable token.
+        ([0.6, 0.2, 0.13, 0.07], {"min_p": 0.3}, "1100"),
+        ([0.6, 0.2, 0.13, 0.07], {"min_p": 1.0}, "1000"),
+        # top_p reads the full distribution: transformers would keep one token, as
+        # 0.4 / 0.7 = 0.57 is above 0.5.
+        (UNEQUAL, {"top_k": 2, "top_p": 0.5}, "1100"),
+        (UNEQUAL[:2], {"top_p": 0.5}, "10"),
+    ],
+)
+def test_filters_keep_tokens(probs, settings, kept):
+    logits = mx.array(np.log(probs).astype(np.float32))
+    filtered = filter_logits(logits, Sampling(temperature=1.0, **settings))
+    assert "".join(str(int(x)) for x in np.isfinite(np.array(filtered))) == kept
 
 
 def test_filters_match_mlx_lm():

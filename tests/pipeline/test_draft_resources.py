@@ -49,10 +49,6 @@ def target() -> ModelShape:
         ({"num_layers": 2}, {"num_hidden_layers": 2}),
         ({"num_layers": [0, 3, 7]}, {"num_hidden_layers": 3}),
         ({"num_layers": "auto"}, {"num_hidden_layers": 4}),
-        (
-            {"num_layers": 1, "intermediate_size": 64},
-            {"num_hidden_layers": 1, "intermediate_size": 64},
-        ),
     ],
     ids=str,
 )

@@ -165,7 +165,7 @@ def test_missed_draft_threshold_publishes_nothing(draft_run, tmp_path):
 def test_draft_depth_is_chosen_by_predicted_speedup(draft_run, tmp_path):
     auto = {
         **DRAFT,
-        "draft_model": {"num_layers": "auto", "intermediate_size": 32},
+        "draft_model": {"num_layers": "auto"},
         # The target runs online.
         "data_generation": {**DATA_GENERATION, "top_k": None},
         "steps": 2,
@@ -174,7 +174,6 @@ def test_draft_depth_is_chosen_by_predicted_speedup(draft_run, tmp_path):
     assert run() == 0
     config = json.loads((run.output / "draft/config.json").read_text())
     assert config["num_hidden_layers"] in (1, 2)
-    assert config["intermediate_size"] == 32
     assert "MB on disk" not in run.log
     last = [record for record in run.records() if record["kind"] == "draft"][-1]
     assert last["acceptance_lower_bound"] == last["acceptance_upper_bound"]

@@ -27,10 +27,6 @@ class DraftModelConfig(ConfigModel):
     """Number of blocks to keep, by importance; or a list of block indices; or auto: the
     number with the highest predicted speed-up on this machine after a short training of
     each candidate."""
-    hidden_size: Count | None = None
-    """Width to keep, by activation importance. Default: all of it."""
-    intermediate_size: Count | None = None
-    """Width of the feed-forward layers to keep, as above."""
 
     @model_validator(mode="after")
     def _check_shape(self):

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from ...config.draft import DraftConfig, DraftModelConfig
 from ...config.train import TrainConfig, loss_chunk
 from ...cpu import on_cpu
-from ...draft.pruning import PrunedShape, pruned_config
+from ...draft.pruning import pruned_config
 from ...models.checkpoint import read_config
 from ...run.progress import readable_size
 from ..estimate import (
@@ -187,7 +187,6 @@ def _draft_shape(
     if layers == "auto":
         layers = math.ceil(max(DEPTH_FRACTIONS) * count)
     numbers = layers if isinstance(layers, list) else range(min(layers, count))
-    sizes = (draft.hidden_size, draft.intermediate_size)
-    config = pruned_config(config, PrunedShape(tuple(sorted(numbers)), *sizes))
+    config = pruned_config(config, sorted(numbers))
     shape = ModelShape(config, 0)
     return replace(shape, bytes=config_dtype(config).size * shape.parameters)

@@ -16,13 +16,7 @@ from ...draft import dataset
 from ...draft.acceptance import ReferenceCompletion
 from ...draft.benchmark import decoding_modes, with_seed_offset
 from ...draft.dataset import DistillationBatches, Prompt, PromptSets, prompt_sets
-from ...draft.pruning import (
-    PrunedShape,
-    channel_importance,
-    most_important_blocks,
-    prune,
-    pruned_config,
-)
+from ...draft.pruning import most_important_blocks, prune, pruned_config
 from ...draft.report import require_servable
 from ...errors import UserError
 from ...generation.batching import GenerationRequest
@@ -203,8 +197,8 @@ class DraftInitializer:
 
     Args:
         target: the model that will be served.
-        tokens: of completions, int32 [1, L], on which the importance of blocks and
-            channels is measured.
+        tokens: of completions, int32 [1, L], on which the importance of blocks is
+            measured.
 
     Raises:
         UserError: the model to prune has another tokenizer than the target.
@@ -235,25 +229,24 @@ class DraftInitializer:
         folder = self.context.folder / INITIAL_FOLDER
         if is_complete(folder, self.context.logger.warning):
             return folder
-        self._write(folder, self._best_shape(predict_speedup))
+        self._write(folder, self._best_layers(predict_speedup))
         mark_complete(folder)
         return folder
 
-    def _best_shape(self, predict_speedup: Callable[[Path], float]) -> PrunedShape:
-        shapes = self._candidate_shapes()
-        if len(shapes) == 1:
-            return shapes[0]
+    def _best_layers(self, predict_speedup: Callable[[Path], float]) -> tuple[int, ...]:
+        candidates = self._candidates()
+        if len(candidates) == 1:
+            return candidates[0]
         speedups = {}
-        for shape in shapes:
-            name = f"candidate-{len(shape.layers)}"
-            candidate = self._write(self.context.folder / name, shape)
-            speedups[shape] = predict_speedup(candidate)
+        for layers in candidates:
+            name = f"candidate-{len(layers)}"
+            candidate = self._write(self.context.folder / name, layers)
+            speedups[layers] = predict_speedup(candidate)
             fs.remove(candidate)
         best = max(speedups, key=speedups.get)
-        by_depth = ", ".join(f"{len(s.layers)}: {v:.2f}x" for s, v in speedups.items())
+        by_depth = ", ".join(f"{len(n)}: {v:.2f}x" for n, v in speedups.items())
         self.context.logger.info(
-            f"predicted speed-up by number of blocks: {by_depth}; selected "
-            f"{len(best.layers)}"
+            f"predicted speed-up by number of blocks: {by_depth}; selected {len(best)}"
         )
         return best
 
@@ -272,33 +265,30 @@ class DraftInitializer:
             loaded, _ = dequantized_model(loaded, loaded.dtype)
         return loaded
 
-    def _candidate_shapes(self) -> list[PrunedShape]:
-        config, count = self.config, len(self.source.model.layers)
-        sizes = (config.hidden_size, config.intermediate_size)
-        if isinstance(config.num_layers, list):
-            return [PrunedShape(tuple(sorted(config.num_layers)), *sizes)]
-        counts = [config.num_layers]
-        if config.num_layers == "auto":
+    def _candidates(self) -> list[tuple[int, ...]]:
+        """The choices of blocks to keep, each ascending."""
+        wanted, count = self.config.num_layers, len(self.source.model.layers)
+        if isinstance(wanted, list):
+            return [tuple(sorted(wanted))]
+        counts = [wanted]
+        if wanted == "auto":
             counts = sorted({max(1, math.ceil(f * count)) for f in DEPTH_FRACTIONS})
         if max(counts) >= count:
-            return [PrunedShape(tuple(range(min(max(counts), count))), *sizes)]
+            return [tuple(range(count))]
         order = rank_layers(self.source.model, self.tokens)
-        return [PrunedShape(most_important_blocks(order, n), *sizes) for n in counts]
+        return [most_important_blocks(order, n) for n in counts]
 
-    def _write(self, folder: Path, shape: PrunedShape) -> Path:
+    def _write(self, folder: Path, layers: tuple[int, ...]) -> Path:
         source = self.source
-        config = pruned_config(source.config, shape)
+        config = pruned_config(source.config, layers)
         config["eos_token_id"] = self.target.config.get("eos_token_id")
         tokens = len(self.target.tokenizer.get_vocab())
         require_servable(config, self.target.config, tokens, place=str(source.path))
-        importance = None
-        if shape.is_narrower:
-            importance = channel_importance(source.model, self.tokens)
-        weights = prune(source.model, self.weights, shape, importance)
+        weights = prune(source.model, self.weights, layers)
         # The target's tokenizer and chat template, whatever the model is pruned from.
         like = replace(source, config=config, path=self.target.path)
         write_model(folder, like, weights, keeps_mtp=False)
-        blocks = ", ".join(map(str, shape.layers))
+        blocks = ", ".join(map(str, layers))
         self.context.logger.info(
             f"initial draft model: blocks {blocks} of {source.path}"
         )

@@ -81,10 +81,10 @@ class DraftStage(Stage):
                 (exit code 1) after the report is written.
         """
         # Imported here, so that a recipe is checked without the libraries of a run.
-        if self.config.architecture == "model":
-            from .training import DraftModelDistillation as Distillation
-        else:
-            from .drafter_training import DrafterDistillation as Distillation
+        from .training import DrafterDistillation, DraftModelDistillation
+
+        is_model = self.config.architecture == "model"
+        kind = DraftModelDistillation if is_model else DrafterDistillation
         with context.ranks.collective_errors():
-            distillation = Distillation(self.config, context)
+            distillation = kind(self.config, context)
         return distillation.run()
