@@ -64,7 +64,7 @@ class Work:
 
 
 def rates(dtype: mx.Dtype, *, again: bool = False) -> Work:
-    """This machine's rates, measured in a second or two unless the cache has them.
+    """This machine's rates, measured in a few seconds unless the cache has them.
 
     Args:
         again: measure them, whatever the cache has.
