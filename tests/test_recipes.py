@@ -67,9 +67,11 @@ def small_settings(path: Path) -> list[str]:
                 "mixed_precision.candidate_bits=[2, 3, 5]",
                 "mixed_precision.candidate_group_sizes=[128]",
             ]
+        if kind == "train" and "qat" in block:
+            bits = block["qat"].get("bits", 4)
         if kind == "evaluate" and bits:
-            # Two steps do not make a good 2-bit model.
-            ratio = 30 if bits == 2 else 1.5
+            # Two steps do not make a good model, least of all one of 2 bits.
+            ratio = 30 if bits == 2 else 3
             settings.append(f"thresholds.max_perplexity_ratio={ratio}")
         overrides += [f"stages.{number}.{kind}.{setting}" for setting in settings]
     if "from_scratch" in recipe["model"]:
