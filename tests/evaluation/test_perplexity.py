@@ -122,3 +122,6 @@ def test_perplexity_ratio_has_the_error_of_the_paired_difference():
     unpaired = np.hypot(before.stderr / before.value, after.stderr / after.value)
     assert stderr < ratio * unpaired / 2
     assert before.ratio_to(before) == (1.0, 0.0)
+    # The relative errors of a ratio and of its inverse are equal.
+    inverse, error = before.ratio_to(after)
+    assert error / inverse == pytest.approx(stderr / ratio)
