@@ -64,20 +64,14 @@ def _arguments() -> argparse.Namespace:
 
 def write_model(folder: Path, arguments: argparse.Namespace) -> None:
     """Write the model as GGUF. Weights are computed one at a time."""
-    from lmx.config.model import ScratchModelConfig
-    from lmx.models import from_scratch
-
-    shape = ScratchModelConfig(
-        vocab_size=arguments.vocab_size,
-        hidden_size=arguments.hidden_size,
+    config = random_llama.configuration(
+        arguments,
         intermediate_size=arguments.intermediate_size,
-        num_hidden_layers=arguments.num_layers,
         num_attention_heads=arguments.num_heads,
         num_key_value_heads=arguments.num_key_value_heads,
         max_position_embeddings=4096,
         dtype="bfloat16",
     )
-    config = from_scratch.llama_config(shape)
     config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     config |= {"head_dim": 128, "tie_word_embeddings": True}
     random_llama.write(folder, config)

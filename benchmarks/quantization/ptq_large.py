@@ -76,20 +76,14 @@ def _arguments() -> argparse.Namespace:
 
 def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
     """Write the model and the recipe. Weights are computed one at a time."""
-    from lmx.config.model import ScratchModelConfig
-    from lmx.models import from_scratch
-
-    shape = ScratchModelConfig(
-        vocab_size=arguments.vocab_size,
-        hidden_size=arguments.hidden_size,
+    config = random_llama.configuration(
+        arguments,
         intermediate_size=arguments.intermediate_size,
-        num_hidden_layers=arguments.num_layers,
         num_attention_heads=arguments.num_heads,
         num_key_value_heads=arguments.num_key_value_heads,
         tie_word_embeddings=False,
         dtype="bfloat16",
     )
-    config = from_scratch.llama_config(shape)
     random_llama.write(folder, config)
     calibration = {"dataset": "builtin:stdlib", "num_tokens": arguments.num_tokens}
     stage = {"method": "gptq", "bits": arguments.bits, "calibration": calibration}

@@ -109,7 +109,7 @@ WORDS = ["2", "hello", " user", "thinking\n\n", "é\u2028", "<think>so</think>",
 
 
 def chat_and_turns(record, tokenizer):
-    """As `record_text` calls the functions under test."""
+    """As `tokenization` calls the functions under test."""
     messages = list(record.messages)
     turns = [n for n, message in enumerate(messages) if is_completion(message)]
     return Chat(ChatTemplate(tokenizer), messages, None, {}), turns

@@ -37,6 +37,14 @@ SECTION_TABLE, SECTION_ENTRIES = (0x28, "<Q"), (0x3A, "<HH")
 ELF_HEADER = 64
 
 
+HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
+# Locked by the process that makes the header, whose size it has afterwards.
+LOCK = "lock"
+# GCC ignores a precompiled header that was made with other code generation flags than
+# those of MLX's own call.
+FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC", "-shared", "-w")
+
+
 def kernel_cache() -> Path:
     """The folder in which this version of MLX keeps its CPU kernels."""
     # The rule of std::filesystem::temp_directory_path, which MLX uses.
@@ -150,14 +158,6 @@ def _has_source(file: Path) -> bool:
 
 
 IS_FINISHED = {".so": _has_last_table, ".ptx": _has_source}
-
-
-HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
-# Locked by the process that makes the header, whose size it has afterwards.
-LOCK = "lock"
-# GCC ignores a precompiled header that was made with other code generation flags than
-# those of MLX's own call.
-FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC", "-shared", "-w")
 
 
 def precompile_header() -> Path | None:

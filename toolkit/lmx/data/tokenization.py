@@ -15,6 +15,14 @@ from .chat.sequences import Chat, Span, find_sequences
 from .record_formats import DataRecord
 from .token_edges import EncodedText, encode_with_edges
 
+SEVERAL = (
+    "with this chat template, its completion of several turns is no single sequence"
+)
+# Characters of texts that are encoded together.
+BLOCK_CHARACTERS = 4_000_000
+# The counts of an `EncodeResult`.
+COUNTS = ("truncated", "split", "sequences", "ended")
+
 
 @dataclass(frozen=True)
 class RecordText:
@@ -107,12 +115,6 @@ def _whole(record: DataRecord, chat: Chat) -> RecordText:
 
 LossOn = Literal["completions", "all"]
 
-SEVERAL = (
-    "with this chat template, its completion of several turns is no single sequence"
-)
-# Characters of texts that are encoded together.
-BLOCK_CHARACTERS = 4_000_000
-
 
 @dataclass(frozen=True)
 class Example:
@@ -151,10 +153,6 @@ class EncodeResult:
     sequences: int = 0
     ended: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
-
-
-COUNTS = ("truncated", "split", "sequences", "ended")
-"""The counts of an `EncodeResult`."""
 
 
 def template_messages(counts: Mapping[str, int]) -> Iterator[str]:

@@ -38,6 +38,12 @@ PICKLE_HINT = (
 )
 
 
+# Tables computed from the config, which older programs stored with the weights.
+BUFFERS = re.compile(r"(rotary\w*\.inv_freq|\.masked_bias|embeddings\.position_ids)$")
+HEAD, EMBEDDING = "lm_head.", "model.embed_tokens."
+EMBEDDING_WEIGHT = "embed_tokens.weight"
+
+
 def model_folder(model: str) -> str:
     """The checkpoint in model/ of a run directory; any other name as it is."""
     folder = Path(os.path.expanduser(model))
@@ -241,11 +247,6 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
     size = sum(math.prod(t.shape) * DTYPE_BYTES[t.dtype] for t in tensors.values())
     return CheckpointSize(parameters, size, float_values)
 
-
-# Tables computed from the config, which older programs stored with the weights.
-BUFFERS = re.compile(r"(rotary\w*\.inv_freq|\.masked_bias|embeddings\.position_ids)$")
-HEAD, EMBEDDING = "lm_head.", "model.embed_tokens."
-EMBEDDING_WEIGHT = "embed_tokens.weight"
 
 # mlx-lm's choice of a model's class and arguments class by its config.
 ModelClasses = Callable[[dict], tuple[Callable[[Any], nn.Module], type]]

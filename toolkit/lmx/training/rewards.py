@@ -36,6 +36,13 @@ MAX_REWARD = 1e9
 MAX_SHOWN = 100
 
 
+EXACT_MATCH = "exact_match"
+# The answer filters of the rewards that need no Python file.
+MATCHES = {EXACT_MATCH: FILTERS["none"]} | {
+    f"{EXACT_MATCH}:{name}": answer_filter for name, answer_filter in FILTERS.items()
+}
+
+
 class RewardError(Exception):
     """What a reward function or its file did wrong, such as "took longer than 5 s"."""
 
@@ -171,13 +178,6 @@ def _shown(template: str, value: object) -> str:
         return template.format(value)[:MAX_SHOWN].encode(errors="replace").decode()
     except BaseException:
         return "something without a text"
-
-
-EXACT_MATCH = "exact_match"
-# The answer filters of the rewards that need no Python file.
-MATCHES = {EXACT_MATCH: FILTERS["none"]} | {
-    f"{EXACT_MATCH}:{name}": answer_filter for name, answer_filter in FILTERS.items()
-}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,13 @@ STORED_AS = re.compile(
 MAX_WIDTHS = 2
 
 
+TOKENS_URL = "huggingface.co/settings/tokens"
+# The license entries of a model card.
+LICENSE_KEYS = ("license", "license_name", "license_link")
+CARD_TITLE = re.compile(r"^# ([\w.-]+)$", re.MULTILINE)
+READ_ONLY_ROLES = ("read", "no_access")
+
+
 def repository_name(
     base: str, folder: Path, *, is_trained: bool = False, is_qat: bool = False
 ) -> str:
@@ -60,13 +67,6 @@ def stored_as(folder: Path) -> str | None:
     if len(widths) > MAX_WIDTHS:
         return f"{checkpoint_size(folder).bits_per_weight:.1f}bpw"
     return f"{quantization['bits']}bit"
-
-
-TOKENS_URL = "huggingface.co/settings/tokens"
-# The license entries of a model card.
-LICENSE_KEYS = ("license", "license_name", "license_link")
-CARD_TITLE = re.compile(r"^# ([\w.-]+)$", re.MULTILINE)
-READ_ONLY_ROLES = ("read", "no_access")
 
 
 def require_token(name: str) -> str:

@@ -23,6 +23,10 @@ ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 BITS = (2, 3, 4, 8)
 
 
+# The down projection of a gated MLP reads the elementwise product of these two.
+CONSUMER, PRODUCERS = "down_proj", ("gate_proj", "up_proj")
+
+
 def reads(settings: dict) -> bool:
     """Whether a config's `quantization_config` names this format."""
     return settings.get("quant_method") == "gptq"
@@ -93,10 +97,6 @@ def _declared_values(settings: dict, key: str) -> set[int]:
     overrides = (settings.get("dynamic") or {}).values()
     blocks = [block for block in (settings, *overrides) if isinstance(block, dict)]
     return {block[key] for block in blocks if key in block}
-
-
-# The down projection of a gated MLP reads the elementwise product of these two.
-CONSUMER, PRODUCERS = "down_proj", ("gate_proj", "up_proj")
 
 
 def undo_activation_order(

@@ -38,6 +38,14 @@ MAX_BLOCK = 64
 MAX_SHOWN = 40
 
 
+# Turns of a chat that are found without windows, and turns per window.
+EXACT_TURNS, BLOCK = 16, 8
+# Messages of a window before the first turn that it checks.
+CONTEXT, MAX_CONTEXT = 4, 64
+# A chat of more turns * characters is skipped if windows do not fit its template.
+MAX_CHARACTERS = 20_000_000
+
+
 @dataclass(frozen=True)
 class Chat:
     """The messages of an example and what the chat template gets with them.
@@ -267,14 +275,6 @@ def _verbatim(prompt: str, turn: Turn, message: dict) -> Turn | None:
     end = len(prompt) + len(thought) + turn.end - place - len(answer)
     text = prompt + thought + rest
     return Turn(text, len(prompt), end, turn.add_eos)
-
-
-# Turns of a chat that are found without windows, and turns per window.
-EXACT_TURNS, BLOCK = 16, 8
-# Messages of a window before the first turn that it checks.
-CONTEXT, MAX_CONTEXT = 4, 64
-# A chat of more turns * characters is skipped if windows do not fit its template.
-MAX_CHARACTERS = 20_000_000
 
 
 def find_sequences(chat: Chat, turns: list[int]) -> list[TurnSequence]:

@@ -22,6 +22,10 @@ from ..trunk_head import TrunkHeadSplit
 MIN_LOGIT = -1e4
 
 
+# Scale of random weights for inputs that the target's block does not have.
+NEW_INPUT_SCALE = 0.1
+
+
 class SwiGLU(nn.Module):
     """The gated feed-forward layer of Llama and Qwen (arXiv 2002.05202)."""
 
@@ -238,10 +242,6 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def export_weights(self) -> dict[str, mx.array]:
         """The weights as they are stored."""
-
-
-# Scale of random weights for inputs that the target's block does not have.
-NEW_INPUT_SCALE = 0.1
 
 
 def initialize_from_target(

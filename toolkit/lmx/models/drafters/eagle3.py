@@ -18,6 +18,16 @@ from .attention_config import architectures
 from .base import Drafter, SwiGLU, initialize_from_target
 from .eagle3_config import SGLANG, SPECULATORS, Eagle3Config, default_layer_ids
 
+# Rows of the embedding, and columns of the target's LM head, that are made at once.
+CHUNK, COLUMNS_AT_ONCE = 4096, 256
+SGLANG_LAYER = "midlayer."
+# Weights of other programs that are not read: those of the target.
+TARGET_WEIGHTS = (
+    "embed_tokens.weight",
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+)
+
 
 class KeysValues(NamedTuple):
     """Keys and values, both [B, kv_heads, L, head_dim]."""
@@ -179,17 +189,6 @@ class Eagle3Layer(nn.Module):
 
     def _add_mlp(self, hidden: mx.array) -> mx.array:
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-# Rows of the embedding, and columns of the target's LM head, that are made at once.
-CHUNK, COLUMNS_AT_ONCE = 4096, 256
-SGLANG_LAYER = "midlayer."
-# Weights of other programs that are not read: those of the target.
-TARGET_WEIGHTS = (
-    "embed_tokens.weight",
-    "verifier_lm_head.weight",
-    "verifier_norm.weight",
-)
 
 
 class Eagle3Drafter(Drafter):

@@ -28,6 +28,14 @@ INDEXER = "indexer"
 LINEAR, EMBEDDING, EXPERTS = "linear", "embedding", "experts"
 
 
+# Patterns that are not shell patterns of one path.
+AUTO, EVERYTHING = "auto", "*"
+LAYER_CLASSES = {
+    "lora": {LINEAR: LoRALinear, EMBEDDING: LoRAEmbedding, EXPERTS: LoRAExperts},
+    "dora": {LINEAR: DoRALinear, EMBEDDING: DoRAEmbedding},
+}
+
+
 class TargetModule(NamedTuple):
     """A layer that can be adapted.
 
@@ -110,14 +118,6 @@ def _is_router(path: str, key: str, module: nn.Module, num_experts: dict) -> boo
         return True
     experts = num_experts.get(path.rpartition(".")[0])
     return experts is not None and quantized_layers.weight_shape(module)[-2] == experts
-
-
-# Patterns that are not shell patterns of one path.
-AUTO, EVERYTHING = "auto", "*"
-LAYER_CLASSES = {
-    "lora": {LINEAR: LoRALinear, EMBEDDING: LoRAEmbedding, EXPERTS: LoRAExperts},
-    "dora": {LINEAR: DoRALinear, EMBEDDING: DoRAEmbedding},
-}
 
 
 def attach(

@@ -169,7 +169,8 @@ class Evaluator:
     def _check_questions(self, model: Measured) -> None:
         """Warn of questions and answers that are too long to be measured."""
         generator, exact = model.generator(), self.questions.exact
-        fitting = [q for q in exact if fits(q.encode(generator), generator)]
+        prompts = self.questions.prompts(generator)
+        fitting = [q for q in exact if fits(prompts[q], generator)]
         if len(fitting) < len(exact):
             self.context.logger.warning(
                 f"exact match leaves out {len(exact) - len(fitting)} of {len(exact)} "
@@ -188,12 +189,13 @@ class Evaluator:
 
     def _work(self, model: Measured, models: int) -> int:
         """Tokens of all forward passes, and of all prompts and expected answers."""
-        generator, limit = model.generator(), self.config.exact_match_max_tokens
-        encode = model.loaded.tokenizer.encode
+        limit, encode = (
+            self.config.exact_match_max_tokens,
+            model.loaded.tokenizer.encode,
+        )
         answers = sum(
-            len(question.encode(generator))
-            + (min(limit, len(encode(question.expected or ""))) or limit)
-            for question in self.questions
+            len(prompt) + (min(limit, len(encode(question.expected or ""))) or limit)
+            for question, prompt in self.questions.prompts(model.generator()).items()
         )
         # A model with a reference has a pass of both.
         passes = 2 * models - 1

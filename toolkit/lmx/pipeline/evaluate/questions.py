@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 from ...data.answer_filters import FILTERS
 from ...data.record_formats import DataRecord
@@ -85,6 +86,7 @@ class Questions:
 
     samples: list[Question]
     exact: list[Question]
+    _encoded: tuple[Any, dict[Question, list[int]]] | None = None
 
     @classmethod
     def choose(
@@ -110,6 +112,13 @@ class Questions:
     def __iter__(self):
         return iter(dict.fromkeys((*self.samples, *self.exact)))
 
+    def prompts(self, generator: Generator) -> dict[Question, list[int]]:
+        """The tokens of every prompt, made once for a model's tokenizer."""
+        if self._encoded is None or self._encoded[0] is not generator.tokenizer:
+            prompts = {question: question.encode(generator) for question in self}
+            self._encoded = generator.tokenizer, prompts
+        return self._encoded[1]
+
     def answer(
         self,
         name: str,
@@ -122,8 +131,8 @@ class Questions:
         Args:
             advance: gets the tokens of every finished answer with its prompt.
         """
-        encoded = {question: question.encode(generator) for question in self}
-        fitting = {q: p for q, p in encoded.items() if fits(p, generator)}
+        prompts = self.prompts(generator)
+        fitting = {q: p for q, p in prompts.items() if fits(p, generator)}
         requests = [
             make_request(generator, prompt, max_tokens, Sampling())
             for prompt in fitting.values()

@@ -33,6 +33,16 @@ from .sensitivity import LayerStatistics, collect_stats, input_energies, sensiti
 SpecByLayer = dict[str, QuantSpec]
 
 
+# Tokens for sensitivities, and tokens for comparing plans.
+CALIBRATION_TOKENS, HELD_OUT_TOKENS = 4096, 4096
+# Predictions hold for small errors and for one quantized layer, so plans are also made
+# of these powers of them.
+POWERS = (0.85, 1.15)
+# A new version discards cached sensitivities.
+VERSION = 1
+ENERGIES_FILE = "columns.safetensors"
+
+
 @dataclass(frozen=True)
 class SizeModel:
     """What a model weighs on any grids.
@@ -136,16 +146,6 @@ class SizeModel:
                 "per weight",
             )
         return limit
-
-
-# Tokens for sensitivities, and tokens for comparing plans.
-CALIBRATION_TOKENS, HELD_OUT_TOKENS = 4096, 4096
-# Predictions hold for small errors and for one quantized layer, so plans are also made
-# of these powers of them.
-POWERS = (0.85, 1.15)
-# A new version discards cached sensitivities.
-VERSION = 1
-ENERGIES_FILE = "columns.safetensors"
 
 
 def search_plan(

@@ -35,6 +35,17 @@ CURVES = (
 SPECULATION = ("acceptance_rate", "accepted_length", "speedup")
 
 
+BLOCK_PATH = re.compile(r"^.*?\.(\d+)\.(.+)$")
+SHADES = 6
+# Signal-to-error ratio of the lightest shade; each darker shade has 5 dB less.
+LIGHTEST_DECIBELS = 30
+BITS = "Bits / group size. Darker cells have more bits."
+ERROR = (
+    "Squared error of the weights in % of their squared norm. "
+    "Darker cells have a larger error."
+)
+
+
 def write_page(folder: Path) -> Path:
     """Write report.html of a run directory, finished or not; returns its path.
 
@@ -221,17 +232,6 @@ def _speculations(report: dict) -> dict[str, list[list[str]]]:
             shown = ["-" if v is None else format_number(v) for v in values]
             tables.setdefault(model, []).append([name, *shown])
     return tables
-
-
-BLOCK_PATH = re.compile(r"^.*?\.(\d+)\.(.+)$")
-SHADES = 6
-# Signal-to-error ratio of the lightest shade; each darker shade has 5 dB less.
-LIGHTEST_DECIBELS = 30
-BITS = "Bits / group size. Darker cells have more bits."
-ERROR = (
-    "Squared error of the weights in % of their squared norm. "
-    "Darker cells have a larger error."
-)
 
 
 class Cell(NamedTuple):

@@ -55,7 +55,7 @@ def solve_float_rows(
 def float_gptq(target: mx.array, hessian: Hessian, spec: QuantSpec) -> FloatGrid:
     """Quantize group by group. Later columns compensate for the error of each.
 
-    Columns go in the order of the Hessian, as in `gptq_solver.gptq`.
+    Columns go in the order of the Hessian, as in `solver.gptq`.
     """
     mode, group_size = MODES[spec.mode], spec.group_size
     factor, order = to_fast_backend(hessian.factor), hessian.order

@@ -101,7 +101,7 @@ def gguf_gptq(
 ) -> GGUFGrid:
     """Quantize group by group. Later columns compensate for the error of each.
 
-    Columns go in the order of the Hessian, as in `gptq_solver.gptq`. The steps of K
+    Columns go in the order of the Hessian, as in `solver.gptq`. The steps of K
     blocks are those of `start`, as the groups of a block are not neighbors there.
     """
     factor, order = to_fast_backend(hessian.factor), hessian.order

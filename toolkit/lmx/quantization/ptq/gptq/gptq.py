@@ -1,7 +1,7 @@
 """GPTQ: quantize every layer for the inputs it receives in the quantized model.
 
 `SequentialPipeline` calls `GPTQ.quantize_group` for every group of layers. `GPTQ`
-decides which Hessian a layer gets, and `gptq_solver.solve_layers` quantizes the
+decides which Hessian a layer gets, and `solver.solve_layers` quantizes the
 weights, with `float_solver` in the floating-point modes.
 """
 
@@ -26,7 +26,7 @@ class EffortLimits:
 
     Attributes:
         compared_tokens, fisher_tokens: see `PTQMethod`.
-        row_sets: `max_sets` of `gptq_solver.solve_layers`.
+        row_sets: `max_sets` of `solver.solve_layers`.
     """
 
     compared_tokens: int
