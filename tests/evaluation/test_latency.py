@@ -54,6 +54,4 @@ def test_speculation_stats_skip_the_warmup():
     # verified only if the tokens before it are accepted.
     assert result["accepted_length"] == pytest.approx((6 + 6) / 6)
     assert result["acceptance_rate"] == pytest.approx(6 / (6 + 4))
-    # The first token is accepted in four of six rounds, then the second in two.
-    assert result["acceptance_rate_by_position"] == pytest.approx([4 / 6, 2 / 4])
     assert result["speedup"] == pytest.approx(1.0)

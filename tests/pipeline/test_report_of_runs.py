@@ -28,14 +28,12 @@ def test_report_page_has_every_section(full_run):
     assert f"{models['quantized']['perplexity']:.3f}" in html
 
 
-def test_report_json_has_histograms_and_layers(full_run):
+def test_report_json_has_layers_and_samples(full_run):
     report = full_run.json("report.json")
     fine_tuned, quantized = report["models"].values()
     assert "layers" not in fine_tuned
     assert {layer["bits"] for layer in quantized["layers"].values()} == {4}
     assert all(1e-4 < v["error"] < 0.1 for v in quantized["layers"].values())
-    assert sum(quantized["kl_histogram"]["positions"]) == quantized["tokens"]
-    assert sum(quantized["agreement_by_confidence"]["positions"]) == quantized["tokens"]
     assert len(report["samples"]) == 4
     for sample in report["samples"]:
         assert sample["prompt"].startswith("Add")

@@ -25,7 +25,6 @@ REQUIRED_KEYS = {
 DIVERGENCE_KEYS = {"kl_mean", "kl_p99", "top1_agreement"}
 SPECULATION_KEYS = {
     "acceptance_rate",
-    "acceptance_rate_by_position",
     "accepted_length",
     "speedup",
 }

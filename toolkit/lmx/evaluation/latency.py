@@ -49,11 +49,11 @@ def measure_latency(
             for prompt in prompts[: None if number else 1]:
                 arm.run([[*prompt]], max_tokens, is_warmup=number == 0)
     first, *others = (arm.result(measured[0], with_parity=False) for arm in measured)
-    names = ("acceptance_rate", "accepted_length", "acceptance_rate_by_position")
+    names = ("acceptance_rate", "accepted_length", "speedup")
     return {
         "generation": {name: first[name] for name in ("ttft_ms", *RATES)},
         "speculation": {
-            arm.name: {name: result[name] for name in (*names, "speedup")}
+            arm.name: {name: result[name] for name in names}
             for arm, result in zip(measured[1:], others, strict=True)
         },
     }
@@ -160,7 +160,7 @@ def run_benchmark(
         `prompt_tokens`, `batch_size`, `decoder`, `ttft_ms`, `prefill_tokens_per_second`
         and `decode_tokens_per_second` (each {p50, p90, p99}), `peak_memory_gb`,
         `speedup` over the first arm and, with a proposer, `acceptance_rate`,
-        `accepted_length`, `acceptance_rate_by_position` and perhaps `parity`.
+        `accepted_length` and perhaps `parity`.
     """
     for length in plan.prompt_lengths:
         for size in plan.batch_sizes:
@@ -229,8 +229,6 @@ class BenchmarkArm:
             return result
         result["acceptance_rate"] = self._stats.acceptance_rate
         result["accepted_length"] = self._stats.accepted_length
-        by_position = self._stats.acceptance_rate_by_position
-        result["acceptance_rate_by_position"] = by_position
         if with_parity:
             prompt, last = self._last
             cache = self._generator.new_cache()
