@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from lmx.run.folder_index import INDEX
+from lmx.run.fs import INDEX
 
 
 def cut(folder: Path) -> None:

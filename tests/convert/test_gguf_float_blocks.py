@@ -8,7 +8,7 @@ from exporting import export, float_codes, quantized_checkpoint
 from gguf_models import config_of
 from lmx.config.quant_spec import FLOAT_MODES
 from lmx.convert.exporters import gguf as gguf_exporter
-from lmx.convert.gguf import float_blocks
+from lmx.convert.gguf import blocks
 from lmx.convert.gguf.reader import GGUFTensor
 from lmx.convert.importers import gguf as gguf_importer
 from lmx.convert.importers import load_model
@@ -33,24 +33,24 @@ def random_codes(mode, shape):
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
 def test_blocks_hold_the_codes(mode, shape):
     parts = random_codes(mode, shape)
-    kind, blocks = float_blocks.from_groups(parts, mode)
+    kind, stored = blocks.from_float_groups(parts, mode)
     assert kind == mode.upper()
     expected = mx.dequantize(*parts.values(), mode=mode, dtype=mx.float32)
-    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    values = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind])
     assert np.array_equal(values, np.array(expected))
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
-    tensor = GGUFTensor(kind, shape, blocks.reshape(*shape[:-1], -1, size))
-    read = float_blocks.to_groups(tensor).tensors()
+    tensor = GGUFTensor(kind, shape, stored.reshape(*shape[:-1], -1, size))
+    read = blocks.to_float_groups(tensor).tensors()
     for leaf, value in parts.items():
         assert mx.array_equal(read[leaf], value)
 
 
 def test_what_has_no_blocks_is_dequantized():
     narrow = random_codes("nvfp4", (4, 32))
-    assert float_blocks.from_groups(narrow, "nvfp4") is None
+    assert blocks.from_float_groups(narrow, "nvfp4") is None
     scaled = random_codes("mxfp4", (4, 32)) | {"global_scale": mx.array(2.0)}
-    assert float_blocks.from_groups(scaled, "mxfp4") is None
-    assert float_blocks.from_groups(random_codes("mxfp4", (4, 32)), "mxfp8") is None
+    assert blocks.from_float_groups(scaled, "mxfp4") is None
+    assert blocks.from_float_groups(random_codes("mxfp4", (4, 32)), "mxfp8") is None
 
 
 @pytest.mark.parametrize(("name", "mode"), [("gpt_oss", "mxfp4"), ("mixtral", "nvfp4")])

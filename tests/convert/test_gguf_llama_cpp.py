@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from exporting import float_codes, quantized_checkpoint
 from gguf_models import NAMES, config_of
-from lmx.convert.gguf import architectures, blocks, float_blocks, writer
+from lmx.convert.gguf import architectures, blocks, writer
 from lmx.convert.gguf import tokenizer as gguf_tokenizer
 from lmx.models.loader import load
 from test_gguf_export import write_sentencepiece
@@ -110,13 +110,13 @@ def test_llama_cpp_computes_with_the_codes(
     model = quantized_checkpoint(source, tmp_path / "codes", codes)
     # llama.cpp rounds the inputs to 8 bits; the same model in Q4_0 has 0.02.
     assert relative_error(model, tmp_path / "file.gguf") < 0.05
-    original = float_blocks.from_groups
+    original = blocks.from_float_groups
 
     def reversed_bits(*arguments):
         ggml_type, value = original(*arguments)
         return ggml_type, value[..., ::-1].copy()
 
-    monkeypatch.setattr(float_blocks, "from_groups", reversed_bits)
+    monkeypatch.setattr(blocks, "from_float_groups", reversed_bits)
     assert not relative_error(model, tmp_path / "file.gguf") < 0.5
 
 

@@ -7,9 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.cli import main
-from lmx.models.drafters.mtp import MTPHead
+from lmx.models.drafters.mtp import MTP_FILE, MTPHead, read_mtp
 from lmx.models.loader import load
-from lmx.models.mtp_weights import MTP_FILE, read_mtp
 from mlx.utils import tree_flatten
 from packers import compressed, gptq, random_codes
 from safetensors.numpy import save_file

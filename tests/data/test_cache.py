@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from lmx.data import cache, fingerprint
 from lmx.errors import UserError
-from lmx.run import folder_index, fs
+from lmx.run import fs
 
 # Fills an entry slowly. With "die", it kills itself before the entry is complete.
 WORKER = """
@@ -77,10 +77,10 @@ def test_damaged_entry_is_created_again_with_a_warning(cache_folder, damage):
     elif damage == "remove":
         (folder / "rows").unlink()
     elif damage == "folder":
-        (folder / folder_index.INDEX).unlink()
-        (folder / folder_index.INDEX).mkdir()
+        (folder / fs.INDEX).unlink()
+        (folder / fs.INDEX).mkdir()
     else:
-        (folder / folder_index.INDEX).write_text(damage)
+        (folder / fs.INDEX).write_text(damage)
     messages = []
     assert cache.get_or_create("test", "key", fill, warning=messages.append).made
     assert messages == [f"{folder}: damaged, created again"]
@@ -280,7 +280,7 @@ def test_other_entries_in_place_of_the_cache_are_replaced(
 def test_changed_facts_are_noticed(cache_folder):
     """The hash of an index covers all of it."""
     folder = cache.get_or_create("test", "key", fill, warning=print).folder
-    index = folder / folder_index.INDEX
+    index = folder / fs.INDEX
     index.write_text(index.read_text().replace("[1, 2]", "[1, 3]"))
     again = cache.get_or_create("test", "key", fill, warning=print)
     assert again.made

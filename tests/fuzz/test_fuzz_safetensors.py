@@ -24,7 +24,7 @@ from forked_cases import run_cases
 from lmx.config.draft import DrafterConfig
 from lmx.config.lora import LoRAConfig
 from lmx.convert.exporters import peft as peft_exporter
-from lmx.convert.gguf import dense_blocks
+from lmx.convert.gguf import k_blocks
 from lmx.convert.importers import peft
 from lmx.errors import UserError
 from lmx.models.checkpoint import checkpoint_size
@@ -257,7 +257,7 @@ def check_weights(file: Path) -> None:
 
 
 def count_blocks(file: Path) -> None:
-    dense_blocks.count(file.parent)
+    k_blocks.count_layers(file.parent)
 
 
 def dry_run(file: Path) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from lmx.config.draft import DrafterConfig
 from lmx.errors import UserError
-from lmx.models.drafters.dflash import DFlashConfig, DFlashDrafter, spread
+from lmx.models.drafters.configs import DFlashConfig, spread
+from lmx.models.drafters.dflash import DFlashDrafter
 from lmx.models.drafters.io import load_drafter, save_drafter
 from lmx.models.hooks import forward_with_hidden_states
 from mlx.utils import tree_flatten, tree_map, tree_unflatten

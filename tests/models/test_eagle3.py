@@ -9,8 +9,8 @@ import pytest
 from lmx.config.draft import DrafterConfig
 from lmx.errors import UserError
 from lmx.models.drafters.base import TargetHead
+from lmx.models.drafters.configs import default_layer_ids
 from lmx.models.drafters.eagle3 import DraftContext, Eagle3Attention, Eagle3Drafter
-from lmx.models.drafters.eagle3_config import default_layer_ids
 from lmx.models.drafters.io import is_drafter, load_drafter
 from mlx.utils import tree_flatten, tree_map
 from tiny_eagle3 import (

@@ -8,9 +8,8 @@ import mlx_lm
 import pytest
 from lmx.errors import UserError
 from lmx.models import global_scale
-from lmx.models.drafters.mtp import MTPHead, is_split_head
+from lmx.models.drafters.mtp import MTP_FILE, MTPHead, copy_mtp, is_split_head, read_mtp
 from lmx.models.loader import load
-from lmx.models.mtp_weights import MTP_FILE, copy_mtp, read_mtp
 from mlx.utils import tree_flatten
 from tiny_mtp import EXPERTS, QWEN3_NEXT, WIDTH, write_published
 

@@ -6,7 +6,7 @@ import shutil
 import mlx.core as mx
 import pytest
 from lmx.config.quant_spec import QuantSpec
-from lmx.convert.gguf import dense_blocks
+from lmx.convert.gguf import k_blocks
 from lmx.convert.gguf.writer import write
 from lmx.models.loader import load
 from lmx.quantization.packing import pack
@@ -35,7 +35,7 @@ def test_exports_of_a_gguf_model_name_its_class_and_a_base_that_loads(tmp_path, 
 def test_a_stage_warns_of_a_model_in_dense_blocks(make_checkpoint, tmp_path, mode):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
     source = make_checkpoint(dtype="float32", **sizes)
-    assert not dense_blocks.count(source)
+    assert not k_blocks.count_layers(source)
     folder = shutil.copytree(source, tmp_path / "blocks")
     weights = mx.load(str(source / "model.safetensors"))
     spec = QuantSpec(mode=mode)
@@ -43,7 +43,7 @@ def test_a_stage_warns_of_a_model_in_dense_blocks(make_checkpoint, tmp_path, mod
     for name in matrices:
         weights[name] = pack(weights[name], spec, mx.float16)["weight"]
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    assert dense_blocks.count(folder) == {mode.upper(): len(matrices)}
+    assert k_blocks.count_layers(folder) == {mode.upper(): len(matrices)}
     run = Run(tmp_path, {"quantize": {"method": "rtn", "bits": 4}}, model=folder)
     assert run() == 0
     text = f"{len(matrices)} dense layers of the model were quantized to {mode.upper()}"

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from lmx.cli.main import main
-from lmx.models.mtp_weights import MTP_FILE, read_mtp
+from lmx.models.drafters.mtp import MTP_FILE, read_mtp
 from mlx.utils import tree_flatten
 from tiny_mtp import write_published
 from tiny_runs import TRAIN, Run

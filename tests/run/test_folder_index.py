@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from folder_damages import DAMAGES
-from lmx.run.folder_index import INDEX, key_of, read_index, write_index
+from lmx.run.fs import INDEX, key_of, read_index, write_index
 
 
 @pytest.fixture

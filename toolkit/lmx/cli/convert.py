@@ -31,7 +31,7 @@ def convert(args: argparse.Namespace) -> int:
     Raises:
         UserError: the source has no supported format, or the target exists.
     """
-    from ..convert.dequantize import dequantize_checkpoint
+    from ..convert.exporters.hf import dequantize_checkpoint
     from ..convert.importers import fetch_checkpoint, find_importable, load_model, peft
     from ..convert.importers.convert import convert_checkpoint
     from ..models.checkpoint import checkpoint_size

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..run import fs
-from ..run.folder_index import key_of, read_index, write_index
+from ..run.fs import key_of, read_index, write_index
 
 # Nanoseconds after which another write of a file certainly changes its time.
 SETTLED = 2_000_000_000

@@ -10,8 +10,7 @@ import mlx.nn as nn
 from ..data import cache
 from ..data.batching import Batch
 from ..models.hooks import forward_with_hidden_states
-from ..run.folder_index import read_index, write_index
-from ..run.fs import atomic_folder, remove, require_space
+from ..run.fs import atomic_folder, read_index, remove, require_space, write_index
 from ..run.logger import RunLogger
 from .dataset import DistillationBatches
 

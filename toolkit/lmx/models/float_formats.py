@@ -5,6 +5,7 @@ shares an 8-bit scale: E8M0, a power of two, in the mx modes (OCP Microscaling F
 v1.0), E4M3 in nvfp4. The scale is positive and there is no bias.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -148,3 +149,22 @@ MODES = {
     "nvfp4": FloatMode(E2M1, E4M3Scales),
     "mxfp8": FloatMode(E4M3, PowerOfTwoScales),
 }
+
+
+def straight_through(
+    function: Callable[[mx.array], mx.array],
+) -> Callable[[mx.array], mx.array]:
+    """`function` with the identity as its gradient (arXiv 1308.3432).
+
+    A custom gradient, because w + stop_gradient(f(w) - w) is not f(w) in 16 bits.
+    """
+
+    @mx.custom_function
+    def forward(value: mx.array) -> mx.array:
+        return function(value).astype(value.dtype)
+
+    @forward.vjp
+    def _(_, cotangent, __):
+        return cotangent
+
+    return forward

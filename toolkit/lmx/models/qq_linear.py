@@ -17,8 +17,7 @@ import mlx.nn as nn
 
 from ..config.quant_spec import ACTIVATION_MODES, FIXED_MODES
 from ..cpu import on_cpu, quantized_matmul, replaces_functions
-from .float_formats import MODES
-from .straight_through import straight_through
+from .float_formats import MODES, straight_through
 
 
 def quantize_input(x: mx.array, mode: str) -> mx.array:

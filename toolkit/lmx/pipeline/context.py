@@ -12,18 +12,16 @@ import mlx.core as mx
 
 from ..config.data import DataConfig
 from ..config.model import ModelConfig
-from ..convert.gguf import dense_blocks
 from ..convert.importers import resolve_checkpoint
 from ..data.splits import Splits
 from ..errors import UserError
 from ..models import checkpoint_writer, from_scratch
+from ..models.drafters.mtp import copy_mtp
 from ..models.loader import LoadedModel, load
-from ..models.mtp_weights import copy_mtp
 from ..models.safetensors_io import require_finite
 from ..quantization.target_layers import QuantizationPlan
 from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..run.folder_index import read_index, write_index
-from ..run.fs import atomic_folder, remove, write_atomic
+from ..run.fs import atomic_folder, read_index, remove, write_atomic, write_index
 from ..run.logger import RunLogger
 from ..run.report import REPORT
 from .extensions import Extensions
@@ -242,7 +240,10 @@ class StageContext:
         """
         if not self.current or self.current.model != self.base:
             return
-        for ggml_type, layers in sorted(dense_blocks.count(self.base).items()):
+        # It needs NumPy, and reading a recipe imports this module.
+        from ..convert.gguf import k_blocks
+
+        for ggml_type, layers in sorted(k_blocks.count_layers(self.base).items()):
             self.logger.warning(
                 f"{layers} dense layers of the model were quantized to {ggml_type}: "
                 "this stage changes their weights, and they leave these blocks. Start "

@@ -11,8 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..models.safetensors_io import stream_safetensors
-from ..run.folder_index import key_of, read_index, write_index
-from ..run.fs import atomic_folder, require_space
+from ..run.fs import atomic_folder, key_of, read_index, require_space, write_index
 from .step import TrainStep
 
 WEIGHTS = "state.safetensors"

@@ -21,8 +21,7 @@ import numpy as np
 
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
-from ..run.folder_index import read_index, write_index
-from ..run.fs import atomic_folder, remove, require_space
+from ..run.fs import atomic_folder, read_index, remove, require_space, write_index
 from ..run.logger import RunLogger
 from ..run.progress import ProgressBar
 from .distillation import OnlineTeacher

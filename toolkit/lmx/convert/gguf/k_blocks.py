@@ -5,11 +5,17 @@ minima; see `quantization/gguf_grid`. A checkpoint of MLX holds products of a st
 an integer, `factors` finds both again. Any pair of factors gives the same weights.
 """
 
+from collections import Counter
+from pathlib import Path
+
 import numpy as np
 
+from ...models.safetensors_io import read_header
 from ...quantization.gguf_grid import FORMATS, BlockFormat
 
 BLOCK = 256
+# Rows of a matrix that decide its type. Rows of zeros fit every type.
+ROWS = 4
 # Weights whose factors are found at once.
 CHUNK = 1 << 22
 # The exponent of a row of zeros, and bits of the products in a block at most.
@@ -276,3 +282,30 @@ def _within(values: np.ndarray, low: int, high: int) -> np.ndarray:
     """Whether all values [rows, n] of a row are whole and in the limits."""
     is_whole = values == np.rint(values)
     return (is_whole & (values >= low) & (values <= high)).all(axis=-1)
+
+
+def count_layers(folder: Path) -> Counter[str]:
+    """Number of dense layers whose weights are those of Q3_K or Q6_K, by type.
+
+    MLX has no groups of 16, so a checkpoint holds such weights in float32. Its config
+    does not tell them from unquantized ones; the first rows of every matrix do.
+
+    Args:
+        folder: of safetensors files in MLX's format.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    from safetensors import safe_open
+
+    types: Counter[str] = Counter()
+    for file in sorted(folder.glob("model*.safetensors")):
+        header = read_header(file)
+        with safe_open(file, "numpy") as tensors:
+            for name, (dtype, shape) in header.items():
+                if dtype != "F32" or len(shape) != 2:
+                    continue
+                rows = tensors.get_slice(name)[: min(ROWS, shape[0])]
+                blocks = from_weights(rows) if rows.any() else None
+                types.update([blocks[0]] if blocks else [])
+    return types

@@ -14,7 +14,7 @@ from ...models import quantized_layers
 from ...models.loader import LoadedModel
 from ..exporters.hf import dequantized_weights
 from ..importers import gguf as gguf_importer
-from . import blocks, config, float_blocks, tokenizer
+from . import blocks, config, tokenizer
 from .architecture import ONE_ROW, PARAMETERS, Architecture
 from .architectures import BY_MODEL_TYPE, TEXT_PART
 
@@ -132,7 +132,7 @@ def _tensors(
                     parts, module.bits, module.group_size
                 )
             else:
-                grouped = float_blocks.from_groups(parts, module.mode)
+                grouped = blocks.from_float_groups(parts, module.mode)
             ggml_type, value = grouped or blocks.from_dense(
                 quantized_layers.dequantize(module, parts)
             )

@@ -11,9 +11,10 @@ from ...config.quant_spec import FLOAT_MODES, QuantSpec
 from ...errors import UserError, library_errors
 from ...models import checkpoint_writer
 from ...models.checkpoint import head_config
+from ...models.drafters.mtp import MODEL_TYPES, MTP_FILE, PREFIX, as_mlx, dequantize
 from ...models.loader import build_model, complete_config
-from ...models.mtp_weights import MODEL_TYPES, PREFIX, as_mlx, dequantize, write_mtp
-from ..gguf.float_blocks import FloatGroups
+from ...models.safetensors_io import write_safetensors
+from ..gguf.blocks import FloatGroups
 from . import gguf, hf_folder
 from .affine_repack import GROUP_SIZES, AffineGroups
 
@@ -60,7 +61,7 @@ def convert_checkpoint(
             kept=unquantized,
         )
         if mtp:
-            write_mtp(target, mtp)
+            write_safetensors(target / MTP_FILE, mtp)
 
 
 def _read(source: Path, companions: Path):

@@ -17,10 +17,10 @@ from ...errors import UserError, library_errors
 from ...models import loader
 from ...models.checkpoint_writer import quantization_block
 from ...models.config_check import check_config, check_sizes
-from ..gguf import blocks, config, float_blocks, reader, tokenizer
+from ..gguf import blocks, config, reader, tokenizer
 from ..gguf.architecture import ONE_ROW, PARAMETERS, Architecture
 from ..gguf.architectures import BY_MODEL_TYPE
-from ..gguf.float_blocks import FloatGroups
+from ..gguf.blocks import FloatGroups
 from ..gguf.reader import GGUFTensor
 from .affine_repack import AffineGroups
 
@@ -72,8 +72,8 @@ def outline(path: Path) -> tuple[dict, int]:
                 specs[module] = QuantSpec(bits=width, group_size=blocks.BLOCK)
                 scales = 64 if tensor.ggml_type.endswith("K") else 32
                 bits = width + scales / blocks.BLOCK
-            elif tensor.ggml_type in float_blocks.TYPES:
-                mode, _ = float_blocks.TYPES[tensor.ggml_type]
+            elif tensor.ggml_type in blocks.FLOAT_TYPES:
+                mode, _ = blocks.FLOAT_TYPES[tensor.ggml_type]
                 specs[module] = spec = QuantSpec(mode=mode)
                 bits = spec.bits + spec.scale_bits / spec.group_size
             elif len(tensor.shape) > 1:
@@ -145,10 +145,10 @@ def _weights(
             continue
         path, leaf = _module_path(name, architecture)
         order = _row_order(path, tensor, settings)
-        is_grouped = tensor.ggml_type in {**blocks.GROUPED_TYPES, **float_blocks.TYPES}
+        is_grouped = tensor.ggml_type in {**blocks.GROUPED_TYPES, **blocks.FLOAT_TYPES}
         if is_grouped and (leaf != "weight" or len(tensor.shape) not in (2, 3)):
             raise UserError(f"{name} is no matrix, but has blocks {tensor.ggml_type}")
-        groups = blocks.to_affine_groups(tensor) or float_blocks.to_groups(tensor)
+        groups = blocks.to_affine_groups(tensor) or blocks.to_float_groups(tensor)
         if groups:
             layers[path] = groups if order is None else groups.permute_rows(order)
             continue

@@ -14,9 +14,14 @@ from mlx.utils import tree_flatten
 
 from ...errors import UserError
 from ..loader import kv_cache, make_rope
-from .attention_config import architectures
 from .base import Drafter, SwiGLU, initialize_from_target
-from .eagle3_config import SGLANG, SPECULATORS, Eagle3Config, default_layer_ids
+from .configs import (
+    SGLANG,
+    SPECULATORS,
+    Eagle3Config,
+    architectures,
+    default_layer_ids,
+)
 
 # Rows of the embedding, and columns of the target's LM head, that are made at once.
 CHUNK, COLUMNS_AT_ONCE = 4096, 256

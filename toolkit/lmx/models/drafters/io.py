@@ -14,8 +14,8 @@ from ..hooks import require_hidden_states
 from ..loader import checkpoint_folder, download_snapshot, stored_dtype
 from ..safetensors_io import read_tensors, require_tensors, write_safetensors
 from ..trunk_head import NoTrunkHeadSplit
-from .attention_config import AttentionConfig
 from .base import Drafter, TargetHead
+from .configs import AttentionConfig
 from .dflash import DFlashDrafter
 from .eagle3 import Eagle3Drafter
 

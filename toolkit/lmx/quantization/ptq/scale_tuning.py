@@ -22,8 +22,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ...config.quantize import ScaleTuningConfig
-from ...run.folder_index import read_index, write_index
-from ...run.fs import atomic_folder, remove
+from ...run.fs import atomic_folder, read_index, remove, write_index
 from ...run.logger import RunLogger
 from ...training.schedules import clip_grad_norm, learning_rate_at
 from ...training.teacher_cache import PartTargets

@@ -27,8 +27,7 @@ import mlx.nn as nn
 
 from ...cpu import malloc, on_cpu
 from ...models.blockwise import BlockwiseModel
-from ...run.folder_index import read_index, write_index
-from ...run.fs import atomic_folder, remove
+from ...run.fs import atomic_folder, read_index, remove, write_index
 from ...run.progress import ProgressBar
 from . import activation_cache
 from .base import PTQMethod, QuantizedTensor

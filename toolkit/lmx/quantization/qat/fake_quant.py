@@ -13,11 +13,10 @@ from mlx.utils import tree_flatten
 
 from ...config.qat import QATConfig
 from ...config.quant_spec import FLOAT_MODES, QuantSpec
-from ...models.float_formats import MODES
+from ...models.float_formats import MODES, straight_through
 from ...models.lora.layers import AdapterLayer
 from ...models.lora.lora_model import adapted_layers
 from ...models.qq_linear import fake_quantize_inputs
-from ...models.straight_through import straight_through
 from ..bit_packing import unpack_codes
 from ..packing import PackedLayers, dequantize
 from .quantizers import make_quantizer

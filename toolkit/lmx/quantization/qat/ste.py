@@ -8,7 +8,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
-from ...models.straight_through import straight_through
+from ...models.float_formats import straight_through
 from ..affine_grid import fit_grid
 from ..bit_packing import pack_codes
 from ..packing import dequantize

@@ -25,8 +25,7 @@ from ....config.quantize import PTQConfig
 from ....errors import UserError
 from ....models.blockwise import BlockwiseModel, cast
 from ....models.hooks import capture_inputs
-from ....run.folder_index import read_index, write_index
-from ....run.fs import atomic_folder
+from ....run.fs import atomic_folder, read_index, write_index
 from ....run.progress import ProgressBar
 from ..base import PTQContext, Weights
 from .scale_mappings import BlockMappings, ScaleMapping
