@@ -51,17 +51,6 @@ def test_push_uploads_folder_byte_for_byte(stand_in, folder, capfd):
     assert repository.files == contents(folder)
 
 
-def test_push_without_a_name_suggests_one(stand_in, folder, monkeypatch, capfd):
-    assert push(folder) == 2
-    # The card's title, else the folder's name.
-    assert f"for example: lmx push {folder} alice/Tiny\n" in capfd.readouterr().err
-    (folder / "README.md").unlink()
-    monkeypatch.delenv("HF_TOKEN")
-    assert push(folder) == 2
-    assert f"for example: lmx push {folder} user/model\n" in capfd.readouterr().err
-    assert not stand_in.repositories
-
-
 def test_push_is_private_by_default(stand_in, folder):
     folder.rename(folder.parent / "moved")
     run = folder.parent / "run"

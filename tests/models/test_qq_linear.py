@@ -7,7 +7,7 @@ import pytest
 from lmx.config.quant_spec import ACTIVATION_MODES, FIXED_MODES, QuantSpec
 from lmx.cpu import on_cpu
 from lmx.models.lora.layers import LoRALinear
-from lmx.models.qq_linear import (
+from lmx.models.quantized_layers import (
     QQLinear,
     fake_quantize_inputs,
     full_precision_inputs,

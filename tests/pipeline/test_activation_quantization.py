@@ -13,7 +13,7 @@ from lmx.evaluation.perplexity import measure_perplexity
 from lmx.models.checkpoint import read_config
 from lmx.models.checkpoint_writer import write_checkpoint
 from lmx.models.loader import load
-from lmx.models.qq_linear import QQLinear, full_precision_inputs
+from lmx.models.quantized_layers import QQLinear, full_precision_inputs
 from lmx.pipeline.train.qat import prepare
 from lmx.quantization.ptq.smoothquant import smoothquant
 from lmx.run.fs import hash_file

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from lmx.config.quant_spec import QuantSpec
 from lmx.models.loader import load
-from lmx.models.qq_linear import has_quantized_inputs
+from lmx.models.quantized_layers import has_quantized_inputs
 from lmx.quantization.packing import dequantize
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 

@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 import pytest
+from lmx.models.blockwise import TrunkHeadSplit
 from lmx.models.loader import load
-from lmx.models.trunk_head import TrunkHeadSplit
 from lmx.quantization.ptq import candidates
 from lmx.quantization.ptq.candidates import CandidateModel, CandidateSelector
 from lmx.run.logger import NullLogger

@@ -7,8 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from lmx.models.blockwise import NoTrunkHeadSplit
 from lmx.models.loader import build_model
-from lmx.models.trunk_head import NoTrunkHeadSplit
 from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.losses import cross_entropy_sum
 from tiny_llamas import GRID_MODES, MODES, llama, tokens_of

@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Self
 
+from pydantic import ConfigDict, Field, model_validator
+
+from ..config.validation import FileConfig
 from ..errors import UserError
 from ..generation.engine import Generator
 from ..generation.prompt import encode_prompt
@@ -11,13 +14,28 @@ from ..generation.requests import generate_requests, make_request
 from ..generation.sampling import Sampling
 from ..run.fs import parse_json
 
-KEYS = {
-    "prompt": str,
-    "messages": list,
-    "max_tokens": int,
-    "temperature": (int, float),
-    "seed": int,
-}
+
+class _Message(FileConfig):
+    role: str
+    content: str
+
+
+class _Request(FileConfig):
+    """A line of the file: a prompt or messages, with options."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str = ""
+    messages: Annotated[list[_Message], Field(min_length=1)] = []  # noqa: RUF012
+    max_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: float = 0.0
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _require_one_input(self) -> Self:
+        if len(self.model_fields_set & {"prompt", "messages"}) != 1:
+            raise ValueError("give either prompt or messages")
+        return self
 
 
 def parse_requests(text: str, *, place: str) -> list[dict]:
@@ -32,37 +50,11 @@ def parse_requests(text: str, *, place: str) -> list[dict]:
             continue
         position = f"{place}:{number}"
         record = parse_json(line, position)
-        if message := _fault(record):
-            raise UserError(message, place=position)
+        _Request.read(record, place=position)
         records.append(record | {"place": position})
     if not records:
         raise UserError("there are no requests", place=place)
     return records
-
-
-def _fault(record: Any) -> str | None:
-    if not isinstance(record, dict):
-        return "a request must be an object"
-    for name, value in record.items():
-        if name not in KEYS:
-            return f"unknown key {name!r}; a request has {', '.join(KEYS)}"
-        if not isinstance(value, KEYS[name]) or isinstance(value, bool):
-            return f"{name} has the wrong type: {value!r}"
-    if record.get("max_tokens", 0) < 0:
-        return "max_tokens must be 0 or more"
-    if record.get("messages") == []:
-        return "messages is empty"
-    if not all(map(_is_message, record.get("messages", []))):
-        return "a message must be an object with the texts role and content"
-    if ("prompt" in record) == ("messages" in record):
-        return "give either prompt or messages"
-    return None
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(
-        isinstance(message.get(name), str) for name in ("role", "content")
-    )
 
 
 def answer_records(

@@ -2,10 +2,8 @@
 
 import argparse
 import os
-import shlex
 from pathlib import Path
 
-from ..errors import UserError
 from ..run import terminal
 from ..run.compare import metrics_table, read_runs, recipe_table
 from ..run.fs import write_atomic
@@ -64,8 +62,8 @@ def add_push_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Upload a model to the Hugging Face Hub."
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="model folder or run directory")
-    about = "Hub repository, created if necessary; without it, lmx suggests a name"
-    add("name", nargs="?", metavar="USER/NAME", help=about)
+    about = "Hub repository, created if necessary"
+    add("name", metavar="USER/NAME", help=about)
     add("--public", action="store_true", help="create it as public")
 
 
@@ -73,17 +71,12 @@ def push(arguments: argparse.Namespace) -> int:
     """Upload; the exit code is 0.
 
     Raises:
-        UserError: the folder has no valid model, no repository is named, or the upload
-            fails.
+        UserError: the folder has no valid model, or the upload fails.
     """
     from ..convert.exporters import hub
     from ..models.checkpoint import model_folder
 
     folder = Path(os.path.expanduser(model_folder(arguments.folder)))
-    if arguments.name is None:
-        name = hub.suggested_repository(folder)
-        command = shlex.join(["lmx", "push", arguments.folder, name])
-        raise UserError("no repository is named", hint=f"for example: {command}")
     logger = RunLogger(None)
     hub.push(folder, arguments.name, private=not arguments.public, info=logger.info)
     return 0

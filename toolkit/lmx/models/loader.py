@@ -34,7 +34,7 @@ from .checkpoint import (
     read_config,
 )
 from .lora.io import load_adapter
-from .qq_linear import replace_qq_layers
+from .quantized_layers import replace_qq_layers
 
 CHECKPOINT_PATTERNS = [
     *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"),

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..models.trunk_head import TrunkHeadSplit
+from ..models.blockwise import TrunkHeadSplit
 from .losses import cross_entropy_sum, token_log_probs
 
 # A summed loss of logits [T, V] and labels [T, ...]; the first two labels are the next

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config.train import DivergenceName, TeacherConfig
-from ..models.trunk_head import NoTrunkHeadSplit, TrunkHeadSplit
+from ..models.blockwise import NoTrunkHeadSplit, TrunkHeadSplit
 from .document_mask import DocumentCaches
 from .losses import cross_entropy_sum, exp_nonpositive
 from .teacher_targets import TeacherTarget, full_targets

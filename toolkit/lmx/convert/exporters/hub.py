@@ -19,12 +19,9 @@ STORED_AS = re.compile(
     r"|gguf|q\d\w*))+$"
 )
 MAX_WIDTHS = 2
-
-
 TOKENS_URL = "huggingface.co/settings/tokens"
 # The license entries of a model card.
 LICENSE_KEYS = ("license", "license_name", "license_link")
-CARD_TITLE = re.compile(r"^# ([\w.-]+)$", re.MULTILINE)
 READ_ONLY_ROLES = ("read", "no_access")
 
 
@@ -176,31 +173,6 @@ def push(
             commit_message=f"Upload by lmx {__version__}",
         )
     info(f"pushed: {commit.commit_url}")
-
-
-def suggested_repository(folder: Path) -> str:
-    """A name for a model: that of the token's user, and the title of the model card.
-
-    Raises:
-        UserError: the folder is not a model.
-    """
-    title = repository_name(folder.absolute().name, folder)
-    card = folder / "README.md"
-    if match := CARD_TITLE.search(read_text(card)):
-        title = match[1]
-    try:
-        user = _user(f"user/{title}")
-    except UserError:  # no token, or no network
-        user = "user"
-    return f"{user}/{title}"
-
-
-def _user(name: str) -> str:
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=require_token(name))
-    with _hub_errors(name):
-        return api.whoami()["name"]
 
 
 def license_metadata(name: str, revision: str | None) -> dict[str, str]:

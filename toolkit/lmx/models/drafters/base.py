@@ -5,18 +5,19 @@ trainings end at a lower loss than from random weights.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ...config.draft import DrafterConfig
 from ...errors import UserError
-from ..blockwise import BlockwiseModel
+from ..blockwise import BlockwiseModel, TrunkHeadSplit
 from ..hooks import find_blocks
 from ..quantized_layers import dequantized_weight, is_quantized
-from ..trunk_head import TrunkHeadSplit
+
+if TYPE_CHECKING:  # reading a recipe imports this module
+    import numpy as np
 
 # Finite, so that a probability of 0 times its logarithm is 0.
 MIN_LOGIT = -1e4
@@ -124,7 +125,7 @@ class Drafter(nn.Module, ABC):
     def initialize(self) -> None:
         """Copy from the target what the training starts with, after `bind`."""
 
-    def choose_vocabulary(self, counts: np.ndarray) -> None:
+    def choose_vocabulary(self, counts: "np.ndarray") -> None:
         """Choose the tokens that can be drafted, before the training.
 
         Args:

@@ -9,11 +9,11 @@ from mlx.utils import tree_flatten
 
 from ...errors import UserError
 from ...run.fs import read_json, write_atomic
+from ..blockwise import NoTrunkHeadSplit
 from ..checkpoint import check_weights, require_own_files, tensor_files
 from ..hooks import require_hidden_states
 from ..loader import checkpoint_folder, download_snapshot, stored_dtype
 from ..safetensors_io import read_tensors, require_tensors, write_safetensors
-from ..trunk_head import NoTrunkHeadSplit
 from .base import Drafter, TargetHead
 from .configs import AttentionConfig
 from .dflash import DFlashDrafter

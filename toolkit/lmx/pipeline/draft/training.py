@@ -16,12 +16,12 @@ from ...draft.candidates import DrafterCandidate, ModelCandidate
 from ...draft.cost_model import SpeculationCosts
 from ...draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
 from ...draft.losses import DrafterLoss, DraftLoss, acceptance_bounds
+from ...models.blockwise import NoTrunkHeadSplit
 from ...models.checkpoint import config_int
 from ...models.drafters.base import Drafter
 from ...models.drafters.io import ARCHITECTURES, bind_target, save_drafter
 from ...models.hooks import require_hidden_states
 from ...models.loader import LoadedModel, set_compute_dtype
-from ...models.trunk_head import NoTrunkHeadSplit
 from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...run.fs import atomic_folder
 from ...training.chunked_loss import ChunkedLoss

@@ -19,7 +19,7 @@ from ...generation.engine import Generator
 from ...generation.speculative.prompt_lookup import PromptLookupProposer
 from ...models.checkpoint import checkpoint_size
 from ...models.loader import LoadedModel
-from ...models.qq_linear import full_precision_inputs, has_quantized_inputs
+from ...models.quantized_layers import full_precision_inputs, has_quantized_inputs
 from ..extensions import Metric as CustomMetric
 from .questions import Questions
 

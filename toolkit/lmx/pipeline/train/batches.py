@@ -16,9 +16,9 @@ from ...data.tokenization import (
     encode_block,
     template_messages,
 )
+from ...models.blockwise import NoTrunkHeadSplit
 from ...models.checkpoint import config_int
 from ...models.loader import LoadedModel
-from ...models.trunk_head import NoTrunkHeadSplit
 from ...training.chunked_loss import ChunkedLoss
 from ...training.document_mask import DocumentCaches, PackingUnsupported
 from ..context import StageContext

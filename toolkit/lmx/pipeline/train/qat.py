@@ -9,7 +9,7 @@ from ...config.quant_spec import FLOAT_MODES, QuantSpec
 from ...config.train import TrainConfig
 from ...errors import UserError
 from ...models.loader import LoadedModel
-from ...models.qq_linear import has_quantized_inputs
+from ...models.quantized_layers import has_quantized_inputs
 from ...quantization.packing import PackedLayers, dequantized_model, layer_specs
 from ...quantization.qat.quantizers import make_quantizer
 from ...quantization.target_layers import QuantizationPlan, select_layers

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ...config.train import MANY_LOGITS, loss_chunk
 from ...cpu import on_cpu
-from ...models.trunk_head import NoTrunkHeadSplit
+from ...models.blockwise import NoTrunkHeadSplit
 from ...run.logger import NullLogger, RunLogger
 from ...training.chunked_loss import ChunkedLoss
 from ...training.distillation import kl_sum

@@ -16,7 +16,7 @@ from ...config.quant_spec import FLOAT_MODES, QuantSpec
 from ...models.float_formats import MODES, straight_through
 from ...models.lora.layers import AdapterLayer
 from ...models.lora.lora_model import adapted_layers
-from ...models.qq_linear import fake_quantize_inputs
+from ...models.quantized_layers import fake_quantize_inputs
 from ..bit_packing import unpack_codes
 from ..packing import PackedLayers, dequantize
 from .quantizers import make_quantizer
