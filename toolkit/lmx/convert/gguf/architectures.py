@@ -82,11 +82,7 @@ _ALL = (
     ),
     Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", _LLAMA, rope_scalings=YARN),
     Architecture(
-        "qwen3",
-        "qwen3",
-        "Qwen3ForCausalLM",
-        _LLAMA | QK_NORMS,
-        rope_scalings=YARN,
+        "qwen3", "qwen3", "Qwen3ForCausalLM", _LLAMA | QK_NORMS, rope_scalings=YARN
     ),
     Architecture(
         "qwen3moe",

@@ -112,9 +112,7 @@ def _adder(writer: Any, value: Any):
     return getattr(writer, f"add_{by_type.get(type(value), 'array')}")
 
 
-def _tensors(
-    loaded: LoadedModel,
-) -> Iterator[tuple[str, str, np.ndarray, int | None]]:
+def _tensors(loaded: LoadedModel) -> Iterator[tuple[str, str, np.ndarray, int | None]]:
     """llama.cpp's name of every tensor, ggml's type, its values or blocks, and the bits
     of its codes in the model."""
     model, settings = loaded.reread(), config.text_config(loaded.config)

@@ -77,11 +77,7 @@ def _read(source: Path, companions: Path):
 
 
 def _take_mtp(
-    config: dict,
-    dense: dict[str, mx.array],
-    layers: Layers,
-    *,
-    place: str,
+    config: dict, dense: dict[str, mx.array], layers: Layers, *, place: str
 ) -> dict[str, mx.array]:
     """Remove the multi-token-prediction head, which mlx-lm's models do not have.
 
@@ -102,11 +98,7 @@ def _take_mtp(
 
 
 def _rename(
-    model: nn.Module,
-    dense: dict[str, mx.array],
-    layers: Layers,
-    *,
-    place: str,
+    model: nn.Module, dense: dict[str, mx.array], layers: Layers, *, place: str
 ) -> dict[str, mx.array]:
     """All tensors by mlx-lm's names, experts stacked.
 

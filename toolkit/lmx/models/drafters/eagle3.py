@@ -15,13 +15,7 @@ from mlx.utils import tree_flatten
 from ...errors import UserError
 from ..loader import kv_cache, make_rope
 from .base import Drafter, SwiGLU, initialize_from_target
-from .configs import (
-    SGLANG,
-    SPECULATORS,
-    Eagle3Config,
-    architectures,
-    default_layer_ids,
-)
+from .configs import SGLANG, SPECULATORS, Eagle3Config, architectures, default_layer_ids
 
 # Rows of the embedding, and columns of the target's LM head, that are made at once.
 CHUNK, COLUMNS_AT_ONCE = 4096, 256

@@ -242,11 +242,7 @@ def init_lora_a(
 
 
 def row_norms(
-    squares: mx.array,
-    product: mx.array,
-    left: mx.array,
-    right: mx.array,
-    scale: float,
+    squares: mx.array, product: mx.array, left: mx.array, right: mx.array, scale: float
 ) -> mx.array:
     """Norms of the rows of W + scale * left right, detached, without that sum.
 
