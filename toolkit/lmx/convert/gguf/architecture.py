@@ -89,9 +89,9 @@ class Architecture:
 
     Attributes:
         name: llama.cpp's name, and the prefix of the metadata keys.
-        model_type: mlx-lm's.
         hf_class: transformers' class, which a config.json names.
         modules: mlx-lm's paths by llama.cpp's names.
+        model_type: mlx-lm's name; "" = the same as llama.cpp's.
         keys: the config key and its type by metadata key, beside those of all models.
         epsilon: metadata key and config key of the norms' epsilon.
         rope: the pairs that llama.cpp rotates. `halves`: as Hugging Face. `permuted`:
@@ -113,9 +113,9 @@ class Architecture:
     """
 
     name: str
-    model_type: str
     hf_class: str
     modules: dict[str, str]
+    model_type: str = ""
     keys: Keys = field(default_factory=lambda: FEED_FORWARD)
     epsilon: tuple[str, str] = (RMS_EPSILON, "rms_norm_eps")
     rope: Literal["halves", "permuted", "adjacent"] = "halves"
@@ -130,6 +130,9 @@ class Architecture:
     has_latent_attention: bool = False
     constants: dict[str, Any] = field(default_factory=dict)
     fixed: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
+
+    def __post_init__(self):
+        object.__setattr__(self, "model_type", self.model_type or self.name)
 
     @property
     def paths(self) -> dict[str, str]:

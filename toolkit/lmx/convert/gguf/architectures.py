@@ -46,7 +46,6 @@ _NO_MLP = OUTER | NORMS | ATTENTION
 _ALL = (
     Architecture(
         "llama",
-        "llama",
         "LlamaForCausalLM",
         _LLAMA,
         rope="permuted",
@@ -54,9 +53,9 @@ _ALL = (
     ),
     Architecture(
         "mistral3",
-        "ministral3",
         "Ministral3ForCausalLM",
         _LLAMA,
+        model_type="ministral3",
         keys=FEED_FORWARD
         | {"attention.temperature_scale": ("llama_4_scaling_beta", float)},
         rope="permuted",
@@ -69,26 +68,26 @@ _ALL = (
         fixed=lambda _: {"rope_type": "yarn"},
     ),
     # Only files have this name: older readers know Mistral models as Llama models.
-    Architecture("mistral3", "mistral", "MistralForCausalLM", _LLAMA, rope="permuted"),
+    Architecture(
+        "mistral3", "MistralForCausalLM", _LLAMA, model_type="mistral", rope="permuted"
+    ),
     Architecture(
         "llama",
-        "mixtral",
         "MixtralForCausalLM",
         _NO_MLP | experts("block_sparse_moe"),
+        model_type="mixtral",
         keys=FEED_FORWARD | EXPERTS | {"expert_count": ("num_local_experts", int)},
         rope="permuted",
         rope_scalings=(),
         marker="expert_count",
     ),
-    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", _LLAMA, rope_scalings=YARN),
-    Architecture(
-        "qwen3", "qwen3", "Qwen3ForCausalLM", _LLAMA | QK_NORMS, rope_scalings=YARN
-    ),
+    Architecture("qwen2", "Qwen2ForCausalLM", _LLAMA, rope_scalings=YARN),
+    Architecture("qwen3", "Qwen3ForCausalLM", _LLAMA | QK_NORMS, rope_scalings=YARN),
     Architecture(
         "qwen3moe",
-        "qwen3_moe",
         "Qwen3MoeForCausalLM",
         _NO_MLP | QK_NORMS | experts("mlp"),
+        model_type="qwen3_moe",
         keys=FEED_FORWARD
         | EXPERTS
         | {"expert_feed_forward_length": ("moe_intermediate_size", int)},
@@ -97,12 +96,12 @@ _ALL = (
     ),
     Architecture(
         "qwen2moe",
-        "qwen2_moe",
         "Qwen2MoeForCausalLM",
         _NO_MLP
         | experts("mlp")
         | {f"ffn_{n}_shexp": f"mlp.shared_expert.{n}_proj" for n in PROJECTIONS}
         | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        model_type="qwen2_moe",
         keys=FEED_FORWARD
         | EXPERTS
         | {
@@ -115,9 +114,8 @@ _ALL = (
         rope_scalings=(),
         fixed=lambda _: {"norm_topk_prob": False} | ALL_SPARSE,
     ),
-    Architecture("gemma", "gemma", "GemmaForCausalLM", _LLAMA, norm_offset=1),
+    Architecture("gemma", "GemmaForCausalLM", _LLAMA, norm_offset=1),
     Architecture(
-        "gemma2",
         "gemma2",
         "Gemma2ForCausalLM",
         OUTER | FOUR_NORMS | ATTENTION | MLP,
@@ -132,9 +130,9 @@ _ALL = (
     ),
     Architecture(
         "gemma3",
-        "gemma3_text",
         "Gemma3ForCausalLM",
         OUTER | FOUR_NORMS | ATTENTION | QK_NORMS | MLP,
+        model_type="gemma3_text",
         keys=FEED_FORWARD
         | WINDOW
         | {"rope.freq_base_swa": ("rope_local_base_freq", float)},
@@ -145,7 +143,6 @@ _ALL = (
     ),
     Architecture(
         "phi3",
-        "phi3",
         "Phi3ForCausalLM",
         OUTER
         | NORMS
@@ -155,15 +152,9 @@ _ALL = (
         rope_scalings=("longrope",),
     ),
     Architecture(
-        "granite",
-        "granite",
-        "GraniteForCausalLM",
-        _LLAMA,
-        keys=GRANITE,
-        rope="permuted",
+        "granite", "GraniteForCausalLM", _LLAMA, keys=GRANITE, rope="permuted"
     ),
     Architecture(
-        "granitemoe",
         "granitemoe",
         "GraniteMoeForCausalLM",
         _NO_MLP | experts("block_sparse_moe", "router.layer"),
@@ -171,19 +162,14 @@ _ALL = (
         rope="permuted",
     ),
     Architecture(
-        "smollm3",
-        "smollm3",
-        "SmolLM3ForCausalLM",
-        _LLAMA,
-        rope="permuted",
-        fixed=smollm3,
+        "smollm3", "SmolLM3ForCausalLM", _LLAMA, rope="permuted", fixed=smollm3
     ),
-    Architecture("olmo2", "olmo2", "Olmo2ForCausalLM", _OLMO2),
+    Architecture("olmo2", "Olmo2ForCausalLM", _OLMO2),
     Architecture(
         "olmo2",
-        "olmo3",
         "Olmo3ForCausalLM",
         _OLMO2,
+        model_type="olmo3",
         keys=FEED_FORWARD | WINDOW,
         # In both, only for layers without a window.
         rope_scalings=("yarn",),
@@ -191,7 +177,6 @@ _ALL = (
         marker="attention.sliding_window",
     ),
     Architecture(
-        "olmoe",
         "olmoe",
         "OlmoeForCausalLM",
         _NO_MLP | QK_NORMS | experts("mlp"),
@@ -202,7 +187,6 @@ _ALL = (
         },
     ),
     Architecture(
-        "glm4",
         "glm4",
         "Glm4ForCausalLM",
         OUTER
@@ -219,14 +203,12 @@ _ALL = (
     ),
     Architecture(
         "ernie4_5",
-        "ernie4_5",
         "Ernie4_5ForCausalLM",
         _LLAMA,
         rope="adjacent",
         switches={"use_bias": "attn_q.bias"},
     ),
     Architecture(
-        "seed_oss",
         "seed_oss",
         "SeedOssForCausalLM",
         OUTER | ATTENTION | MLP | NORMS_OF_INPUTS,
@@ -237,13 +219,11 @@ _ALL = (
     ),
     Architecture(
         "starcoder2",
-        "starcoder2",
         "Starcoder2ForCausalLM",
         OUTER | NORMS | ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         epsilon=(LAYER_EPSILON, "norm_epsilon"),
     ),
     Architecture(
-        "cohere2",
         "cohere2",
         "Cohere2ForCausalLM",
         OUTER | {"attn_norm": "input_layernorm"} | ATTENTION | MLP,
@@ -254,9 +234,9 @@ _ALL = (
     ),
     Architecture(
         "command-r",
-        "cohere",
         "CohereForCausalLM",
         OUTER | {"attn_norm": "input_layernorm"} | ATTENTION | MLP,
+        model_type="cohere",
         keys=FEED_FORWARD | {"logit_scale": ("logit_scale", float)},
         epsilon=(LAYER_EPSILON, "layer_norm_eps"),
         rope="adjacent",
@@ -265,7 +245,6 @@ _ALL = (
     ),
     Architecture(
         "phi2",
-        "phi",
         "PhiForCausalLM",
         OUTER
         | ATTENTION
@@ -276,11 +255,11 @@ _ALL = (
             "ffn_up": "mlp.fc1",
             "ffn_down": "mlp.fc2",
         },
+        model_type="phi",
         epsilon=(LAYER_EPSILON, "layer_norm_eps"),
         has_partial_rope=True,
     ),
     Architecture(
-        "nemotron",
         "nemotron",
         "NemotronForCausalLM",
         OUTER
@@ -294,7 +273,6 @@ _ALL = (
     ),
     Architecture(
         "exaone4",
-        "exaone4",
         "Exaone4ForCausalLM",
         _OLMO2,
         keys=FEED_FORWARD | WINDOW,
@@ -303,7 +281,6 @@ _ALL = (
         fixed=exaone4,
     ),
     Architecture(
-        "stablelm",
         "stablelm",
         "StableLmForCausalLM",
         _LLAMA,
@@ -315,26 +292,26 @@ _ALL = (
     ),
     Architecture(
         "hunyuan-dense",
-        "hunyuan_v1_dense",
         "HunYuanDenseV1ForCausalLM",
         _LLAMA
         | {
             "attn_q_norm": "self_attn.query_layernorm",
             "attn_k_norm": "self_attn.key_layernorm",
         },
+        model_type="hunyuan_v1_dense",
         # mlx-lm computes only the factor of the base.
         rope_scalings=("dynamic",),
         fixed=lambda _: {"use_qk_norm": True, "attention_bias": False},
     ),
     Architecture(
         "gpt-oss",
-        "gpt_oss",
         "GptOssForCausalLM",
         OUTER
         | ATTENTION
         | experts("mlp", "router", "experts")
         | NORMS_OF_INPUTS
         | {"attn_sinks": "self_attn.sinks"},
+        model_type="gpt_oss",
         keys=FEED_FORWARD
         | EXPERTS
         | WINDOW
@@ -347,7 +324,6 @@ _ALL = (
     ),
     Architecture(
         "glm4moe",
-        "glm4_moe",
         "Glm4MoeForCausalLM",
         OUTER
         | ATTENTION
@@ -357,6 +333,7 @@ _ALL = (
         | _SHARED_EXPERTS
         | NORMS_OF_INPUTS
         | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+        model_type="glm4_moe",
         keys=FEED_FORWARD | DEEPSEEK_EXPERTS,
         rope_scalings=(),
         switches={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
@@ -365,7 +342,6 @@ _ALL = (
         fixed=lambda _: ONE_GROUP,
     ),
     Architecture(
-        "afmoe",
         "afmoe",
         "AfmoeForCausalLM",
         OUTER
@@ -401,7 +377,6 @@ _ALL = (
     ),
     Architecture(
         "deepseek2",
-        "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
         OUTER
         | NORMS
@@ -410,6 +385,7 @@ _ALL = (
         | experts("mlp")
         | _SHARED_EXPERTS
         | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+        model_type="glm4_moe_lite",
         keys=FEED_FORWARD
         | DEEPSEEK_EXPERTS
         | {
