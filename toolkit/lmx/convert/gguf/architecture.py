@@ -47,7 +47,7 @@ LAYER_EPSILON = "attention.layer_norm_epsilon"
 FEED_FORWARD: Keys = {"feed_forward_length": ("intermediate_size", int)}
 BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 WINDOW: Keys = {"attention.sliding_window": ("sliding_window", int)}
-GRANITE: Keys = FEED_FORWARD | {
+GRANITE: Keys = {
     "attention.scale": ("attention_multiplier", float),
     "embedding_scale": ("embedding_multiplier", float),
     "residual_scale": ("residual_multiplier", float),
@@ -90,9 +90,10 @@ class Architecture:
     Attributes:
         name: llama.cpp's name, and the prefix of the metadata keys.
         hf_class: transformers' class, which a config.json names.
-        modules: mlx-lm's paths by llama.cpp's names.
+        modules: mlx-lm's paths by llama.cpp's names, with those of `OUTER`.
         model_type: mlx-lm's name; "" = the same as llama.cpp's.
-        keys: the config key and its type by metadata key, beside those of all models.
+        keys: the config key and its type by metadata key, with `FEED_FORWARD`, beside
+            those that `config` has for all models.
         epsilon: metadata key and config key of the norms' epsilon.
         rope: the pairs that llama.cpp rotates. `halves`: as Hugging Face. `permuted`:
             adjacent rows, so that the rows of q and k are reordered. `adjacent`:
@@ -116,7 +117,7 @@ class Architecture:
     hf_class: str
     modules: dict[str, str]
     model_type: str = ""
-    keys: Keys = field(default_factory=lambda: FEED_FORWARD)
+    keys: Keys = field(default_factory=dict)
     epsilon: tuple[str, str] = (RMS_EPSILON, "rms_norm_eps")
     rope: Literal["halves", "permuted", "adjacent"] = "halves"
     norm_offset: int = 0
@@ -133,6 +134,8 @@ class Architecture:
 
     def __post_init__(self):
         object.__setattr__(self, "model_type", self.model_type or self.name)
+        object.__setattr__(self, "modules", OUTER | self.modules)
+        object.__setattr__(self, "keys", FEED_FORWARD | self.keys)
 
     @property
     def paths(self) -> dict[str, str]:

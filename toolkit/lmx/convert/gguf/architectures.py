@@ -12,7 +12,6 @@ from .architecture import (
     ATTENTION,
     DEEPSEEK_EXPERTS,
     EXPERTS,
-    FEED_FORWARD,
     FOUR_NORMS,
     GATE_UP,
     GRANITE,
@@ -22,7 +21,6 @@ from .architecture import (
     NORMS,
     NORMS_OF_INPUTS,
     ONE_GROUP,
-    OUTER,
     PROJECTIONS,
     QK_NORMS,
     SIGMOID_ROUTER,
@@ -37,12 +35,12 @@ from .architecture import (
     smollm3,
 )
 
-_LLAMA = OUTER | NORMS | ATTENTION | MLP
-_OLMO2 = OUTER | AFTER_NORMS | ATTENTION | QK_NORMS | MLP
+_LLAMA = NORMS | ATTENTION | MLP
+_OLMO2 = AFTER_NORMS | ATTENTION | QK_NORMS | MLP
 _SHARED_EXPERTS = {
     f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in PROJECTIONS
 }
-_NO_MLP = OUTER | NORMS | ATTENTION
+_NO_MLP = NORMS | ATTENTION
 _ALL = (
     Architecture(
         "llama",
@@ -56,8 +54,7 @@ _ALL = (
         "Ministral3ForCausalLM",
         _LLAMA,
         model_type="ministral3",
-        keys=FEED_FORWARD
-        | {"attention.temperature_scale": ("llama_4_scaling_beta", float)},
+        keys={"attention.temperature_scale": ("llama_4_scaling_beta", float)},
         rope="permuted",
         rope_scalings=("yarn",),
         mscale_all_dim=1,
@@ -76,7 +73,7 @@ _ALL = (
         "MixtralForCausalLM",
         _NO_MLP | experts("block_sparse_moe"),
         model_type="mixtral",
-        keys=FEED_FORWARD | EXPERTS | {"expert_count": ("num_local_experts", int)},
+        keys=EXPERTS | {"expert_count": ("num_local_experts", int)},
         rope="permuted",
         rope_scalings=(),
         marker="expert_count",
@@ -88,9 +85,7 @@ _ALL = (
         "Qwen3MoeForCausalLM",
         _NO_MLP | QK_NORMS | experts("mlp"),
         model_type="qwen3_moe",
-        keys=FEED_FORWARD
-        | EXPERTS
-        | {"expert_feed_forward_length": ("moe_intermediate_size", int)},
+        keys=EXPERTS | {"expert_feed_forward_length": ("moe_intermediate_size", int)},
         rope_scalings=(),
         fixed=lambda _: {"norm_topk_prob": True} | ALL_SPARSE,
     ),
@@ -102,8 +97,7 @@ _ALL = (
         | {f"ffn_{n}_shexp": f"mlp.shared_expert.{n}_proj" for n in PROJECTIONS}
         | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
         model_type="qwen2_moe",
-        keys=FEED_FORWARD
-        | EXPERTS
+        keys=EXPERTS
         | {
             "expert_feed_forward_length": ("moe_intermediate_size", int),
             "expert_shared_feed_forward_length": (
@@ -118,9 +112,8 @@ _ALL = (
     Architecture(
         "gemma2",
         "Gemma2ForCausalLM",
-        OUTER | FOUR_NORMS | ATTENTION | MLP,
-        keys=FEED_FORWARD
-        | WINDOW
+        FOUR_NORMS | ATTENTION | MLP,
+        keys=WINDOW
         | {
             "attn_logit_softcapping": ("attn_logit_softcapping", float),
             "final_logit_softcapping": ("final_logit_softcapping", float),
@@ -131,11 +124,9 @@ _ALL = (
     Architecture(
         "gemma3",
         "Gemma3ForCausalLM",
-        OUTER | FOUR_NORMS | ATTENTION | QK_NORMS | MLP,
+        FOUR_NORMS | ATTENTION | QK_NORMS | MLP,
         model_type="gemma3_text",
-        keys=FEED_FORWARD
-        | WINDOW
-        | {"rope.freq_base_swa": ("rope_local_base_freq", float)},
+        keys=WINDOW | {"rope.freq_base_swa": ("rope_local_base_freq", float)},
         norm_offset=1,
         # mlx-lm's default is that of older files.
         optional=("rope.freq_base_swa",),
@@ -144,8 +135,7 @@ _ALL = (
     Architecture(
         "phi3",
         "Phi3ForCausalLM",
-        OUTER
-        | NORMS
+        NORMS
         | GATE_UP
         | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"},
         has_partial_rope=True,
@@ -170,7 +160,7 @@ _ALL = (
         "Olmo3ForCausalLM",
         _OLMO2,
         model_type="olmo3",
-        keys=FEED_FORWARD | WINDOW,
+        keys=WINDOW,
         # In both, only for layers without a window.
         rope_scalings=("yarn",),
         fixed=layer_types(4),
@@ -180,7 +170,7 @@ _ALL = (
         "olmoe",
         "OlmoeForCausalLM",
         _NO_MLP | QK_NORMS | experts("mlp"),
-        keys=FEED_FORWARD | EXPERTS,
+        keys=EXPERTS,
         fixed=lambda config: {
             "norm_topk_prob": False,
             "num_key_value_heads": config["num_attention_heads"],
@@ -189,8 +179,7 @@ _ALL = (
     Architecture(
         "glm4",
         "Glm4ForCausalLM",
-        OUTER
-        | ATTENTION
+        ATTENTION
         | GATE_UP
         | {
             "attn_norm": "input_layernorm",
@@ -211,7 +200,7 @@ _ALL = (
     Architecture(
         "seed_oss",
         "SeedOssForCausalLM",
-        OUTER | ATTENTION | MLP | NORMS_OF_INPUTS,
+        ATTENTION | MLP | NORMS_OF_INPUTS,
         switches={
             "attention_bias": "attn_q.bias",
             "attention_out_bias": "attn_output.bias",
@@ -220,14 +209,14 @@ _ALL = (
     Architecture(
         "starcoder2",
         "Starcoder2ForCausalLM",
-        OUTER | NORMS | ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        NORMS | ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         epsilon=(LAYER_EPSILON, "norm_epsilon"),
     ),
     Architecture(
         "cohere2",
         "Cohere2ForCausalLM",
-        OUTER | {"attn_norm": "input_layernorm"} | ATTENTION | MLP,
-        keys=FEED_FORWARD | WINDOW | {"logit_scale": ("logit_scale", float)},
+        {"attn_norm": "input_layernorm"} | ATTENTION | MLP,
+        keys=WINDOW | {"logit_scale": ("logit_scale", float)},
         epsilon=(LAYER_EPSILON, "layer_norm_eps"),
         rope="adjacent",
         fixed=lambda _: {"sliding_window_pattern": 4},
@@ -235,9 +224,9 @@ _ALL = (
     Architecture(
         "command-r",
         "CohereForCausalLM",
-        OUTER | {"attn_norm": "input_layernorm"} | ATTENTION | MLP,
+        {"attn_norm": "input_layernorm"} | ATTENTION | MLP,
         model_type="cohere",
-        keys=FEED_FORWARD | {"logit_scale": ("logit_scale", float)},
+        keys={"logit_scale": ("logit_scale", float)},
         epsilon=(LAYER_EPSILON, "layer_norm_eps"),
         rope="adjacent",
         # Command R+ has norms of queries and keys.
@@ -246,8 +235,7 @@ _ALL = (
     Architecture(
         "phi2",
         "PhiForCausalLM",
-        OUTER
-        | ATTENTION
+        ATTENTION
         | {
             "output_norm": "model.final_layernorm",
             "attn_norm": "input_layernorm",
@@ -262,10 +250,7 @@ _ALL = (
     Architecture(
         "nemotron",
         "NemotronForCausalLM",
-        OUTER
-        | NORMS
-        | ATTENTION
-        | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        NORMS | ATTENTION | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
         epsilon=(LAYER_EPSILON, "norm_eps"),
         norm_offset=1,
         has_partial_rope=True,
@@ -275,7 +260,7 @@ _ALL = (
         "exaone4",
         "Exaone4ForCausalLM",
         _OLMO2,
-        keys=FEED_FORWARD | WINDOW,
+        keys=WINDOW,
         rope_scalings=("linear", "llama3"),
         optional=("attention.sliding_window",),
         fixed=exaone4,
@@ -306,14 +291,12 @@ _ALL = (
     Architecture(
         "gpt-oss",
         "GptOssForCausalLM",
-        OUTER
-        | ATTENTION
+        ATTENTION
         | experts("mlp", "router", "experts")
         | NORMS_OF_INPUTS
         | {"attn_sinks": "self_attn.sinks"},
         model_type="gpt_oss",
-        keys=FEED_FORWARD
-        | EXPERTS
+        keys=EXPERTS
         | WINDOW
         | {
             "expert_count": ("num_local_experts", int),
@@ -325,8 +308,7 @@ _ALL = (
     Architecture(
         "glm4moe",
         "Glm4MoeForCausalLM",
-        OUTER
-        | ATTENTION
+        ATTENTION
         | QK_NORMS
         | MLP
         | experts("mlp")
@@ -334,7 +316,7 @@ _ALL = (
         | NORMS_OF_INPUTS
         | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
         model_type="glm4_moe",
-        keys=FEED_FORWARD | DEEPSEEK_EXPERTS,
+        keys=DEEPSEEK_EXPERTS,
         rope_scalings=(),
         switches={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         has_partial_rope=True,
@@ -344,8 +326,7 @@ _ALL = (
     Architecture(
         "afmoe",
         "AfmoeForCausalLM",
-        OUTER
-        | NORMS_OF_INPUTS
+        NORMS_OF_INPUTS
         | ATTENTION
         | QK_NORMS
         | MLP
@@ -357,8 +338,7 @@ _ALL = (
             "attn_gate": "self_attn.gate_proj",
             "exp_probs_b": "mlp.expert_bias",
         },
-        keys=FEED_FORWARD
-        | WINDOW
+        keys=WINDOW
         | EXPERTS
         | {
             "expert_shared_count": ("num_shared_experts", int),
@@ -378,16 +358,14 @@ _ALL = (
     Architecture(
         "deepseek2",
         "Glm4MoeLiteForCausalLM",
-        OUTER
-        | NORMS
+        NORMS
         | LATENT_ATTENTION
         | MLP
         | experts("mlp")
         | _SHARED_EXPERTS
         | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
         model_type="glm4_moe_lite",
-        keys=FEED_FORWARD
-        | DEEPSEEK_EXPERTS
+        keys=DEEPSEEK_EXPERTS
         | {
             "attention.q_lora_rank": ("q_lora_rank", int),
             "attention.kv_lora_rank": ("kv_lora_rank", int),
