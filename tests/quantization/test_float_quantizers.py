@@ -12,15 +12,12 @@ from lmx.quantization.qat.quantizers import (
     MinMaxQuantizer,
     make_quantizer,
 )
+from quantization_samples import normal
 from test_float_grid import FORMATS
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 KEY = mx.random.key(7)
 EACH_MODE = pytest.mark.parametrize("mode", MODES)
-
-
-def normal(*shape, seed=0, scale=0.05):
-    return scale * mx.random.normal(shape, key=mx.random.key(seed))
 
 
 def quantizer_of(mode, dtype=mx.float32):

@@ -15,6 +15,7 @@ from lmx.quantization.ptq.gptq import float_solver
 from lmx.quantization.ptq.gptq.float_solver import float_gptq, group_descent
 from lmx.quantization.ptq.gptq.solver import LayerProblem, solve_layers
 from lmx.quantization.ptq.hessian import damped
+from quantization_samples import correlated_inputs, to_float64
 
 WIDTH, ROWS = 96, 24
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -24,10 +25,7 @@ modes = pytest.mark.parametrize("mode", MODES)
 
 def hessian_of(mode, width=WIDTH, seed=0):
     """The Hessian of correlated inputs of different magnitudes, as in a model."""
-    generator = np.random.default_rng(seed)
-    mixing = np.eye(width) + generator.normal(size=(width, width)) / np.sqrt(width)
-    sizes = np.exp(0.7 * generator.normal(size=width))
-    x = generator.normal(size=(2048, width)) @ mixing * sizes
+    x = correlated_inputs(width, seed=seed)
     group_size = min(QuantSpec(mode=mode).group_size, width)
     return damped(mx.array(x.T @ x / 2048, mx.float32), group_size, 0.01)
 
@@ -35,10 +33,6 @@ def hessian_of(mode, width=WIDTH, seed=0):
 def weights(rows=ROWS, width=WIDTH, size=0.3, seed=1) -> mx.array:
     samples = np.random.default_rng(seed).standard_t(5, size=(rows, width))
     return mx.array(size * samples, mx.float32)
-
-
-def to_float64(value: mx.array) -> np.ndarray:
-    return np.array(value.astype(mx.float32)).astype(np.float64)
 
 
 def row_errors(weight, target, hessian) -> np.ndarray:

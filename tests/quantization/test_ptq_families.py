@@ -5,7 +5,6 @@ Layers of latent attention with a matrix for each head are rounded to nearest.
 
 import mlx.core as mx
 import pytest
-from calibration_windows import windows_of
 from lmx.config.quantize import GPTQConfig
 from lmx.errors import UserError
 from lmx.models.loader import build_model
@@ -13,6 +12,7 @@ from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
 from lmx.run.logger import NullLogger
+from quantization_samples import windows_of
 from tiny_families import FAMILIES, VOCABULARY, changed, config
 
 # Widths of a latent attention that a group of 32 divides, all unlike each other.

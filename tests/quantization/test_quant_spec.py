@@ -1,7 +1,5 @@
 """Quantization grids compared with float64 NumPy."""
 
-import itertools
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from lmx.config.quant_spec import QuantSpec
 from lmx.quantization.packing import dequantize, pack
 from pydantic import ValidationError
 
-AFFINE = list(itertools.product((2, 3, 4, 5, 6, 8), (32, 64, 128)))
+AFFINE = [*zip((2, 3, 4, 5, 6, 8), 2 * (32, 64, 128), strict=True)]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 ROWS, WIDTH = 24, 384
 

@@ -7,7 +7,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from calibration_windows import windows_of
 from lmx.config.quantize import GPTQConfig, RTNConfig
 from lmx.errors import USAGE, UserError
 from lmx.models.hooks import capture_inputs
@@ -19,6 +18,7 @@ from lmx.quantization.target_layers import select_layers
 from lmx.run.logger import NullLogger
 from mlx.utils import tree_flatten
 from pydantic import ValidationError
+from quantization_samples import windows_of
 from tiny_families import VOCABULARY, member
 
 TOKENS = mx.random.randint(0, VOCABULARY, (6, 16), key=mx.random.key(1))

@@ -1,0 +1,39 @@
+"""Models, weights and calibration batches for tests of quantization."""
+
+import mlx.core as mx
+import numpy as np
+from lmx.data.calibration import CalibrationBatch
+from lmx.models.loader import build_model
+from mlx.utils import tree_map
+
+
+def windows_of(tokens, counted=None) -> CalibrationBatch:
+    """Return a batch of tokens [n, L]. Without `counted`, every position counts."""
+    tokens = np.array(tokens, np.int32)
+    return CalibrationBatch(
+        tokens, np.ones(tokens.shape, bool) if counted is None else counted
+    )
+
+
+def enlarged_model(config):
+    """A model with weights twice as large, so that logits differ between tokens."""
+    mx.random.seed(5)
+    model = build_model(config)
+    model.update(tree_map(lambda v: 2 * v if v.ndim > 1 else v, model.parameters()))
+    return model.eval()
+
+
+def normal(*shape, seed=0, scale=0.05):
+    return scale * mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def to_float64(value) -> np.ndarray:
+    return np.array(value.astype(mx.float32)).astype(np.float64)
+
+
+def correlated_inputs(width, count=2048, seed=0) -> np.ndarray:
+    """Return correlated inputs of different magnitudes, as in a model."""
+    generator = np.random.default_rng(seed)
+    mixing = np.eye(width) + generator.normal(size=(width, width)) / np.sqrt(width)
+    sizes = np.exp(0.7 * generator.normal(size=width))
+    return generator.normal(size=(count, width)) @ mixing * sizes
