@@ -156,34 +156,6 @@ GEMMA4 = r"""
 {%- endif %}
 """
 
-# All turns keep their reasoning; a budget of zero closes the block in the prompt.
-SEED_OSS = r"""
-{%- if tools %}
-{{- bos_token + 'system\n' + tools | tojson + eos_token }}
-{%- endif %}
-{%- if thinking_budget is defined %}
-{{- bos_token + 'system\nThinking budget: ' + thinking_budget | string + eos_token }}
-{%- endif %}
-{%- for m in messages %}
-{{- bos_token + m.role + '\n' }}
-{%- if m.role == 'assistant' and m.reasoning_content %}
-{{- '<seed:think>' + m.reasoning_content | trim + '</seed:think>' }}
-{%- endif %}
-{{- m.content | trim if m.role == 'assistant' else m.content }}
-{%- for c in m.tool_calls or [] %}
-{{- '\n<seed:tool_call>\n<function=' + c.function.name + '>\n' }}
-{%- for name, value in c.function.arguments | items %}
-{{- '<parameter=' + name + '>' + value | string + '</parameter>\n' }}
-{%- endfor %}
-{{- '</function>\n</seed:tool_call>' }}
-{%- endfor %}
-{{- eos_token }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- bos_token + 'assistant\n' }}
-{%- if thinking_budget == 0 %}{{- '<seed:think></seed:think>' }}{%- endif %}
-{%- endif %}
-"""
 
 MAGISTRAL = r"""
 {{- bos_token }}
@@ -244,12 +216,6 @@ CHANNELS = {
         _GEMMA4,
         "<eos> <turn|> <|tool_response>",
         "<bos>",
-    ),
-    "seed_oss": Family(
-        SEED_OSS,
-        "<seed:bos> <seed:eos> <seed:think> </seed:think>",
-        "<seed:eos>",
-        "<seed:bos>",
     ),
     "magistral": Family(
         MAGISTRAL,

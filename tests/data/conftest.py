@@ -1,9 +1,25 @@
 """Fixtures of the data tests."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 from lmx.data import hub_datasets
+
+
+@pytest.fixture(scope="session")
+def load_script():
+    """A function that imports a program of the folder `data`."""
+
+    def load(name):
+        path = Path(__file__).parents[2] / "data" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture
