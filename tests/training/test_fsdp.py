@@ -259,33 +259,48 @@ def assert_close(result: dict, expected: dict) -> None:
         assert off < 1e-5 * max(1.0, mx.abs(value).max().item()), name
 
 
-def test_fsdp_checkpoints_equal_those_of_one_process(tmp_path):
-    def fresh():
-        return new_step("odd", **ADAMW, name="adamw")
+def fresh() -> TrainStep:
+    return new_step("odd", **ADAMW, name="adamw")
 
-    whole = fresh()
+
+def run_everything(ranks, folder) -> None:
+    """What takes two ranks only seconds."""
+    resume_and_save(ranks, folder)
+    fail_in_the_middle(ranks, folder)
+    count_messages(ranks, folder)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A step after four steps, and the folder of two ranks that go on from it."""
+    whole, folder = fresh(), tmp_path_factory.mktemp("saved")
     train(whole, 0, 4)
-    checkpoint.save(tmp_path / "one", whole, TrainingProgress(4))
-    run_on_two_ranks("resume_and_save", tmp_path)
+    checkpoint.save(folder / "one", whole, TrainingProgress(4))
+    run_on_two_ranks("run_everything", folder)
+    return whole, folder
+
+
+def test_fsdp_checkpoints_equal_those_of_one_process(saved, tmp_path):
+    whole, folder = saved
     # One process restores the checkpoint of two ranks bit-exactly.
     step = fresh()
-    progress = checkpoint.restore(tmp_path / "two", step, pytest.fail)
+    progress = checkpoint.restore(folder / "two", step, pytest.fail)
     assert progress.step == 4
     checkpoint.save(tmp_path / "again", step, progress)
-    tensors, metadata = loaded(tmp_path / "two/0000004")
+    tensors, metadata = loaded(folder / "two/0000004")
     same, same_metadata = loaded(tmp_path / "again/0000004")
     assert_equal(same, tensors)
     assert same_metadata == metadata
     assert json.loads(metadata["progress"])["best_step"] == 2
-    assert_close(tensors, loaded(tmp_path / "one/0000004")[0])
+    assert_close(tensors, loaded(folder / "one/0000004")[0])
     # Two ranks that resume from one process train like one process.
     train(whole, 4, 6)
     checkpoint.save(tmp_path / "one", whole, TrainingProgress(6))
-    paths = ("from one/0000006", "one/0000006")
-    assert_close(*(loaded(tmp_path / path)[0] for path in paths))
+    paths = (folder / "from one/0000006", tmp_path / "one/0000006")
+    assert_close(*(loaded(path)[0] for path in paths))
     # The best weights belong to their step.
     paths = ("two/0000002", "recalled/0000002")
-    best, recalled = (loaded(tmp_path / path)[0] for path in paths)
+    best, recalled = (loaded(folder / path)[0] for path in paths)
     parameters = {k: v for k, v in best.items() if k.startswith("parameters:")}
     assert_equal({k: recalled[k] for k in parameters}, parameters)
 
@@ -315,9 +330,8 @@ def counted(name, method, ranks, sent):
     return call
 
 
-def test_fsdp_gathers_blocks_per_forward_pass(tmp_path):
-    run_on_two_ranks("count_messages", tmp_path)
-    first, second = (json.loads((tmp_path / f"{r}.json").read_text()) for r in (0, 1))
+def test_fsdp_gathers_blocks_per_forward_pass(saved):
+    first, second = (json.loads((saved[1] / f"{r}.json").read_text()) for r in (0, 1))
     assert first == second
     # Everything outside the blocks, then two blocks.
     assert first["False"] == ["all_gather"] * 3 + ["reduce_scatter"] * 3
@@ -385,9 +399,8 @@ def fail_in_the_middle(ranks, folder) -> None:
     checkpoint.save(folder / "it", step, TrainingProgress(2))
 
 
-def test_full_disk_stops_all_ranks(tmp_path):
-    run_on_two_ranks("fail_in_the_middle", tmp_path)
-    assert [path.name for path in (tmp_path / "it").iterdir()] == ["0000002"]
+def test_full_disk_stops_all_ranks(saved):
+    assert [path.name for path in (saved[1] / "it").iterdir()] == ["0000002"]
 
 
 VALUES = {

@@ -80,8 +80,14 @@ def test_muon_updates_have_the_size_of_adamw(shape):
     assert 0.12 < size < 0.28
 
 
-@pytest.mark.parametrize("mode", ["full", "lora", "qat", "lsq-qat"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "full") for name in NAMES),
+        *(("adamw", mode) for mode in ("lora", "qat", "lsq-qat")),
+        *(("adamw_8bit", "lora"), ("lion_8bit", "lsq-qat"), ("muon", "lsq-qat")),
+    ],
+)
 def test_optimizers_reduce_the_loss(name, mode):
     model, fake_quant = llama(mode)
     rate = 0.3 if name == "sgd" else 3e-3

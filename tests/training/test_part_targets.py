@@ -57,8 +57,9 @@ def softmax(logits, temperature=1.0):
     return x / x.sum(axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("top_k", [1, 8, VOCABULARY, 1000])
+@pytest.mark.parametrize(
+    ("top_k", "temperature"), [(1, 1.0), (8, 2.5), (VOCABULARY, 1.0), (1000, 2.5)]
+)
 def test_part_targets_are_the_teachers_top_k_and_tail(tmp_path, top_k, temperature):
     result = part_targets(tmp_path, Teacher(), top_k=top_k, temperature=temperature)
     assert len(result) == 2
