@@ -227,7 +227,8 @@ def test_other_settings_start_a_new_run(case, tuned, tmp_path):
 
 
 @OF_LLAMA
-@pytest.mark.parametrize("damage", DAMAGES)
+# `test_folder_index.py` has all kinds of damage.
+@pytest.mark.parametrize("damage", ["flip", "become_file"])
 def test_damaged_state_starts_a_new_run(case, tuned, tmp_path, damage, monkeypatch):
     shutil.copytree(tuned[1] / "state", tmp_path / "copy/state")
     tuner, warnings = tuner_of(case, tmp_path / "copy"), []

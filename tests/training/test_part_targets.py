@@ -152,7 +152,8 @@ def test_part_targets_of_other_settings_are_replaced(tmp_path, change):
     assert teacher.calls == 2
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+# `test_folder_index.py` has all kinds of damage.
+@pytest.mark.parametrize("damage", ["flip", "nest_index", "hold_folder"])
 def test_damaged_part_is_computed_again(tmp_path, damage, monkeypatch):
     whole = part_targets(tmp_path / "whole", Teacher())
     part_targets(tmp_path / "targets", Teacher())
