@@ -268,10 +268,7 @@ def test_unknown_rope_scaling_is_refused(make_gguf):
             lambda data: data.replace(b"blk.0.attn_q.", b"blk.1.attn_q."),
             "has no tensor",
         ),
-        (
-            lambda data: data.replace(b"llama", b"lamas"),
-            "lamas models are not sup",
-        ),
+        (lambda data: data.replace(b"llama", b"lamas"), "lamas models are not sup"),
         (lambda data: data.replace(b"gpt2", b"bert"), "beside it"),
     ],
 )

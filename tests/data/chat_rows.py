@@ -179,7 +179,7 @@ CHATS = {
     },
     "repeats": {
         "messages": _many(
-            *("Echo: ping", "Echo: ping", "ping", "ping", "ping", "Echo: ping"),
+            *("Echo: ping", "Echo: ping", "ping", "ping", "ping", "Echo: ping")
         )
     },
     "assistant_first": {

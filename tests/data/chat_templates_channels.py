@@ -198,25 +198,10 @@ _GEMMA4 = (
 )
 
 CHANNELS = {
-    "command_a": Family(
-        COMMAND_A,
-        _COHERE,
-        "<|END_OF_TURN_TOKEN|>",
-        "<BOS_TOKEN>",
-    ),
-    "apertus": Family(
-        APERTUS,
-        _APERTUS,
-        "<|assistant_end|> <|tools_suffix|>",
-        "<s>",
-    ),
+    "command_a": Family(COMMAND_A, _COHERE, "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
+    "apertus": Family(APERTUS, _APERTUS, "<|assistant_end|> <|tools_suffix|>", "<s>"),
     "gpt_oss": Family(GPT_OSS, _HARMONY, "<|return|> <|call|>"),
-    "gemma4": Family(
-        GEMMA4,
-        _GEMMA4,
-        "<eos> <turn|> <|tool_response>",
-        "<bos>",
-    ),
+    "gemma4": Family(GEMMA4, _GEMMA4, "<eos> <turn|> <|tool_response>", "<bos>"),
     "magistral": Family(
         MAGISTRAL,
         "<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_RESULTS] "

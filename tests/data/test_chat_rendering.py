@@ -63,10 +63,7 @@ def test_hostile_template_is_stopped(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        (
-            "nested_loops",
-            "it takes more than 0.5 seconds",
-        ),
+        ("nested_loops", "it takes more than 0.5 seconds"),
         ("joiner", "it prints more than 1,00"),
     ],
 )

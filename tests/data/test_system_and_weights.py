@@ -6,12 +6,7 @@ from lmx.data.preference import encode_pairs
 from lmx.data.tokenization import texts_of
 from lmx.errors import UserError
 from reading import read
-from test_tokenization import (
-    CHATML,
-    build_tokenizer,
-    encode_one,
-    trained_texts,
-)
+from test_tokenization import CHATML, build_tokenizer, encode_one, trained_texts
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Is it warm in Rome?"}

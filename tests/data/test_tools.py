@@ -12,12 +12,7 @@ from lmx.generation.prompt import encode_chat
 from lmx.pipeline.evaluate.questions import Question
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from reading import read, skip_reason
-from test_tokenization import (
-    CHATML,
-    build_tokenizer,
-    encode_one,
-    trained_texts,
-)
+from test_tokenization import CHATML, build_tokenizer, encode_one, trained_texts
 
 NAMES_TOOLS = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

@@ -112,11 +112,7 @@ SPELLINGS = {
             "tie_word_embeddings": False,
         },
         {"rotary_emb_base": THETA, "rotary_pct": 0.5},
-        {
-            "rope_type": "default",
-            "rope_theta": THETA,
-            "partial_rotary_factor": 0.5,
-        },
+        {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5},
     ),
     "required keys": (
         SMALL
@@ -128,11 +124,7 @@ SPELLINGS = {
             "attention_bias": False,
         },
         {"rope_theta": THETA, "partial_rotary_factor": 0.5, "rope_scaling": None},
-        {
-            "rope_type": "default",
-            "rope_theta": THETA,
-            "partial_rotary_factor": 0.5,
-        },
+        {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5},
     ),
 }
 

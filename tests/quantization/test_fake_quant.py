@@ -236,12 +236,7 @@ def test_embeddings_and_head_are_quantized_by_choice(
 
 
 @pytest.mark.parametrize(
-    ("grid", "adapted"),
-    [
-        ("minmax", True),
-        ("lsq", False),
-        ("fixed_scale", True),
-    ],
+    ("grid", "adapted"), [("minmax", True), ("lsq", False), ("fixed_scale", True)]
 )
 def test_stock_mlx_lm_has_the_training_loss(make_checkpoint, tmp_path, adapted, grid):
     import mlx_lm

@@ -248,10 +248,7 @@ def test_init_from_codes_keeps_the_codes(quantizer_class, spec, dtype):
             "q4_0 has no trainable scales: use quantizer: minmax .type",
         ),
         (
-            {
-                "fake_quant_after_n_steps": 3,
-                "quantizer": "fixed_scale",
-            },
+            {"fake_quant_after_n_steps": 3, "quantizer": "fixed_scale"},
             "fixed_scale sets its scales before the first step",
         ),
     ],

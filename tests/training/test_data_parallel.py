@@ -264,8 +264,4 @@ def test_collectives_and_errors_across_ranks(two_processes):
     ]
     assert output[0]["outcomes"] == ["well", *remote_errors]
     local_errors = [["UserError", "x", 3], ["KeyboardInterrupt", "", None]]
-    assert output[1]["outcomes"] == [
-        "well",
-        *local_errors,
-        ["Interrupted", "x", None],
-    ]
+    assert output[1]["outcomes"] == ["well", *local_errors, ["Interrupted", "x", None]]

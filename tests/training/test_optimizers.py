@@ -193,10 +193,7 @@ def dequantized(state: dict, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_8_bit_moments_take_a_quarter_and_small_ones_stay_float32(name):
-    parameters = {
-        "large": mx.zeros((64, 300)),
-        "small": mx.zeros(MIN_8BIT_SIZE - 1),
-    }
+    parameters = {"large": mx.zeros((64, 300)), "small": mx.zeros(MIN_8BIT_SIZE - 1)}
     state = new_optimizer(f"{name}_8bit", parameters).state
     expected = new_optimizer(name, parameters).state
     assert state["small"].keys() == expected["small"].keys()

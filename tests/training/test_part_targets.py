@@ -11,11 +11,7 @@ from lmx.models.loader import build_model
 from lmx.run.logger import NullLogger
 from lmx.training import teacher_cache
 from lmx.training.teacher_cache import cache_part_targets
-from lmx.training.teacher_targets import (
-    bytes_per_token,
-    compress_targets,
-    index_dtype,
-)
+from lmx.training.teacher_targets import bytes_per_token, compress_targets, index_dtype
 from tiny_checkpoints import LLAMA
 
 VOCABULARY = 40
