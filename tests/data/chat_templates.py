@@ -82,19 +82,6 @@ LLAMA3 = r"""
 {%- endif %}
 """
 
-MISTRAL_V1 = r"""
-{{- bos_token }}
-{%- for m in messages %}
-{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
-{{- raise_exception('Conversation roles must alternate') }}
-{%- endif %}
-{%- if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}
-{%- elif m.role == 'assistant' %}{{- m.content + eos_token + ' ' }}
-{%- else %}{{- raise_exception('Only user and assistant roles') }}
-{%- endif %}
-{%- endfor %}
-"""
-
 
 GEMMA2 = r"""
 {{- bos_token }}
@@ -159,32 +146,12 @@ OLMO2 = r"""
 {%- endfor %}
 """
 
-FALCON3 = r"""
-{%- for m in messages %}
-{{- '<|' + m.role + '|>\n' + m.content }}
-{%- if m.role == 'assistant' and not loop.last %}{{- eos_token }}{%- endif %}
-{{- '\n' if not loop.last or add_generation_prompt }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}
-{%- elif messages and messages[-1].role == 'assistant' %}{{- eos_token }}
-{%- endif %}
-"""
 
 ZEPHYR = r"""
 {%- for m in messages %}
 {{- '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}
 {%- if loop.last and add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
 {%- endfor %}
-"""
-
-VICUNA = r"""
-{%- for m in messages %}
-{%- if m.role == 'system' %}{{- m.content + '\n\n' }}
-{%- elif m.role == 'user' %}{{- 'USER: ' + m.content.strip() + '\n' }}
-{%- elif m.role == 'assistant' %}{{- 'ASSISTANT: ' + m.content.strip() + '\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- 'ASSISTANT:' }}{%- endif %}
 """
 
 
@@ -242,7 +209,6 @@ PLAIN = {
     "llama3": Family(
         LLAMA3, _LLAMA3_TOKENS, "<|eot_id|> <|end_of_text|>", "<|begin_of_text|>"
     ),
-    "mistral_v1": Family(MISTRAL_V1, "<s> </s>", "</s>", "<s>"),
     "gemma2": Family(GEMMA2, *_GEMMA),
     "phi3": Family(
         PHI3,
@@ -261,9 +227,7 @@ PLAIN = {
         "<|endoftext|> <|user|> <|observation|>",
     ),
     "olmo2": Family(OLMO2, "<|endoftext|>", "<|endoftext|>", "<|endoftext|>"),
-    "falcon3": Family(FALCON3, f"<|endoftext|> {_ROLES}", "<|endoftext|>"),
     "zephyr": Family(ZEPHYR, "<s> </s>", "</s>", "<s>"),
-    "vicuna": Family(VICUNA, "<s> </s>", "</s>", "<s>"),
     "longcat": Family(LONGCAT, "<longcat_s> </longcat_s>", "</longcat_s>"),
     "no_end_of_turn": Family(
         NO_END_OF_TURN, f"<|endoftext|> {_ROLES}", "<|endoftext|>"

@@ -71,24 +71,6 @@ QWQ = r"""
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}
 """
 
-DEEPSEEK_R1 = r"""
-{{- bos_token }}
-{%- for m in messages %}
-{%- if m.role == 'system' %}{{- m.content }}
-{%- elif m.role == 'user' %}{{- '<｜User｜>' + m.content }}
-{%- elif m.role == 'tool' %}
-{{- '<｜tool▁outputs▁begin｜>' + m.content + '<｜tool▁outputs▁end｜>' }}
-{%- elif m.role == 'assistant' %}
-{{- '<｜Assistant｜>' + m.content.split('</think>')[-1].lstrip() }}
-{%- for c in m.tool_calls or [] %}
-{{- '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' }}
-{{- c.function.arguments | tojson + '<｜tool▁call▁end｜>' }}
-{%- endfor %}
-{{- eos_token }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\n' }}{%- endif %}
-"""
 
 # Without thinking, the prompt ends with a closing tag, as every turn begins.
 DEEPSEEK_V31 = r"""
@@ -325,7 +307,6 @@ REASONING = {
     "qwen3_thinking": Family(QWEN3_THINKING, *_QWEN3),
     "qwen3_instruct": Family(QWEN3_INSTRUCT, *_QWEN3),
     "qwq": Family(QWQ, *_QWEN3),
-    "deepseek_r1": Family(DEEPSEEK_R1, *DEEPSEEK),
     "deepseek_v31": Family(DEEPSEEK_V31, *DEEPSEEK),
     "glm45": Family(
         GLM45,

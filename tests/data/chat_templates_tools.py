@@ -162,33 +162,6 @@ QWEN3_CODER = r"""
 """
 
 
-# Answers to results have no header of their own.
-DEEPSEEK_V3 = r"""
-{{- bos_token }}
-{%- for m in messages if m.role == 'system' %}{{- m.content + '\n\n' }}{%- endfor %}
-{%- for m in messages %}
-{%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}
-{%- elif m.role == 'tool' %}
-{{- '<｜tool▁outputs▁begin｜>' if loop.previtem.role != 'tool' }}
-{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
-{{- '<｜tool▁outputs▁end｜>' if loop.last or loop.nextitem.role != 'tool' }}
-{%- elif m.role == 'assistant' %}
-{{- '<｜Assistant｜>' if loop.first or loop.previtem.role != 'tool' }}
-{{- m.content }}
-{%- for c in m.tool_calls or [] %}
-{{- '<｜tool▁calls▁begin｜>' if loop.first }}
-{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + c.function.name + '\n```json\n' }}
-{{- c.function.arguments | tojson + '\n```<｜tool▁call▁end｜>' }}
-{{- '<｜tool▁calls▁end｜>' if loop.last }}
-{%- endfor %}
-{{- eos_token }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt and messages[-1].role != 'tool' %}
-{{- '<｜Assistant｜>' }}
-{%- endif %}
-"""
-
 # Only the id names the function: ids are to be functions.<name>:<number>.
 KIMI_K2 = r"""
 {%- if tools %}
@@ -273,7 +246,6 @@ TOOLS = {
     "mistral_v13": Family(MISTRAL_V13, *_MISTRAL),
     "qwen25": Family(QWEN25, f"{CHATML_TOKENS} {TOOL_TAGS}", CHATML_STOPS),
     "qwen3_coder": Family(QWEN3_CODER, f"{CHATML_TOKENS} {TOOL_TAGS}", CHATML_STOPS),
-    "deepseek_v3": Family(DEEPSEEK_V3, *DEEPSEEK),
     "kimi_k2": Family(KIMI_K2, KIMI_TOKENS, "[EOS] <|im_end|>", "[BOS]"),
     "phi4_mini": Family(
         PHI4_MINI,

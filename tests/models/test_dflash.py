@@ -353,12 +353,6 @@ def test_defaults_follow_the_target():
     scaling = {"rope_type": "llama3", "factor": 8.0}
     scaled = sizes(target | {"rope_scaling": scaling})
     assert scaled.rope == config.rope | {"rope_scaling": scaling}
-    # transformers 5 writes one key in place of the others.
-    new = {
-        k: v for k, v in scaled.to_json().items() if k[:6] not in ("rope_t", "rope_s")
-    }
-    assert new["rope_parameters"] == scaling | {"rope_theta": 5e5}
-    assert DFlashConfig.from_json(new, place="").rope == scaled.rope
     # Its factors are for heads of another size.
     scaling = {"type": "longrope", "short_factor": [1.0]}
     assert sizes(target | {"rope_scaling": scaling}) == config

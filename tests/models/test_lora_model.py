@@ -3,7 +3,6 @@
 import json
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from lmx.config.lora import LoRAConfig
 from lmx.errors import UserError
@@ -41,12 +40,6 @@ def save(folder, model, trained, keys, *, num_layers=3, **changes):
     )
 
 
-def layer_parameters(trained, path):
-    """Adapter parameters of one layer, by name."""
-    prefix = f"{path}."
-    return {k[len(prefix) :]: v for k, v in trained.items() if k.startswith(prefix)}
-
-
 @pytest.fixture(params=[LLAMA_ALL := ["self_attn.*", "mlp.*"], ["self_attn.[qv]_proj"]])
 def patterns(request):
     return request.param
@@ -72,18 +65,6 @@ def test_save_adapter_config_is_readable_by_mlx_swift(folder, tmp_path, patterns
         "keys": keys,
     }
     assert not any("layers." in key for key in keys)
-
-
-def test_merge_equals_the_float64_sum(folder):
-    """Expected: W + scale (A B)^T in NumPy float64."""
-    model, trained, base, _ = adapt(folder, ["mlp.down_proj"])
-    path = "model.layers.1.mlp.down_proj"
-    layer = lora_model.adapted_layers(model)[path]
-    names = (f"{path}.lora_a", f"{path}.lora_b")
-    a, b = (np.array(trained[name], dtype=np.float64) for name in names)
-    expected = np.array(base[f"{path}.weight"], dtype=np.float64) + 1.5 * (a @ b).T
-    merged = layer.merge(layer.base_weight, layer_parameters(trained, path))
-    np.testing.assert_allclose(np.array(merged), expected, atol=1e-6)
 
 
 def test_attach_starts_as_the_base_and_freezes_it(folder):

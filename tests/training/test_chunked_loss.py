@@ -12,7 +12,7 @@ from lmx.models.trunk_head import NoTrunkHeadSplit
 from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.losses import cross_entropy_sum
 from tiny_llamas import GRID_MODES, MODES, llama, tokens_of
-from tiny_steps import Tiny, make_step
+from tiny_steps import Tiny, assert_close, loss_and_gradients, make_step
 
 COMMON = {
     "hidden_size": 32,
@@ -63,16 +63,14 @@ def outputs(model, fake_quant, chunk, batch, **settings):
     chunked = ChunkedLoss(model, chunk) if chunk else None
     options = settings | {"fake_quant": fake_quant, "name": "sgd"}
     step = make_step(model, chunked_loss=chunked, **options)
-    loss = step(batch, 0.0, 0)[0].item()
+    loss, gradients = loss_and_gradients(step, batch)
     assert step.evaluate([batch])[0] == pytest.approx(loss, rel=1e-5)
-    return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+    return loss, gradients
 
 
 def assert_alike(result, expected):
     assert result[0] == pytest.approx(expected[0], rel=1e-5)
-    for path, gradient in expected[1].items():
-        allowed = 1e-6 * max(1.0, np.abs(gradient).max())
-        np.testing.assert_allclose(result[1][path], gradient, rtol=1e-5, atol=allowed)
+    assert_close(result[1], expected[1])
 
 
 @pytest.mark.parametrize(
@@ -189,11 +187,10 @@ def test_head_runs_on_trained_positions_only(trained, chunk):
     model.model.embed_tokens.as_linear = lambda x: (
         chunk_sizes.append(x.shape[1]) or head(x)
     )
-    loss = step(batch, 0.0, 0)[0].item()
-    result = {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+    result = loss_and_gradients(step, batch)
     # The first call traces the trunk without computing it. Then come the chunks.
     assert sum(chunk_sizes[1:]) == len(batch.head_positions)
-    assert_alike((loss, result), outputs(*llama(), None, batch))
+    assert_alike(result, outputs(*llama(), None, batch))
 
 
 def test_batch_without_padding_has_no_places():

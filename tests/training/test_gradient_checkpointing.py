@@ -11,15 +11,14 @@ from lmx.models.hooks import ModuleProxy, find_blocks
 from lmx.training import gradient_checkpointing
 from lmx.training.gradient_checkpointing import checkpointed
 from tiny_llamas import GRID_MODES, MODES, llama, tokens_of
-from tiny_steps import Tiny, make_step
+from tiny_steps import Tiny, loss_and_gradients, make_step
 
 
 def outputs(mode, *, dropout=0.0, **settings):
-    """Loss and gradients of a compiled step: the first momentum is the gradient."""
+    """Loss and gradients of a compiled step."""
     model, fake_quant = llama(mode, dropout=dropout)
     step = make_step(model, fake_quant=fake_quant, name="sgd", **settings)
-    loss = step(tokens_of(), 0.0, 0)[0].item()
-    return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+    return loss_and_gradients(step, tokens_of())
 
 
 @pytest.mark.parametrize("mode", MODES + GRID_MODES)

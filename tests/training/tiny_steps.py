@@ -61,6 +61,25 @@ def random_examples(count: int, longest: int, *, seed: int = 0) -> list[Example]
     return examples
 
 
+def gradients_of(step: TrainStep, window) -> dict[str, np.ndarray]:
+    """The mean gradients of one step of SGD: its first momentum is the gradient."""
+    return loss_and_gradients(step, window)[1]
+
+
+def loss_and_gradients(step: TrainStep, window):
+    """The summed loss, and the mean gradients of one step of SGD."""
+    loss = step(window, 0.0, 0)[0].item()
+    return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+
+
+def assert_close(result, expected, rtol=1e-5, atol=1e-6):
+    """Compare gradients; `atol` is that of gradients of at most 1."""
+    assert result.keys() == expected.keys()
+    for path, gradient in expected.items():
+        allowed = atol * max(1.0, np.abs(gradient).max())
+        np.testing.assert_allclose(result[path], gradient, rtol, allowed, err_msg=path)
+
+
 def make_step(model: nn.Module, kind: type[TrainStep] = TrainStep, **settings):
     """A train step; `settings` includes those of the optimizer."""
     names = {field.name for field in fields(OptimizerConfig)} & set(settings)
