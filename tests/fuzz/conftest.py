@@ -20,6 +20,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory, tokenizer_folder) -> dict[str, str]:
+    """A model, adapters of it in every format, and drafters, all sound."""
+    from test_fuzz_adapters import SMALL, write_adapters, write_drafters
+    from test_fuzz_model_folders import write_folder
+
+    root = tmp_path_factory.mktemp("folders")
+    write_folder(root / "base", SMALL, tokenizer_folder, None)
+    write_adapters(root / "adapters", root / "base")
+    write_drafters(root / "drafters", root / "base")
+    return {name: str(root / name) for name in ("base", "adapters", "drafters")}
+
+
 @pytest.fixture
 def num_cases(request: pytest.FixtureRequest):
     """The number of cases: that of the command line, else the default of the test."""

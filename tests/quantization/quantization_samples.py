@@ -37,3 +37,19 @@ def correlated_inputs(width, count=2048, seed=0) -> np.ndarray:
     mixing = np.eye(width) + generator.normal(size=(width, width)) / np.sqrt(width)
     sizes = np.exp(0.7 * generator.normal(size=width))
     return generator.normal(size=(count, width)) @ mixing * sizes
+
+
+def naive_gptq(target, hessian, group, nearest) -> np.ndarray:
+    """Optimal brain quantization: remove each column from the inverse.
+
+    Args:
+        nearest: (values [N] of a column, its group) -> codes and weights [N].
+    """
+    remaining, codes = to_float64(target), np.zeros(target.shape)
+    inverse = np.linalg.inv(to_float64(hessian.matrix))
+    for column in np.array(hessian.order):
+        codes[:, column], rounded = nearest(remaining[:, column], column // group)
+        error, pivot = remaining[:, column] - rounded, inverse[column, column]
+        remaining = remaining - np.outer(error, inverse[column] / pivot)
+        inverse = inverse - np.outer(inverse[:, column], inverse[column]) / pivot
+    return codes

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
 from lmx.errors import UserError
-from lmx.quantization import backend
-from lmx.quantization.affine_grid import AffineGrid, fit_grid, nearest
+from lmx.quantization import affine_grid, backend
+from lmx.quantization.affine_grid import AffineGrid, fit_grid
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.ptq.gptq import solver as gptq_solver
 from lmx.quantization.ptq.gptq.solver import (
@@ -21,7 +21,7 @@ from lmx.quantization.ptq.gptq.solver import (
 )
 from lmx.quantization.ptq.hessian import damped
 from lmx.quantization.ptq.input_statistics import OutputError
-from quantization_samples import correlated_inputs, to_float64
+from quantization_samples import correlated_inputs, naive_gptq, to_float64
 
 GROUP, WIDTH, ROWS = 32, 128, 24
 LEVELS = 4.0
@@ -91,27 +91,17 @@ def test_hessian_order_puts_costly_columns_first_by_group(hessian):
     assert np.all(np.diff(first) <= 0)
 
 
-def naive_gptq(target, hessian, grid: AffineGrid) -> np.ndarray:
-    """Optimal brain quantization: remove each column from the inverse."""
-    order = np.array(hessian.order)
-    remaining, codes = to_float64(target), np.zeros(target.shape)
-    inverse = np.linalg.inv(to_float64(hessian.matrix))
-    scales, biases = to_float64(grid.scales), to_float64(grid.biases)
-    for column in order:
-        scale, bias = (v[:, column // GROUP] for v in (scales, biases))
-        code = np.clip(np.round((remaining[:, column] - bias) / scale), 0, 3)
-        codes[:, column] = code
-        error = remaining[:, column] - (scale * code + bias)
-        pivot = inverse[column, column]
-        remaining = remaining - np.outer(error, inverse[column] / pivot)
-        inverse = inverse - np.outer(inverse[:, column], inverse[column]) / pivot
-    return codes
-
-
 def test_gptq_codes_match_naive_obq(hessian):
     target = weights()
     grid = gptq(target, hessian, GROUP, LEVELS, mx.float32)
-    expected = naive_gptq(target, hessian, grid)
+    scales, biases = to_float64(grid.scales), to_float64(grid.biases)
+
+    def nearest(values, group):
+        scale, bias = scales[:, group], biases[:, group]
+        codes = np.clip(np.round((values - bias) / scale), 0, 3)
+        return codes, scale * codes + bias
+
+    expected = naive_gptq(target, hessian, GROUP, nearest)
     # A weight halfway between two codes can take either code.
     assert (to_float64(grid.codes) == expected).mean() > 0.999
 
@@ -260,7 +250,7 @@ def _rtn_grid(target):
     low, high = target.min(axis=1), target.max(axis=1)
     scale = (high - low) / 3
     scale, low = scale[:, None], low[:, None]
-    return nearest((target - low) / scale, LEVELS - 1), scale, low
+    return affine_grid.nearest((target - low) / scale, LEVELS - 1), scale, low
 
 
 @pytest.mark.parametrize(

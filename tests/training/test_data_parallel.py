@@ -11,20 +11,23 @@ from lmx.run.distributed import SINGLE_PROCESS
 from lmx.training.document_mask import DocumentCaches
 from lmx.training.step import TrainStep, shard_batch
 from lmx.training.teacher_targets import compress_targets
-from processes import cases_of, in_ring
+from processes import SCATTER, cases_of, in_ring
 from test_document_mask import documents_of, packed
 from test_gradient_accumulation import ragged
 from tiny_llamas import llama, tokens_of
 from tiny_steps import Rank, make_step
 
 # The program of every rank.
-PROGRAM = """
+PROGRAM = (
+    SCATTER
+    + """
 import sys
 from pathlib import Path
-import test_data_parallel
+import {module} as module
 from lmx.run import distributed as ranks
-test_data_parallel.{name}(ranks.join(), Path(sys.argv[1]))
+module.{name}(ranks.join(), Path(sys.argv[1]))
 """
+)
 SGD = {"name": "sgd", "momentum": 0.9, "max_grad_norm": 1.0}
 
 
@@ -69,14 +72,18 @@ def trained_on_documents(ranks) -> dict[str, np.ndarray]:
     return outcome(step, [[batch] for batch in batches])
 
 
-def outcome(step: TrainStep, windows) -> dict[str, np.ndarray]:
+def outcome(step: TrainStep, windows, rate: float = 1e-2) -> dict[str, np.ndarray]:
+    """Losses, token counts, norms, evaluation and full weights of a training."""
     metrics = []
     for number, window in enumerate(windows):
-        output = step(window, 1e-2, number)
+        output = step(window, rate, number)
         metrics.append([value.item() for value in output[:3]])
     valid = [batch for window in windows for batch in window]
-    weights = {f"weight {k}": np.array(v) for k, v in step.parameters.items()}
-    return weights | {"steps": np.array(metrics), "valid": step.evaluate(valid)[:2]}
+    result = {"steps": np.array(metrics), "valid": np.array(step.evaluate(valid)[:2])}
+    weights = step.parameters
+    if step.sharding:
+        weights = step.gather_parameters(dict.fromkeys(weights, mx.float32))
+    return result | {f"weight {k}": np.array(v) for k, v in weights.items()}
 
 
 def train_everything(ranks, folder) -> None:
@@ -93,6 +100,14 @@ def train_everything(ranks, folder) -> None:
             for k, v in values.items()
         },
     )
+
+
+def run_on_two_ranks(function: str, folder) -> None:
+    """Call a function of a test module with the ranks and a folder."""
+    module, name = function.split(".")
+    program = PROGRAM.format(module=module, name=name)
+    processes = in_ring(program, str(folder), folder=folder)
+    assert [done.returncode for done in processes] == [0, 0], processes
 
 
 def mean_of_means(ranks, values):
@@ -114,10 +129,7 @@ def single_process():
 def two_processes(tmp_path_factory, single_process):
     """The results of two processes, by case, and what their collectives did."""
     folder = tmp_path_factory.mktemp("pair")
-    processes = in_ring(
-        PROGRAM.format(name="train_everything"), str(folder), folder=folder
-    )
-    assert [done.returncode for done in processes] == [0, 0], processes[0].stderr
+    run_on_two_ranks("test_data_parallel.train_everything", folder)
     return [
         cases_of(folder / f"{rank}.npz")
         | {"collectives": json.loads((folder / f"{rank}.json").read_text())}

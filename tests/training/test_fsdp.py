@@ -16,24 +16,21 @@ from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.fsdp import ShardedParameters
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
-from processes import SCATTER, cases_of, in_ring
+from processes import cases_of
 from test_checkpoint import bits
-from test_data_parallel import ALLOWED, SGD, assert_same_training, windows
+from test_data_parallel import (
+    ALLOWED,
+    SGD,
+    assert_same_training,
+    outcome,
+    run_on_two_ranks,
+    windows,
+)
 from tiny_families import VOCABULARY as FAMILY_VOCABULARY
 from tiny_families import member
 from tiny_llamas import llama, tokens_of
 from tiny_steps import Rank, Tiny, make_step, random_batch
 
-PROGRAM = (
-    SCATTER
-    + """
-import sys
-from pathlib import Path
-import test_fsdp
-from lmx.run import distributed as ranks
-test_fsdp.{name}(ranks.join(), Path(sys.argv[1]))
-"""
-)
 ADAMW = {"weight_decay": 0.1, "max_grad_norm": 1.0}
 CASES = {
     "tied": ({}, SGD),
@@ -69,18 +66,6 @@ def steps_of(case: str):
     return windows()
 
 
-def outcome(step: TrainStep, windows, rate: float = 1e-2) -> dict[str, np.ndarray]:
-    """Losses, token counts, norms, evaluation and full weights of a training."""
-    metrics = []
-    for number, window in enumerate(windows):
-        output = step(window, rate, number)
-        metrics.append([value.item() for value in output[:3]])
-    valid = [batch for window in windows for batch in window]
-    result = {"steps": np.array(metrics), "valid": np.array(step.evaluate(valid)[:2])}
-    weights = step.gather_parameters(dict.fromkeys(step.parameters, mx.float32))
-    return result | {f"weight {k}": np.array(v) for k, v in weights.items()}
-
-
 def state_bytes(step: TrainStep) -> int:
     """Bytes of parameters and optimizer state."""
     parts = [step.parameters, step.optimizer.state]
@@ -104,11 +89,6 @@ def train_everything(ranks, folder) -> None:
     np.savez(folder / f"{ranks.rank}.npz", **flat)
 
 
-def run_on_two_ranks(name: str, folder) -> None:
-    processes = in_ring(PROGRAM.format(name=name), str(folder), folder=folder)
-    assert [done.returncode for done in processes] == [0, 0], processes
-
-
 @pytest.fixture(scope="module")
 def single_process():
     """The results of one process; it fills the compilation cache for the two."""
@@ -122,7 +102,7 @@ def single_process():
 def two_processes(tmp_path_factory, single_process):
     """The results of two FSDP processes, by case."""
     folder = tmp_path_factory.mktemp("pair")
-    run_on_two_ranks("train_everything", folder)
+    run_on_two_ranks("test_fsdp.train_everything", folder)
     return [cases_of(folder / f"{rank}.npz") for rank in range(2)]
 
 
@@ -273,7 +253,7 @@ def saved(tmp_path_factory):
     whole, folder = fresh(), tmp_path_factory.mktemp("saved")
     train(whole, 0, 4)
     checkpoint.save(folder / "one", whole, TrainingProgress(4))
-    run_on_two_ranks("run_everything", folder)
+    run_on_two_ranks("test_fsdp.run_everything", folder)
     return whole, folder
 
 
@@ -367,7 +347,7 @@ def family_batch() -> Batch:
 
 @pytest.mark.slow
 def test_fsdp_trains_families_like_one_process(tmp_path):
-    run_on_two_ranks("train_families", tmp_path)
+    run_on_two_ranks("test_fsdp.train_families", tmp_path)
     output = dict(np.load(tmp_path / "0.npz"))
     mx.disable_compile()
     try:
