@@ -12,6 +12,7 @@ sys.path.append(str(FOLDER.parent / "pipeline"))
 # Some fuzzers use the fixtures of other folders.
 sys.path.append(str(FOLDER.parent / "convert"))
 sys.path.append(str(FOLDER.parent / "data"))
+sys.path.append(str(FOLDER.parent / "models"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
