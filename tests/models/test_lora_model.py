@@ -10,6 +10,7 @@ from lmx.models.loader import load
 from lmx.models.lora import io, lora_model
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import QWEN3_MOE
+from tiny_families import member
 
 OPTIONS = {"rank": 4, "alpha": 6.0}
 TOKENS = mx.random.randint(0, 320, (2, 12), key=mx.random.key(0))
@@ -117,22 +118,9 @@ def test_default_target_modules_skip_routers(make_checkpoint):
     assert keys == [*experts, *(f"self_attn.{x}_proj" for x in "koqv")]
 
 
-def test_attach_finds_blocks_of_any_name(tmp_path):
+def test_attach_finds_blocks_of_any_name():
     """GPT-2 names its blocks h; mlx-lm finds them as `model.layers`."""
-    from mlx_lm.models import gpt2
-
-    model = gpt2.Model(
-        gpt2.ModelArgs(
-            model_type="gpt2",
-            n_ctx=64,
-            n_embd=64,
-            n_head=2,
-            n_layer=2,
-            n_positions=64,
-            layer_norm_epsilon=1e-5,
-            vocab_size=320,
-        )
-    )
+    model = member("gpt2")
     keys = lora_model.attach(model, LoRAConfig(target_modules=["attn.*"]), seed=0)
     assert keys == ["attn.c_attn", "attn.c_proj"]
     paths = list(lora_model.adapted_layers(model))

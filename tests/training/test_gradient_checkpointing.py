@@ -1,7 +1,5 @@
 """Recomputed blocks give equal gradients, and are restored afterwards."""
 
-import gc
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -11,7 +9,7 @@ from lmx.models.hooks import ModuleProxy, find_blocks
 from lmx.training import gradient_checkpointing
 from lmx.training.gradient_checkpointing import checkpointed
 from tiny_llamas import GRID_MODES, MODES, llama, tokens_of
-from tiny_steps import Tiny, loss_and_gradients, make_step
+from tiny_steps import Tiny, loss_and_gradients, make_step, peak_memory
 
 
 def outputs(mode, *, dropout=0.0, **settings):
@@ -127,11 +125,6 @@ def test_checkpointing_refuses_a_model_without_blocks():
 def test_checkpointing_uses_less_memory():
     def peak(**settings):
         model, _ = llama(num_hidden_layers=6)
-        step, batch = make_step(model, **settings), tokens_of(8, 128)
-        mx.eval(step(batch, 0.0, 0), step.parameters)
-        gc.collect()
-        mx.reset_peak_memory()
-        mx.eval(step(batch, 0.0, 0), step.parameters)
-        return mx.get_peak_memory() - mx.get_active_memory()
+        return peak_memory(make_step(model, **settings), tokens_of(8, 128))
 
     assert peak(gradient_checkpointing=True) < 0.7 * peak()
