@@ -124,6 +124,10 @@ def test_trainer_logs_loss_per_token(tmp_path):
     loss, tokens, _ = trainer.step.evaluate([batches(0), batches(1)])
     [record] = [record for record in records(tmp_path) if record["kind"] == "train"]
     assert record["loss"] == pytest.approx(loss / tokens, rel=1e-6)
+    loss, tokens, _ = trainer.step.evaluate(make_eval_batches())
+    for record in records(tmp_path):
+        if record["kind"] == "valid":
+            assert record["loss"] == pytest.approx(loss / tokens, rel=1e-6)
 
 
 @pytest.fixture
