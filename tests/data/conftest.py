@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from lmx.data import hub_datasets
+from lmx.models.loader import load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +21,12 @@ def load_script():
         return module
 
     return load
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder):
+    """A small trained tokenizer, with a chat template."""
+    return load_tokenizer(tokenizer_folder)
 
 
 @pytest.fixture

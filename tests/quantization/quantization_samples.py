@@ -4,6 +4,8 @@ import mlx.core as mx
 import numpy as np
 from lmx.data.calibration import CalibrationBatch
 from lmx.models.loader import build_model
+from lmx.quantization.ptq.base import PTQContext
+from lmx.run.logger import NullLogger
 from mlx.utils import tree_map
 
 
@@ -13,6 +15,18 @@ def windows_of(tokens, counted=None) -> CalibrationBatch:
     return CalibrationBatch(
         tokens, np.ones(tokens.shape, bool) if counted is None else counted
     )
+
+
+def context_of(model, specs, windows, folder, dtype=mx.float32, **options):
+    """What a method gets; `windows` are its calibration tokens."""
+    options = {"logger": NullLogger()} | options
+    return PTQContext(model, specs, dtype, lambda *_: windows, folder, **options)
+
+
+def tensors_of(tensors, path) -> dict[str, mx.array]:
+    """Codes, scales and biases of a layer by leaf."""
+    names = ("weight", "scales", "biases")
+    return {n: tensors[k] for n in names if (k := f"{path}.{n}") in tensors}
 
 
 def enlarged_model(config):

@@ -8,12 +8,16 @@ import pytest
 from lmx.config import quantize
 from lmx.config.quantize import GPTQConfig, RTNConfig
 from lmx.quantization.packing import dequantize
-from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
 from lmx.run.logger import NullLogger
 from mlx.utils import tree_flatten, tree_unflatten
-from quantization_samples import enlarged_model, windows_of
+from quantization_samples import (
+    context_of,
+    enlarged_model,
+    tensors_of,
+    windows_of,
+)
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 192}
@@ -47,18 +51,11 @@ def quantized(
     specs = select_layers(model, config).specs
     dense = dict(tree_flatten(model.parameters()))
     windows = windows_of(tokens_of(1) if tokens is None else tokens, counted)
-    context = PTQContext(
-        model,
-        specs,
-        mx.float32,
-        lambda *_: windows,
-        folder,
-        logger or RecordingLogger(),
-    )
+    logger = logger or RecordingLogger()
+    context = context_of(model, specs, windows, folder, logger=logger)
     tensors = METHODS[method](config, context).quantize()
     for path, spec in specs.items():
-        names = ("weight", "scales", "biases")
-        packed = {n: tensors[k] for n in names if (k := f"{path}.{n}") in tensors}
+        packed = tensors_of(tensors, path)
         dense[f"{path}.weight"] = dequantize(packed, spec, mx.float32)
     model.update(tree_unflatten(list(dense.items())))
     return tensors, model

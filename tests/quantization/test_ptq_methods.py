@@ -13,13 +13,11 @@ from lmx.config.quantize import GPTQConfig, RTNConfig
 from lmx.models import checkpoint_writer
 from lmx.models.loader import load
 from lmx.quantization.packing import dequantize
-from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
-from lmx.run.logger import RunLogger
 from mlx.utils import tree_flatten
 from pydantic import ValidationError
-from quantization_samples import windows_of
+from quantization_samples import context_of, tensors_of, windows_of
 from tiny_checkpoints import QWEN3_MOE
 
 AWKWARD = {
@@ -53,13 +51,8 @@ def quantize(method, source, target, **settings):
     plan = select_layers(loaded.model, config)
     dense = dict(tree_flatten(loaded.model.parameters()))
     with TemporaryDirectory() as folder:
-        context = PTQContext(
-            loaded.model,
-            plan.specs,
-            loaded.dtype,
-            lambda tokens: WINDOWS,
-            Path(folder),
-            RunLogger(None, quiet=True),
+        context = context_of(
+            loaded.model, plan.specs, WINDOWS, Path(folder), loaded.dtype
         )
         tensors = METHODS[method](config, context).quantize()
         mx.eval(tensors)
@@ -124,11 +117,7 @@ def test_tensors_are_near_the_weights_in_the_given_spec(method, quantized, grid,
     for path, spec in plan.specs.items():
         assert spec == QuantSpec(**grid)
         weight = dense[f"{path}.weight"]
-        packed = {
-            name: tensors[f"{path}.{name}"]
-            for name in ("weight", "scales", "biases")
-            if f"{path}.{name}" in tensors
-        }
+        packed = tensors_of(tensors, path)
         rows, width = weight.shape
         assert packed["weight"].dtype == mx.uint32
         assert packed["weight"].shape == (rows, width * spec.bits // 32)
@@ -223,9 +212,7 @@ def test_zero_groups_stay_zero(method, grid, make_checkpoint, tmp_path):
     source = zero_some_weights(source, tmp_path / "zeros")
     plan, tensors, dense = quantize(method, source, tmp_path / "q", **grid)
     for path, spec in plan.specs.items():
-        names = ("weight", "scales", "biases")
-        packed = {n: tensors[k] for n in names if (k := f"{path}.{n}") in tensors}
-        weight = dequantize(packed, spec, mx.float32)
+        weight = dequantize(tensors_of(tensors, path), spec, mx.float32)
         assert mx.isfinite(weight).all().item(), path
         zero = dense[f"{path}.weight"] == 0
         if method == "gptq":

@@ -2,7 +2,6 @@
 
 import gc
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,7 +21,7 @@ from lmx.quantization.target_layers import select_layers
 from lmx.run.logger import NullLogger, RunLogger
 from lmx.run.progress import ProgressBar
 from mlx.utils import tree_flatten
-from quantization_samples import enlarged_model, windows_of
+from quantization_samples import context_of, enlarged_model, windows_of
 from test_output_fisher import gradients_of
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
@@ -35,12 +34,10 @@ def model_of(config=LLAMA, **changes):
     return enlarged_model(config | SIZES | changes)
 
 
-def context_of(model, folder, reread=None, grid=GRID, counted=None) -> PTQContext:
+def task(model, folder, grid=GRID, counted=None, **options) -> PTQContext:
     specs, windows = select_layers(model, grid).specs, windows_of(TOKENS, counted)
-    logger = RunLogger(None, quiet=True)
-    return PTQContext(
-        model, specs, mx.float32, lambda _: windows, folder, logger, reread
-    )
+    options = {"logger": RunLogger(None, quiet=True)} | options
+    return context_of(model, specs, windows, folder, **options)
 
 
 class RecordingRTN(PTQMethod):
@@ -77,7 +74,7 @@ class RecordingRTN(PTQMethod):
         counted=None,
         **options,
     ):
-        self.context = context_of(model, folder, counted=counted, **options)
+        self.context = task(model, folder, counted=counted, **options)
         return SequentialPipeline(
             self,
             windows_of(TOKENS, counted),
@@ -150,7 +147,7 @@ def test_progress_reaches_the_end_block_by_block(tmp_path):
         advance(bar, amount, note)
 
     config = GPTQConfig(bits=3)
-    context = replace(context_of(model, tmp_path), logger=Recorder())
+    context = task(model, tmp_path, logger=Recorder())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProgressBar, "advance", record)
         GPTQ(config, context).quantize()
