@@ -65,8 +65,13 @@ def test_auto_adapts_all_linear_layers_of_the_blocks(family):
     assert adapted(family) == EXPECTED[family]
 
 
+# Families with experts, and those whose classes lmx repairs.
+ROUTED = [family for family in FAMILIES if "expert" in str(config(family))]
+REPAIRED = ["gemma3n", "plamo3", "recurrent_gemma"]
+
+
 @pytest.mark.parametrize("target_modules", ["auto", ["*"]])
-@pytest.mark.parametrize("family", [f for f in FAMILIES if "expert" in str(config(f))])
+@pytest.mark.parametrize("family", [*ROUTED, *REPAIRED])
 def test_attach_skips_routers(family, target_modules):
     routers = {"gate", "router", "wg", "classifier", "shared_expert_gate"}
     keys = adapted(family, target_modules, rank=1)
