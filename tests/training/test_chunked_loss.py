@@ -9,6 +9,7 @@ import pytest
 from lmx.models.trunk_head import NoTrunkHeadSplit
 from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.losses import cross_entropy_sum
+from mlx.utils import tree_flatten
 from tiny_llamas import GRID_MODES, MODES, family, llama, tokens_of
 from tiny_steps import (
     Tiny,
@@ -57,6 +58,20 @@ def test_chunked_loss_equals_full_logits_for_every_family(name):
     expected = outputs(family(name), None, None, batch)
     lean = {"gradient_checkpointing": True}
     assert_alike(outputs(family(name), None, 7, batch, **lean), expected)
+
+
+def test_gradients_are_those_of_a_scaled_sum():
+    model, batch = llama()[0], tokens_of()
+    chunked = ChunkedLoss(model, 7)
+
+    def loss(model, factor):
+        return factor * chunked(batch.tokens[:, :-1], [batch.tokens[:, 1:], batch.mask])
+
+    one, two = (
+        dict(tree_flatten(nn.value_and_grad(model, loss)(model, factor)[1]))
+        for factor in (1.0, 2.0)
+    )
+    assert_close(two, {path: np.array(2 * gradient) for path, gradient in one.items()})
 
 
 def test_chunked_loss_keeps_logit_soft_caps():
