@@ -7,6 +7,7 @@ from lmx.config.quant_spec import QuantSpec
 from lmx.convert.exporters.base import ExportContext
 from lmx.models import checkpoint_writer
 from lmx.models.loader import load
+from lmx.quantization.packing import pack
 from mlx.utils import tree_flatten
 
 
@@ -35,19 +36,35 @@ def float_codes(model, mode):
     return codes
 
 
-def quantized_checkpoint(source, target, packed):
-    """Write a checkpoint with the quantized layers in `packed`.
+def pack_layers(source, specs):
+    """Layers of a checkpoint on their grids, as `quantized_checkpoint` takes them."""
+    loaded = load(source, compute="stored")
+    modules = dict(loaded.model.named_modules())
+    return {
+        path: (pack(modules[path].weight, spec, loaded.dtype), spec)
+        for path, spec in specs.items()
+    }
+
+
+def write_quantized(source, target, packed, kept=()):
+    """Write a checkpoint with the quantized layers in `packed`; returns its tensors.
 
     Args:
         packed: layer path -> (tensors by leaf name, quantization spec).
+        kept: layers that are not quantized.
     """
     loaded = load(source, compute="stored")
     weights = dict(tree_flatten(loaded.model.parameters()))
     for path, (tensors, _) in packed.items():
         weights |= {f"{path}.{leaf}": value for leaf, value in tensors.items()}
     specs = {path: spec for path, (_, spec) in packed.items()}
+    options = {"companions": loaded.path, "specs": specs, "kept": list(kept)}
     target.mkdir()
-    checkpoint_writer.write_checkpoint(
-        target, weights, loaded.config, companions=loaded.path, specs=specs
-    )
+    checkpoint_writer.write_checkpoint(target, dict(weights), loaded.config, **options)
+    return weights
+
+
+def quantized_checkpoint(source, target, packed):
+    """Write a checkpoint with the quantized layers in `packed`; returns its folder."""
+    write_quantized(source, target, packed)
     return target

@@ -17,11 +17,7 @@ BASE = {
     "eos_token_id": [2, 0],
 }
 LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
-YARN = {
-    "rope_type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -99,11 +95,7 @@ MODELS = {
     "smollm3": {"num_hidden_layers": 5},
     "olmo2": LINEAR,
     "olmo3": {"sliding_window": 12, "rope_scaling": YARN},
-    "olmoe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_key_value_heads": 4,
-    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "ernie4_5": {"use_bias": False},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False},
@@ -117,11 +109,7 @@ MODELS = {
         "tie_word_embeddings": True,
     },
     "nemotron": LINEAR
-    | {
-        "hidden_act": "relu2",
-        "norm_eps": 1e-4,
-        "partial_rotary_factor": 0.5,
-    },
+    | {"hidden_act": "relu2", "norm_eps": 1e-4, "partial_rotary_factor": 0.5},
     "qwen2_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,

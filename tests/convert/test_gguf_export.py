@@ -68,20 +68,20 @@ def random_layer(num_rows, width, bits, *, symmetric, size=32, dtype=mx.float16)
 
 
 CASES = [
-    (2, False, 32, "Q4_1"),
-    (3, False, 64, "Q4_1"),
-    (4, True, 64, "Q4_0"),
-    (4, False, 32, "Q4_1"),
-    (5, True, 128, "Q5_0"),
-    (5, False, 32, "Q5_1"),
-    (6, False, 32, "F16"),
-    (8, True, 32, "Q8_0"),
-    (8, False, 64, "F16"),
+    (2, False, 32, "Q4_1", "float16"),
+    (3, False, 64, "Q4_1", "bfloat16"),
+    (4, True, 64, "Q4_0", "float16"),
+    (4, True, 64, "Q4_0", "bfloat16"),
+    (4, False, 32, "Q4_1", "float16"),
+    (5, True, 128, "Q5_0", "bfloat16"),
+    (5, False, 32, "Q5_1", "float16"),
+    (6, False, 32, "F16", "bfloat16"),
+    (8, True, 32, "Q8_0", "bfloat16"),
+    (8, False, 64, "F16", "float16"),
 ]
 
 
-@pytest.mark.parametrize(("bits", "symmetric", "size", "kind"), CASES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("bits", "symmetric", "size", "kind", "dtype"), CASES)
 def test_quantized_matrices_keep_their_codes(
     make_checkpoint, tmp_path, bits, symmetric, size, kind, dtype
 ):

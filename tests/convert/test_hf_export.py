@@ -6,13 +6,12 @@ import re
 import mlx.core as mx
 import mlx_lm
 import pytest
-from exporting import export, quantized_checkpoint
+from exporting import export, pack_layers, quantized_checkpoint
 from lmx.config.quant_spec import QuantizationConfig
 from lmx.convert.exporters import hf
 from lmx.errors import UserError
 from lmx.models.loader import load
 from lmx.models.safetensors_io import read_header
-from lmx.quantization.packing import pack
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
@@ -34,14 +33,9 @@ MAMBA = {
 
 
 def write_quantized(source, target, **settings):
-    loaded = load(source, compute="stored")
-    specs = select_layers(loaded.model, QuantizationConfig(**settings)).specs
-    modules = dict(loaded.model.named_modules())
-    packed = {
-        path: (pack(modules[path].weight, spec, loaded.dtype), spec)
-        for path, spec in specs.items()
-    }
-    return quantized_checkpoint(source, target, packed)
+    model = load(source, compute="stored").model
+    specs = select_layers(model, QuantizationConfig(**settings)).specs
+    return quantized_checkpoint(source, target, pack_layers(source, specs))
 
 
 @pytest.mark.parametrize(

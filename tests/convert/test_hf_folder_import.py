@@ -11,7 +11,6 @@ from lmx.convert.importers import load_model, resolve_checkpoint
 from lmx.convert.importers.convert import convert_checkpoint
 from lmx.errors import UserError
 from lmx.models.loader import load, set_compute_dtype
-from lmx.quantization.bit_packing import pack_codes, unpack_codes
 from mlx.utils import tree_flatten
 from packers import awq, compressed, gptq, random_codes, write_checkpoint
 from safetensors.numpy import load_file, save_file
@@ -226,16 +225,6 @@ def test_requested_dtype_rounds_within_its_bound(make_packed):
     bias = (codes.zeros * codes.scales.astype(np.float64))[:, codes.group_index]
     assert error.max() > 0
     assert (error <= 2.0**-11 * bias + 1e-7).all()
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_packed_codes_have_mlx_layout(bits):
-    codes = mx.random.randint(0, 2**bits, (3, 64), key=mx.random.key(bits))
-    packed = pack_codes(codes, bits)
-    scales, biases = mx.ones((3, 2)), mx.zeros((3, 2))
-    dequantized = mx.dequantize(packed, scales, biases, group_size=32, bits=bits)
-    assert mx.array_equal(dequantized, codes)
-    assert mx.array_equal(unpack_codes(packed, bits), codes)
 
 
 def permute_down_proj(name, codes, rng):

@@ -7,14 +7,13 @@ import shutil
 import mlx.core as mx
 import mlx_lm
 import pytest
+from exporting import pack_layers, write_quantized
 from lmx.config.quant_spec import QuantizationConfig, QuantSpec
 from lmx.models import checkpoint_writer
 from lmx.models.checkpoint import checkpoint_size
 from lmx.models.loader import load
 from lmx.models.safetensors_io import read_header
-from lmx.quantization.packing import pack
 from lmx.quantization.target_layers import QuantizationPlan, select_layers
-from mlx.utils import tree_flatten
 from mlx_lm.utils import compute_bits_per_weight, get_total_parameters
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
@@ -25,27 +24,10 @@ FLOAT = QuantSpec(mode="nvfp4")
 
 
 def export(source, target, plan=None):
-    """Write a checkpoint and quantize the layers of the plan."""
-    loaded = load(source, compute="stored")
+    """Write a checkpoint and quantize the layers of the plan; returns its tensors."""
     plan = plan or QuantizationPlan({}, {})
-    modules = dict(loaded.model.named_modules())
-    tensors = {}
-    for path, spec in plan.specs.items():
-        packed = pack(modules[path].weight, spec, loaded.dtype)
-        tensors |= {f"{path}.{name}": value for name, value in packed.items()}
-    weights = dict(tree_flatten(loaded.model.parameters()))
-    quantized = {f"{path}.weight" for path in plan.specs}
-    weights = {k: v for k, v in weights.items() if k not in quantized} | tensors
-    target.mkdir()
-    checkpoint_writer.write_checkpoint(
-        target,
-        dict(weights),
-        loaded.config,
-        companions=loaded.path,
-        specs=plan.specs,
-        kept=list(plan.skipped),
-    )
-    return weights
+    packed = pack_layers(source, plan.specs)
+    return write_quantized(source, target, packed, kept=plan.skipped)
 
 
 def mixed_plan(folder):

@@ -49,7 +49,19 @@ COLD = result(1, "get_weather", '{"degrees": -4}')
 FOUND = result(2, "find_pages", "Three pages about skiing.")
 ASK_WEATHER = user("What is the weather in Zurich?")
 REASON = "The user greets me. I play a cook on a ship."
+ASKED_AND_TOLD = [
+    *(ASK_WEATHER, assistant("", tool_calls=[WEATHER]), COLD),
+    assistant("It is four below zero."),
+]
 REASONS = ("Count to one first.", "Then add one\n\nmore to it.", "Now three are left.")
+
+
+def _chat(*messages: dict) -> dict:
+    return {"messages": list(messages)}
+
+
+def _with_tools(*messages: dict) -> dict:
+    return _chat(*messages) | {"tools": TOOLS}
 
 
 def _many(*contents: str) -> list[dict]:
@@ -60,135 +72,82 @@ def _inline(reason: str, content: str) -> dict:
     return assistant(f"<think>\n{reason}\n</think>\n\n{content}")
 
 
+def _reasoned(reason: str, content: str) -> dict:
+    return assistant(content, reasoning_content=reason)
+
+
+def _counting(answer) -> list[dict]:
+    """Three questions, with an answer of each reason."""
+    pairs = zip(
+        ("One?", "Two?", "Three?"), ("Uno.", "Due.", "Tre."), REASONS, strict=True
+    )
+    return [m for q, a, reason in pairs for m in (user(q), answer(reason, a))]
+
+
 CHATS = {
-    "one_turn": {"messages": [HELLO, AHOY]},
-    "many_turns": {
-        "messages": _many(
-            *("Name a fish.", "Cod.", "Another one?", "Herring."),
-            *("And a bird?", "An albatross.\n\nOr a gull.", "Thanks!", "Aye aye."),
-        )
-    },
-    "system": {"messages": [SYSTEM, HELLO, AHOY]},
-    "system_many_turns": {
-        "messages": [SYSTEM, *_many("Name a fish.", "Cod.", "Why?", "It is tasty.")]
-    },
-    "call": {
-        "messages": [ASK_WEATHER, assistant(None, tool_calls=[WEATHER])],
-        "tools": TOOLS,
-    },
-    "call_with_content": {
-        "messages": [
-            ASK_WEATHER,
-            assistant("I look it up at once.", tool_calls=[WEATHER]),
-        ],
-        "tools": TOOLS,
-    },
-    "two_calls": {
-        "messages": [ASK_WEATHER, assistant("", tool_calls=[WEATHER, PAGES_AS_TEXT])],
-        "tools": TOOLS,
-    },
-    "tool_result": {
-        "messages": [
-            ASK_WEATHER,
-            assistant("", tool_calls=[WEATHER]),
-            COLD,
-            assistant("It is four below zero."),
-        ],
-        "tools": TOOLS,
-    },
-    "tools_many_turns": {
-        "messages": [
-            SYSTEM,
-            ASK_WEATHER,
-            assistant("", tool_calls=[WEATHER]),
-            COLD,
-            assistant("It is four below zero."),
-            user("Find me some slopes."),
-            assistant("", tool_calls=[PAGES]),
-            FOUND,
-            assistant("There are three pages."),
-        ],
-        "tools": TOOLS,
-    },
-    "reasoning": {"messages": [HELLO, AHOY | {"reasoning_content": REASON}]},
-    "reasoning_many_turns": {
-        "messages": [
-            user("One?"),
-            assistant("Uno.", reasoning_content=REASONS[0]),
-            user("Two?"),
-            assistant("Due.", reasoning_content=REASONS[1]),
-            user("Three?"),
-            assistant("Tre.", reasoning_content=REASONS[2]),
-        ]
-    },
-    "reasoning_and_calls": {
-        "messages": [
-            ASK_WEATHER,
-            assistant("", reasoning_content=REASONS[0], tool_calls=[WEATHER]),
-            COLD,
-            assistant("Four below.", reasoning_content=REASONS[1]),
-            user("And the slopes?"),
-            assistant("Open.", reasoning_content=REASONS[2]),
-        ],
-        "tools": TOOLS,
-    },
-    "inline_reasoning": {"messages": [HELLO, _inline(REASON, "Ahoy, I am the cook.")]},
-    "inline_reasoning_many_turns": {
-        "messages": [
-            SYSTEM,
-            user("One?"),
-            _inline(REASONS[0], "Uno."),
-            user("Two?"),
-            _inline(REASONS[1], "Due."),
-            user("Three?"),
-            _inline(REASONS[2], "Tre."),
-        ]
-    },
-    "some_reasoning": {
-        "messages": [
-            user("One?"),
-            assistant("Uno.", reasoning_content=REASONS[0]),
-            user("Two?"),
-            assistant("Due."),
-        ]
-    },
-    "adjacent_assistants": {
-        "messages": [HELLO, AHOY, assistant("And you, sir?"), user("A guest."), AHOY]
-    },
-    "adjacent_users": {
-        "messages": [HELLO, user("Anybody at home?"), AHOY, user("Good."), AHOY]
-    },
-    "empty_turn": {
-        "messages": [HELLO, assistant(""), user("Are you still there?"), AHOY]
-    },
-    "unicode": {
-        "messages": _many(
+    "one_turn": _chat(HELLO, AHOY),
+    "many_turns": _chat(
+        *_many("Name a fish.", "Cod.", "Another one?", "Herring."),
+        *_many("And a bird?", "An albatross.\n\nOr a gull.", "Thanks!", "Aye aye."),
+    ),
+    "system": _chat(SYSTEM, HELLO, AHOY),
+    "system_many_turns": _chat(
+        SYSTEM, *_many("Name a fish.", "Cod.", "Why?", "It is tasty.")
+    ),
+    "call": _with_tools(ASK_WEATHER, assistant(None, tool_calls=[WEATHER])),
+    "call_with_content": _with_tools(
+        ASK_WEATHER, assistant("I look it up at once.", tool_calls=[WEATHER])
+    ),
+    "two_calls": _with_tools(
+        ASK_WEATHER, assistant("", tool_calls=[WEATHER, PAGES_AS_TEXT])
+    ),
+    "tool_result": _with_tools(*ASKED_AND_TOLD),
+    "tools_many_turns": _with_tools(
+        *(SYSTEM, *ASKED_AND_TOLD, user("Find me some slopes.")),
+        *(assistant("", tool_calls=[PAGES]), FOUND),
+        assistant("There are three pages."),
+    ),
+    "reasoning": _chat(HELLO, AHOY | {"reasoning_content": REASON}),
+    "reasoning_many_turns": _chat(*_counting(_reasoned)),
+    "reasoning_and_calls": _with_tools(
+        *(ASK_WEATHER, _reasoned(REASONS[0], "") | {"tool_calls": [WEATHER]}, COLD),
+        *(_reasoned(REASONS[1], "Four below."), user("And the slopes?")),
+        _reasoned(REASONS[2], "Open."),
+    ),
+    "inline_reasoning": _chat(HELLO, _inline(REASON, "Ahoy, I am the cook.")),
+    "inline_reasoning_many_turns": _chat(SYSTEM, *_counting(_inline)),
+    "some_reasoning": _chat(*_counting(_reasoned)[:3], assistant("Due.")),
+    "adjacent_assistants": _chat(
+        HELLO, AHOY, assistant("And you, sir?"), user("A guest."), AHOY
+    ),
+    "adjacent_users": _chat(HELLO, user("Anybody at home?"), AHOY, user("Good."), AHOY),
+    "empty_turn": _chat(HELLO, assistant(""), user("Are you still there?"), AHOY),
+    "unicode": _chat(
+        *_many(
             "Cafe\u0301 \u2028 שלום 👩‍👩‍👧 東京?",
             "Ja: e\u0301\u0327, 🙂🏽 \u2029 مرحبا \u200f… ﬁ",
             "と\u3099",
             "\ufeffどうも \u0085 𝒳",
         )
-    },
-    "code": {
-        "messages": _many(
+    ),
+    "code": _chat(
+        *_many(
             "{{ x }} {% for i in y %}\n  {name: 1} {% endfor %}\n",
             "    print({{ '{{' }})\n\treturn {\"a\": {}} {# no #} {% raw %}\n\n  ",
             "  and }} now %}?\n\n",
             "\n\n```jinja\n{{ messages[0].content }}\n```\n",
         )
-    },
-    "repeats": {
-        "messages": _many(
-            *("Echo: ping", "Echo: ping", "ping", "ping", "ping", "Echo: ping"),
-        )
-    },
-    "assistant_first": {
-        "messages": [AHOY, user("Good morning, cook."), assistant("Morning, sir.")]
-    },
-    "untrained_greeting": {
-        "messages": [AHOY | {"weight": 0}, HELLO, assistant("Morning, sir.")]
-    },
-    "ends_with_user": {"messages": [HELLO, AHOY, user("Are you still there?")]},
+    ),
+    "repeats": _chat(
+        *_many("Echo: ping", "Echo: ping", "ping", "ping", "ping", "Echo: ping")
+    ),
+    "assistant_first": _chat(
+        AHOY, user("Good morning, cook."), assistant("Morning, sir.")
+    ),
+    "untrained_greeting": _chat(
+        AHOY | {"weight": 0}, HELLO, assistant("Morning, sir.")
+    ),
+    "ends_with_user": _chat(HELLO, AHOY, user("Are you still there?")),
 }
 # More turns than lmx looks at one by one. The content of some occurs in others.
 LONG = {"messages": _many(*(f"Number {n * n % 64} of {n % 7}?" for n in range(40)))}

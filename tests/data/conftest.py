@@ -1,9 +1,32 @@
 """Fixtures of the data tests."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 from lmx.data import hub_datasets
+from lmx.models.loader import load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def load_script():
+    """A function that imports a program of the folder `data`."""
+
+    def load(name):
+        path = Path(__file__).parents[2] / "data" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder):
+    """A small trained tokenizer, with a chat template."""
+    return load_tokenizer(tokenizer_folder)
 
 
 @pytest.fixture

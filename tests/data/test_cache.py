@@ -50,6 +50,13 @@ def test_root_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("LMX_CACHE", "~/other")
     assert cache.root().name == "other"
     assert cache.root().is_absolute()
+    # As in a container whose user has no entry in /etc/passwd.
+    monkeypatch.delenv("LMX_CACHE")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(UserError, match="no home folder") as caught:
+        cache.root()
+    assert "LMX_CACHE" in caught.value.hint
 
 
 def test_entry_is_created_once(cache_folder):
@@ -67,7 +74,9 @@ def test_entry_is_created_once(cache_folder):
 INDEXES = ['{"sha256"', "[1, 2]", "{}", '{"facts": {"pair": [3, 4]}}', "null"]
 
 
-@pytest.mark.parametrize("damage", ["shorten", "change", "remove", "folder", *INDEXES])
+@pytest.mark.parametrize(
+    "damage", ["shorten", "change", "remove", "folder", "facts", *INDEXES]
+)
 def test_damaged_entry_is_created_again_with_a_warning(cache_folder, damage):
     folder = cache.get_or_create("test", "key", fill, warning=print).folder
     if damage == "shorten":
@@ -76,13 +85,19 @@ def test_damaged_entry_is_created_again_with_a_warning(cache_folder, damage):
         (folder / "rows").write_text("CONTENT")
     elif damage == "remove":
         (folder / "rows").unlink()
+    elif damage == "facts":
+        # The hash of an index covers all of it.
+        index = folder / folder_index.INDEX
+        index.write_text(index.read_text().replace("[1, 2]", "[1, 3]"))
     elif damage == "folder":
         (folder / fs.INDEX).unlink()
         (folder / fs.INDEX).mkdir()
     else:
         (folder / fs.INDEX).write_text(damage)
     messages = []
-    assert cache.get_or_create("test", "key", fill, warning=messages.append).made
+    again = cache.get_or_create("test", "key", fill, warning=messages.append)
+    assert again.made
+    assert again.facts == {"pair": [1, 2]}
     assert messages == [f"{folder}: damaged, created again"]
     assert (folder / "rows").read_text() == "content"
 
@@ -143,17 +158,6 @@ def test_unwritable_home_is_refused(monkeypatch, tmp_path, home):
         assert caught.value.hint == "set LMX_CACHE to another folder"
         assert home in caught.value.place
         assert caught.value.code == 1
-
-
-def test_missing_home_is_refused(monkeypatch):
-    """As in a container whose user has no entry in /etc/passwd."""
-    monkeypatch.delenv("LMX_CACHE")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(UserError, match="no home folder") as caught:
-        cache.root()
-    assert "LMX_CACHE" in caught.value.hint
 
 
 def test_unwritable_cache_is_refused(tmp_path, monkeypatch):
@@ -275,16 +279,6 @@ def test_other_entries_in_place_of_the_cache_are_replaced(
     again = cache.get_or_create("test", "key", fill, warning=print)
     assert (again.folder / "rows").read_text() == "content"
     assert [p.name for p in other.iterdir()] == ["mine"]
-
-
-def test_changed_facts_are_noticed(cache_folder):
-    """The hash of an index covers all of it."""
-    folder = cache.get_or_create("test", "key", fill, warning=print).folder
-    index = folder / fs.INDEX
-    index.write_text(index.read_text().replace("[1, 2]", "[1, 3]"))
-    again = cache.get_or_create("test", "key", fill, warning=print)
-    assert again.made
-    assert again.facts == {"pair": [1, 2]}
 
 
 def test_code_covers_every_module_that_decides_on_tokens():

@@ -12,14 +12,8 @@ from lmx.data.calibration import (
 from lmx.data.record_formats import DataRecord
 from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
-from lmx.models.loader import load_tokenizer
 
 SETTINGS = {"length": 64, "seed": 0}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder):
-    return load_tokenizer(tokenizer_folder)
 
 
 def make_records(count):

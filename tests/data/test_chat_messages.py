@@ -7,6 +7,7 @@ import pytest
 from lmx.data import dataset, splits, tokenization
 from lmx.data.record_formats import unknown_keys
 from lmx.errors import UserError
+from reading import read, skip_reason
 from test_tokenization import CHATML, build_tokenizer, trained_texts
 
 USER = {"role": "user", "content": "Is it warm?"}
@@ -21,11 +22,6 @@ CALLED = {
     "tool_calls": [{"type": "function", "function": FUNCTION}],
 }
 AS_TEXT = json.dumps(FUNCTION)
-
-
-def read(write, record, **options):
-    [record] = dataset.RecordReader(write([record]), **options)
-    return record
 
 
 @pytest.mark.parametrize(
@@ -47,7 +43,7 @@ def read(write, record, **options):
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_only_completions_are_trained(write, record, system):
     tokenizer = build_tokenizer(CHATML)
-    record = read(write, record | {"system": system})
+    record = read(write([record | {"system": system}]))
     [example] = tokenization.encode(record, tokenizer, max_seq_length=512)
     assert trained_texts(example, tokenizer) == ["Yes.<|im_end|>"]
     assert len(record.messages) == 4 + (system is not None)
@@ -68,12 +64,12 @@ def test_only_completions_are_trained(write, record, system):
     ids=str,
 )  # fmt: skip
 def test_calls_of_all_kinds_become_tool_calls(write, message):
-    assert read(write, {"messages": [USER, message]}).messages == (USER, CALLED)
+    assert read(write([{"messages": [USER, message]}])).messages == (USER, CALLED)
 
 
 def test_functions_of_older_files_become_tools(write):
     functions = [{"name": "weather", "parameters": {}}]
-    record = read(write, CHAT | {"functions": functions})
+    record = read(write([CHAT | {"functions": functions}]))
     assert record.tools == ({"type": "function", "function": functions[0]},)
 
 
@@ -107,12 +103,26 @@ def test_functions_of_older_files_become_tools(write):
             "message 2: a tool call has no function with a name",
         ),
         ({"messages": [USER, ANSWER | {"content": 4}]}, "message 2 is a number, not"),
+        (
+            {"messages": [USER, ANSWER | {"weight": 0}]},
+            "no assistant turn with content",
+        ),
+        *(
+            (
+                {"messages": [USER, ANSWER | {"weight": weight}]},
+                f"message 2 has the weight {weight!r}, not 0 or 1",
+            )
+            for weight in (0.5, 2, "0", [0])
+        ),
+        ({"system": {"text": "Be brief."}}, "system is an object, not text"),
+        ({"tools": "a hammer"}, "tools is text that is not JSON"),
+        ({"tools": '"a hammer"'}, "tools is not a list of objects"),
+        ({"tools": ["a hammer"]}, "tools is not a list of objects"),
+        ({"tools": {"name": "weather"}}, "tools is not a list of objects"),
     ],
 )
 def test_what_lmx_does_not_train_skips_the_example(write, extra, reason):
-    reader = dataset.RecordReader(write([CHAT, CHAT | extra]))
-    assert len(list(reader)) == 1
-    assert reader.stats.first_skipped[0][1].startswith(reason)
+    assert skip_reason(write, CHAT, CHAT | extra).startswith(reason)
     with pytest.raises(UserError, match="no example is valid"):
         list(dataset.RecordReader(write([CHAT | extra])))
 
@@ -126,9 +136,7 @@ def test_what_lmx_does_not_train_skips_the_example(write, extra, reason):
 )
 def test_history_is_a_list_of_pairs(write, extra, reason):
     instruction = {"instruction": "a", "output": "b"}
-    reader = dataset.RecordReader(write([instruction, instruction | extra]))
-    assert len(list(reader)) == 1
-    assert reader.stats.first_skipped[0][1] == reason
+    assert skip_reason(write, instruction, instruction | extra) == reason
 
 
 @pytest.mark.parametrize(
@@ -141,9 +149,7 @@ def test_history_is_a_list_of_pairs(write, extra, reason):
 def test_pairs_have_one_prompt(write, chosen, rejected, reason):
     good = {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
     bad = {"chosen": chosen, "rejected": rejected}
-    reader = dataset.RecordReader(write([good, bad]))
-    assert len(list(reader)) == 1
-    assert reason in reader.stats.first_skipped[0][1]
+    assert reason in skip_reason(write, good, bad)
 
 
 def test_unknown_columns_and_keys_are_named_once(write):
@@ -160,6 +166,6 @@ def test_unknown_columns_and_keys_are_named_once(write):
 
 def test_chat_template_kwargs_reach_the_template(write):
     tokenizer = build_tokenizer("{{ tone }}" + CHATML)
-    record = read(write, CHAT | {"chat_template_kwargs": {"tone": "Kind"}})
+    record = read(write([CHAT | {"chat_template_kwargs": {"tone": "Kind"}}]))
     [example] = tokenization.encode(record, tokenizer, max_seq_length=99)
     assert tokenizer.decode(example.tokens).startswith("Kind<|im_start|>")

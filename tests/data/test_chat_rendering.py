@@ -22,6 +22,10 @@ HOSTILE = {
     "bytes": "{{ ('a' * 10**6).encode('utf-32') | string }}",
     "joiner": "{% set j = joiner('a' * 3 * 10**6) %}" + LOOP + "{{ j() }}{% endfor %}",
     "replace": "{{ ('a' * 9999) | replace('a', 'b' * 999) }}",
+    "list": "{{ (['ab'] * 10 ** 7) | join }}{{ messages * 10 ** 6 }}",
+    "width": "{{ 'x' | center(3 * 10 ** 7) }}{{ '%*d' | format(3 * 10 ** 7, 1) }}",
+    "doubling": "{% set n = namespace(t='ab') %}{% for i in range(24) %}"
+    "{% set n.t = n.t + n.t %}{% endfor %}{{ n.t }}",
     "range": "{{ range(10**12) | list }}",
     "recursion": "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
     "recursion_deep": (
@@ -63,10 +67,7 @@ def test_hostile_template_is_stopped(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        (
-            "nested_loops",
-            "it takes more than 0.5 seconds",
-        ),
+        ("nested_loops", "it takes more than 0.5 seconds"),
         ("joiner", "it prints more than 1,00"),
     ],
 )

@@ -1,6 +1,7 @@
 """Every turn is trained as it is served, in templates that do more than to list turns.
 
-`test_chat_table.py` compares many templates with an oracle. These are the small cases.
+`test_chat_table.py` compares many templates with an oracle. These are the cases that no
+family has, and reasons.
 """
 
 import pytest
@@ -35,21 +36,12 @@ PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-# GLM: no end of a turn but the header of the next message.
-HEADERS = (
-    "{% for m in messages %}{{ '<|im_end|>' if m.role == 'user' else '<|im_start|>' }}"
-    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
-)
 MERGES = (
     "{% for m in messages %}{% if m.role == 'user' or loop.previtem.role == 'user' %}"
     "<|im_start|>{{ m.role }}\n{% endif %}{{ m.content }}"
     "{% if loop.last or loop.nextitem.role == 'user' or m.role == 'user' %}<|im_end|>"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% endif %}"
-)
-INSERTS_REST = OPENS.replace(
-    "{{ m.content }}",
-    "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ m.content }}",
 )
 
 
@@ -58,23 +50,13 @@ def turn(content, **extra):
 
 
 ONE = [USER, turn("Yes.")]
-TWO = [*ONE, USER, turn("No.")]
 CALLED = [USER, turn("", tool_calls=[CALL])]
 NO_CALLS = "does not write the tool_calls of message 2"
+
+
 # A template, messages, and the trained texts of each sequence without the end token, or
 # the reason why there are none.
 CASES = {
-    "reasoning of every turn": (
-        *(REASONING, [USER, THOUGHT] * 3),
-        [["<think>\nRome is hot\n</think>\n\nYes."]] * 3,
-    ),
-    "opened and not closed": (OPENS, TWO, [["Yes.", "No."]]),
-    "opened, and dropped from turns": (R1, ONE, [["Yes."]]),
-    "opened, and closed by the turn": (INSERTS_REST, ONE, [["Yes."]]),
-    "as the model wrote it": (
-        *(R1, [USER, turn("<think>\nso\n</think>\n\nYes.")]),
-        [["so\n</think>\n\nYes."]],
-    ),
     "as the model wrote it, on one line": (
         *(OPENS, [USER, turn("<think>so</think>Yes.")]),
         [["so</think>Yes."]],
@@ -84,26 +66,18 @@ CASES = {
         "does not write the content of message 2",
     ),
     "dropped": (R1, [USER, THOUGHT], "does not write the reasoning of message 2"),
-    "calls": (CALLS, CALLED, [['<call>weather{"in": "Rome"}</call>']]),
     "no calls": (CHATML, CALLED, NO_CALLS),
     "names of calls": (NAMES_ONLY, CALLED, NO_CALLS),
     "names of calls, arguments in the content": (
         *(NAMES_ONLY, [USER, turn("in Rome", tool_calls=[CALL])]),
         NO_CALLS,
     ),
-    "no end of turns": (PLAIN, TWO, [[" Yes.\n"], [" No.\n"]]),
-    "the next header ends a turn": (HEADERS, TWO, [["Yes.", "No."]]),
-    "adjacent turns": (CHATML, [*ONE, turn("No.")], [["Yes.", "No."]]),
     "merged turns": (MERGES, [*ONE, turn("No.")], "changes the prompt: it asks with"),
     "end token in a turn": (
         *(CHATML, [USER, turn(f"Yes.{END}No.")]),
         "does not write the content of message 2",
     ),
     "assistant first": (CHATML, [turn("Hello."), *ONE], "starts with the assistant"),
-    "assistant first, not trained": (
-        *(CHATML, [turn("Hello.", weight=0), *ONE]),
-        [["Yes."]],
-    ),
     "constant": ("Hello.", ONE, "does not write the content of message 2"),
 }
 

@@ -4,6 +4,7 @@ import random
 import time
 
 import pytest
+from chat_templates_reasoning import REASONING
 from lmx.data import tokenization
 from lmx.data.chat import sequences
 from lmx.data.chat.messages import is_completion
@@ -25,47 +26,6 @@ from test_tokenization import (
     trained_texts,
 )
 
-# Qwen3: reasoning stays after the last question; results of tools are user turns.
-QWEN3 = """\
-{%- if messages[0].role == 'system' %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}
-{%- set ns = namespace(looking=true, last=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-{%- set index = (messages|length - 1) - loop.index0 %}
-{%- if ns.looking and message.role == 'user' %}
-{%- set ns.looking = false %}{%- set ns.last = index %}
-{%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-{%- elif message.role == 'assistant' %}
-{%- set content, thought = message.content, '' %}
-{%- if '</think>' in content %}
-{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-{%- endif %}
-{{- '<|im_start|>assistant\\n' }}
-{%- if loop.index0 > ns.last and (loop.last or thought) %}
-{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
-{%- endif %}
-{{- content.lstrip('\\n') }}
-{%- for call in message.tool_calls or [] %}
-{{- '\\n<tool_call>' + (call|tojson) + '</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-{{- '<|im_start|>user' }}
-{%- endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 TRIMS = CHATML.replace("m.content }}", "m.content | trim }}")
 # Mistral: no generation prompt, the system turn belongs to the first user turn.
 ALTERNATES = (
@@ -96,7 +56,7 @@ LOCAL = {
 TEMPLATES = LOCAL | {
     "INSERTS_THINKING": INSERTS_THINKING,
     "NO_MARKERS": NO_MARKERS,
-    "QWEN3": QWEN3,
+    "QWEN3": REASONING["qwen3"].template,
     "CHANGES_HISTORY": CHANGES_HISTORY,
     "COUNTS_TURNS": COUNTS_TURNS,
     "DROPS_REASONING": DROPS_REASONING,

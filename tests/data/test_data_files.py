@@ -94,10 +94,7 @@ FAULTS = {
         ("", "the source has no examples"),
         ("\n \n", "the source has no examples"),
         ('"a"\n"b"', "the examples are not JSON objects; the first is 'a'"),
-        (
-            '{"messages": []}',
-            "all 1 are invalid as chat.*no assistant",
-        ),
+        ('{"messages": []}', "all 1 are invalid as chat.*no assistant"),
     ],
     "rows.json": [
         ('[{"text": "a"},\n 5 5]', r"rows\.json:2:4: is not JSON"),

@@ -14,14 +14,15 @@ def records(count):
     return [DataRecord(f"f:{n}", prompt=str(n), completion="x") for n in range(count)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**40])
+@pytest.mark.parametrize("seed", [0, 2**40])
 @pytest.mark.parametrize("limit", [1, 2, 10, 2_000])
 @pytest.mark.parametrize("count", [2, 3, 7, 50, 1_000])
 def test_every_record_is_in_one_part(count, limit, seed):
     all_records = records(count)
     split = choose_eval_records(all_records, seed, limit)
     remaining = list(split.remaining(all_records, seed))
-    assert sorted(remaining + split.records, key=all_records.index) == all_records
+    together = sorted(remaining + split.records, key=lambda record: int(record.prompt))
+    assert together == all_records
     assert 1 <= len(split.records) <= min(limit, count - 1)
     assert choose_eval_records(iter(all_records), seed, limit) == split
 

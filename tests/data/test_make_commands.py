@@ -1,16 +1,13 @@
 """The commands for a home: reproducible, and really held out."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 DATA = Path(__file__).parents[2] / "data"
 
 
-def test_commands_are_reproducible_and_held_out(tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("commands", DATA / "make_commands.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+def test_commands_are_reproducible_and_held_out(load_script, tmp_path, capsys):
+    script = load_script("make_commands")
     script.main(tmp_path)
     assert capsys.readouterr().out.count("examples") == 3
     # The commands of the documentation are in no file.

@@ -1,21 +1,17 @@
 """The preference data are reproducible, and every rejected answer has a mistake."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-DATA = Path(__file__).parents[2] / "data"
-
 
 @pytest.fixture(scope="module")
-def script():
-    path = DATA / "make_preferences.py"
-    spec = importlib.util.spec_from_file_location("preferences", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(load_script):
+    return load_script("make_preferences")
+
+
+DATA = Path(__file__).parents[2] / "data"
 
 
 def test_script_reproduces_the_preferences_byte_for_byte(script, tmp_path, capsys):

@@ -1,6 +1,5 @@
 """The skills dataset is reproducible, balanced, correct and has no duplicates."""
 
-import importlib.util
 import json
 from collections import Counter
 from datetime import date
@@ -12,11 +11,8 @@ DATA = Path(__file__).parents[2] / "data"
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("skills", DATA / "make_skills.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(load_script):
+    return load_script("make_skills")
 
 
 @pytest.fixture(scope="module")

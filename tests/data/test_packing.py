@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from lmx.config.model import ScratchModelConfig
 from lmx.data.batching import BucketBatchSampler, InMemoryExamples
 from lmx.data.packing import PackedBatchSampler, pack, packed
-from lmx.models import from_scratch
 from lmx.models.loader import build_model
 from lmx.training.document_mask import DocumentCaches
 from lmx.training.step import TrainStep
 from test_data_batching import examples
+from tiny_checkpoints import LLAMA
 
 LONGEST = 100
 
@@ -158,17 +157,7 @@ def test_packing_plan_is_cached(cache_folder, monkeypatch):
 
 def test_packed_sequences_have_the_loss_of_their_examples():
     """With document masks the losses are equal. Without masks they differ."""
-    settings = ScratchModelConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        dtype="float32",
-    )
-    config = from_scratch.llama_config(settings)
-    model = build_model(config)
-    model.load_weights(list(from_scratch.initial_weights(config, 0).items()))
+    model = build_model(LLAMA)
     dataset = InMemoryExamples(
         replace(example, tokens=example.tokens % 319 + 1)
         for example in examples(60, longest=40)

@@ -8,14 +8,8 @@ from lmx.data.preference import encode_pairs, encode_unpaired
 from lmx.data.record_formats import DataRecord
 from lmx.data.tokenization import encode_all, encode_block
 from lmx.errors import UserError
-from lmx.models.loader import load_tokenizer
 
 SETTINGS = {"max_seq_length": 96, "loss_on": "completions"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder):
-    return load_tokenizer(tokenizer_folder)
 
 
 def turn(role: str, content: str) -> dict:

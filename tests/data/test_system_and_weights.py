@@ -1,17 +1,12 @@
 """The column `system`, and messages with a weight, as in files for OpenAI."""
 
 import pytest
-from lmx.data import dataset
 from lmx.data.chat.rendering import ChatTemplate
 from lmx.data.preference import encode_pairs
 from lmx.data.tokenization import texts_of
 from lmx.errors import UserError
-from test_tokenization import (
-    CHATML,
-    build_tokenizer,
-    encode_one,
-    trained_texts,
-)
+from reading import read
+from test_tokenization import CHATML, build_tokenizer, encode_one, trained_texts
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Is it warm in Rome?"}
@@ -47,27 +42,17 @@ def tokenizer():
     return build_tokenizer(CHATML)
 
 
-def read(path, **options):
-    [record] = dataset.RecordReader(path, **options)
-    return record
-
-
 @pytest.mark.parametrize("name", RECORDS)
 def test_system_column_is_the_first_message(write, name):
-    record = read(write([RECORDS[name] | {"system": SYSTEM["content"]}]))
+    plain = RECORDS[name]
+    for empty in (None, "", " "):
+        assert read(write([plain | {"system": empty}])) == read(write([plain]))
+    record = read(write([plain | {"system": SYSTEM["content"]}]))
     assert record.messages == (SYSTEM, USER, ANSWER)
     assert record.prompt is record.completion is None
     if name.startswith("preference"):
         assert record.rejected == (SYSTEM, USER, WORSE)
     assert record.label is (True if name == "label" else None)
-
-
-@pytest.mark.parametrize("name", RECORDS)
-@pytest.mark.parametrize("empty", [None, "", " "])
-def test_empty_system_column_changes_nothing(write, name, empty):
-    plain = RECORDS[name]
-    record = read(write([plain | {"system": empty}]))
-    assert record == read(write([plain]))
 
 
 def test_system_message_of_a_chat_comes_before_the_column(write):
@@ -98,13 +83,6 @@ def test_system_column_is_rendered_and_not_trained(write, tokenizer):
     assert trained_texts(example, tokenizer) == ["Yes.<|im_end|>"]
 
 
-def test_system_column_that_is_no_text_skips_the_example(write):
-    rows = [RECORDS["chat"], RECORDS["chat"] | {"system": {"text": "Be brief."}}]
-    reader = dataset.RecordReader(write(rows))
-    assert len(list(reader)) == 1
-    assert reader.stats.first_skipped[0][1] == "system is an object, not text"
-
-
 def test_system_column_needs_a_chat_template(write):
     path = write([RECORDS["completion"] | {"system": SYSTEM["content"]}])
     with pytest.raises(UserError, match="chat template") as error:
@@ -115,7 +93,6 @@ def test_system_column_needs_a_chat_template(write):
 @pytest.mark.parametrize(
     ("messages", "trained"),
     [
-        ([USER, UNTRAINED, USER, ANSWER], ["Yes.<|im_end|>"]),
         ([USER, ANSWER, USER, UNTRAINED], ["Yes.<|im_end|>"]),
         (
             [USER, ANSWER | {"weight": 1}, USER, WORSE],
@@ -128,23 +105,6 @@ def test_turn_of_weight_0_is_read_and_not_trained(write, tokenizer, messages, tr
     record = read(write([{"messages": messages}]))
     example = encode_one(record, tokenizer, max_seq_length=5000)
     assert trained_texts(example, tokenizer) == trained
-
-
-def test_turns_of_weight_0_alone_skip_the_example(write):
-    rows = [RECORDS["chat"], {"messages": [USER, UNTRAINED]}]
-    reader = dataset.RecordReader(write(rows))
-    assert len(list(reader)) == 1
-    assert reader.stats.first_skipped[0][1] == "no assistant turn with content"
-
-
-@pytest.mark.parametrize("weight", [0.5, 2, "0", [0]])
-def test_weight_is_0_or_1(write, weight):
-    rows = [RECORDS["chat"], {"messages": [USER, ANSWER | {"weight": weight}]}]
-    reader = dataset.RecordReader(write(rows))
-    assert len(list(reader)) == 1
-    assert reader.stats.first_skipped[0][1] == (
-        f"message 2 has the weight {weight!r}, not 0 or 1"
-    )
 
 
 def test_preference_pairs_share_turns_of_weight_0(write, tokenizer):

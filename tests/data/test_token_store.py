@@ -8,14 +8,8 @@ from lmx.data import cache, token_store, tokenization
 from lmx.data.batching import BucketBatchSampler
 from lmx.data.record_formats import DataRecord
 from lmx.errors import UserError
-from lmx.models.loader import load_tokenizer
 
 SETTINGS = {"max_seq_length": 24, "loss_on": "completions"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder):
-    return load_tokenizer(tokenizer_folder)
 
 
 def make_records(count=60):

@@ -168,38 +168,11 @@ def test_template_that_drops_reasoning_gives_a_sequence_per_turn(template):
     assert (encoded.split, encoded.sequences) == (0, 0)
 
 
-def test_thinking_blocks_that_the_template_inserts_are_not_trained():
-    """NeMo Automodel #3738: the model would learn not to think."""
-    tokenizer = build_tokenizer(INSERTS_THINKING)
-    record = chat("1+1?", "2", "2+2?", "4", "3+3?", "6")
-    encoded = tokenization.encode_all([record], tokenizer, max_seq_length=512)
-    # A server asks without thinking. Earlier turns have no block.
-    for number, example in enumerate(encoded.examples):
-        full_text = tokenizer.apply_chat_template(
-            list(record.messages)[: 2 * number + 2], tokenize=False
-        )
-        assert full_text.count("<think>\n\n</think>\n\n") == 1
-        assert tokenizer.decode(example.tokens) == full_text
-        answer = "246"[number] + "<|im_end|>"
-        assert trained_texts(example, tokenizer) == [answer]
-    assert len(encoded.examples) == 3
-    # What the row itself holds is trained.
-    for content in (THINKING, "<think>\n\n</think>\n\n6"):
-        example = encode_one(chat("1+1?", content), tokenizer)
-        assert trained_texts(example, tokenizer) == [content + "<|im_end|>"]
-
-
 def test_thinking_blocks_on_lines_of_their_own_are_not_trained():
+    """Of completions without a chat; `test_chat_table.py` has chats."""
     tokenizer = build_tokenizer(INSERTS_THINKING_LINES)
-    record = chat("1+1?", "2", "2+2?", "4")
-    example = encode_one(record, tokenizer)
-    assert tokenizer.decode(example.tokens).count("\n<think></think>\n") == 2
-    assert trained_texts(example, tokenizer) == ["2<|im_end|>", "4<|im_end|>"]
-    # Completions without a chat, and thinking of the row.
     record = DataRecord("f:1", prompt="1+1?", completion="2")
     assert trained_texts(encode_one(record, tokenizer), tokenizer) == ["2<|im_end|>"]
-    example = encode_one(chat("1+1?", THINKING), tokenizer)
-    assert trained_texts(example, tokenizer) == ["\n" + THINKING + "<|im_end|>"]
 
 
 def test_template_that_changes_earlier_turns_is_refused():
@@ -254,9 +227,8 @@ def test_bos_is_added_once():
         tokens = encode_one(record, tokenizer).tokens.tolist()
         assert (tokens[0], tokens.count(bos)) == (bos, 1)
     tokenizer.chat_template = None
-    tokens = encode_one(
-        DataRecord("f:1", prompt="a", completion="b"), tokenizer
-    ).tokens.tolist()
+    record = DataRecord("f:1", prompt="a", completion="b")
+    tokens = encode_one(record, tokenizer).tokens.tolist()
     assert (tokens[0], tokens.count(bos)) == (bos, 1)
 
 

@@ -11,12 +11,8 @@ from lmx.draft.dataset import prompt_from_record
 from lmx.generation.prompt import encode_chat
 from lmx.pipeline.evaluate.questions import Question
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from test_tokenization import (
-    CHATML,
-    build_tokenizer,
-    encode_one,
-    trained_texts,
-)
+from reading import read, skip_reason
+from test_tokenization import CHATML, build_tokenizer, encode_one, trained_texts
 
 NAMES_TOOLS = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -39,11 +35,6 @@ CHAT = {"messages": [USER, ANSWER], "tools": [WEATHER]}
 @pytest.fixture(scope="module")
 def tokenizer():
     return build_tokenizer(NAMES_TOOLS + CHATML)
-
-
-def read(path):
-    [record] = dataset.RecordReader(path)
-    return record
 
 
 @pytest.mark.parametrize(
@@ -69,21 +60,6 @@ def test_examples_of_every_format_but_text_have_tools(write, record):
 
 
 @pytest.mark.parametrize(
-    ("tools", "reason"),
-    [
-        ("a hammer", "tools is text that is not JSON"),
-        ('"a hammer"', "tools is not a list of objects"),
-        (["a hammer"], "tools is not a list of objects"),
-        ({"name": "weather"}, "tools is not a list of objects"),
-    ],
-)
-def test_tools_of_another_kind_skip_the_example(write, tools, reason):
-    reader = dataset.RecordReader(write([CHAT, CHAT | {"tools": tools}]))
-    assert len(list(reader)) == 1
-    assert reader.stats.first_skipped[0][1] == reason
-
-
-@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ('{"city": "Rome"}', {"city": "Rome"}),
@@ -105,9 +81,7 @@ def test_arguments_in_json_text_are_objects_as_in_servers(write, arguments, expe
 def test_arguments_with_half_a_surrogate_pair_skip_the_example(write):
     call = {"function": {"name": "weather", "arguments": r'{"city": "\ud800"}'}}
     bad = {"messages": [USER, ANSWER | {"tool_calls": [call]}]}
-    reader = dataset.RecordReader(write([CHAT, bad]))
-    assert len(list(reader)) == 1
-    assert "surrogate" in reader.stats.first_skipped[0][1]
+    assert "surrogate" in skip_reason(write, CHAT, bad)
 
 
 def test_arguments_of_any_depth_are_read_or_skipped(write):

@@ -12,12 +12,26 @@ sys.path.append(str(FOLDER.parent / "pipeline"))
 # Some fuzzers use the fixtures of other folders.
 sys.path.append(str(FOLDER.parent / "convert"))
 sys.path.append(str(FOLDER.parent / "data"))
+sys.path.append(str(FOLDER.parent / "models"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(FOLDER):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory, tokenizer_folder) -> dict[str, str]:
+    """A model, adapters of it in every format, and drafters, all sound."""
+    from test_fuzz_adapters import SMALL, write_adapters, write_drafters
+    from test_fuzz_model_folders import write_folder
+
+    root = tmp_path_factory.mktemp("folders")
+    write_folder(root / "base", SMALL, tokenizer_folder, None)
+    write_adapters(root / "adapters", root / "base")
+    write_drafters(root / "drafters", root / "base")
+    return {name: str(root / name) for name in ("base", "adapters", "drafters")}
 
 
 @pytest.fixture

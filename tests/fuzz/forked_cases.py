@@ -49,7 +49,7 @@ def run_cases(
     paths = [
         str(FOLDER),
         str(TESTS),
-        *(str(TESTS / name) for name in ("convert", "data")),
+        *(str(TESTS / name) for name in ("convert", "data", "models")),
     ]
     program = PROGRAM.format(paths=paths)
     waiting, outcomes, failures = list(seeds), Counter(), []

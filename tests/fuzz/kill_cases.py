@@ -50,10 +50,7 @@ CASES = {
     "train qat lora": [
         {"train": STEPS | {"qat": GRID, "adapter": {"type": "lora", "rank": 4}}}
     ],
-    "train from codes": [
-        RTN,
-        {"train": STEPS | {"qat": GRID | {"quantizer": "lsq"}}},
-    ],
+    "train from codes": [RTN, {"train": STEPS | {"qat": GRID | {"quantizer": "lsq"}}}],
     "train offline teacher": [
         {"train": STEPS | {"qat": GRID, "teacher": {"offline": True, "top_k": 16}}}
     ],

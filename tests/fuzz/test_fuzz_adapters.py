@@ -14,7 +14,7 @@ from json_mutations import damage_bytes, dump_json, mutate_json, replace_file
 from json_mutations import strange_value as strange
 from lmx.errors import UserError
 from mlx.utils import tree_flatten
-from test_fuzz_model_folders import require_sentence, write_folder
+from test_fuzz_model_folders import require_sentence
 from tiny_checkpoints import LLAMA
 
 TOKENS = mx.arange(6)[None]
@@ -109,15 +109,6 @@ def write_drafters(root: Path, base: Path) -> None:
             del layer["rope_parameters"]
             stored |= layer | {"architectures": ["LlamaForCausalLMEagle3"]}
         dump_json(flat / "config.json", stored)
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory, tokenizer_folder) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("adapters")
-    write_folder(root / "base", SMALL, tokenizer_folder, None)
-    write_adapters(root / "adapters", root / "base")
-    write_drafters(root / "drafters", root / "base")
-    return {name: str(root / name) for name in ("base", "adapters", "drafters")}
 
 
 def mutate_config(rng: random.Random, file: Path, keys: str) -> str:

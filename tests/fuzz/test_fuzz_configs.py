@@ -18,88 +18,28 @@ from forked_cases import run_cases
 from json_mutations import dump_json, mutate_json
 from lmx.errors import UserError
 from test_fuzz_model_folders import require_sentence, write_folder
+from test_rope_parameters import SMALL, SPELLINGS
 from tiny_checkpoints import QWEN3_MOE
-from tiny_families import DEEPSEEK_EXPERTS
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-4,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-}
-THETA = {"rope_theta": 3e3}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.5,
-    "high_freq_factor": 3.0,
-    "original_max_position_embeddings": 16,
-}
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 16,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.2, 1.5, 2.0],
-    "long_factor": [1.0, 3.0, 9.0, 9.0],
-    "original_max_position_embeddings": 32,
-    "partial_rotary_factor": 0.5,
-}
+# Values that are no defaults, so that the loss of a key is seen.
+OTHER = {"rms_norm_eps": 1e-4, "layer_norm_eps": 1e-4, "routed_scaling_factor": 1.5}
 BASES = {
-    "llama": SMALL | {"mlp_bias": False, "rope_parameters": LLAMA3 | THETA},
-    "qwen2": SMALL | {"rope_parameters": YARN | THETA},
-    "mistral": SMALL
-    | {"head_dim": 16, "sliding_window": None, "rope_parameters": THETA.copy()},
-    "qwen3_moe": QWEN3_MOE | {"hidden_size": 64, "rope_parameters": THETA.copy()},
-    "phi3": SMALL | {"rope_parameters": LONGROPE | THETA},
+    case: {key: OTHER.get(key, value) for key, value in rest.items()}
+    | {"rope_parameters": parameters}
+    for case, (rest, _, parameters) in SPELLINGS.items()
+}
+BASES |= {
+    "qwen3_moe": QWEN3_MOE
+    | {"hidden_size": 64, "rope_parameters": {"rope_theta": 3e3}},
     "gemma2": SMALL
     | {
+        "model_type": "gemma2",
         "head_dim": 16,
         "query_pre_attn_scalar": 20,
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 2.0,
         "rope_theta": 3e3,
         "tie_word_embeddings": True,
-    },
-    "gemma3_text": SMALL
-    | {
-        "head_dim": 16,
-        "query_pre_attn_scalar": 20,
-        "sliding_window": 8,
-        "sliding_window_pattern": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
-            "full_attention": {"rope_type": "linear", "factor": 2.0} | THETA,
-        },
-    },
-    "gpt_neox": {
-        "hidden_size": 32,
-        "intermediate_size": 128,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "vocab_size": 320,
-        "max_position_embeddings": 64,
-        "layer_norm_eps": 1e-4,
-        "use_parallel_residual": True,
-        "rope_parameters": {"partial_rotary_factor": 0.5} | THETA,
-    },
-    "glm4_moe": SMALL
-    | DEEPSEEK_EXPERTS
-    | {
-        "head_dim": 16,
-        "use_qk_norm": True,
-        "routed_scaling_factor": 1.5,
-        "rope_parameters": {"partial_rotary_factor": 0.5} | THETA,
     },
 }
 TOKENS = mx.random.randint(0, 320, (1, 24), key=mx.random.key(0))
@@ -112,7 +52,7 @@ def bases(tmp_path_factory, tokenizer_folder) -> dict[str, str]:
 
     root = tmp_path_factory.mktemp("configs")
     for family, settings in BASES.items():
-        config = settings | {"model_type": family}
+        config = dict(settings)
         if "rope_parameters" in config:
             config.pop("rope_theta", None)
         folder = root / family

@@ -18,30 +18,21 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from damaged_safetensors import join, read
 from forked_cases import run_cases
-from lmx.config.draft import DrafterConfig
-from lmx.config.lora import LoRAConfig
-from lmx.convert.exporters import peft as peft_exporter
 from lmx.convert.gguf import k_blocks
 from lmx.convert.importers import peft
 from lmx.errors import UserError
 from lmx.models.checkpoint import checkpoint_size
-from lmx.models.drafters.eagle3 import Eagle3Drafter
-from lmx.models.drafters.io import bind_target, load_drafter, save_drafter
+from lmx.models.drafters.io import load_drafter
 from lmx.models.loader import check_loadable, load
-from lmx.models.lora import lora_model
-from lmx.models.lora.io import save_adapter
 from lmx.models.safetensors_io import (
     DTYPE_NAMES,
     read_header,
     read_tensors,
     require_finite,
 )
-from mlx.utils import tree_flatten
-from test_fuzz_model_folders import require_sentence, write_folder
-from tiny_checkpoints import LLAMA
+from test_fuzz_model_folders import require_sentence
 
 SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 SIZES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "C64": 8}
@@ -49,8 +40,6 @@ SIZES |= {"F8_E4M3": 1, "F8_E8M0": 1}
 TYPES = [*SIZES, "F64", "F4", "F8_E5M2", "XX", "", "f16", None, 3]
 NUMBERS = [0, 1, -1, 2, 7, 64, 2**31, 2**32, 2**53, 2**62, 2**64 - 1, 2**64, 10**30]
 NUMBERS += [1.0, 0.5, True, None, "1", [], {}]
-CONFIG = LLAMA | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-CONFIG |= {"num_hidden_layers": 2}
 MAX_HEADER = 100_000_000
 
 
@@ -266,7 +255,7 @@ def dry_run(file: Path) -> None:
 
 
 def load_adapter(file: Path) -> None:
-    load(file.parent.parent / "model", lazy=True, adapter=file.parent)
+    load(file.parents[2] / "base", lazy=True, adapter=file.parent)
 
 
 def import_peft(file: Path) -> None:
@@ -274,64 +263,30 @@ def import_peft(file: Path) -> None:
 
 
 def draft(file: Path) -> None:
-    load_drafter(file.parent, load(file.parent.parent / "model", lazy=True).model)
+    load_drafter(file.parent, load(file.parents[2] / "base", lazy=True).model)
 
 
 # Readers, and the file that each one gets.
 READERS: list[tuple[Callable[[Path], None], str]] = [
-    *5 * [(read_alone, "adapter/adapters.safetensors")],
-    *2 * [(generate, "model/model-1.safetensors")],
-    (check_weights, "model/model-2.safetensors"),
-    (count_blocks, "model/model-1.safetensors"),
-    (dry_run, "model/model-2.safetensors"),
-    *2 * [(load_adapter, "adapter/adapters.safetensors")],
-    (import_peft, "peft/adapter_model.safetensors"),
-    (draft, "drafter/model.safetensors"),
+    *5 * [(read_alone, "adapters/lora/adapters.safetensors")],
+    *2 * [(generate, "base/model-1.safetensors")],
+    (check_weights, "base/model-2.safetensors"),
+    (count_blocks, "base/model-1.safetensors"),
+    (dry_run, "base/model-2.safetensors"),
+    *2 * [(load_adapter, "adapters/lora/adapters.safetensors")],
+    (import_peft, "adapters/peft/adapter_model.safetensors"),
+    (draft, "drafters/eagle3/model.safetensors"),
 ]
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory, tokenizer_folder) -> str:
-    """A model, adapters of it in two formats, and a drafter, all sound."""
-    root = tmp_path_factory.mktemp("sound")
-    write_folder(root / "model", CONFIG, tokenizer_folder, None)
-    model = load(root / "model").model
-    (root / "drafter").mkdir()
-    drafter = Eagle3Drafter.for_target(
-        CONFIG,
-        DrafterConfig(draft_vocab_size=60, layer_ids=[0, 1]),
-        width=CONFIG["hidden_size"],
-        vocab_size=CONFIG["vocab_size"],
-        num_blocks=2,
-    )
-    drafter.choose_vocabulary(np.arange(CONFIG["vocab_size"]))
-    drafter = bind_target(drafter, model, place="")
-    save_drafter(root / "drafter", drafter, mx.float32)
-    (root / "adapter").mkdir()
-    adapter = LoRAConfig(rank=2)
-    keys = lora_model.attach(model, adapter, seed=0, merged=False)
-    save_adapter(
-        root / "adapter",
-        dict(tree_flatten(model.trainable_parameters())),
-        layers=lora_model.adapted_layers(model),
-        adapter=adapter,
-        keys=keys,
-        num_layers=2,
-    )
-    (root / "peft").mkdir()
-    config = json.loads((root / "adapter/adapter_config.json").read_text())
-    tensors = mx.load(str(root / "adapter/adapters.safetensors"))
-    peft_exporter.write(root / "peft", tensors, config)
-    return str(root)
-
-
-def run_case(seed: str, folders: str) -> str:
+def run_case(seed: str, folders: dict[str, str]) -> str:
     """Damage a file, and read it with one of its readers."""
     rng = random.Random(seed)
     reader, name = rng.choice(READERS)
     with TemporaryDirectory() as scratch:
         root = Path(scratch) / "root"
-        shutil.copytree(folders, root)
+        for part in (name.split("/")[0], "base"):
+            shutil.copytree(folders[part], root / part, dirs_exist_ok=True)
         file = root / name
         try:
             is_sound = damage(rng, file)
@@ -357,4 +312,5 @@ def test_damaged_weights_are_refused(folders, num_cases, request):
 def test_sound_weights_are_read(folders):
     """Else the fuzzer would only see refusals."""
     for reader, name in dict.fromkeys(READERS):
-        reader(Path(folders) / name)
+        part, rest = name.split("/", 1)
+        reader(Path(folders[part]) / rest)

@@ -1,20 +1,19 @@
-"""Mutated chat templates train a turn as it is served, or refuse it; hostile templates
-end in time."""
+"""Mutated chat templates train a turn as it is served, or refuse it.
+
+`test_chat_rendering.py` has templates that loop, or print and compute too much.
+"""
 
 import json
 import random
 import re
-import signal
 import tempfile
-import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import pytest
 from chat_oracle import Oracle, build_tokenizer, is_trained, served
 from chat_rows import CHATS, HELLO, LONG, SYSTEM, TOOLS, assistant, call, result, user
-from chat_templates import CHATML, CHATML_STOPS, CHATML_TOKENS, PLAIN, Family
+from chat_templates import PLAIN
 from chat_templates_channels import CHANNELS
 from chat_templates_reasoning import REASONING
 from chat_templates_tools import TOOLS as WITH_TOOLS
@@ -24,8 +23,6 @@ from lmx.data.tokenization import encode_block
 from lmx.errors import UserError
 
 FAMILIES = list((PLAIN | WITH_TOOLS | REASONING | CHANNELS).values())
-# Of the processor.
-MAX_SECONDS = 15
 LITERAL = re.compile(r"'[^'\n]*'")
 PIECES = (
     "{{- m.content }}",
@@ -42,28 +39,6 @@ PIECES = (
     "{{- m.unknown.unknown }}",
 )
 WORDS = ("Ahoy", " sir", "\n\n", "two ", "{{ x }}", "é🙂", "  ", "</b>", "'", "<b>")
-# These take hours. Jinja computes the second one when it compiles the template.
-ENDLESS = (
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ 9 ** (9 ** 9) }}",
-)
-HUGE = (
-    "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-    "{{ 'a' * 10 ** 7 }}",
-    "{{ 'a' * 10 ** 15 }}",
-    "{{ ('a' * 10 ** 6).encode('utf-32') | string }}",
-    "{% set j = joiner('x' * 3 * 10 ** 7) %}{{ j() }}{{ j() }}",
-    "{{ (['ab'] * 10 ** 7) | join }}",
-    "{{ range(10 ** 9) | list }}",
-    "{{ 'x' | center(3 * 10 ** 7) }}",
-    "{{ '%*d' | format(3 * 10 ** 7, 1) }}",
-    "{{ lipsum(n=9999) }}",
-    "{% for a in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
-    "{% set n = namespace(t='ab') %}{% for i in range(24) %}{% set n.t = n.t + n.t %}"
-    "{% endfor %}{{ n.t }}",
-    "{{ messages * 10 ** 6 }}",
-    "{{ cycler(*range(99999)) }}{{ [0] * 10 ** 7 }}",
-)
 
 
 @cache
@@ -169,28 +144,9 @@ def run_case(seed: str) -> str:
     return " and ".join(sorted(outcomes))
 
 
-def run_hostile(piece: str) -> str:
-    """Refuse a chat for a template with a hostile piece."""
-    # On a busy machine, a limit of the processor's time is longer than the alarm.
-    signal.alarm(0)
-    family = Family(piece + CHATML, CHATML_TOKENS, CHATML_STOPS)
-    start = time.process_time()
-    assert not encode(CHATS["one_turn"], build_tokenizer(family))
-    seconds = time.process_time() - start
-    assert seconds < MAX_SECONDS, f"{seconds:.1f} s"
-    return "refused"
-
-
 def test_mutated_templates(num_cases, request):
     seed = request.config.getoption("--fuzz-seed")
     count = num_cases(320)
     outcomes = run_cases(__name__, [f"{seed} {case}" for case in range(count)])
     assert outcomes["trained"] + outcomes["refused and trained"] > count // 4
     assert outcomes["refused"] > count // 20
-
-
-@pytest.mark.parametrize(
-    "pieces", [*zip(ENDLESS), HUGE], ids=["loops", "power", "huge"]
-)
-def test_hostile_templates_end_in_time(pieces):
-    run_cases(__name__, list(pieces), function="run_hostile")

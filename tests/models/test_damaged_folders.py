@@ -49,10 +49,7 @@ def refusal(folder) -> UserError:
             "num_hidden_layers is [2]; this architecture reads",
         ),
         ({"layer_types": []}, "layer_types has 0 entries for 1 layers"),
-        (
-            {"architectures": [[1]]},
-            "architectures is [[1]]; it must be a list",
-        ),
+        ({"architectures": [[1]]}, "architectures is [[1]]; it must be a list"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes'; this architecture reads"),
         ({"quantization": {"bits": 9, "group_size": 64}}, "quantization.bits is 9; it"),
         ({"quantization": {"bits": 4}}, "quantization.group_size is None; it must be"),
@@ -140,7 +137,10 @@ def test_integers_in_place_of_weights_are_refused(folder):
         b"null",
         b"7",
         b"[" * 10**5,
+        b"[1]",
         b'{"a": null}',
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32"}}',
         b'{"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [0, 4294967296], "data_offsets": [0, 0]}}',
         b'{"a": {"dtype": "F32", "shape": [], "data_offsets": 4}}',
@@ -186,11 +186,7 @@ def test_a_file_of_a_terabyte_is_not_read(folder):
         ("generation_config.json", b"null", "this is no JSON object"),
         ("generation_config.json", b"[]", "this is no JSON object"),
         ("chat_template.jinja", b"\xff", "not UTF-8 text: "),
-        (
-            "tokenizer.json",
-            b'{"model": {"type": "odd"}}',
-            "the tokenizer does not",
-        ),
+        ("tokenizer.json", b'{"model": {"type": "odd"}}', "the tokenizer does not"),
     ],
 )
 def test_a_damaged_tokenizer_file_is_named(folder, name, content, message):

@@ -39,8 +39,7 @@ def test_blocks_of_the_target_are_copied(architecture, bits):
     drafter.initialize()
     for layer, block in zip(drafter.layers, target.layers[1:], strict=True):
         assert mx.array_equal(
-            layer.post_attention_layernorm.weight,
-            block.post_attention_layernorm.weight,
+            layer.post_attention_layernorm.weight, block.post_attention_layernorm.weight
         )
         source = block.mlp.up_proj
         expected = source.weight

@@ -483,10 +483,8 @@ def test_folders_that_do_not_fit_are_refused(target, tmp_path, message, change):
     assert str(tmp_path) in caught.value.place
 
 
-def test_a_missing_key_and_the_embedding_as_a_layer_are_named(target):
+def test_a_missing_key_is_named(target):
     config, _ = stored(variant(target))
-    with pytest.raises(UserError, match="embedding"):
-        Eagle3Drafter.from_config(config | {KEY: [0, 1]}, place="drafter")
     del config["transformer_layer_config"]["intermediate_size"]
     with pytest.raises(UserError, match="intermediate_size"):
         Eagle3Drafter.from_config(config, place="drafter")

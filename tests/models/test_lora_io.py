@@ -56,22 +56,21 @@ def write(folder, config, tensors):
     mx.save_safetensors(str(folder / io.WEIGHTS_FILE), tensors)
 
 
-@pytest.mark.parametrize("num_layers", [-1, 2, 16])
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"kind": "dora"},
+        {"num_layers": -1},
+        {"kind": "dora", "num_layers": 16},
         {"kind": "full"},
+        {"kind": "full", "num_layers": -1},
         {"keys": ["self_attn.q_proj", "mlp.up_proj"]},
         {"keys": ["self_attn.o_proj", "model.embed_tokens"], "alpha": 16},
     ],
     ids=str,
 )
-def test_adapters_of_mlx_lm_load(base, tmp_path, options, num_layers):
-    expected, *_ = write_mlx_lm_adapter(
-        base, tmp_path, num_layers=num_layers, **options
-    )
+def test_adapters_of_mlx_lm_load(base, tmp_path, options):
+    expected, *_ = write_mlx_lm_adapter(base, tmp_path, **options)
     model = load(base, adapter=tmp_path).model
     assert mx.allclose(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
     assert not mx.allclose(load(base).model(TOKENS), expected, atol=1e-2)
@@ -128,7 +127,7 @@ def test_incomplete_adapters_are_refused(base, tmp_path, message, damage):
     assert caught.value.place == str(tmp_path / io.WEIGHTS_FILE)
 
 
-@pytest.mark.parametrize(("message", "damage"), DAMAGES[:9])
+@pytest.mark.parametrize(("message", "damage"), DAMAGES[:9:3])
 def test_training_does_not_start_from_them(base, tmp_path, message, damage):
     _, config, tensors = write_mlx_lm_adapter(base, tmp_path)
     model = load(base).model

@@ -152,44 +152,13 @@ def test_load_refuses_a_broken_generation_config(folder):
     assert load_error(folder).place == str(folder / "generation_config.json")
 
 
-@pytest.mark.parametrize("pickle", ["pytorch_model.bin", None])
-def test_load_refuses_a_folder_without_safetensors(folder, pickle):
-    (folder / "model.safetensors").unlink()
-    if pickle:
-        (folder / pickle).write_bytes(b"\x80\x04")
-    fault = load_error(folder)
-    assert "no model*.safetensors" in fault.message
-    assert ("pickles (pytorch_model.bin)" in fault.message) == bool(pickle)
-    assert (fault.hint is not None) == bool(pickle)
-
-
-@pytest.mark.parametrize("size", [0, 4, 100, 20_000, -1])
+@pytest.mark.parametrize("size", [0, 100, 20_000])
 def test_load_names_a_truncated_file(folder, size):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
     fault = load_error(folder)
     assert fault.place == str(file)
     assert "cut short" in fault.message or "damaged" in fault.message
-
-
-@pytest.mark.parametrize("header", [b"[1]", b'{"a": {"dtype": "F32"}}', b'{"a": 1}'])
-def test_load_names_a_file_of_another_format(folder, header):
-    file = folder / "model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header)
-    fault = load_error(folder)
-    assert fault.place == str(file)
-    assert "damaged" in fault.message
-
-
-def test_load_names_missing_tensors(folder):
-    weights = mx.load(str(folder / "model.safetensors"))
-    for name in [name for name in weights if "mlp" in name]:
-        del weights[name]
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    fault = load_error(folder)
-    assert "Missing 3 parameters" in fault.message
-    assert "model.layers.0.mlp.down_proj.weight" in fault.message
-    assert "\n" not in fault.message
 
 
 def test_load_names_a_missing_shard(folder):

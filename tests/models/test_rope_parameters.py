@@ -41,98 +41,54 @@ LONGROPE = {
     "long_factor": [1.0, 3.0, 9.0, 9.0, 9.0, 9.0, 20.0, 20.0],
     "original_max_position_embeddings": 32,
 }
+NOT_IN_NEOX = ("num_key_value_heads", "rms_norm_eps")
 WITHOUT_THETA = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+
+ROPE, DEFAULT = {"rope_theta": THETA}, {"rope_type": "default"}
+HALF = {"partial_rotary_factor": 0.5}
+DYNAMIC, LINEAR = ({"rope_type": kind, "factor": 2.0} for kind in ("dynamic", "linear"))
 # The rest of a config, the earlier keys, and `rope_parameters`.
 SPELLINGS = {
-    "theta": (
-        WITHOUT_THETA,
-        {"rope_theta": THETA},
-        {"rope_type": "default", "rope_theta": THETA},
-    ),
-    "yarn": (
-        WITHOUT_THETA,
-        {"rope_theta": THETA, "rope_scaling": YARN},
-        YARN | {"rope_theta": THETA},
-    ),
-    "llama3": (
-        WITHOUT_THETA,
-        {"rope_theta": THETA, "rope_scaling": LLAMA3},
-        LLAMA3 | {"rope_theta": THETA},
-    ),
+    "theta": (WITHOUT_THETA, ROPE, DEFAULT | ROPE),
+    "yarn": (WITHOUT_THETA, ROPE | {"rope_scaling": YARN}, YARN | ROPE),
+    "llama3": (WITHOUT_THETA, ROPE | {"rope_scaling": LLAMA3}, LLAMA3 | ROPE),
     "dynamic": (
         WITHOUT_THETA,
-        {"rope_theta": THETA, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": THETA},
+        ROPE | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        DYNAMIC | ROPE,
     ),
     "longrope": (
         SMALL | {"model_type": "phi3"},
-        {
-            "rope_theta": THETA,
-            "partial_rotary_factor": 1.0,
-            "original_max_position_embeddings": 32,
-            "rope_scaling": LONGROPE | {"type": "longrope"},
-        },
-        LONGROPE | {"rope_theta": THETA, "partial_rotary_factor": 1.0},
+        ROPE
+        | {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 32}
+        | {"rope_scaling": LONGROPE | {"type": "longrope"}},
+        LONGROPE | ROPE | {"partial_rotary_factor": 1.0},
     ),
     "by layer type": (
         SMALL
-        | {
-            "model_type": "gemma3_text",
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": 8,
-            "sliding_window_pattern": 2,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
+        | {"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16}
+        | {"sliding_window": 8, "sliding_window_pattern": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        ROPE | {"rope_local_base_freq": 3e3, "rope_scaling": LINEAR},
         {
-            "rope_theta": THETA,
-            "rope_local_base_freq": 3e3,
-            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
-        },
-        {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
-            "full_attention": {
-                "rope_type": "linear",
-                "factor": 4.0,
-                "rope_theta": THETA,
-            },
+            "sliding_attention": DEFAULT | {"rope_theta": 3e3},
+            "full_attention": LINEAR | ROPE,
         },
     ),
     "other names": (
-        {
-            "model_type": "gpt_neox",
-            "hidden_size": 32,
-            "intermediate_size": 128,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 2,
-            "vocab_size": 320,
-            "max_position_embeddings": 64,
-            "layer_norm_eps": 1e-5,
-            "use_parallel_residual": True,
-            "tie_word_embeddings": False,
-        },
+        {key: value for key, value in SMALL.items() if key not in NOT_IN_NEOX}
+        | {"model_type": "gpt_neox", "intermediate_size": 128, "layer_norm_eps": 1e-5}
+        | {"use_parallel_residual": True},
         {"rotary_emb_base": THETA, "rotary_pct": 0.5},
-        {
-            "rope_type": "default",
-            "rope_theta": THETA,
-            "partial_rotary_factor": 0.5,
-        },
+        DEFAULT | ROPE | HALF,
     ),
     "required keys": (
         SMALL
         | DEEPSEEK_EXPERTS
-        | {
-            "model_type": "glm4_moe",
-            "head_dim": 16,
-            "use_qk_norm": True,
-            "attention_bias": False,
-        },
-        {"rope_theta": THETA, "partial_rotary_factor": 0.5, "rope_scaling": None},
-        {
-            "rope_type": "default",
-            "rope_theta": THETA,
-            "partial_rotary_factor": 0.5,
-        },
+        | {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True}
+        | {"attention_bias": False},
+        ROPE | HALF | {"rope_scaling": None},
+        DEFAULT | ROPE | HALF,
     ),
 }
 

@@ -5,13 +5,12 @@ import numpy as np
 import pytest
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import GradientTap, hook_calls
-from lmx.models.loader import build_model
 from lmx.quantization.ptq import embeddings, output_fisher
 from lmx.quantization.ptq.embeddings import MIN_CLUSTER_ROWS, cluster_rows
 from lmx.quantization.ptq.fisher import ForwardBackwardPass, sampled_label_loss
 from lmx.quantization.ptq.output_fisher import estimate_output_fisher
 from lmx.run.logger import NullLogger
-from mlx.utils import tree_map
+from quantization_samples import enlarged_model
 from tiny_checkpoints import LLAMA
 
 PATH = "model.embed_tokens"
@@ -20,10 +19,7 @@ SIZES = {"num_hidden_layers": 3, "vocab_size": 320}
 
 
 def model_of(*, tied, **changes):
-    mx.random.seed(5)
-    model = build_model(LLAMA | SIZES | {"tie_word_embeddings": tied} | changes)
-    model.update(tree_map(lambda v: 2 * v if v.ndim > 1 else v, model.parameters()))
-    return model.eval()
+    return enlarged_model(LLAMA | SIZES | {"tie_word_embeddings": tied} | changes)
 
 
 def statistics_of(model, folder, tokens=TOKENS, shard_size=4):

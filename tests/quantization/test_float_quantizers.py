@@ -12,15 +12,12 @@ from lmx.quantization.qat.quantizers import (
     MinMaxQuantizer,
     make_quantizer,
 )
-from test_float_grid import FORMATS
+from quantization_samples import normal
+from test_float_grid import FORMATS, numbers
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 KEY = mx.random.key(7)
 EACH_MODE = pytest.mark.parametrize("mode", MODES)
-
-
-def normal(*shape, seed=0, scale=0.05):
-    return scale * mx.random.normal(shape, key=mx.random.key(seed))
 
 
 def quantizer_of(mode, dtype=mx.float32):
@@ -32,11 +29,9 @@ def exact_levels(weight, packed, mode):
     """The nearest multiple of the stored scale by an element, in float64."""
     spec = QuantSpec(mode=mode)
     codes = np.array(packed["scales"]).astype(np.int64)
-    # By definition: E8M0 is a power of two, E4M3 has three fraction bits.
+    # E8M0 is a power of two.
     if MODES[mode].scales is E4M3Scales:
-        exponent, fraction = codes >> 3, codes & 7
-        lead = (exponent > 0) + fraction / 8
-        scales = lead * 2.0 ** (np.maximum(exponent, 1) - 7)
+        scales = numbers(8, 4)[codes]
     else:
         scales = 2.0 ** (codes - 127)
     scales = np.repeat(scales, spec.group_size, axis=-1)

@@ -15,6 +15,7 @@ from lmx.quantization.ptq.gptq import float_solver
 from lmx.quantization.ptq.gptq.float_solver import float_gptq, group_descent
 from lmx.quantization.ptq.gptq.solver import LayerProblem, solve_layers
 from lmx.quantization.ptq.hessian import damped
+from quantization_samples import correlated_inputs, naive_gptq, to_float64
 
 WIDTH, ROWS = 96, 24
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -24,10 +25,7 @@ modes = pytest.mark.parametrize("mode", MODES)
 
 def hessian_of(mode, width=WIDTH, seed=0):
     """The Hessian of correlated inputs of different magnitudes, as in a model."""
-    generator = np.random.default_rng(seed)
-    mixing = np.eye(width) + generator.normal(size=(width, width)) / np.sqrt(width)
-    sizes = np.exp(0.7 * generator.normal(size=width))
-    x = generator.normal(size=(2048, width)) @ mixing * sizes
+    x = correlated_inputs(width, seed=seed)
     group_size = min(QuantSpec(mode=mode).group_size, width)
     return damped(mx.array(x.T @ x / 2048, mx.float32), group_size, 0.01)
 
@@ -35,10 +33,6 @@ def hessian_of(mode, width=WIDTH, seed=0):
 def weights(rows=ROWS, width=WIDTH, size=0.3, seed=1) -> mx.array:
     samples = np.random.default_rng(seed).standard_t(5, size=(rows, width))
     return mx.array(size * samples, mx.float32)
-
-
-def to_float64(value: mx.array) -> np.ndarray:
-    return np.array(value.astype(mx.float32)).astype(np.float64)
 
 
 def row_errors(weight, target, hessian) -> np.ndarray:
@@ -52,30 +46,22 @@ def solve(weight, hessian, spec, dtype=mx.float32, **options):
     return solve_layers(layers, hessian, spec, dtype, **options)["layer"]
 
 
-def naive_gptq(target, hessian, grid: FloatGrid, levels) -> np.ndarray:
-    """Optimal brain quantization for the scales of a grid."""
-    remaining, elements = to_float64(target), np.zeros(target.shape)
-    inverse = np.linalg.inv(to_float64(hessian.matrix))
-    scales = to_float64(grid.scales)
-    for column in np.array(hessian.order):
-        scale = scales[:, column // grid.group]
-        distances = np.abs(remaining[:, column, None] / scale[:, None] - levels)
-        elements[:, column] = levels[distances.argmin(axis=1)]
-        error = remaining[:, column] - scale * elements[:, column]
-        pivot = inverse[column, column]
-        remaining = remaining - np.outer(error, inverse[column] / pivot)
-        inverse = inverse - np.outer(inverse[:, column], inverse[column]) / pivot
-    return elements
-
-
 @modes
 def test_gptq_elements_match_naive_obq(mode):
     hessian, target, spec = hessian_of(mode), weights(), QuantSpec(mode=mode)
     grid = float_gptq(target, hessian, spec)
     number = MODES[mode].elements
     codes = [c for c in range(2**number.bits) if c % 128 != 127]
-    levels = np.unique(number.values(mx.array(codes, mx.uint8)))
-    expected = naive_gptq(target, hessian, grid, levels.astype(np.float64))
+    levels = np.unique(number.values(mx.array(codes, mx.uint8))).astype(np.float64)
+    scales = to_float64(grid.scales)
+
+    def nearest(values, group):
+        scale = scales[:, group]
+        distances = np.abs(values[:, None] / scale[:, None] - levels)
+        elements = levels[distances.argmin(axis=1)]
+        return elements, scale * elements
+
+    expected = naive_gptq(target, hessian, spec.group_size, nearest)
     # A weight halfway between two elements can take either.
     assert (to_float64(grid.elements) == expected).mean() > 0.995
 

@@ -12,7 +12,8 @@ from lmx.quantization.packing import dequantize
 from lmx.quantization.ptq.gptq import gguf_solver
 from lmx.quantization.ptq.gptq.solver import LayerProblem, solve_layers
 from lmx.quantization.ptq.hessian import damped
-from test_float_solver import hessian_of, row_errors, to_float64
+from quantization_samples import to_float64
+from test_float_solver import hessian_of, row_errors
 
 WIDTH = 512
 modes = pytest.mark.parametrize("mode", GGUF_MODES)

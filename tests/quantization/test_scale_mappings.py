@@ -30,10 +30,7 @@ MAPPINGS = {
         "post_attention_layernorm": "gate gate_proj up_proj",
     },
     "deepseek_v3": MLP
-    | {
-        "input_layernorm": "kv_a_proj_with_mqa q_a_proj",
-        "q_a_layernorm": "q_b_proj",
-    },
+    | {"input_layernorm": "kv_a_proj_with_mqa q_a_proj", "q_a_layernorm": "q_b_proj"},
     "phi": {"input_layernorm": "fc1 " + ATTENTION},
     "phi3": {
         "input_layernorm": "qkv_proj",

@@ -146,6 +146,11 @@ def _divergence(logits, target):
     return (np.exp(p) * (p - q)).sum(axis=-1).mean()
 
 
+# What does not depend on the kind of the layers.
+OF_LLAMA = pytest.mark.parametrize("case", ["llama"], indirect=True)
+
+
+@OF_LLAMA
 @pytest.mark.parametrize("rate", [1e3, 1e30])
 def test_harmful_tuning_keeps_the_start(case, tmp_path, rate, capsys):
     tuner = tuner_of(case, tmp_path, learning_rate=rate, logger=RunLogger(None))
@@ -155,15 +160,7 @@ def test_harmful_tuning_keeps_the_start(case, tmp_path, rate, capsys):
     assert "keeping the start" in capsys.readouterr().out
 
 
-def test_learning_rate_is_probed(case, tmp_path, capsys):
-    tuner = tuner_of(
-        case, tmp_path, learning_rate=None, steps=1, logger=RunLogger(None)
-    )
-    tuner.run()
-    assert "using 0.0" in capsys.readouterr().out
-    assert tuner._optimizer.state["step"].item() == 1
-
-
+@OF_LLAMA
 def test_probe_stops_at_a_worse_learning_rate(case, tmp_path, monkeypatch, capsys):
     tuner = tuner_of(
         case, tmp_path, learning_rate=None, steps=1, logger=RunLogger(None)
@@ -172,6 +169,7 @@ def test_probe_stops_at_a_worse_learning_rate(case, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(tuner, "_evaluate", lambda *_: next(divergences))
     tuner.run()
     assert "0.0003: 0.5, 0.001: 0.4, 0.003: inf; using 0.001" in capsys.readouterr().out
+    assert tuner._optimizer.state["step"].item() == 1
 
 
 def test_step_does_not_depend_on_its_parts(case, tmp_path):
@@ -198,6 +196,7 @@ def test_step_does_not_depend_on_its_parts(case, tmp_path):
         assert np.isclose(masters[kind], expected[kind], atol=2e-5).mean() > 0.995
 
 
+@OF_LLAMA
 def test_killed_run_resumes_exactly(case, tmp_path, monkeypatch):
     expected = tuner_of(case, tmp_path / "expected", learning_rate=None).run()
     killed = tuner_of(case, tmp_path, learning_rate=None)
@@ -220,13 +219,16 @@ def test_killed_run_resumes_exactly(case, tmp_path, monkeypatch):
         assert mx.array_equal(expected[name], tensors[name])
 
 
+@OF_LLAMA
 def test_other_settings_start_a_new_run(case, tuned, tmp_path):
     folder = shutil.copytree(tuned[1], tmp_path / "copy")
     assert tuner_of(case, folder)._load()["step"] == CONFIG.steps
     assert tuner_of(case, folder, steps=13)._load() is None
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@OF_LLAMA
+# `test_folder_index.py` has all kinds of damage.
+@pytest.mark.parametrize("damage", ["flip", "become_file"])
 def test_damaged_state_starts_a_new_run(case, tuned, tmp_path, damage, monkeypatch):
     shutil.copytree(tuned[1] / "state", tmp_path / "copy/state")
     tuner, warnings = tuner_of(case, tmp_path / "copy"), []

@@ -1,52 +1,43 @@
 """SequentialPipeline: calibration inputs, order of the layers, and resume."""
 
+import gc
 import shutil
-import sys
-import traceback
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from calibration_windows import windows_of
 from folder_damages import DAMAGES
 from lmx.config.quant_spec import QuantizationConfig
 from lmx.config.quantize import GPTQConfig
 from lmx.errors import UserError
-from lmx.models.loader import build_model, load
+from lmx.models.loader import load
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.ptq.base import PTQContext, PTQMethod, QuantizedTensor
-from lmx.quantization.ptq.gptq import solver as gptq_solver
 from lmx.quantization.ptq.gptq.gptq import GPTQ
 from lmx.quantization.ptq.sequential import SequentialPipeline
 from lmx.quantization.target_layers import select_layers
 from lmx.run.logger import NullLogger, RunLogger
 from lmx.run.progress import ProgressBar
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
+from quantization_samples import context_of, enlarged_model, windows_of
 from test_output_fisher import gradients_of
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 TOKENS = mx.random.randint(0, 320, (6, 24), key=mx.random.key(0))
 GRID = QuantizationConfig(bits=3, group_size=32)
-KINDS = ("scales", "biases")
 SIZES = {"num_hidden_layers": 3, "vocab_size": 320, "tie_word_embeddings": False}
 
 
 def model_of(config=LLAMA, **changes):
-    mx.random.seed(5)
-    model = build_model(config | SIZES | changes)
-    model.update(tree_map(lambda v: 2 * v if v.ndim > 1 else v, model.parameters()))
-    return model.eval()
+    return enlarged_model(config | SIZES | changes)
 
 
-def context_of(model, folder, reread=None, grid=GRID, counted=None) -> PTQContext:
+def task(model, folder, grid=GRID, counted=None, **options) -> PTQContext:
     specs, windows = select_layers(model, grid).specs, windows_of(TOKENS, counted)
-    logger = RunLogger(None, quiet=True)
-    return PTQContext(
-        model, specs, mx.float32, lambda _: windows, folder, logger, reread
-    )
+    options = {"logger": RunLogger(None, quiet=True)} | options
+    return context_of(model, specs, windows, folder, **options)
 
 
 class RecordingRTN(PTQMethod):
@@ -83,7 +74,7 @@ class RecordingRTN(PTQMethod):
         counted=None,
         **options,
     ):
-        self.context = context_of(model, folder, counted=counted, **options)
+        self.context = task(model, folder, counted=counted, **options)
         return SequentialPipeline(
             self,
             windows_of(TOKENS, counted),
@@ -133,33 +124,14 @@ def rows_of(model, path, quantized=()):
     return np.array(x, np.float64).reshape(-1, x.shape[-1])
 
 
-def test_gptq_call_chain_has_seven_calls(tmp_path, monkeypatch):
-    """The chain goes from the method entry to the column update (see sequential.py)."""
-    chains, update = [], gptq_solver.gptq_columns
-
-    def record_chain(*args):
-        stack = traceback.walk_stack(sys._getframe(1))
-        codes = [frame.f_code for frame, _ in stack]
-        names = [code.co_name for code in codes if "/lmx/" in code.co_filename]
-        chains.append(names[::-1])
-        return update(*args)
-
-    monkeypatch.setattr(gptq_solver, "gptq_columns", record_chain)
-    config = GPTQConfig(bits=3, refine_iters=0)
-    GPTQ(config, context_of(model_of(), tmp_path)).quantize()
-    assert [
-        "quantize",
-        "run",
-        "_quantize_block",
-        "quantize_group",
-        "solve_layers",
-        "solve_rows",
-        "gptq",
-    ] in chains
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A finished run: method, tensors and folder."""
+    method, folder = RecordingRTN(), tmp_path_factory.mktemp("plain")
+    return method, method.run(model_of(), folder), folder
 
 
-@pytest.mark.parametrize("effort", ["fast", "standard"])
-def test_progress_reaches_the_end_block_by_block(effort, tmp_path):
+def test_progress_reaches_the_end_block_by_block(tmp_path):
     bars, model = {}, model_of()
 
     class Recorder(NullLogger):
@@ -174,8 +146,8 @@ def test_progress_reaches_the_end_block_by_block(effort, tmp_path):
         notes.append(note or amount)
         advance(bar, amount, note)
 
-    config = GPTQConfig.model_validate({"bits": 3, "effort": effort})
-    context = replace(context_of(model, tmp_path), logger=Recorder())
+    config = GPTQConfig(bits=3)
+    context = task(model, tmp_path, logger=Recorder())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProgressBar, "advance", record)
         GPTQ(config, context).quantize()
@@ -184,14 +156,11 @@ def test_progress_reaches_the_end_block_by_block(effort, tmp_path):
     assert texts == [f"block {number} of 3" for number in (1, 2, 3)]
 
 
-def test_full_precision_stream_reads_the_first_tokens_only(tmp_path):
+def test_full_precision_stream_reads_the_first_tokens_only(plain, tmp_path):
     path = "model.layers.1.mlp.down_proj"
     method = RecordingRTN(max_compared_tokens=2 * TOKENS.shape[1])
     method.run(model_of(), tmp_path / "few", shard_size=2)
-    few = method.statistics[path]
-    all_tokens = RecordingRTN()
-    all_tokens.run(model_of(), tmp_path / "all", shard_size=2)
-    full = all_tokens.statistics[path]
+    few, full = method.statistics[path], plain[0].statistics[path]
     assert mx.allclose(few.second_moments, full.second_moments, rtol=1e-3, atol=1e-3)
     assert mx.array_equal(full.compared_moments, full.second_moments)
     share = mx.diagonal(few.compared_moments).sum()
@@ -200,9 +169,8 @@ def test_full_precision_stream_reads_the_first_tokens_only(tmp_path):
     assert mx.abs(few.cross_moments).max() < mx.abs(full.cross_moments).max()
 
 
-def test_groups_come_in_the_order_of_calls(tmp_path):
-    method = RecordingRTN()
-    method.run(model_of(), tmp_path)
+def test_groups_come_in_the_order_of_calls(plain):
+    method = plain[0]
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     parts += ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     blocks = [f"model.layers.{number}.{part}" for number in range(3) for part in parts]
@@ -232,9 +200,8 @@ def assert_moments(method, path, make_model=model_of):
     "path",
     ["model.layers.1.self_attn.o_proj", "model.layers.2.mlp.down_proj", "lm_head"],
 )
-def test_moments_use_inputs_of_the_partly_quantized_model(tmp_path, path):
-    method = RecordingRTN()
-    method.run(model_of(), tmp_path)
+def test_moments_use_inputs_of_the_partly_quantized_model(plain, path):
+    method = plain[0]
     x, y = assert_moments(method, path)
     assert method.statistics[path].counts.item() == TOKENS.size
     assert np.abs(x.T @ (y - x)).max() > 1e-2 * np.abs(x.T @ x).max()
@@ -247,9 +214,8 @@ def test_moments_use_inputs_of_the_partly_quantized_model(tmp_path, path):
         ("mlp.down_proj", "post_attention_layernorm"),
     ],
 )
-def test_residual_moments_hold_the_error_of_the_residual_stream(tmp_path, path, norm):
-    method = RecordingRTN()
-    method.run(model_of(), tmp_path)
+def test_residual_moments_hold_the_error_of_the_residual_stream(plain, path, norm):
+    method = plain[0]
     path, norm = (f"model.layers.1.{name}" for name in (path, norm))
     quantized = method.quantized_before(path)
     x = rows_of(model_of(), path, quantized)
@@ -275,8 +241,10 @@ def residual_writers(method) -> set[str]:
     return {path for path, s in items if s and s.residual_moments is not None}
 
 
-@pytest.mark.parametrize("compute", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("has_post_norm", [False, True])
+@pytest.mark.parametrize(
+    ("compute", "has_post_norm"),
+    [(mx.float16, False), (mx.bfloat16, False), (mx.float16, True)],
+)
 def test_layers_before_a_norm_are_no_residual_writers(tmp_path, compute, has_post_norm):
     """Gemma normalizes a layer output before the addition. Hidden states are large."""
     method, gemma = RecordingRTN(), {"model_type": "gemma2"}
@@ -293,26 +261,19 @@ def test_layers_before_a_norm_are_no_residual_writers(tmp_path, compute, has_pos
 
 
 def test_tied_embedding_is_quantized_once_before_the_blocks(tmp_path):
-    method, path = RecordingRTN(), "model.embed_tokens"
+    """Without statistics, unless a method weighs it."""
+    method, path = RecordingRTN(weighs_embeddings=False), "model.embed_tokens"
     tensors = method.run(model_of(tie_word_embeddings=True), tmp_path)
-    assert next(iter(method.statistics)) == path
+    assert next(iter(method.statistics.items())) == (path, None)
     assert f"{path}.scales" in tensors
     assert len(method.statistics) == 1 + 7 * 3
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"):
         assert_moments(method, name, lambda: model_of(tie_word_embeddings=True))
 
 
-def test_embeddings_have_no_statistics_unless_weighed(tmp_path):
-    method = RecordingRTN(weighs_embeddings=False)
-    method.run(model_of(), tmp_path)
-    path, statistics = next(iter(method.statistics.items()))
-    assert (path, statistics) == ("model.embed_tokens", None)
-
-
-def test_weighed_outputs_have_fisher_information(tmp_path):
-    weighed, unweighed = RecordingRTN(weighs_outputs=True), RecordingRTN()
+def test_weighed_outputs_have_fisher_information(plain, tmp_path):
+    weighed, unweighed = RecordingRTN(weighs_outputs=True), plain[0]
     weighed.run(model_of(), tmp_path)
-    unweighed.run(model_of(), tmp_path / "unweighed")
     modules = dict(model_of().named_modules())
     for path, statistics in weighed.statistics.items():
         if ".layers." in path:
@@ -323,9 +284,8 @@ def test_weighed_outputs_have_fisher_information(tmp_path):
     assert not list(tmp_path.glob("pipeline/*/fisher-*"))
 
 
-def test_without_cross_moments_there_is_no_full_stream(tmp_path):
-    with_cross, without_cross = RecordingRTN(), RecordingRTN(needs_cross_moments=False)
-    with_cross.run(model_of(), tmp_path / "with-cross")
+def test_without_cross_moments_there_is_no_full_stream(plain, tmp_path):
+    with_cross, without_cross = plain[0], RecordingRTN(needs_cross_moments=False)
     without_cross.run(model_of(), tmp_path)
     for path, statistics in with_cross.statistics.items():
         if statistics is not None:
@@ -377,10 +337,9 @@ def test_experts_have_moments_of_their_inputs(tmp_path):
         np.testing.assert_allclose(moments, rows.T @ rows, atol=1e-4)
 
 
-def test_killed_run_resumes_at_its_block(tmp_path):
-    expected = RecordingRTN().run(model_of(), tmp_path / "expected")
-    with pytest.raises(KeyboardInterrupt):
-        RecordingRTN("model.layers.2.mlp.up_proj").run(model_of(), tmp_path)
+def test_killed_run_resumes_at_its_block(plain, killed, tmp_path):
+    expected = plain[1]
+    shutil.copytree(killed / "pipeline", tmp_path / "pipeline")
     second = RecordingRTN()
     tensors = second.run(model_of(), tmp_path)
     last = ("model.layers.2", "lm_head", "model.embed_tokens")
@@ -396,12 +355,11 @@ def test_killed_run_resumes_at_its_block(tmp_path):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """The result of a run, and the state of one that was killed in the last block."""
+    """The state of a run that was killed in the last block."""
     folder = tmp_path_factory.mktemp("killed")
-    expected = RecordingRTN().run(model_of(), folder / "expected")
     with pytest.raises(KeyboardInterrupt):
         RecordingRTN("model.layers.2.mlp.up_proj").run(model_of(), folder)
-    return expected, folder
+    return folder
 
 
 def assert_starts_over(folder, expected, place, capsys):
@@ -417,21 +375,24 @@ def assert_starts_over(folder, expected, place, capsys):
 
 
 DAMAGED_PARTS = [
-    *(("0002", damage) for damage in DAMAGES),
+    # `test_folder_index.py` has all kinds of damage.
+    *(("0002", damage) for damage in ("flip", "lose_file", "become_link")),
     *((part, damage) for part in ("embeddings", "0001") for damage in ("flip", "cut")),
     # Its streams are used up.
     ("0000", "lose_index"),
+    # The end of a finished run.
+    ("head", "flip"),
 ]
 
 
 @pytest.mark.parametrize(("part", "damage"), DAMAGED_PARTS)
-def test_damaged_state_is_not_used(killed, tmp_path, damage, part, capsys):
+def test_damaged_state_is_not_used(plain, killed, tmp_path, damage, part, capsys):
     """The newest streams, finished layers and statistics: all are read again."""
-    expected, folder = killed
+    folder = plain[2] if part == "head" else killed
     shutil.copytree(folder / "pipeline", tmp_path / "pipeline")
-    DAMAGES[damage](tmp_path / "pipeline" / part)
     place = tmp_path / "pipeline" / part
-    assert_starts_over(tmp_path, expected, place, capsys)
+    DAMAGES[damage](place)
+    assert_starts_over(tmp_path, plain[1], place, capsys)
 
 
 def test_lost_statistics_are_not_ignored(tmp_path, capsys):
@@ -448,24 +409,16 @@ def test_lost_statistics_are_not_ignored(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("source", ["another run", "another block"])
-def test_state_of_something_else_is_not_used(killed, tmp_path, source, capsys):
-    expected, folder = killed
-    shutil.copytree(folder / "pipeline", tmp_path / "pipeline")
+def test_state_of_something_else_is_not_used(plain, killed, tmp_path, source, capsys):
+    shutil.copytree(killed / "pipeline", tmp_path / "pipeline")
     place = tmp_path / "pipeline/0001"
     shutil.rmtree(place)
     if source == "another run":
         RecordingRTN().run(model_of(), tmp_path / "other", key="other")
         shutil.copytree(tmp_path / "other/pipeline/0001", place)
     else:
-        shutil.copytree(folder / "pipeline/0002", place)
-    assert_starts_over(tmp_path, expected, place, capsys)
-
-
-def test_damaged_head_is_not_used(tmp_path, capsys):
-    expected = RecordingRTN().run(model_of(), tmp_path)
-    mx.eval(expected)
-    DAMAGES["flip"](tmp_path / "pipeline/head")
-    assert_starts_over(tmp_path, expected, tmp_path / "pipeline/head", capsys)
+        shutil.copytree(killed / "pipeline/0002", place)
+    assert_starts_over(tmp_path, plain[1], place, capsys)
 
 
 def test_model_is_restored_and_old_streams_are_deleted(tmp_path):
@@ -508,8 +461,10 @@ def test_one_block_is_in_memory_at_a_time(make_checkpoint, tmp_path):
 
     def peak_memory(folder, reread):
         model = load(source, lazy=True).model
-        method = RecordingRTN()
+        method = RecordingRTN(needs_cross_moments=False)
         method.statistics = DiscardingDict()
+        # Models of other tests are still collected.
+        gc.collect()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         method.run(model, folder, reread=reread)

@@ -7,7 +7,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from calibration_windows import windows_of
 from lmx.config.quantize import GPTQConfig, RTNConfig
 from lmx.errors import USAGE, UserError
 from lmx.models.hooks import capture_inputs
@@ -16,9 +15,9 @@ from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.ptq.smoothquant import smoothquant
 from lmx.quantization.ptq.smoothquant.smoothquant import smooth, smoothing_scale
 from lmx.quantization.target_layers import select_layers
-from lmx.run.logger import NullLogger
 from mlx.utils import tree_flatten
 from pydantic import ValidationError
+from quantization_samples import context_of, windows_of
 from tiny_families import VOCABULARY, member
 
 TOKENS = mx.random.randint(0, VOCABULARY, (6, 16), key=mx.random.key(1))
@@ -32,15 +31,8 @@ def settings(strength=0.5, config=RTNConfig, **keys):
 
 def task(family, folder, config, counted=None) -> PTQContext:
     model = member(family)
-    return PTQContext(
-        model,
-        select_layers(model, config).specs,
-        mx.float32,
-        lambda tokens: windows_of(TOKENS, counted),
-        folder,
-        NullLogger(),
-        partial(member, family),
-    )
+    specs, windows = select_layers(model, config).specs, windows_of(TOKENS, counted)
+    return context_of(model, specs, windows, folder, reread=partial(member, family))
 
 
 def inputs_of(model, path, tokens=TOKENS):

@@ -18,16 +18,19 @@ BLOCK = {f"self_attn.{x}_proj" for x in "qkvo"} | {
 }
 BLOCK = {f"model.layers.0.{path}" for path in BLOCK}
 DOWN = "model.layers.0.mlp.down_proj"
+ACTIVATIONS = {"mode": "nvfp4", "quantize_activations": True}
+
+
+def plan_of(config=LLAMA, **settings):
+    return select_layers(build_model(config), QuantizationConfig(**settings))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("embeddings", [True, False])
 @pytest.mark.parametrize("head", [True, False])
 def test_embeddings_and_head_follow_the_recipe(tied, embeddings, head):
-    model = build_model(LLAMA | {"tie_word_embeddings": tied})
-    plan = select_layers(
-        model, QuantizationConfig(quantize_embeddings=embeddings, quantize_lm_head=head)
-    )
+    switches = {"quantize_embeddings": embeddings, "quantize_lm_head": head}
+    plan = plan_of(LLAMA | {"tie_word_embeddings": tied}, **switches)
     expected, skipped = set(BLOCK), {}
     if embeddings:
         expected.add("model.embed_tokens")
@@ -54,9 +57,7 @@ def test_head_with_another_name_is_detected():
 
 
 def test_layer_with_indivisible_width_is_skipped():
-    plan = select_layers(
-        build_model(UNTIED | {"intermediate_size": 172}), QuantizationConfig()
-    )
+    plan = plan_of(UNTIED | {"intermediate_size": 172})
     reason = "its width 172 is not a multiple of 64"
     assert plan.skipped == {"model.layers.0.mlp.down_proj": reason}
     assert plan.specs.keys() == (BLOCK - plan.skipped.keys()) | {
@@ -66,13 +67,9 @@ def test_layer_with_indivisible_width_is_skipped():
 
 
 def test_model_without_quantizable_layers_is_refused():
+    sizes = {"hidden_size": 172, "head_dim": 43, "intermediate_size": 44}
     with pytest.raises(UserError) as caught:
-        select_layers(
-            build_model(
-                LLAMA | {"hidden_size": 172, "head_dim": 43, "intermediate_size": 44}
-            ),
-            QuantizationConfig(),
-        )
+        plan_of(LLAMA | sizes)
     assert "its width 172 is not a multiple of 64" in caught.value.message
     with pytest.raises(UserError, match="no linear layer"):
         select_layers(nn.RMSNorm(8), QuantizationConfig())
@@ -81,7 +78,7 @@ def test_model_without_quantizable_layers_is_refused():
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 def test_quant_predicate_of_the_model_is_used(mode):
     """A router is affine with 8 bits, independent of the recipe."""
-    plan = select_layers(build_model(QWEN3_MOE), QuantizationConfig(mode=mode))
+    plan = plan_of(QWEN3_MOE, mode=mode)
     router = QuantSpec(bits=8, group_size=64)
     grids = {
         path: spec for path, spec in plan.specs.items() if path.endswith("mlp.gate")
@@ -129,20 +126,14 @@ def test_select_layers_does_not_change_weights():
     assert before.dtype == mx.float32
 
 
-def plan_of(overrides, config=LLAMA, **settings):
-    return select_layers(
-        build_model(config), QuantizationConfig(overrides=overrides, **settings)
-    )
-
-
 def test_pattern_matches_full_paths_and_paths_in_the_block():
     override = {"bits": 8}
     for pattern in (DOWN, "*.down_proj", "mlp.down_proj", "mlp.d*"):
-        specs = plan_of({pattern: override}).specs
+        specs = plan_of(overrides={pattern: override}).specs
         eight = [path for path, spec in specs.items() if spec.bits == 8]
         assert eight == [DOWN], pattern
-    skipped = plan_of({"self_attn.*": "skip", "*.self_attn.o_proj": override}).skipped
-    assert len(skipped) == 4
+    overrides = {"self_attn.*": "skip", "*.self_attn.o_proj": override}
+    assert len(plan_of(overrides=overrides).skipped) == 4
 
 
 def test_first_matching_pattern_wins_and_is_completed():
@@ -151,7 +142,7 @@ def test_first_matching_pattern_wins_and_is_completed():
         "mlp.*": {"group_size": 128},
         "*": {"mode": "mxfp8"},
     }
-    specs = plan_of(overrides, bits=3, group_size=32).specs
+    specs = plan_of(overrides=overrides, bits=3, group_size=32).specs
     assert specs[DOWN] == QuantSpec(bits=8, group_size=32)
     assert specs["model.layers.0.mlp.up_proj"] == QuantSpec(bits=3, group_size=128)
     assert specs["model.layers.0.self_attn.q_proj"] == QuantSpec(mode="mxfp8")
@@ -160,16 +151,15 @@ def test_first_matching_pattern_wins_and_is_completed():
 def test_pattern_overrides_predicate_and_switches():
     """The predicate of this model gives its routers 8 bits."""
     router = "model.layers.0.mlp.gate"
-    default = plan_of({}, QWEN3_MOE)
+    default = plan_of(QWEN3_MOE)
     assert default.specs[router].bits == 8
     assert default.explicit == {router, router.replace("0", "1")}
-    overridden_bits = plan_of({"mlp.gate": {"bits": 3}}, QWEN3_MOE)
-    assert overridden_bits.specs[router].bits == 3
-    assert (
-        plan_of({"mlp.gate": "skip"}, QWEN3_MOE).skipped[router]
-        == "skipped by the recipe"
-    )
-    overridden = plan_of({"lm_head": {"bits": 6}}, QWEN3_MOE, quantize_lm_head=False)
+    overridden = plan_of(QWEN3_MOE, overrides={"mlp.gate": {"bits": 3}})
+    assert overridden.specs[router].bits == 3
+    skipped = plan_of(QWEN3_MOE, overrides={"mlp.gate": "skip"}).skipped
+    assert skipped[router] == "skipped by the recipe"
+    switches = {"quantize_lm_head": False, "overrides": {"lm_head": {"bits": 6}}}
+    overridden = plan_of(QWEN3_MOE, **switches)
     assert overridden.specs["lm_head"].bits == 6
     assert overridden.explicit == default.explicit | {"lm_head"}
 
@@ -178,37 +168,34 @@ def test_pattern_without_match_lists_the_layers():
     with pytest.raises(
         UserError, match=r"no layer of this model matches '\*\.dwn'"
     ) as caught:
-        plan_of({"*.dwn": {"bits": 4}})
+        plan_of(overrides={"*.dwn": {"bits": 4}})
     assert "mlp.down_proj" in caught.value.hint
     assert "model.embed_tokens" in caught.value.hint
 
 
 @pytest.mark.parametrize(
-    "grid", [{"bits": 7}, {"bit": 4}, {"mode": "mxfp4", "bits": 3}, "leave", 4]
-)
-def test_invalid_overrides_are_refused(grid):
-    with pytest.raises(ValidationError):
-        QuantizationConfig(overrides={"*": grid})
-
-
-@pytest.mark.parametrize(
     "settings",
     [
+        *(
+            {"overrides": {"*": grid}}
+            for grid in ({"bits": 7}, {"bit": 4}, {"mode": "mxfp4", "bits": 3}, "no", 4)
+        ),
         {"mixed_precision": {}},
         {"mixed_precision": {"target_bpw": 3.0, "candidate_bits": []}},
         {"mixed_precision": {"target_bpw": 3.0, "candidate_group_sizes": [16]}},
         {"mixed_precision": {"target_bpw": 3.0}, "mode": "mxfp4"},
+        {"mode": "affine", "quantize_activations": True},
+        {"mode": "mxfp4", "quantize_activations": True},
     ],
+    ids=str,
 )
-def test_invalid_mixed_precision_is_refused(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(ValidationError):
         quantize.RTNConfig(**settings)
 
 
 def test_layers_whose_inputs_cannot_be_quantized_are_skipped():
-    model = build_model(UNTIED | {"attention_bias": True})
-    config = {"mode": "nvfp4", "quantize_activations": True}
-    plan = select_layers(model, QuantizationConfig(**config))
+    plan = plan_of(UNTIED | {"attention_bias": True}, **ACTIVATIONS)
     biased = {f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"}
     assert plan.quantize_activations
     assert plan.skipped.keys() == biased
@@ -217,30 +204,16 @@ def test_layers_whose_inputs_cannot_be_quantized_are_skipped():
 
 
 def test_layers_for_which_the_model_asks_another_mode_are_skipped():
-    model = build_model(QWEN3_MOE)
     gate = "model.layers.0.mlp.gate"
-    config = {"mode": "mxfp8", "quantize_activations": True}
-    assert select_layers(model, QuantizationConfig(mode="mxfp8")).specs[gate].bits == 8
-    plan = select_layers(model, QuantizationConfig(**config))
+    assert plan_of(QWEN3_MOE, mode="mxfp8").specs[gate].bits == 8
+    plan = plan_of(QWEN3_MOE, mode="mxfp8", quantize_activations=True)
     assert "mode affine cannot be used" in plan.skipped[gate]
     assert any("switch_mlp" in path for path in plan.specs)
 
 
 def test_override_without_input_quantization_is_refused():
-    config = {"mode": "nvfp4", "quantize_activations": True}
     overrides = {"*.down_proj": {"mode": "affine", "bits": 8}}
     with pytest.raises(UserError, match="mode affine cannot be used"):
-        select_layers(
-            build_model(LLAMA), QuantizationConfig(overrides=overrides, **config)
-        )
-    plan = select_layers(
-        build_model(LLAMA),
-        QuantizationConfig(overrides={"*.down_proj": {"mode": "mxfp8"}}, **config),
-    )
+        plan_of(overrides=overrides, **ACTIVATIONS)
+    plan = plan_of(overrides={"*.down_proj": {"mode": "mxfp8"}}, **ACTIVATIONS)
     assert plan.specs[DOWN].mode == "mxfp8"
-
-
-@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
-def test_quantize_activations_needs_a_mode_of_qqmm(mode):
-    with pytest.raises(ValidationError, match="nvfp4 or mxfp8"):
-        QuantizationConfig(mode=mode, quantize_activations=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from lmx.cli import main
 from lmx.errors import UserError
+from lmx.pipeline import work
 from lmx.run import run_dir
 from lmx.run.run_dir import check_output
 
@@ -28,6 +29,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "rows.txt").write_text("one line\nand another\n" * 40)
+    # A dry run measures this machine.
+    monkeypatch.setattr(work, "rates", lambda _: work.Work(1, 1, 1, 1, 1))
     return tmp_path
 
 

@@ -67,8 +67,9 @@ def outcomes(x, indices, temperature):
     return np.concatenate([top, tail], -1) if top.shape != probs.shape else top
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("top_k", [None, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("top_k", "temperature"), [(None, 2.0), (1, 1.0), (2, 2.0), (3, 1.0)]
+)
 @pytest.mark.parametrize("divergence", REFERENCES)
 def test_divergences_and_gradients_equal_float64(divergence, top_k, temperature):
     """Three tokens: the value by definition, the gradient by finite differences."""
@@ -95,23 +96,6 @@ def test_divergences_and_gradients_equal_float64(divergence, top_k, temperature)
         step[place] = 1e-5
         slope = (expected(x + step) - expected(x - step)) / 2e-5
         assert gradient[place].item() == pytest.approx(slope, abs=2e-6), place
-
-
-@pytest.mark.parametrize("divergence", REFERENCES)
-def test_top_k_of_all_tokens_equals_full_targets(divergence):
-    teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
-
-    def loss(target):
-        return mx.value_and_grad(
-            lambda x: divergence_sum(x, target, divergence=divergence)
-        )(student)
-
-    top, full = (
-        loss(compress_targets(teacher, VOCABULARY)),
-        loss(full_targets(teacher)),
-    )
-    assert top[0].item() == pytest.approx(full[0].item(), rel=1e-6)
-    assert mx.abs(top[1] - full[1]).max().item() < 1e-5
 
 
 @pytest.mark.parametrize("divergence", REFERENCES)

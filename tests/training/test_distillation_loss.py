@@ -13,7 +13,7 @@ from lmx.training.losses import cross_entropy_sum
 from lmx.training.teacher_targets import compress_targets
 from test_document_mask import documents_of, packed, separate_batches
 from tiny_llamas import VOCABULARY, llama, tokens_of
-from tiny_steps import Tiny, make_step, random_batch
+from tiny_steps import Tiny, loss_and_gradients, make_step, random_batch
 
 LOSSES = ("forward_kl", "reverse_kl")
 
@@ -40,8 +40,7 @@ def gradients(loss, *batches, mode="full", chunk=None, **settings):
             loss.online.document_caches = DocumentCaches(loss.online.model)
     settings |= {"fake_quant": fake_quant, "name": "sgd", "chunked_loss": chunked}
     step = make_step(model, loss=loss, **settings)
-    value = step(list(batches), 0.0, 0)[0].item()
-    return value, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+    return loss_and_gradients(step, list(batches))
 
 
 def assert_alike(result, expected, tolerance=1e-5):

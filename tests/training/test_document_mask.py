@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from lmx.data.batching import Batch
 from lmx.models import logit_errors
-from lmx.models.loader import build_model
 from lmx.training import document_mask
 from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.document_mask import DocumentCaches, PackingUnsupported
 from lmx.training.step import TrainStep
-from test_chunked_loss import COMMON, FAMILIES, GEMMA3
-from tiny_llamas import GRID_MODES, MODES, VOCABULARY, llama
+from tiny_families import WINDOW
+from tiny_llamas import GRID_MODES, MODES, VOCABULARY, family, llama
 from tiny_steps import make_step
 
 LENGTHS = [[9, 15, 4], [21, 6]]
@@ -83,11 +82,6 @@ def test_packed_loss_and_gradients_equal_separate_documents(mode):
     assert_packing_is_exact(model, fake_quant=fake_quant)
 
 
-def family(name: str):
-    mx.random.seed(0)
-    return build_model(COMMON | {"model_type": name} | FAMILIES[name])
-
-
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma3", "qwen3_moe"])
 def test_packing_is_exact_for_several_architectures(name):
     model = family(name)
@@ -98,7 +92,7 @@ def test_packing_is_exact_for_several_architectures(name):
 
 def test_packing_respects_sliding_windows():
     # A document has 21 tokens, the window 8.
-    assert max(max(sequence) for sequence in LENGTHS) > 2 * GEMMA3["sliding_window"]
+    assert max(max(sequence) for sequence in LENGTHS) > 2 * WINDOW
     model = family("gemma3")
     tokens = mx.array(np.random.default_rng(0).integers(0, 300, (1, 40)))
     one = mx.zeros((1, 40), mx.int32)
@@ -161,10 +155,8 @@ def test_packing_refuses_recurrent_states():
 
 
 def test_packing_refuses_absolute_positions():
-    config = {"n_ctx": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64}
-    config |= {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 320}
     with pytest.raises(PackingUnsupported, match="are off by"):
-        DocumentCaches(build_model(config))
+        DocumentCaches(family("gpt2"))
 
 
 @pytest.mark.parametrize("num_layers", [2, 30])

@@ -50,8 +50,10 @@ def spread(shape, signed: bool) -> np.ndarray:
 
 
 @SIGNED
-@pytest.mark.parametrize("shape", [(3, BLOCK_SIZE), (7, 100), (5000,), (3, 5, 70)])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "compiled"),
+    [((3, BLOCK_SIZE), True), ((7, 100), False), ((5000,), True), ((3, 5, 70), False)],
+)
 def test_codes_are_the_nearest_of_the_map(signed, shape, compiled):
     values = spread(shape, signed)
     codes, expected = reference(values, signed)

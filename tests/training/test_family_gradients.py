@@ -17,7 +17,7 @@ from lmx.models.lora import lora_model
 from lmx.pipeline.estimate import training_dtype
 from lmx.training.document_mask import DocumentCaches, PackingUnsupported
 from tiny_families import EXPERTS, FAMILIES, VOCABULARY, config, member
-from tiny_steps import make_step
+from tiny_steps import gradients_of, make_step
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,12 +56,6 @@ def make_batch(tokens: np.ndarray, mask: np.ndarray | None = None, documents=Non
     return Batch(*arrays, ("rows.jsonl:1",) * len(tokens), documents)
 
 
-def gradients(step, batch) -> dict[str, np.ndarray]:
-    """The gradient of the mean loss: with SGD it is the first momentum."""
-    step(batch, 0.0, 0)
-    return {path: np.array(step.optimizer.state[path]["v"]) for path in step.parameters}
-
-
 @pytest.mark.parametrize("family", MIXTURES)
 def test_adapters_of_every_expert_have_gradients(family):
     model = member(family)
@@ -72,7 +66,7 @@ def test_adapters_of_every_expert_have_gradients(family):
             # At zero, where training starts, A has no gradient.
             noise = mx.random.normal(value.shape, key=mx.random.key(0))
             step.parameters[path] = 0.1 * noise
-    by_path = gradients(step, make_batch(random_tokens(12, LENGTH)))
+    by_path = gradients_of(step, make_batch(random_tokens(12, LENGTH)))
     # Adapters of experts are stacked: [experts, rank, in] and [experts, out, rank].
     stacked = {path: g for path, g in by_path.items() if g.ndim == 3}
     assert len(stacked) >= 4
@@ -94,8 +88,8 @@ def test_gradients_of_each_sequence_equal_finite_differences(family, row):
         for _ in range(2)
     )
     start = dict(step.parameters)
-    by_path = gradients(step, batch)
-    expected = gradients(alone, make_batch(tokens[row : row + 1]))
+    by_path = gradients_of(step, batch)
+    expected = gradients_of(alone, make_batch(tokens[row : row + 1]))
     largest = max(np.abs(g).max() for g in expected.values())
     for path, gradient in by_path.items():
         error = np.abs(gradient - expected[path]).max()

@@ -16,34 +16,28 @@ from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.fsdp import ShardedParameters
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
-from processes import SCATTER, cases_of, in_ring
+from processes import cases_of
 from test_checkpoint import bits
-from test_data_parallel import ALLOWED, SGD, assert_same_training, windows
+from test_data_parallel import (
+    ALLOWED,
+    SGD,
+    assert_same_training,
+    outcome,
+    run_on_two_ranks,
+    windows,
+)
 from tiny_families import VOCABULARY as FAMILY_VOCABULARY
 from tiny_families import member
 from tiny_llamas import llama, tokens_of
 from tiny_steps import Rank, Tiny, make_step, random_batch
 
-PROGRAM = (
-    SCATTER
-    + """
-import sys
-from pathlib import Path
-import test_fsdp
-from lmx.run import distributed as ranks
-test_fsdp.{name}(ranks.join(), Path(sys.argv[1]))
-"""
-)
 ADAMW = {"weight_decay": 0.1, "max_grad_norm": 1.0}
 CASES = {
     "tied": ({}, SGD),
-    "untied": ({"tie_word_embeddings": False}, SGD),
     "adamw": ({}, {"weight_decay": 0.1}),
     "8-bit moments": ({}, {"name": "adamw_8bit", "weight_decay": 0.1}),
     # The vocabulary and half of the matrices have odd sizes and are not sharded.
     "odd": ({"vocab_size": 321, "intermediate_size": 97}, SGD),
-    "checkpointed": ({}, SGD | {"gradient_checkpointing": True}),
-    "chunked": ({}, SGD | {"chunked": 5}),
     "untied, all at once": (
         {"tie_word_embeddings": False},
         SGD | {"gradient_checkpointing": True, "chunked": 5},
@@ -72,18 +66,6 @@ def steps_of(case: str):
     return windows()
 
 
-def outcome(step: TrainStep, windows, rate: float = 1e-2) -> dict[str, np.ndarray]:
-    """Losses, token counts, norms, evaluation and full weights of a training."""
-    metrics = []
-    for number, window in enumerate(windows):
-        output = step(window, rate, number)
-        metrics.append([value.item() for value in output[:3]])
-    valid = [batch for window in windows for batch in window]
-    result = {"steps": np.array(metrics), "valid": np.array(step.evaluate(valid)[:2])}
-    weights = step.gather_parameters(dict.fromkeys(step.parameters, mx.float32))
-    return result | {f"weight {k}": np.array(v) for k, v in weights.items()}
-
-
 def state_bytes(step: TrainStep) -> int:
     """Bytes of parameters and optimizer state."""
     parts = [step.parameters, step.optimizer.state]
@@ -107,11 +89,6 @@ def train_everything(ranks, folder) -> None:
     np.savez(folder / f"{ranks.rank}.npz", **flat)
 
 
-def run_on_two_ranks(name: str, folder) -> None:
-    processes = in_ring(PROGRAM.format(name=name), str(folder), folder=folder)
-    assert [done.returncode for done in processes] == [0, 0], processes
-
-
 @pytest.fixture(scope="module")
 def single_process():
     """The results of one process; it fills the compilation cache for the two."""
@@ -125,7 +102,7 @@ def single_process():
 def two_processes(tmp_path_factory, single_process):
     """The results of two FSDP processes, by case."""
     folder = tmp_path_factory.mktemp("pair")
-    run_on_two_ranks("train_everything", folder)
+    run_on_two_ranks("test_fsdp.train_everything", folder)
     return [cases_of(folder / f"{rank}.npz") for rank in range(2)]
 
 
@@ -259,33 +236,48 @@ def assert_close(result: dict, expected: dict) -> None:
         assert off < 1e-5 * max(1.0, mx.abs(value).max().item()), name
 
 
-def test_fsdp_checkpoints_equal_those_of_one_process(tmp_path):
-    def fresh():
-        return new_step("odd", **ADAMW, name="adamw")
+def fresh() -> TrainStep:
+    return new_step("odd", **ADAMW, name="adamw")
 
-    whole = fresh()
+
+def run_everything(ranks, folder) -> None:
+    """What takes two ranks only seconds."""
+    resume_and_save(ranks, folder)
+    fail_in_the_middle(ranks, folder)
+    count_messages(ranks, folder)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A step after four steps, and the folder of two ranks that go on from it."""
+    whole, folder = fresh(), tmp_path_factory.mktemp("saved")
     train(whole, 0, 4)
-    checkpoint.save(tmp_path / "one", whole, TrainingProgress(4))
-    run_on_two_ranks("resume_and_save", tmp_path)
+    checkpoint.save(folder / "one", whole, TrainingProgress(4))
+    run_on_two_ranks("test_fsdp.run_everything", folder)
+    return whole, folder
+
+
+def test_fsdp_checkpoints_equal_those_of_one_process(saved, tmp_path):
+    whole, folder = saved
     # One process restores the checkpoint of two ranks bit-exactly.
     step = fresh()
-    progress = checkpoint.restore(tmp_path / "two", step, pytest.fail)
+    progress = checkpoint.restore(folder / "two", step, pytest.fail)
     assert progress.step == 4
     checkpoint.save(tmp_path / "again", step, progress)
-    tensors, metadata = loaded(tmp_path / "two/0000004")
+    tensors, metadata = loaded(folder / "two/0000004")
     same, same_metadata = loaded(tmp_path / "again/0000004")
     assert_equal(same, tensors)
     assert same_metadata == metadata
     assert json.loads(metadata["progress"])["best_step"] == 2
-    assert_close(tensors, loaded(tmp_path / "one/0000004")[0])
+    assert_close(tensors, loaded(folder / "one/0000004")[0])
     # Two ranks that resume from one process train like one process.
     train(whole, 4, 6)
     checkpoint.save(tmp_path / "one", whole, TrainingProgress(6))
-    paths = ("from one/0000006", "one/0000006")
-    assert_close(*(loaded(tmp_path / path)[0] for path in paths))
+    paths = (folder / "from one/0000006", tmp_path / "one/0000006")
+    assert_close(*(loaded(path)[0] for path in paths))
     # The best weights belong to their step.
     paths = ("two/0000002", "recalled/0000002")
-    best, recalled = (loaded(tmp_path / path)[0] for path in paths)
+    best, recalled = (loaded(folder / path)[0] for path in paths)
     parameters = {k: v for k, v in best.items() if k.startswith("parameters:")}
     assert_equal({k: recalled[k] for k in parameters}, parameters)
 
@@ -315,9 +307,8 @@ def counted(name, method, ranks, sent):
     return call
 
 
-def test_fsdp_gathers_blocks_per_forward_pass(tmp_path):
-    run_on_two_ranks("count_messages", tmp_path)
-    first, second = (json.loads((tmp_path / f"{r}.json").read_text()) for r in (0, 1))
+def test_fsdp_gathers_blocks_per_forward_pass(saved):
+    first, second = (json.loads((saved[1] / f"{r}.json").read_text()) for r in (0, 1))
     assert first == second
     # Everything outside the blocks, then two blocks.
     assert first["False"] == ["all_gather"] * 3 + ["reduce_scatter"] * 3
@@ -356,7 +347,7 @@ def family_batch() -> Batch:
 
 @pytest.mark.slow
 def test_fsdp_trains_families_like_one_process(tmp_path):
-    run_on_two_ranks("train_families", tmp_path)
+    run_on_two_ranks("test_fsdp.train_families", tmp_path)
     output = dict(np.load(tmp_path / "0.npz"))
     mx.disable_compile()
     try:
@@ -385,37 +376,8 @@ def fail_in_the_middle(ranks, folder) -> None:
     checkpoint.save(folder / "it", step, TrainingProgress(2))
 
 
-def test_full_disk_stops_all_ranks(tmp_path):
-    run_on_two_ranks("fail_in_the_middle", tmp_path)
-    assert [path.name for path in (tmp_path / "it").iterdir()] == ["0000002"]
-
-
-VALUES = {
-    "matrix": mx.array([[-0.0, float("nan"), 1e-45], [1.5, float("-inf"), 3.0]]),
-    "slice": mx.arange(12, dtype=mx.int32).reshape(3, 4)[:, 1:3],
-    "short": mx.array([1.5, 2.5, -0.0], mx.bfloat16),
-    "half": mx.array([1.5], mx.float16),
-    "scalar": mx.array(7, mx.uint64),
-    "empty": mx.zeros((0, 3)),
-}
-
-
-def test_streamed_safetensors_equal_those_of_mlx(tmp_path):
-    layout = {name: (value.dtype, value.shape) for name, value in VALUES.items()}
-    result, expected = tmp_path / "result", tmp_path / "expected.safetensors"
-    metadata = {"progress": '{"step": 1, "é": "\\""}'}
-    stream_safetensors(result, layout, iter(VALUES.values()), metadata)
-    mx.save_safetensors(str(expected), VALUES, metadata=metadata)
-    tensors, output = mx.load(str(result), format="safetensors", return_metadata=True)
-    others, same = mx.load(str(expected), return_metadata=True)
-    assert output == same == metadata
-    assert tensors.keys() == others.keys()
-    for name, value in others.items():
-        assert tensors[name].dtype == value.dtype
-        assert tensors[name].shape == value.shape
-        assert bytes(memoryview(tensors[name].reshape(-1).view(mx.uint8))) == bytes(
-            memoryview(value.reshape(-1).view(mx.uint8))
-        )
+def test_full_disk_stops_all_ranks(saved):
+    assert [path.name for path in (saved[1] / "it").iterdir()] == ["0000002"]
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -1,7 +1,5 @@
 """Recomputed blocks give equal gradients, and are restored afterwards."""
 
-import gc
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -11,15 +9,14 @@ from lmx.models.hooks import ModuleProxy, find_blocks
 from lmx.training import gradient_checkpointing
 from lmx.training.gradient_checkpointing import checkpointed
 from tiny_llamas import GRID_MODES, MODES, llama, tokens_of
-from tiny_steps import Tiny, make_step
+from tiny_steps import Tiny, loss_and_gradients, make_step, peak_memory
 
 
 def outputs(mode, *, dropout=0.0, **settings):
-    """Loss and gradients of a compiled step: the first momentum is the gradient."""
+    """Loss and gradients of a compiled step."""
     model, fake_quant = llama(mode, dropout=dropout)
     step = make_step(model, fake_quant=fake_quant, name="sgd", **settings)
-    loss = step(tokens_of(), 0.0, 0)[0].item()
-    return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+    return loss_and_gradients(step, tokens_of())
 
 
 @pytest.mark.parametrize("mode", MODES + GRID_MODES)
@@ -128,11 +125,6 @@ def test_checkpointing_refuses_a_model_without_blocks():
 def test_checkpointing_uses_less_memory():
     def peak(**settings):
         model, _ = llama(num_hidden_layers=6)
-        step, batch = make_step(model, **settings), tokens_of(8, 128)
-        mx.eval(step(batch, 0.0, 0), step.parameters)
-        gc.collect()
-        mx.reset_peak_memory()
-        mx.eval(step(batch, 0.0, 0), step.parameters)
-        return mx.get_peak_memory() - mx.get_active_memory()
+        return peak_memory(make_step(model, **settings), tokens_of(8, 128))
 
     assert peak(gradient_checkpointing=True) < 0.7 * peak()

@@ -80,8 +80,14 @@ def test_muon_updates_have_the_size_of_adamw(shape):
     assert 0.12 < size < 0.28
 
 
-@pytest.mark.parametrize("mode", ["full", "lora", "qat", "lsq-qat"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "full") for name in NAMES),
+        *(("adamw", mode) for mode in ("lora", "qat", "lsq-qat")),
+        *(("adamw_8bit", "lora"), ("lion_8bit", "lsq-qat"), ("muon", "lsq-qat")),
+    ],
+)
 def test_optimizers_reduce_the_loss(name, mode):
     model, fake_quant = llama(mode)
     rate = 0.3 if name == "sgd" else 3e-3
@@ -187,10 +193,7 @@ def dequantized(state: dict, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_8_bit_moments_take_a_quarter_and_small_ones_stay_float32(name):
-    parameters = {
-        "large": mx.zeros((64, 300)),
-        "small": mx.zeros(MIN_8BIT_SIZE - 1),
-    }
+    parameters = {"large": mx.zeros((64, 300)), "small": mx.zeros(MIN_8BIT_SIZE - 1)}
     state = new_optimizer(f"{name}_8bit", parameters).state
     expected = new_optimizer(name, parameters).state
     assert state["small"].keys() == expected["small"].keys()

@@ -11,7 +11,6 @@ from lmx.training.step import shard_batch
 from tiny_llamas import llama
 from tiny_steps import Rank, make_step
 
-MODES = ("full", "lora", "qat", "lora-qat")
 LOSSES = ("dpo", "orpo", "kto")
 
 
@@ -76,8 +75,10 @@ def assert_equal(one: dict, other: dict) -> None:
         np.testing.assert_allclose(value, other[name], atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("dpo", "full"), ("orpo", "lora"), ("kto", "qat"), ("dpo", "lora-qat")],
+)
 def test_chunks_and_checkpoints_give_the_same_update(name, mode):
     batch = batch_of(name)
     plain = update_of(name, mode, batch)

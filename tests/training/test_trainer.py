@@ -124,6 +124,10 @@ def test_trainer_logs_loss_per_token(tmp_path):
     loss, tokens, _ = trainer.step.evaluate([batches(0), batches(1)])
     [record] = [record for record in records(tmp_path) if record["kind"] == "train"]
     assert record["loss"] == pytest.approx(loss / tokens, rel=1e-6)
+    loss, tokens, _ = trainer.step.evaluate(make_eval_batches())
+    for record in records(tmp_path):
+        if record["kind"] == "valid":
+            assert record["loss"] == pytest.approx(loss / tokens, rel=1e-6)
 
 
 @pytest.fixture
@@ -218,17 +222,14 @@ def test_callbacks_get_the_logged_loss_of_completions(tmp_path):
     assert list(record.losses) == pytest.approx(logged)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_nan_batch_holds_all_micro_batches(tmp_path, accumulate):
+def test_nan_batch_holds_all_micro_batches(tmp_path):
     trainer = make_trainer(
-        tmp_path,
-        learning_rate=lambda step: math.nan,
-        gradient_accumulation_steps=accumulate,
+        tmp_path, learning_rate=lambda step: math.nan, gradient_accumulation_steps=2
     )
     with pytest.raises(UserError, match="NaN or infinite at step 2"):
         trainer.train()
     batch = make_batches()
-    window = [batch(accumulate + index) for index in range(accumulate)]
+    window = [batch(2 + index) for index in range(2)]
     record = json.loads((tmp_path / "nan_batch.json").read_text())
     assert record["examples"] == [place for one in window for place in one.where]
     assert len(record["tokens"]) == sum(len(one.tokens) for one in window)
@@ -280,8 +281,13 @@ def test_seed_changes_dropout(tmp_path, expected):
     assert outcome(tmp_path, trainer, trainer.train())[0] != expected[0]
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("at", [1, 4, 5, STEPS - 1])
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [
+        *((signal.SIGINT, at) for at in (1, 4, 5)),
+        *((signal.SIGTERM, at) for at in (1, STEPS - 1)),
+    ],
+)
 def test_signal_saves_after_the_running_step(tmp_path, expected, kind, at):
     def rate(step):
         if step == at:

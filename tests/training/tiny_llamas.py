@@ -12,6 +12,7 @@ from lmx.models.lora import lora_model
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_map
+from tiny_families import changed, config
 
 VOCABULARY = 320
 MODES = ("full", "lora", "qat", "lora-qat", "frozen")
@@ -28,9 +29,9 @@ def llama(mode="full", *, dropout=0.0, **changes):
         num_hidden_layers=2,
         num_attention_heads=2,
     )
-    config = from_scratch.llama_config(shape) | {"tie_word_embeddings": True} | changes
+    settings = from_scratch.llama_config(shape) | {"tie_word_embeddings": True}
     mx.random.seed(3)
-    model = build_model(config)
+    model = build_model(settings | changes)
     model.update(tree_map(lambda v: 1.5 * v, model.parameters()))
     if "lora" in mode:
         attach(model, dropout=dropout, merged="qat" in mode)
@@ -43,6 +44,12 @@ def llama(mode="full", *, dropout=0.0, **changes):
     fake_quant = QATConfig(bits=4, group_size=32, quantizer=grid)
     specs = select_layers(model, fake_quant).specs
     return model, FakeQuant(model, specs, mx.float32, fake_quant)
+
+
+def family(name: str):
+    """A model of another family."""
+    mx.random.seed(1)
+    return build_model(changed(config(name), {"vocab_size": VOCABULARY}))
 
 
 def attach(model, *, dropout, merged):

@@ -1,5 +1,6 @@
 """A model small enough for finite differences, and random training data."""
 
+import gc
 from dataclasses import fields
 
 import mlx.core as mx
@@ -59,6 +60,34 @@ def random_examples(count: int, longest: int, *, seed: int = 0) -> list[Example]
         tokens = generator.integers(0, VOCABULARY, length).astype(np.int32)
         examples.append(Example(tokens, mask, f"rows.jsonl:{index + 1}"))
     return examples
+
+
+def gradients_of(step: TrainStep, window) -> dict[str, np.ndarray]:
+    """The mean gradients of one step of SGD: its first momentum is the gradient."""
+    return loss_and_gradients(step, window)[1]
+
+
+def loss_and_gradients(step: TrainStep, window):
+    """The summed loss, and the mean gradients of one step of SGD."""
+    loss = step(window, 0.0, 0)[0].item()
+    return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+
+
+def peak_memory(step: TrainStep, window) -> int:
+    """Bytes above the active ones that a compiled step takes at most."""
+    mx.eval(step(window, 0.0, 0), step.parameters)
+    gc.collect()
+    mx.reset_peak_memory()
+    mx.eval(step(window, 0.0, 0), step.parameters)
+    return mx.get_peak_memory() - mx.get_active_memory()
+
+
+def assert_close(result, expected, rtol=1e-5, atol=1e-6):
+    """Compare gradients; `atol` is that of gradients of at most 1."""
+    assert result.keys() == expected.keys()
+    for path, gradient in expected.items():
+        allowed = atol * max(1.0, np.abs(gradient).max())
+        np.testing.assert_allclose(result[path], gradient, rtol, allowed, err_msg=path)
 
 
 def make_step(model: nn.Module, kind: type[TrainStep] = TrainStep, **settings):
