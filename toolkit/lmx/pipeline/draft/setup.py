@@ -27,7 +27,7 @@ from ...models.loader import LoadedModel, compute_dtype, set_compute_dtype
 from ...quantization.packing import dequantized_model
 from ...run import fs
 from ..context import StageContext, is_complete, mark_complete, write_model
-from ..estimate import DEPTH_FRACTIONS
+from .estimate import DEPTH_FRACTIONS
 
 # The folder of the initial draft model, in that of the stage.
 INITIAL_FOLDER = "initial"

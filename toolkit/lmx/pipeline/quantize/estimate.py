@@ -4,6 +4,7 @@ The work is that of the tokens that go through the model, with or without gradie
 of every weight that is solved.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -14,15 +15,8 @@ import mlx.nn as nn
 from ...config.quant_spec import QuantSpec
 from ...config.quantize import GPTQConfig, PTQConfig
 from ...config.train import chunk_of_many
-from ...cpu import on_cpu
 from ...models.hooks import find_blocks
-from ..estimate import (
-    CHUNKS_AT_ONCE,
-    LOGIT_BYTES,
-    active_weights,
-    inputs_and_outputs,
-    matrix_shapes,
-)
+from ..estimate import active_weights, inputs_and_outputs, logit_bytes, matrix_shapes
 from ..work import Work
 
 # Evaluations within scale tuning, each over all evaluation tokens.
@@ -50,9 +44,10 @@ class QuantizeCost:
 
     @property
     def work(self) -> Work:
+        """Tokens and weights of all phases."""
         config, held_out = self.config, self.config.calibration.num_eval_tokens
-        refined = self._tokens_of_refinement
-        forward, trained, solves = refined + 2 * held_out * bool(refined), 0, 0
+        predicted = self._predicted_tokens
+        forward, trained, solves = predicted + 2 * held_out * bool(predicted), 0, 0
         if self._is_sequential:
             # Through the full-precision block, then the quantized one.
             fisher, compared = self._gptq_tokens
@@ -86,40 +81,43 @@ class QuantizeCost:
         from ...quantization.ptq.gptq.solver import MAX_ELEMENTS
         from ...training.teacher_cache import LOGIT_POSITIONS
 
-        size = self._weights
-        stored = self.dtype.size * size
-        refined = 0
-        if self._tokens_of_refinement or self.config.kv_cache:
-            refined = 4 * size + 6 * 4 * self._embedding[0] * LOGIT_POSITIONS
+        weights, block = self._weights, max(self._blocks.values(), default=0)
+        logits = 6 * 4 * self._embedding[0]
+        phases = [0]
+        if self._predicted_tokens or self.config.kv_cache:
+            phases.append(4 * weights + logits * LOGIT_POSITIONS)
         if self.config.scale_tuning:
-            refined = max(refined, 4 * size + self._tuning_memory)
+            phases.append(4 * weights + self._tuning_memory)
         if self.config.smoothing:
             # A block in float32, and the hidden states around it.
-            block = max(self._block_sizes, default=0)
-            states = self._smoothing_tokens * self._hidden
-            refined = max(refined, 4 * 2 * (block + states))
-        if not self._is_sequential:
-            return max(stored // 2, refined)
-        outer = [p for n, p in self._sizes.items() if not n.startswith(self._prefix)]
-        largest = max(*self._block_sizes, *outer, 0)
-        blocks = (4 + self.dtype.size) * largest + 12 * 4 * MAX_ELEMENTS
-        logits = 6 * 4 * self._embedding[0] * 128
-        return int(max(blocks + logits + 4 * self._width**2 * 8, refined))
+            states = self._smoothing_tokens * self._embedding[-1]
+            phases.append(4 * 2 * (block + states))
+        if self._is_sequential:
+            named = self._matrices.items()
+            outer = [prod(v) for k, v in named if not k.startswith(self._prefix)]
+            weights_at_once = (4 + self.dtype.size) * max(block, *outer, 0)
+            hessians = 4 * self._width**2 * 8
+            phases.append(
+                weights_at_once + 12 * 4 * MAX_ELEMENTS + logits * 128 + hessians
+            )
+        else:
+            phases.append(self.dtype.size * weights // 2)
+        return int(max(phases))
 
     @property
     def disk(self) -> int:
         """Temporary bytes: hidden states and layer inputs, and stored predictions."""
         from ...training.teacher_targets import bytes_per_token
 
-        size = 0
+        size, hidden = 0, self._embedding[-1]
         if self._is_sequential:
             fisher, compared = self._gptq_tokens
-            per_token = 2 * 4 * self._width + 6 * 4 * self._hidden
+            per_token = 2 * 4 * self._width + 6 * 4 * hidden
             size += (self.num_tokens + compared) * per_token
-            size += fisher * 4 * self._hidden * (len(self._block_sizes) + 1)
+            size += fisher * 4 * hidden * (len(self._blocks) + 1)
         if tuning := self.config.scale_tuning:
             per_token = bytes_per_token(tuning.top_k, self._embedding[0])
-            size += self._tokens_of_refinement * per_token
+            size += self._predicted_tokens * per_token
         return size
 
     @property
@@ -129,26 +127,26 @@ class QuantizeCost:
 
         return self.config.calibration.num_tokens or default_num_tokens(self._width)
 
-    @cached_property
+    @property
     def _gptq_tokens(self) -> tuple[int, int]:
         """Tokens that go forward and back before the blocks are quantized, and tokens
         of the full-precision stream."""
         from ...quantization.ptq.gptq.gptq import LIMITS
         from ...quantization.ptq.output_fisher import num_fisher_tokens
 
-        config = self.config
+        config, hidden = self.config, self._embedding[-1]
         if not isinstance(config, GPTQConfig):
             return 0, 0
-        limits, outputs = LIMITS[config.effort], [self._hidden] * config.output_hessian
+        limits, outputs = LIMITS[config.effort], [hidden] * config.output_hessian
         most = min(limits.fisher_tokens, self.num_tokens)
-        fisher = num_fisher_tokens([self._hidden], outputs, most)
         compared = min(limits.compared_tokens, self.num_tokens)
+        fisher = num_fisher_tokens([hidden], outputs, most)
         return fisher, compared * config.asymmetric_calibration
 
     @property
     def _is_sequential(self) -> bool:
         """Whether blocks are quantized one by one, with calibration tokens."""
-        return self.config.method != "rtn" and bool(self._block_sizes)
+        return self.config.method != "rtn" and bool(self._blocks)
 
     @cached_property
     def _prefix(self) -> str:
@@ -156,14 +154,14 @@ class QuantizeCost:
         return blocks.prefix if blocks else " "
 
     @cached_property
-    def _block_sizes(self) -> list[int]:
+    def _blocks(self) -> Counter[str]:
         """Weights of each block that are quantized."""
-        sizes: dict[str, int] = {}
+        sizes = Counter()
         for path in self.specs:
             if path.startswith(self._prefix):
                 index = path.removeprefix(self._prefix).partition(".")[0]
-                sizes[index] = sizes.get(index, 0) + self._sizes[f"{path}.weight"]
-        return list(sizes.values())
+                sizes[index] += prod(self._matrices[f"{path}.weight"])
+        return sizes
 
     @property
     def _smoothing_tokens(self) -> int:
@@ -176,16 +174,15 @@ class QuantizeCost:
         """Bytes of a backward pass of scale tuning, besides the model."""
         from .refinement import TRAINED_TOKENS_AT_ONCE
 
+        vocabulary = self._embedding[0]
         tokens = min(self.config.scale_tuning.batch_tokens, TRAINED_TOKENS_AT_ONCE)
         values = inputs_and_outputs(self.experts, self._matrices)
-        chunk = chunk_of_many(self._embedding[0], tokens) or tokens
-        at_once = min(tokens, CHUNKS_AT_ONCE * chunk)
-        logits = LOGIT_BYTES[on_cpu()] * self._embedding[0] * at_once
-        return 4 * tokens * values + logits
+        chunk = chunk_of_many(vocabulary, tokens)
+        return 4 * tokens * values + logit_bytes(vocabulary, tokens, chunk)
 
     @property
-    def _tokens_of_refinement(self) -> int:
-        """Tokens whose predictions are stored."""
+    def _predicted_tokens(self) -> int:
+        """Tokens whose predictions are stored, to compare or to tune with."""
         config, tuning = self.config, self.config.scale_tuning
         held_out = config.calibration.num_eval_tokens
         if not tuning:
@@ -197,26 +194,21 @@ class QuantizeCost:
     def _kv_tokens(self) -> int:
         """Tokens of the passes for every layer, number of bits and candidate."""
         from ...models.loader import make_cache
-        from ...quantization.mixed_precision.kv_bits import (
-            CALIBRATION_TOKENS,
-            UNQUANTIZED,
-        )
+        from ...quantization.mixed_precision import kv_bits
 
-        bits = sum(b != UNQUANTIZED for b in set(self.config.kv_cache.candidate_bits))
-        tokens = (1 + bits * len(make_cache(self.model))) * CALIBRATION_TOKENS
-        return tokens + (2 + bits) * self.config.calibration.num_eval_tokens
+        candidates = set(self.config.kv_cache.candidate_bits)
+        bits = sum(b != kv_bits.UNQUANTIZED for b in candidates)
+        tokens = 1 + bits * len(make_cache(self.model))
+        held_out = (2 + bits) * self.config.calibration.num_eval_tokens
+        return tokens * kv_bits.CALIBRATION_TOKENS + held_out
 
     @cached_property
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         return matrix_shapes(self.model)
 
-    @cached_property
-    def _sizes(self) -> dict[str, int]:
-        return {name: prod(shape) for name, shape in self._matrices.items()}
-
     @property
     def _weights(self) -> int:
-        return sum(self._sizes.values())
+        return sum(map(prod, self._matrices.values()))
 
     @property
     def _width(self) -> int:
@@ -225,12 +217,5 @@ class QuantizeCost:
     @cached_property
     def _embedding(self) -> tuple[int, ...]:
         """Shape of the largest matrix outside the blocks, [vocabulary, hidden]."""
-        return max(
-            (shape for name, shape in self._matrices.items() if "embed" in name),
-            key=prod,
-            default=(0, self._width),
-        )
-
-    @property
-    def _hidden(self) -> int:
-        return self._embedding[-1]
+        embeddings = [v for k, v in self._matrices.items() if "embed" in k]
+        return max(embeddings, key=prod, default=(0, self._width))

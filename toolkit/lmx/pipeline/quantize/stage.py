@@ -76,7 +76,7 @@ class QuantizeStage(Stage):
         return StageResources(
             quantized,
             disk=quantized.bytes + cost.disk,
-            memory={"quantization": cost.memory},
+            other_memory={"quantization": cost.memory},
             work=cost.work,
         )
 

@@ -129,7 +129,6 @@ class TrainStage(Stage):
             cost,
             steps=self._steps(workload, batch),
             batch_key="batch_tokens" if config.batch_tokens else "batch_size",
-            is_packed=config.packing,
             remedies=tuple(self._remedies(workload.max_seq_length)),
         )
 
