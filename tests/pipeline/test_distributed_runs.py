@@ -33,23 +33,10 @@ sys.argv[1:] = arguments
     + SIGNAL_AT_CALL
 )
 LORA = {"type": "lora", "rank": 4, "dropout": 0.2}
-STAGES = (
-    {"train": TRAIN},
-    {
-        "train": TRAIN
-        | {
-            "adapter": LORA,
-            "gradient_accumulation_steps": 2,
-            "batch_size": 3,
-            "steps": 6,
-        }
-        | {
-            "packing": True,
-            "load_best_at_end": True,
-            "sample_prompts": ["Add 1 and 1."],
-        }
-    },
-)
+SECOND = {"adapter": LORA, "gradient_accumulation_steps": 2, "batch_size": 3}
+SECOND |= {"steps": 6, "packing": True, "load_best_at_end": True}
+SECOND |= {"sample_prompts": ["Add 1 and 1."]}
+STAGES = ({"train": TRAIN}, {"train": TRAIN | SECOND})
 
 
 def make_run(folder, *stages):
@@ -91,16 +78,12 @@ def test_only_rank_0_logs(expected):
 
 
 def assert_close(records: list[dict], expected: list[dict]) -> None:
-    for run_records in (records, expected):
-        assert [record["step"] for record in run_records] == [
-            record["step"] for record in expected
+    for record, other in zip(records, expected, strict=True):
+        assert record["step"] == other["step"]
+        floats = [
+            [v for v in r.values() if isinstance(v, float)] for r in (record, other)
         ]
-    expected_values = [
-        [v for v in record.values() if isinstance(v, float)] for record in expected
-    ]
-    for record, values in zip(records, expected_values, strict=True):
-        actual = [value for value in record.values() if isinstance(value, float)]
-        assert actual == pytest.approx(values, rel=1e-4)
+        assert floats[0] == pytest.approx(floats[1], rel=1e-4)
 
 
 def test_distributed_training_matches_one_process(plain, expected):
@@ -315,66 +298,53 @@ def test_only_rank_0_runs_dry_run_and_list(second_of_two, capsys, arguments):
     assert capsys.readouterr() == ("", "")
 
 
-class TestLauncher:
-    """Values that the launcher reads from the environment before it connects."""
+NCCL = {"MLX_RANK": "1", "NCCL_HOST_IP": "10.0.0.1", "MLX_WORLD_SIZE": "4"}
+JACCL = {"MLX_RANK": "0", "MLX_JACCL_COORDINATOR": "a:1"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HOSTS = '[["10.0.0.1:1"], ["10.0.0.2:1"], ["10.0.0.2:2"]]'
 
-    def test_launcher_has_no_rank_without_environment(self, monkeypatch):
-        assert (launcher.launched_rank(), launcher.local_process_count()) == (None, 1)
-        monkeypatch.setenv("MLX_RANK", "0")
-        assert launcher.launched_rank() is None
 
-    def test_launcher_has_no_rank_with_an_empty_hostfile(self, tmp_path, monkeypatch):
-        (tmp_path / "hosts").write_text("\n")
-        monkeypatch.setenv("MLX_RANK", "0")
-        monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
-        assert (launcher.launched_rank(), launcher.local_process_count()) == (None, 1)
-
-    @pytest.mark.parametrize(
-        ("environment", "rank", "backend", "local_processes", "process_count"),
-        [
-            (
-                {"MLX_RANK": "1", "NCCL_HOST_IP": "10.0.0.1", "MLX_WORLD_SIZE": "4"},
-                1,
-                "nccl",
-                1,
-                4,
-            ),
-            ({"MLX_RANK": "0", "MLX_JACCL_COORDINATOR": "a:1"}, 0, "jaccl", 1, 1),
-            (
-                {
-                    "OMPI_COMM_WORLD_RANK": "3",
-                    "OMPI_COMM_WORLD_SIZE": "4",
-                    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-                },
-                3,
-                "mpi",
-                2,
-                4,
-            ),
-        ],
-    )
-    def test_launcher_reads_rank_and_backend(
-        self, monkeypatch, environment, rank, backend, local_processes, process_count
-    ):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        assert launcher.launched_rank() == rank
+@pytest.mark.parametrize(
+    ("environment", "text", "rank", "backend", "local_processes", "processes"),
+    [
+        ({}, "", None, None, 1, 1),
+        ({"MLX_RANK": "0"}, "", None, None, 1, 1),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "file"}, "\n", None, None, 1, 1),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "file"}, HOSTS, 0, "ring", 1, 3),
+        ({"MLX_RANK": "2", "MLX_HOSTFILE": "file"}, HOSTS, 2, "ring", 2, 3),
+        (NCCL, "", 1, "nccl", 1, 4),
+        (JACCL, "", 0, "jaccl", 1, 1),
+        (
+            JACCL | {"MLX_IBV_DEVICES": "file"},
+            '[[null, "rdma_a"], ["rdma_b", null]]',
+            0,
+            "jaccl",
+            1,
+            2,
+        ),
+        (MPI, "", 3, "mpi", 2, 4),
+    ],
+)
+def test_launcher_reads_the_environment_before_it_connects(
+    tmp_path,
+    monkeypatch,
+    environment,
+    text,
+    rank,
+    backend,
+    local_processes,
+    processes,
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text(text)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.launched_rank() == rank
+    assert launcher.local_process_count() == local_processes
+    assert launcher.process_count() == processes
+    if backend:
         assert launcher.backend() == backend
-        assert launcher.local_process_count() == local_processes
-        assert launcher.process_count() == process_count
-
-    def test_launcher_counts_jaccl_devices(self, tmp_path, monkeypatch):
-        (tmp_path / "devices").write_text('[[null, "rdma_a"], ["rdma_b", null]]')
-        monkeypatch.setenv("MLX_RANK", "0")
-        monkeypatch.setenv("MLX_JACCL_COORDINATOR", "a:1")
-        monkeypatch.setenv("MLX_IBV_DEVICES", str(tmp_path / "devices"))
-        assert launcher.process_count() == 2
-
-    def test_launcher_counts_local_processes(self, tmp_path, monkeypatch):
-        hosts = tmp_path / "hosts"
-        hosts.write_text('[["10.0.0.1:1"], ["10.0.0.2:1"], ["10.0.0.2:2"]]')
-        monkeypatch.setenv("MLX_HOSTFILE", str(hosts))
-        for rank, count in enumerate([1, 2, 2]):
-            monkeypatch.setenv("MLX_RANK", str(rank))
-            assert launcher.local_process_count() == count
-            assert launcher.process_count() == 3
