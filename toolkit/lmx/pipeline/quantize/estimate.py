@@ -1,10 +1,12 @@
 """Time, memory and disk of a quantize stage, estimated from shapes.
 
-The work is that of the tokens that go through the model, with or without gradients, and
-of every weight that is solved.
+Its phases run one after the other: their work adds up, and the largest one decides
+about memory. The work is that of the tokens that go through the model, with or without
+gradients, and of every weight that is solved.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -26,6 +28,18 @@ PLANS, GRIDS = 6, 16
 
 
 @dataclass(frozen=True)
+class Phase:
+    """Bytes of memory and disk, tokens that go forward, or forward and back, and how
+    often every weight is solved."""
+
+    memory: float = 0
+    disk: int = 0
+    forward: int = 0
+    trained: int = 0
+    solves: int = 0
+
+
+@dataclass(frozen=True)
 class QuantizeCost:
     """Estimates for one quantize block.
 
@@ -44,109 +58,103 @@ class QuantizeCost:
 
     @property
     def work(self) -> Work:
-        """Tokens and weights of all phases."""
-        config, held_out = self.config, self.config.calibration.num_eval_tokens
-        predicted = self._predicted_tokens
-        forward, trained, solves = predicted + 2 * held_out * bool(predicted), 0, 0
-        if self._is_sequential:
-            # Through the full-precision block, then the quantized one.
-            fisher, compared = self._gptq_tokens
-            forward += 2 * self.num_tokens + compared
-            trained += fisher
-        if isinstance(config, GPTQConfig):
-            solves += 1 + config.refine_iters
-        if config.smoothing:
-            forward += self._smoothing_tokens
-        if tuning := config.scale_tuning:
-            forward += TUNING_EVALUATIONS * held_out
-            trained += tuning.steps * tuning.batch_tokens
-        if config.mixed_precision:
-            from ...quantization.mixed_precision import search
-
-            trained += search.CALIBRATION_TOKENS
-            forward += PLANS * search.HELD_OUT_TOKENS
-            solves += GRIDS
-        if config.kv_cache:
-            forward += self._kv_tokens
+        """The work of all phases."""
         per_token = 2 * active_weights(self.experts, self._matrices)
+        phases = self._phases
         return Work(
-            trained=3 * per_token * trained,
-            forward=per_token * forward,
-            solved=solves * self._weights,
+            trained=3 * per_token * sum(phase.trained for phase in phases),
+            forward=per_token * sum(phase.forward for phase in phases),
+            solved=self._weights * sum(phase.solves for phase in phases),
         )
 
     @property
     def memory(self) -> int:
-        """Peak bytes of arrays: the largest phase's."""
-        from ...quantization.ptq.gptq.solver import MAX_ELEMENTS
-        from ...training.teacher_cache import LOGIT_POSITIONS
-
-        weights, block = self._weights, max(self._blocks.values(), default=0)
-        logits = 6 * 4 * self._embedding[0]
-        phases = [0]
-        if self._predicted_tokens or self.config.kv_cache:
-            phases.append(4 * weights + logits * LOGIT_POSITIONS)
-        if self.config.scale_tuning:
-            phases.append(4 * weights + self._tuning_memory)
-        if self.config.smoothing:
-            # A block in float32, and the hidden states around it.
-            states = self._smoothing_tokens * self._embedding[-1]
-            phases.append(4 * 2 * (block + states))
-        if self._is_sequential:
-            named = self._matrices.items()
-            outer = [prod(v) for k, v in named if not k.startswith(self._prefix)]
-            weights_at_once = (4 + self.dtype.size) * max(block, *outer, 0)
-            hessians = 4 * self._width**2 * 8
-            phases.append(
-                weights_at_once + 12 * 4 * MAX_ELEMENTS + logits * 128 + hessians
-            )
-        else:
-            phases.append(self.dtype.size * weights // 2)
-        return int(max(phases))
+        """Peak bytes of arrays."""
+        return int(max(phase.memory for phase in self._phases))
 
     @property
     def disk(self) -> int:
-        """Temporary bytes: hidden states and layer inputs, and stored predictions."""
-        from ...training.teacher_targets import bytes_per_token
+        """Bytes of temporary files: hidden states, layer inputs and predictions."""
+        return sum(phase.disk for phase in self._phases)
 
-        size, hidden = 0, self._embedding[-1]
-        if self._is_sequential:
-            fisher, compared = self._gptq_tokens
-            per_token = 2 * 4 * self._width + 6 * 4 * hidden
-            size += (self.num_tokens + compared) * per_token
-            size += fisher * 4 * hidden * (len(self._blocks) + 1)
-        if tuning := self.config.scale_tuning:
-            per_token = bytes_per_token(tuning.top_k, self._embedding[0])
-            size += self._predicted_tokens * per_token
-        return size
+    @cached_property
+    def _phases(self) -> list[Phase]:
+        return [*self._before(), self._method(), *self._after()]
 
-    @property
-    def num_tokens(self) -> int:
-        """Calibration tokens, if the dataset has them."""
+    def _before(self) -> Iterator[Phase]:
+        """What changes the weights or the grids of the method."""
+        config = self.config
+        if config.smoothing:
+            from ...quantization.ptq.smoothquant import smoothquant
+
+            tokens = config.calibration.num_tokens or smoothquant.NUM_TOKENS
+            # A block in float32, and the hidden states around it.
+            values = max(self._blocks.values(), default=0) + tokens * self._hidden
+            yield Phase(4 * 2 * values, forward=tokens)
+        if config.mixed_precision:
+            from ...quantization.mixed_precision import search
+
+            held_out = PLANS * search.HELD_OUT_TOKENS
+            tokens = search.CALIBRATION_TOKENS
+            yield Phase(trained=tokens, forward=held_out, solves=GRIDS)
+
+    def _method(self) -> Phase:
+        """Rounding, or the calibration of block by block."""
+        from ...quantization.ptq.gptq.gptq import LIMITS
+        from ...quantization.ptq.gptq.solver import MAX_ELEMENTS
+        from ...quantization.ptq.output_fisher import num_fisher_tokens
         from ...quantization.ptq.sequential import default_num_tokens
 
-        return self.config.calibration.num_tokens or default_num_tokens(self._width)
+        config, hidden = self.config, self._hidden
+        if config.method == "rtn" or not self._blocks:
+            return Phase(self.dtype.size * self._weights // 2)
+        matrices = self._matrices
+        width = max(shape[-1] for shape in matrices.values())
+        tokens = config.calibration.num_tokens or default_num_tokens(width)
+        # Tokens that go forward and back before the blocks are quantized, and tokens
+        # of the full-precision stream.
+        fisher = compared = solves = 0
+        if isinstance(config, GPTQConfig):
+            limits, outputs = LIMITS[config.effort], [hidden] * config.output_hessian
+            most = min(limits.fisher_tokens, tokens)
+            fisher = num_fisher_tokens([hidden], outputs, most)
+            compared = min(limits.compared_tokens, tokens)
+            compared *= config.asymmetric_calibration
+            solves = 1 + config.refine_iters
+        outer = [prod(v) for k, v in matrices.items() if not k.startswith(self._prefix)]
+        largest = max(*self._blocks.values(), *outer, 0)
+        return Phase(
+            (4 + self.dtype.size) * largest
+            + 12 * 4 * MAX_ELEMENTS
+            + self._logits(128)
+            + 4 * width**2 * 8,
+            disk=(tokens + compared) * (2 * 4 * width + 6 * 4 * hidden)
+            + fisher * 4 * hidden * (len(self._blocks) + 1),
+            # Through the full-precision block, then the quantized one.
+            forward=2 * tokens + compared,
+            trained=fisher,
+            solves=solves,
+        )
 
-    @property
-    def _gptq_tokens(self) -> tuple[int, int]:
-        """Tokens that go forward and back before the blocks are quantized, and tokens
-        of the full-precision stream."""
-        from ...quantization.ptq.gptq.gptq import LIMITS
-        from ...quantization.ptq.output_fisher import num_fisher_tokens
+    def _after(self) -> Iterator[Phase]:
+        """Scale tuning, the choice between candidates, and the bits of the KV cache."""
+        from ...training.teacher_cache import LOGIT_POSITIONS
+        from ...training.teacher_targets import bytes_per_token
 
-        config, hidden = self.config, self._embedding[-1]
-        if not isinstance(config, GPTQConfig):
-            return 0, 0
-        limits, outputs = LIMITS[config.effort], [hidden] * config.output_hessian
-        most = min(limits.fisher_tokens, self.num_tokens)
-        compared = min(limits.compared_tokens, self.num_tokens)
-        fisher = num_fisher_tokens([hidden], outputs, most)
-        return fisher, compared * config.asymmetric_calibration
-
-    @property
-    def _is_sequential(self) -> bool:
-        """Whether blocks are quantized one by one, with calibration tokens."""
-        return self.config.method != "rtn" and bool(self._blocks)
+        config, tuning = self.config, self.config.scale_tuning
+        held_out, model = config.calibration.num_eval_tokens, 4 * self._weights
+        predictions = model + self._logits(LOGIT_POSITIONS)
+        if tuning:
+            wanted = tuning.steps * tuning.batch_tokens
+            stored = min(config.calibration.num_tokens or wanted, wanted)
+            forward = TUNING_EVALUATIONS * held_out + stored
+            size = bytes_per_token(tuning.top_k, self._embedding[0])
+            disk, memory = (held_out + stored) * size, model + self._tuning_memory
+            yield Phase(memory, disk, forward=forward, trained=wanted)
+        if tuning or config.compares_with_rtn:
+            yield Phase(predictions, forward=3 * held_out)
+        if config.kv_cache:
+            yield Phase(predictions, forward=self._kv_tokens)
 
     @cached_property
     def _prefix(self) -> str:
@@ -164,12 +172,6 @@ class QuantizeCost:
         return sizes
 
     @property
-    def _smoothing_tokens(self) -> int:
-        from ...quantization.ptq.smoothquant import smoothquant
-
-        return self.config.calibration.num_tokens or smoothquant.NUM_TOKENS
-
-    @property
     def _tuning_memory(self) -> int:
         """Bytes of a backward pass of scale tuning, besides the model."""
         from .refinement import TRAINED_TOKENS_AT_ONCE
@@ -179,16 +181,6 @@ class QuantizeCost:
         values = inputs_and_outputs(self.experts, self._matrices)
         chunk = chunk_of_many(vocabulary, tokens)
         return 4 * tokens * values + logit_bytes(vocabulary, tokens, chunk)
-
-    @property
-    def _predicted_tokens(self) -> int:
-        """Tokens whose predictions are stored, to compare or to tune with."""
-        config, tuning = self.config, self.config.scale_tuning
-        held_out = config.calibration.num_eval_tokens
-        if not tuning:
-            return held_out * config.compares_with_rtn
-        wanted = tuning.steps * tuning.batch_tokens
-        return held_out + min(config.calibration.num_tokens or wanted, wanted)
 
     @property
     def _kv_tokens(self) -> int:
@@ -210,12 +202,18 @@ class QuantizeCost:
     def _weights(self) -> int:
         return sum(map(prod, self._matrices.values()))
 
-    @property
-    def _width(self) -> int:
-        return max(shape[-1] for shape in self._matrices.values())
-
     @cached_property
     def _embedding(self) -> tuple[int, ...]:
         """Shape of the largest matrix outside the blocks, [vocabulary, hidden]."""
-        embeddings = [v for k, v in self._matrices.items() if "embed" in k]
-        return max(embeddings, key=prod, default=(0, self._width))
+        matrices = self._matrices
+        embeddings = [shape for name, shape in matrices.items() if "embed" in name]
+        width = max(shape[-1] for shape in matrices.values())
+        return max(embeddings, key=prod, default=(0, width))
+
+    @property
+    def _hidden(self) -> int:
+        return self._embedding[-1]
+
+    def _logits(self, tokens: int) -> int:
+        """Bytes of the predictions of two models for these tokens."""
+        return 6 * 4 * self._embedding[0] * tokens
