@@ -54,25 +54,22 @@ def test_examples_are_tokenized_once(tmp_path, base, encoded_counts):
     assert set(messages) < set(second)
 
 
-@pytest.mark.parametrize(
-    "change", ["content", "max_seq_length", "loss_on", "max_samples", "template"]
-)
-def test_token_cache_is_invalidated(tmp_path, base, make_copy, encoded_counts, change):
+def test_token_cache_is_invalidated(tmp_path, base, make_copy, encoded_counts):
     model = make_copy(base)
-    run = Run(tmp_path, {"train": SHORT}, model=model)
+    run = Run(tmp_path, {"train": TRAIN | {"steps": 1}}, model=model)
     assert run() == 0
-    if change == "content":
-        path = tmp_path / "train.jsonl"
-        path.write_text(path.read_text().replace("Add 1 ", "Sum 1 "))
-    elif change == "template":
-        path = model / "tokenizer_config.json"
-        path.write_text(path.read_text().replace("if add_gen", "if  add_gen"))
-    else:
-        values = {"max_seq_length": 65, "loss_on": "all", "max_samples": 40}
-        run.data[change] = values[change]
-        run.write()
-    assert run("--restart") == 0
-    assert encoded_counts == [40, 40]
+    changed = {
+        tmp_path / "train.jsonl": ("Add 1 ", "Sum 1 "),
+        model / "tokenizer_config.json": ("if add_gen", "if  add_gen"),
+    }
+    for count, (path, texts) in enumerate(changed.items(), 2):
+        path.write_text(path.read_text().replace(*texts))
+        assert run("--restart") == 0
+        assert encoded_counts == count * [40]
+    settings = ("max_seq_length=65", "loss_on=all", "max_samples=40")
+    for count, setting in enumerate(settings, 4):
+        assert run("--restart", f"data.{setting}") == 0
+        assert encoded_counts == count * [40]
 
 
 @pytest.fixture
@@ -124,7 +121,10 @@ def test_changed_data_is_refused_on_resume(tmp_path, base, capsys):
     assert "have changed since this run started" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", [{"batch_size": 2}, {"batch_tokens": 300}])
+@pytest.mark.parametrize(
+    "size",
+    [{"batch_tokens": 300}, pytest.param({"batch_size": 2}, marks=pytest.mark.slow)],
+)
 def test_packed_sequences_train(tmp_path, base, size):
     """Packing trains the same tokens in fewer steps."""
     trained_tokens, steps = [], []

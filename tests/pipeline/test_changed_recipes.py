@@ -1,7 +1,5 @@
 """A changed recipe keeps the finished stages before the first change."""
 
-import shutil
-
 import pytest
 from lmx import __version__
 from lmx.pipeline import resources
@@ -16,12 +14,7 @@ NAMES = ["1-train", "2-quantize", "3-evaluate", "4-export"]
 @pytest.fixture
 def run(full_run, tmp_path):
     """A copy of a finished run of four stages."""
-    (tmp_path / "copy").mkdir()
-    run = Run(tmp_path / "copy", *full_run.stages)
-    run.data = full_run.data
-    run.write()
-    shutil.copytree(full_run.output, run.output)
-    return run
+    return full_run.copy(tmp_path / "copy")
 
 
 def stages_of_last_run(run):
@@ -111,6 +104,9 @@ def test_other_model_data_or_seed_is_refused_with_the_difference(run, capsys, ch
     assert f"{key}: " in error
     assert f"-> {value}" in error
     assert "stages.2.quantize.bits: 4 -> 8" in error
+    assert "the run of another recipe" in error
+    # Only the differences.
+    assert "tiny.yaml" not in error.split("hint")[0].split("\n", 1)[1]
     assert hash_folder(run.output) == before
     assert run() == 0
     assert stages_of_last_run(run) == ([], [])

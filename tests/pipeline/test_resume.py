@@ -149,10 +149,7 @@ def test_closed_pipe_does_not_end_a_run(tmp_path, base):
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "both lost"])
 def test_damaged_checkpoints_are_skipped(tmp_path, base, finished, capsys, damage):
-    run = make_run(tmp_path, "full", base)
-    run.data = finished("full").data
-    run.write()
-    shutil.copytree(finished("full").output, run.output)
+    run = finished("full").copy(tmp_path)
     checkpoints = sorted((run.output / "stages/1-train/checkpoints").iterdir())
     assert [p.name for p in checkpoints] == ["0000010", "0000012"]
     weights = checkpoints[1] / "state.safetensors"

@@ -54,28 +54,23 @@ def count_records(run):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def wait_for_write(process, run, rng):
-    """Wait until the n-th file or folder since the start is partially written."""
-    seen, count = partial_writes(run), rng.randint(1, 4)
-    before = len(seen)
-    while process.poll() is None and len(seen) < before + count:
-        seen |= partial_writes(run)
-
-
-def wait_for_records(process, run, rng):
-    """Wait for a random number of new metrics records, then up to 30 ms more."""
-    count, last, added = rng.randint(1, 9), count_records(run), 0
-    while process.poll() is None and added < count:
-        now = count_records(run)
-        added, last = added + (now > last), now
-        time.sleep(0.001)
-    time.sleep(rng.uniform(0, 0.03))
-
-
-def kill_once(run, wait, rng):
-    """Run and kill. Return whether the kill ended it, and whether it hit a write."""
+def kill_once(run, in_a_write, rng):
+    """Run and kill: at the n-th partial file or folder since the start, or up to 30 ms
+    after a number of new metrics records. Return whether the kill ended it, and whether
+    it hit a write."""
     process = Process(PROGRAM, *run.arguments())
-    wait(process, run, rng)
+    if in_a_write:
+        seen = partial_writes(run)
+        count = len(seen) + rng.randint(1, 4)
+        while process.poll() is None and len(seen) < count:
+            seen |= partial_writes(run)
+    else:
+        count, last, added = rng.randint(1, 9), count_records(run), 0
+        while process.poll() is None and added < count:
+            now = count_records(run)
+            added, last = added + (now > last), now
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.03))
     process.kill()
     return process.wait() < 0, bool(partial_writes(run))
 
@@ -88,8 +83,7 @@ def test_training_resumes_after_kills_at_random_moments(tmp_path, base, kind):
     run, rng = make_run(tmp_path / "killed", kind, base), random.Random(kind)
     kills = hits = 0
     while kills < KILLS or hits < HITS:
-        wait = wait_for_records if kills % 2 else wait_for_write
-        killed, hit = kill_once(run, wait, rng)
+        killed, hit = kill_once(run, kills % 2 == 0, rng)
         assert killed, f"it ended after {kills} kills, {hits} of them in a write"
         kills, hits = kills + 1, hits + hit
     assert run() == 0
