@@ -95,17 +95,10 @@ def first_stage_records(run) -> list[dict]:
     return [record for record in run.records() if record["stage"] == "1-train"]
 
 
-@pytest.mark.parametrize(
-    ("rank", "signal_name"),
-    [
-        pytest.param(0, "SIGTERM", marks=pytest.mark.slow),
-        (1, "SIGINT"),
-    ],
-)
-def test_signal_to_one_rank_stops_all(tmp_path, expected, rank, signal_name):
+def test_signal_to_one_rank_stops_all(tmp_path, expected):
     run = make_run(tmp_path)
     # Step 4 of the second train stage.
-    arguments = [str(rank), signal_name, "step", "16", *run.arguments()]
+    arguments = ["1", "SIGINT", "step", "16", *run.arguments()]
     first, second = in_ring(SIGNAL_ONE_RANK, *arguments, folder=tmp_path)
     assert (first.returncode, second.returncode) == (130, 130), first.stderr
     assert "stopped after step" in first.stderr
@@ -171,14 +164,7 @@ def test_error_of_rank_0_ends_all_ranks(tmp_path):
 @pytest.mark.slow
 def test_ranks_must_see_the_run_directory(tmp_path):
     run = make_run(tmp_path)
-    elsewhere = (
-        """
-import os, sys
-if os.environ["MLX_RANK"] == "1":
-    sys.argv[2] += "-elsewhere"
-"""
-        + MAIN
-    )
+    elsewhere = ON_RANK_1 + '    sys.argv[2] += "-elsewhere"\n' + MAIN
     first, second = in_ring(elsewhere, *run.arguments(), folder=tmp_path)
     assert (first.returncode, second.returncode) == (2, 2)
     assert "this machine does not see" in second.stderr
@@ -186,36 +172,28 @@ if os.environ["MLX_RANK"] == "1":
     assert not Path(f"{run.output}-elsewhere").exists()
 
 
-OTHER_EXAMPLES = """
-import os
-if os.environ["MLX_RANK"] == "1":
-    os.chdir("elsewhere")
-"""
-OTHER_MODEL = """
-import os
-from lmx.pipeline.train.run import TrainRun
-attach = TrainRun._attach_adapter
-
-def other(self):
-    weights = self.base_weights.items()
-    self.base_weights = {name: -value for name, value in weights}
-    return attach(self)
-
-if os.environ["MLX_RANK"] == "1":
-    TrainRun._attach_adapter = other
-"""
-OTHER_RECIPE = """
+ON_RANK_1 = """
 import os, sys
 if os.environ["MLX_RANK"] == "1":
-    sys.argv.append("seed=1")
+"""
+OTHER_MODEL = """
+    from lmx.pipeline.train.run import TrainRun
+    attach = TrainRun._attach_adapter
+
+    def other(self):
+        weights = self.base_weights.items()
+        self.base_weights = {name: -value for name, value in weights}
+        return attach(self)
+
+    TrainRun._attach_adapter = other
 """
 
 
 @pytest.mark.parametrize(
     ("difference", "message"),
     [
-        (OTHER_EXAMPLES, "reads other examples than"),
-        (OTHER_RECIPE, "runs another recipe than"),
+        ('    os.chdir("elsewhere")\n', "reads other examples than"),
+        ('    sys.argv.append("seed=1")\n', "runs another recipe than"),
         (OTHER_MODEL, "begins with another model than"),
     ],
 )
@@ -229,7 +207,9 @@ def test_ranks_must_have_the_same_recipe_and_model(
     write_examples(tmp_path / "elsewhere" / "train.jsonl", 1, 40)
     run.data["train"] = ["train.jsonl"]
     run.write()
-    first, second = in_ring(difference + MAIN, *run.arguments(), folder=tmp_path)
+    first, second = in_ring(
+        ON_RANK_1 + difference + MAIN, *run.arguments(), folder=tmp_path
+    )
     assert (first.returncode, second.returncode) == (2, 2)
     assert f"process 1 {message} the first one" in second.stderr
 

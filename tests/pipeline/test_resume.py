@@ -23,6 +23,21 @@ KINDS = {
     "qat": {"qat": GRID},
     "grids": {"adapter": LORA, "qat": GRID | {"quantizer": "lsq"}},
     "late-grids": {"qat": GRID | {"quantizer": "lsq", "fake_quant_after_n_steps": 6}},
+    # The learning rate is too high: the run stops early and keeps an older checkpoint.
+    "lean": {
+        "steps": None,
+        "epochs": 47.8,
+        "gradient_accumulation_steps": 3,
+        "adapter": LORA | {"type": "dora", "dropout": 0.2},
+        "optimizer": "muon",
+        "learning_rate": 0.03,
+        "lr_schedule": "constant",
+        "load_best_at_end": True,
+        "save_total_limit": 1,
+        "early_stopping_patience": 1,
+        "gradient_checkpointing": True,
+        "loss_chunk_tokens": 16,
+    },
 }
 
 
@@ -56,6 +71,7 @@ def finished(tmp_path_factory, base):
         pytest.param("grids", "step", 8, marks=pytest.mark.slow),
         pytest.param("late-grids", "step", 6, marks=pytest.mark.slow),
         ("late-grids", "step", 7),
+        pytest.param("lean", "step", 20, marks=pytest.mark.slow),
         pytest.param("late-grids", "step", 10, marks=pytest.mark.slow),
     ],
 )
