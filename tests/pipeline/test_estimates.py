@@ -94,7 +94,6 @@ LOW_MEMORY = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
         {"loss_chunk_tokens": 64},
         LOW_MEMORY,
         LOW_MEMORY | {"gradient_accumulation_steps": 2},
-        LOW_MEMORY | {"optimizer": "lion"},
         LOW_MEMORY | {"optimizer": "lion_8bit"},
     ],
     ids=str,

@@ -119,18 +119,20 @@ class DraftDistillation(ABC):
             model = step.materialize()
             with step.ranks.collective_errors():
                 if step.ranks.is_first:
-                    self._log(done, self.predicted(model))
+                    predicted, logger = self.predicted(model), self.context.logger
+                    logger.metrics({"kind": "draft", "step": done} | predicted)
+                    logger.info(f"step {done}: {self.summary(predicted)}")
 
         return Trainer(
             step,
             batches,
             TrainerConfig(
-                steps=config.steps,
-                seed=self.context.seed,
-                checkpoint_dir=self.context.folder / "checkpoints",
-                logging_steps=config.logging_steps,
-                eval_steps=config.eval_steps,
-                save_steps=config.save_steps,
+                config.steps,
+                self.context.seed,
+                self.context.folder / "checkpoints",
+                config.logging_steps,
+                config.eval_steps,
+                config.save_steps,
                 load_best_at_end=True,
             ),
             learning_rate=lambda number: self.learning_rate(number, config.steps),
@@ -148,10 +150,6 @@ class DraftDistillation(ABC):
             "validation_loss": loss,
             "expected": self.predicted(model),
         }
-
-    def _log(self, done: int, predicted: dict) -> None:
-        self.context.logger.metrics({"kind": "draft", "step": done} | predicted)
-        self.context.logger.info(f"step {done}: {self.summary(predicted)}")
 
     def summary(self, predicted: dict) -> str:
         """A prediction in one line."""

@@ -1,15 +1,17 @@
 """What the distillation of a draft model starts from: its data and its weights."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ...config.draft import DraftConfig, DraftModelConfig
+from ...data.record_formats import DataRecord
 from ...data.tokenization import Example
 from ...data.tokenizer_files import require_same_tokenizer
 from ...draft import dataset
@@ -100,11 +102,8 @@ class DraftData:
     @cached_property
     def prompt_sets(self) -> PromptSets:
         """Benchmark prompts of the validation examples, by set."""
-        rows, count = self.context.rows.valid, self.config.benchmark.num_prompts
-        tokenizer, longest = self.target.tokenizer, self._max_prompt_tokens
-        prompts = prompt_sets(rows, tokenizer, count=count, max_prompt_tokens=longest)
-        self._require_prompts(prompts)
-        return prompts
+        count = self.config.benchmark.num_prompts
+        return self._prompts(prompt_sets, self.context.rows.valid, count)
 
     @property
     def benchmark_prompts(self) -> list[Prompt]:
@@ -116,20 +115,16 @@ class DraftData:
         """The tokens that end a completion."""
         return frozenset(self.target.tokenizer.eos_token_ids)
 
-    def _select_prompts(self, rows, count: int) -> list[Prompt]:
+    def _prompts(self, select: Callable, rows: Iterable[DataRecord], count: int) -> Any:
+        """Prompts that `select` chooses, which leave room for a completion."""
         tokenizer, longest = self.target.tokenizer, self._max_prompt_tokens
-        prompts = dataset.select_prompts(
-            rows, tokenizer, count=count, max_prompt_tokens=longest
-        )
-        self._require_prompts(prompts)
-        return prompts
-
-    def _require_prompts(self, prompts) -> None:
+        prompts = select(rows, tokenizer, count=count, max_prompt_tokens=longest)
         if not prompts:
             raise UserError(
-                f"no example has a prompt of at most {self._max_prompt_tokens} tokens",
+                f"no example has a prompt of at most {longest} tokens",
                 hint="raise data.max_seq_length, or lower data_generation.max_tokens",
             )
+        return prompts
 
     @property
     def _max_prompt_tokens(self) -> int:
@@ -152,7 +147,8 @@ class DraftData:
         context, config = self.context, self.config.data_generation
         ranks = context.ranks
         with ranks.collective_errors():
-            prompts = self._select_prompts(getattr(context.rows, split), count)
+            rows = getattr(context.rows, split)
+            prompts = self._prompts(dataset.select_prompts, rows, count)
             completions = None
             if ranks.is_first:
                 context.logger.info(

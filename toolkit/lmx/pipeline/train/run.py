@@ -39,6 +39,11 @@ MIN_CHANGED_CODES = 1e-5
 MAX_FUSING_ERROR = 0.1
 # Tokens of an answer to a sample prompt.
 SAMPLE_TOKENS = 48
+# Keys of a train stage that the trainer, its schedule and its optimizer have, too.
+TRAINER_KEYS = {"logging_steps", "eval_steps", "save_steps", "save_total_limit"}
+TRAINER_KEYS |= {"load_best_at_end", "early_stopping_patience"}
+SCHEDULE_KEYS = {"warmup_ratio", "min_lr_ratio", "decay_ratio"}
+OPTIMIZER_KEYS = {"beta1", "beta2", "weight_decay", "max_grad_norm"}
 
 
 class TrainRun:
@@ -271,7 +276,13 @@ class TrainRun:
             step,
             batches,
             self._trainer_config(steps, num_batches),
-            learning_rate=partial(self._learning_rate, steps=steps),
+            learning_rate=partial(
+                learning_rate_at,
+                steps=steps,
+                peak=config.learning_rate,
+                schedule=config.lr_schedule,
+                **config.model_dump(include=SCHEDULE_KEYS),
+            ),
             eval_batches=eval_batches,
             logger=context.logger,
             evaluate=evaluate,
@@ -280,10 +291,13 @@ class TrainRun:
         )
 
     def _make_step(self, compute_dtype: mx.Dtype, **losses) -> TrainStep:
-        config = self.config
-        fake_quant = self._fake_quant() if self.selection.specs else None
+        config, model, network = self.config, self.model, self.loaded.model
+        fake_quant = None
+        if specs := self.selection.specs:
+            dtype = self.loaded.dtype
+            fake_quant = FakeQuant(network, specs, dtype, model.qat, model.packed)
         return TrainStep(
-            self.loaded.model,
+            network,
             self._optimizer(fake_quant),
             compute_dtype=compute_dtype,
             fake_quant=fake_quant,
@@ -295,32 +309,14 @@ class TrainRun:
 
     def _trainer_config(self, steps: int, num_batches: int) -> TrainerConfig:
         config, context = self.config, self.context
+        parts = config.micro_batches
         return TrainerConfig(
             steps=steps,
             seed=context.seed,
             checkpoint_dir=context.folder / "checkpoints",
-            logging_steps=config.logging_steps,
-            eval_steps=config.eval_steps,
-            save_steps=config.save_steps,
-            gradient_accumulation_steps=(
-                config.gradient_accumulation_steps * config.micro_batches
-            ),
-            num_batches=num_batches * config.micro_batches,
-            save_total_limit=config.save_total_limit,
-            load_best_at_end=config.load_best_at_end,
-            early_stopping_patience=config.early_stopping_patience,
-        )
-
-    def _learning_rate(self, number: int, *, steps: int) -> float:
-        config = self.config
-        return learning_rate_at(
-            number,
-            steps,
-            peak=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_ratio=config.warmup_ratio,
-            min_lr_ratio=config.min_lr_ratio,
-            decay_ratio=config.decay_ratio,
+            gradient_accumulation_steps=config.gradient_accumulation_steps * parts,
+            num_batches=num_batches * parts,
+            **config.model_dump(include=TRAINER_KEYS),
         )
 
     def _optimizer(self, fake_quant: FakeQuant | None) -> OptimizerConfig:
@@ -331,18 +327,10 @@ class TrainRun:
         if fake_quant:
             lr_multipliers |= fake_quant.lr_multipliers()
         return OptimizerConfig(
-            name=config.optimizer,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
+            config.optimizer,
             lr_multipliers=lr_multipliers,
+            **config.model_dump(include=OPTIMIZER_KEYS),
         )
-
-    def _fake_quant(self) -> FakeQuant:
-        network, model = self.loaded.model, self.model
-        specs, dtype = self.selection.specs, self.loaded.dtype
-        return FakeQuant(network, specs, dtype, model.qat, model.packed)
 
     def _sample(self, done: int) -> None:
         """Answer the sample prompts, into samples.jsonl."""
