@@ -1,6 +1,7 @@
 """One training of a train stage: its parts, and the checkpoints it writes."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -39,11 +40,6 @@ MIN_CHANGED_CODES = 1e-5
 MAX_FUSING_ERROR = 0.1
 # Tokens of an answer to a sample prompt.
 SAMPLE_TOKENS = 48
-# Keys of a train stage that the trainer, its schedule and its optimizer have, too.
-TRAINER_KEYS = {"logging_steps", "eval_steps", "save_steps", "save_total_limit"}
-TRAINER_KEYS |= {"load_best_at_end", "early_stopping_patience"}
-SCHEDULE_KEYS = {"warmup_ratio", "min_lr_ratio", "decay_ratio"}
-OPTIMIZER_KEYS = {"beta1", "beta2", "weight_decay", "max_grad_norm"}
 
 
 class TrainRun:
@@ -276,13 +272,7 @@ class TrainRun:
             step,
             batches,
             self._trainer_config(steps, num_batches),
-            learning_rate=partial(
-                learning_rate_at,
-                steps=steps,
-                peak=config.learning_rate,
-                schedule=config.lr_schedule,
-                **config.model_dump(include=SCHEDULE_KEYS),
-            ),
+            learning_rate=self._learning_rate(steps),
             eval_batches=eval_batches,
             logger=context.logger,
             evaluate=evaluate,
@@ -316,7 +306,24 @@ class TrainRun:
             checkpoint_dir=context.folder / "checkpoints",
             gradient_accumulation_steps=config.gradient_accumulation_steps * parts,
             num_batches=num_batches * parts,
-            **config.model_dump(include=TRAINER_KEYS),
+            logging_steps=config.logging_steps,
+            eval_steps=config.eval_steps,
+            save_steps=config.save_steps,
+            save_total_limit=config.save_total_limit,
+            load_best_at_end=config.load_best_at_end,
+            early_stopping_patience=config.early_stopping_patience,
+        )
+
+    def _learning_rate(self, steps: int) -> Callable[[int], float]:
+        config = self.config
+        return partial(
+            learning_rate_at,
+            steps=steps,
+            peak=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_ratio=config.warmup_ratio,
+            min_lr_ratio=config.min_lr_ratio,
+            decay_ratio=config.decay_ratio,
         )
 
     def _optimizer(self, fake_quant: FakeQuant | None) -> OptimizerConfig:
@@ -328,8 +335,11 @@ class TrainRun:
             lr_multipliers |= fake_quant.lr_multipliers()
         return OptimizerConfig(
             config.optimizer,
+            config.beta1,
+            config.beta2,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
             lr_multipliers=lr_multipliers,
-            **config.model_dump(include=OPTIMIZER_KEYS),
         )
 
     def _sample(self, done: int) -> None:
