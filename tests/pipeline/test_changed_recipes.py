@@ -127,16 +127,16 @@ def test_report_of_the_last_finished_stage_is_restored(run):
     assert run.json("report.json")["models"]
 
 
-def interrupted(tmp_path, *stages):
+def interrupted(tmp_path, base, *stages):
     """A run that was interrupted in the training, after a checkpoint."""
     tmp_path.mkdir(exist_ok=True)
-    run = Run(tmp_path, {"train": SHORT}, *stages)
+    run = Run(tmp_path, {"train": SHORT}, *stages, model=base)
     assert run.run_with_signal("SIGINT", "step", 3).returncode == 130
     return run
 
 
-def test_changed_unfinished_training_starts_anew(tmp_path):
-    run = interrupted(tmp_path / "changed")
+def test_changed_unfinished_training_starts_anew(tmp_path, base):
+    run = interrupted(tmp_path / "changed", base)
     change = "stages.1.train.learning_rate=1e-3"
     assert run(change) == 0
     ran, [note] = stages_of_last_run(run)
@@ -147,15 +147,15 @@ def test_changed_unfinished_training_starts_anew(tmp_path):
     assert sorted(p.name for p in aside.iterdir()) == ["0000002", "0000003"]
     assert "resuming" not in run.log
     (tmp_path / "new").mkdir()
-    new = Run(tmp_path / "new", {"train": SHORT})
+    new = Run(tmp_path / "new", {"train": SHORT}, model=base)
     assert new(change) == 0
     trained = "stages/1-train/dense"
     assert weights(run, trained) == weights(new, trained)
     assert run.records() == new.records()
 
 
-def test_changed_later_stage_does_not_disturb_the_resumed_training(tmp_path):
-    run = interrupted(tmp_path, {"quantize": GRID})
+def test_changed_later_stage_does_not_disturb_the_resumed_training(tmp_path, base):
+    run = interrupted(tmp_path, base, {"quantize": GRID})
     assert run("stages.2.quantize.bits=8") == 0
     ran, [note] = stages_of_last_run(run)
     assert ran == ["1-train", "2-quantize"]

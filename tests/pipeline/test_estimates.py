@@ -442,7 +442,7 @@ def draft_cost(draft_model: dict, find=lambda name: None, **settings):
     [
         ({"num_layers": 2}, 2),
         ({"num_layers": [0, 3, 7]}, 3),
-        ({"num_layers": "auto"}, 4),
+        ({}, 2),
     ],
     ids=str,
 )
@@ -487,7 +487,7 @@ def test_draft_benchmark_work_grows_with_prompts():
 
 def test_draft_cost_of_a_hub_model_is_unknown(tmp_path):
     assert draft_cost({"init_from": "some/sibling"}) is None
-    sibling = sized(DEEP, num_hidden_layers=3)
+    sibling = sized(DEEP, num_hidden_layers=12)
     (tmp_path / "config.json").write_text(json.dumps(sibling.config))
     cost = draft_cost({"init_from": "some/sibling"}, lambda name: tmp_path)
-    assert cost.trained == sized(DEEP, num_hidden_layers=2).parameters
+    assert cost.trained == sized(DEEP, num_hidden_layers=3).parameters

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from functools import partial
 
 import mlx.nn as nn
 import numpy as np
@@ -77,17 +78,6 @@ class DraftDistillation(ABC):
             loss: the validation loss of the trained weights.
         """
 
-    def learning_rate(self, number: int, steps: int) -> float:
-        """Of a step, from 0."""
-        return learning_rate_at(
-            number,
-            steps,
-            peak=self.config.learning_rate,
-            schedule="cosine",
-            warmup_ratio=WARMUP_RATIO,
-            min_lr_ratio=MIN_LR_RATIO,
-        )
-
     def predict(self, candidate: Candidate, costs: SpeculationCosts) -> dict:
         """Accepted lengths on held-out completions, and the speed-up they predict."""
         references = self.data.references
@@ -135,7 +125,14 @@ class DraftDistillation(ABC):
                 config.save_steps,
                 load_best_at_end=True,
             ),
-            learning_rate=lambda number: self.learning_rate(number, config.steps),
+            learning_rate=partial(
+                learning_rate_at,
+                steps=config.steps,
+                peak=config.learning_rate,
+                schedule="cosine",
+                warmup_ratio=WARMUP_RATIO,
+                min_lr_ratio=MIN_LR_RATIO,
+            ),
             eval_batches=list(eval_batches),
             logger=self.context.logger,
             on_evaluate=log_prediction,

@@ -9,7 +9,6 @@ and at most N tokens of prompts and completions, distillation takes besides:
     online       2 P per token of every step if predictions are not stored
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +29,13 @@ from ..work import Work
 if TYPE_CHECKING:
     from ...models.drafters.base import Drafter
 
-# Fractions of the target's blocks that `num_layers: auto` compares.
-DEPTH_FRACTIONS = (0.125, 0.25, 0.375, 0.5)
+# Blocks of a model for one of its draft model.
+DEPTH_RATIO = 4
+
+
+def initial_depth(config: DraftModelConfig, count: int) -> int:
+    """Blocks of a draft model that is pruned from `count` blocks."""
+    return min(count, config.num_layers or max(1, count // DEPTH_RATIO))
 
 
 def draft_training_cost(
@@ -171,9 +175,8 @@ def _draft_shape(
     if not isinstance(count, int):
         return None
     layers = draft.num_layers
-    if layers == "auto":
-        layers = math.ceil(max(DEPTH_FRACTIONS) * count)
-    numbers = layers if isinstance(layers, list) else range(min(layers, count))
-    config = pruned_config(config, sorted(numbers))
+    if not isinstance(layers, list):
+        layers = range(initial_depth(draft, count))
+    config = pruned_config(config, sorted(layers))
     shape = ModelShape(config, 0)
     return replace(shape, bytes=config_dtype(config).size * shape.parameters)
