@@ -1,6 +1,7 @@
 """The examples of a run are tokenized once, and again after any change."""
 
 import json
+import shutil
 
 import pytest
 from lmx.data import token_store
@@ -54,8 +55,8 @@ def test_examples_are_tokenized_once(tmp_path, base, encoded_counts):
     assert set(messages) < set(second)
 
 
-def test_token_cache_is_invalidated(tmp_path, base, make_copy, encoded_counts):
-    model = make_copy(base)
+def test_token_cache_is_invalidated(tmp_path, base, encoded_counts):
+    model = shutil.copytree(base, tmp_path / "model")
     run = Run(tmp_path, {"train": TRAIN | {"steps": 1}}, model=model)
     assert run() == 0
     changed = {
@@ -72,23 +73,9 @@ def test_token_cache_is_invalidated(tmp_path, base, make_copy, encoded_counts):
         assert encoded_counts == count * [40]
 
 
-@pytest.fixture
-def make_copy(tmp_path):
-    def copy(folder):
-        target = tmp_path / "model"
-        target.mkdir()
-        for file in folder.iterdir():
-            (target / file.name).write_bytes(file.read_bytes())
-        return target
-
-    return copy
-
-
-def test_chats_that_become_several_sequences_are_reported(
-    tmp_path, base, make_copy, capsys
-):
+def test_chats_that_become_several_sequences_are_reported(tmp_path, base, capsys):
     """The chat template drops earlier thinking. Dry run and training both report it."""
-    model = make_copy(base)
+    model = shutil.copytree(base, tmp_path / "model")
     path = model / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     content = "m.content if loop.last else m.content.split('</think>')[-1]"

@@ -10,6 +10,7 @@ from lmx.generation.engine import Generator
 from lmx.models.loader import load
 from lmx.run.fs import hash_folder
 from mlx.utils import tree_flatten
+from test_report_of_runs import page, sections
 from tiny_checkpoints import QWEN3_MOE
 from tiny_runs import EVALUATE, TRAIN, Run
 
@@ -176,34 +177,29 @@ def test_reference_quantizes_to_the_served_weights(finished, kind):
 
 
 def test_missed_threshold_publishes_nothing(tmp_path, base, capsys):
-    evaluate = EVALUATE | {
-        "thresholds": {"max_perplexity": 1.01, "min_exact_match": 0.0}
-    }
+    """The base model has no reference, so its KL is not measured."""
+    limits = {"max_perplexity": 1.01, "min_exact_match": 0.0, "max_kl": 100.0}
+    evaluate = EVALUATE | {"thresholds": limits, "num_samples": 0}
     run = Run(tmp_path, {"evaluate": evaluate}, "export", model=base)
     assert run() == 1
-    assert "misses its thresholds: max_perplexity; nothing is published" in (
-        capsys.readouterr().err
-    )
-    thresholds = {
-        threshold["name"]: threshold
-        for threshold in run.json("report.json")["thresholds"]
-    }
-    max_perplexity = thresholds["max_perplexity"]
-    assert not max_perplexity["passed"]
-    assert max_perplexity["limit"] == 1.01 < max_perplexity["value"]
-    assert thresholds["min_exact_match"]["passed"]
+    output, error = capsys.readouterr()
+    missed = "misses its thresholds: max_kl, max_perplexity"
+    assert f"{missed}; nothing is published" in error
+    assert "threshold max_kl: not measured" in output
+    results = {r["name"]: r for r in run.json("report.json")["thresholds"]}
+    passed = {name: result["passed"] for name, result in results.items()}
+    assert passed == {"max_kl": False, "max_perplexity": False, "min_exact_match": True}
+    perplexity = results["max_perplexity"]
+    assert perplexity["limit"] == 1.01 < perplexity["value"]
     assert not (run.output / "model").exists()
     assert run.json("manifest.json")["status"] == "failed"
+    html = page(run)
+    assert html.count('<td class="bad">missed</td>') == 2
+    assert "<td>failed</td>" in html
+    assert missed in html
+    assert "samples" not in sections(html)
+    assert "lmx generate" not in html
     assert run() == 1
-
-
-def test_unmeasured_threshold_is_missed(tmp_path, base, capsys):
-    """The base model has no reference, so its KL is not measured."""
-    evaluate = EVALUATE | {"thresholds": {"max_kl": 100.0}}
-    run = Run(tmp_path, {"evaluate": evaluate}, "export", model=base)
-    assert run() == 1
-    assert "threshold max_kl: not measured" in capsys.readouterr().out
-    assert not (run.output / "model").exists()
 
 
 def test_complete_stages_are_skipped(tmp_path, full_run):
