@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from functools import partial
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
@@ -12,10 +13,13 @@ from ...draft.acceptance import predict_accepted_lengths
 from ...draft.candidates import Candidate, all_acceptance_probs
 from ...draft.cost_model import SpeculationCosts
 from ...models.checkpoint import weights_digest
+from ...models.loader import set_compute_dtype
+from ...training.optimizers import OptimizerConfig
 from ...training.schedules import learning_rate_at
 from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
 from ..context import ModelArtifact, StageContext
+from ..estimate import training_dtype
 from .benchmark import DraftEvaluation
 from .setup import DraftData
 
@@ -77,6 +81,19 @@ class DraftDistillation(ABC):
         Args:
             loss: the validation loss of the trained weights.
         """
+
+    def make_step(self, model: nn.Module, dtype: mx.Dtype, **losses) -> TrainStep:
+        """A step of a model or drafter that is stored in `dtype`."""
+        compute = training_dtype("auto", dtype)
+        step = TrainStep(
+            model,
+            OptimizerConfig(max_grad_norm=1.0),
+            compute_dtype=compute,
+            ranks=self.context.ranks,
+            **losses,
+        )
+        set_compute_dtype(model, compute)
+        return step
 
     def predict(self, candidate: Candidate, costs: SpeculationCosts) -> dict:
         """Accepted lengths on held-out completions, and the speed-up they predict."""

@@ -20,15 +20,12 @@ from ...models.checkpoint import config_int
 from ...models.drafters.base import Drafter
 from ...models.drafters.io import ARCHITECTURES, bind_target, save_drafter
 from ...models.hooks import require_hidden_states
-from ...models.loader import LoadedModel, set_compute_dtype
+from ...models.loader import LoadedModel
 from ...models.trunk_head import NoTrunkHeadSplit
 from ...run.fs import atomic_folder
 from ...training.chunked_loss import ChunkedLoss
-from ...training.optimizers import OptimizerConfig
-from ...training.step import TrainStep
 from ...training.trainer import Trainer
 from ..context import ModelArtifact, write_model
-from ..estimate import training_dtype
 from ..quantize.stage import QuantizeStage
 from .distillation import DraftDistillation
 from .setup import INITIAL_FOLDER, write_initial
@@ -52,16 +49,12 @@ class DraftModelDistillation(DraftDistillation):
         context = self.context
         initial = context.require_visible(context.folder / INITIAL_FOLDER)
         self._initial = loaded = context.load(initial, compute="stored")
-        compute = training_dtype("auto", loaded.dtype)
-        step = TrainStep(
+        step = self.make_step(
             loaded.model,
-            OptimizerConfig(max_grad_norm=1.0),
-            compute_dtype=compute,
-            chunked_loss=self._chunked_loss(loaded),
+            loaded.dtype,
             loss=DraftLoss(self.config.loss, cross_entropy=self.config.ce_weight),
-            ranks=context.ranks,
+            chunked_loss=self._chunked_loss(loaded),
         )
-        set_compute_dtype(loaded.model, compute)
         return self.trainer(step, self.data.train_batches, self.data.eval_batches)
 
     def finish(self, trainer: Trainer, loss: float) -> ModelArtifact:
@@ -146,8 +139,10 @@ class DrafterDistillation(DraftDistillation):
         )
         if ranks.is_first:
             self._costs = self.evaluation.costs(self._candidate(drafter))
+        chunk = loss_chunk(drafter.draft_vocab_size, on_cpu=on_cpu())
+        loss = DrafterLoss(self.config, chunk=chunk)
         return self.trainer(
-            self._make_step(drafter),
+            self.make_step(drafter, self.target.dtype, loss=loss),
             self._batches(self.data.train_batches, drafter),
             self._batches(self.data.eval_batches, drafter),
         )
@@ -194,19 +189,6 @@ class DrafterDistillation(DraftDistillation):
         if mask is None:
             mask = min(tokenizer.eos_token_ids)
         return config.model_copy(update={"mask_token_id": mask})
-
-    def _make_step(self, drafter: Drafter) -> TrainStep:
-        compute = training_dtype("auto", self.target.dtype)
-        chunk = loss_chunk(drafter.draft_vocab_size, on_cpu=on_cpu())
-        step = TrainStep(
-            drafter,
-            OptimizerConfig(max_grad_norm=1.0),
-            compute_dtype=compute,
-            loss=DrafterLoss(self.config, chunk=chunk),
-            ranks=self.context.ranks,
-        )
-        set_compute_dtype(drafter, compute)
-        return step
 
     def _batches(self, batches, drafter: Drafter) -> HiddenStateBatches:
         return HiddenStateBatches(

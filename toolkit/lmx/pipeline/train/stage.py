@@ -147,8 +147,7 @@ class TrainStage(Stage):
         with ranks.collective_errors():
             if ranks.is_first:
                 # A quantizer may turn NaN into a code, and the loss would not tell.
-                context.require_finite_base()
-                context.warn_of_dense_blocks()
+                context.check_base()
                 create_from_scratch(context)
         with ranks.collective_errors():
             baseline = None
