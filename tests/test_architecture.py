@@ -17,7 +17,7 @@ from lmx.config.base import ConfigModel
 from lmx.config.draft import DraftThresholds
 from lmx.config.evaluate import EvaluationThresholds
 from lmx.pipeline.draft.benchmark import DRAFT_THRESHOLDS
-from lmx.pipeline.evaluate.thresholds import THRESHOLDS as EVALUATION_THRESHOLDS
+from lmx.pipeline.evaluate.evaluator import THRESHOLDS as EVALUATION_THRESHOLDS
 
 THRESHOLDS = {
     EvaluationThresholds: EVALUATION_THRESHOLDS,

@@ -128,7 +128,7 @@ def _estimate(folder: Path, recipe: Path) -> int:
     values = json.loads(recipe.read_text()) | {"output": str(folder / "estimate")}
     fresh.write_text(json.dumps(values))
     loaded = load(fresh)
-    check = ResourceCheck(loaded, plan(loaded), model_shape(loaded), lengths, 1.0)
+    check = ResourceCheck(loaded, plan(loaded), model_shape(loaded), lengths)
     (cost,) = (needs.training for needs in check.stages.values() if needs.training)
     return sum(cost.memory.values())
 

@@ -87,7 +87,7 @@ def test_damaged_entry_is_created_again_with_a_warning(cache_folder, damage):
         (folder / "rows").unlink()
     elif damage == "facts":
         # The hash of an index covers all of it.
-        index = folder / folder_index.INDEX
+        index = folder / fs.INDEX
         index.write_text(index.read_text().replace("[1, 2]", "[1, 3]"))
     elif damage == "folder":
         (folder / fs.INDEX).unlink()

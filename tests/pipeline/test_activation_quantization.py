@@ -96,7 +96,9 @@ def test_exports_say_whether_activations_are_quantized(quantized):
     assert "--quantize" not in (quantized.output / "hf/README.md").read_text()
 
 
-@pytest.mark.parametrize("adapter", [None, {"rank": 4}])
+@pytest.mark.parametrize(
+    "adapter", [{"rank": 4}, pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_training_has_the_loss_of_the_served_model(tmp_path, base, adapter):
     train = TRAIN | {"steps": 4, "learning_rate": 1e-3, "qat": GRID}
     if adapter:
@@ -140,7 +142,13 @@ def facts_of(run) -> dict:
     return run.json("manifest.json")["stages"]["1-quantize"]["result"]["facts"]
 
 
-@pytest.mark.parametrize("method", [{}, {"method": "gptq", "effort": "fast"}])
+@pytest.mark.parametrize(
+    "method",
+    [
+        {},
+        pytest.param({"method": "gptq", "effort": "fast"}, marks=pytest.mark.slow),
+    ],
+)
 def test_smoothing_removes_the_cost_of_outliers(tmp_path, with_outliers, method):
     kl = []
     for name, keys in (("plain", {"smoothing_strength": 0}), ("smoothed", {})):

@@ -7,6 +7,7 @@ from tiny_checkpoints import QWEN3_MOE
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 
 GRID = {"bits": 2, "group_size": 32}
+ADAPTER = {"adapter": {"rank": 4}}
 ADAPTERS = {
     "lora": {"rank": 8, "use_rslora": True, "loraplus_lr_ratio": 4.0, "dropout": 0.1},
     "dora": {"type": "dora", "target_modules": {"mlp.*": 4, "*": 8}, "num_layers": 1},
@@ -21,36 +22,28 @@ def quantized_model(tmp_path_factory, base):
     return run.output / "stages" / "1-quantize" / "model"
 
 
-@pytest.fixture(scope="module", params=ADAPTERS)
-def tuned_run(request, tmp_path_factory, quantized_model):
-    """A run that trains an adapter on a quantized model, then quantizes the result."""
-    train = TRAIN | {"learning_rate": 1e-3, "adapter": ADAPTERS[request.param]}
-    stages = {"train": train}, {"quantize": GRID}, {"evaluate": METRICS_ONLY}, "export"
-    run = Run(tmp_path_factory.mktemp(request.param), *stages, model=quantized_model)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapter_improvement_survives_dense_export_only(
+    tmp_path, quantized_model, adapter
+):
+    """The model that is trained is then quantized again; mlx-lm loads the dense one."""
+    import mlx_lm
+
+    train = TRAIN | {"learning_rate": 1e-3, "adapter": ADAPTERS[adapter]}
+    stages = {"train": train}, {"quantize": GRID}, {"evaluate": METRICS_ONLY}
+    run = Run(tmp_path, *stages, model=quantized_model)
     assert run() == 0
-    return run
-
-
-def test_adapter_improvement_survives_dense_export_only(tuned_run):
-    improvement = tuned_run.json("report.json")["training"]["improvement"]
+    improvement = run.json("report.json")["training"]["improvement"]
     assert improvement["in_training"] > 0.01
-    assert improvement["exported"] == pytest.approx(
-        improvement["in_training"], abs=1e-3
-    )
-    assert "fused into its dequantized weights" in tuned_run.log
-    base, dense, requantized = tuned_run.json("report.json")["models"].values()
-    assert base["loss"] - dense["loss"] == pytest.approx(
-        improvement["exported"], abs=1e-3
-    )
+    exported = pytest.approx(improvement["exported"], abs=1e-3)
+    assert improvement["in_training"] == exported
+    assert "fused into its dequantized weights" in run.log
+    base, dense, requantized = run.json("report.json")["models"].values()
+    assert base["loss"] - dense["loss"] == exported
     # The update is smaller than a grid step in part of the weights.
     assert base["loss"] - requantized["loss"] < 0.9 * improvement["exported"]
     assert dense["bits_per_weight"] == 16
-
-
-def test_mlx_lm_loads_the_fused_model(tuned_run, quantized_model):
-    import mlx_lm
-
-    folder = tuned_run.output / "stages/1-train/dense"
+    folder = run.output / "stages/1-train/dense"
     tokens = mx.array([[5, 80, 200, 7, 33, 120]])
     mlx_lm_logits = mlx_lm.load(str(folder))[0](tokens).astype(mx.float32)
     logits, base_logits = (
@@ -64,31 +57,25 @@ def test_adapter_trained_on_mxfp8_layers(tmp_path, base):
     """A recipe that quantizes, then trains: dense embeddings, the adapter fused into
     the dequantized weights, bit for bit."""
     quantize = {"method": "rtn", "mode": "mxfp8", "overrides": {"*embed*": "skip"}}
-    train = TRAIN | {"adapter": {"rank": 4}, "learning_rate": 1e-2}
+    train = TRAIN | ADAPTER | {"learning_rate": 1e-2}
     run = Run(tmp_path, {"quantize": quantize}, {"train": train}, model=base)
     assert run() == 0
-    folders = (run.output / "stages" / name for name in ("1-quantize", "2-train"))
     codes, dense = (
-        mx.load(str(folder / model / "model.safetensors"))
-        for folder, model in zip(folders, ("model", "dense"), strict=True)
+        mx.load(str(run.output / "stages" / name / "model.safetensors"))
+        for name in ("1-quantize/model", "2-train/dense")
     )
     adapter = mx.load(str(run.output / "adapters/adapters.safetensors"))
     name = "model.embed_tokens.weight"
     assert mx.array_equal(dense[name], mx.load(f"{base}/model.safetensors")[name])
+    grid = {"mode": "mxfp8", "group_size": 32, "bits": 8, "dtype": mx.float32}
     for path in {key.rpartition(".")[0] for key in adapter}:
-        weight = mx.dequantize(
-            codes[f"{path}.weight"],
-            codes[f"{path}.scales"],
-            mode="mxfp8",
-            group_size=32,
-            bits=8,
-            dtype=mx.float32,
-        )
+        stored = [codes[f"{path}.{leaf}"] for leaf in ("weight", "scales")]
+        weight = mx.dequantize(*stored, **grid)
         a, b = adapter[f"{path}.lora_a"], adapter[f"{path}.lora_b"]
         fused = mx.addmm(weight, b.T, a.T, alpha=2.0)
-        stored = dense[f"{path}.weight"]
-        assert mx.array_equal(fused.astype(stored.dtype), stored), path
-        assert not mx.array_equal(weight.astype(stored.dtype), stored)
+        written = dense[f"{path}.weight"]
+        assert mx.array_equal(fused.astype(written.dtype), written), path
+        assert not mx.array_equal(weight.astype(written.dtype), written)
     facts = run.json("manifest.json")["stages"]["2-train"]["result"]["facts"]
     assert facts["improvement"]["in_training"] > 0.01
     exported = pytest.approx(facts["improvement"]["in_training"], abs=1e-3)
@@ -113,7 +100,7 @@ def test_adapter_of_experts_and_embedding(tmp_path, make_checkpoint):
     [
         ({}, "a quantized model cannot be trained in full"),
         (
-            {"adapter": {"rank": 4}, "qat": GRID | {"quantizer": "minmax"}},
+            ADAPTER | {"qat": GRID | {"quantizer": "minmax"}},
             "the model is quantized here, and minmax would quantize it again",
         ),
         (

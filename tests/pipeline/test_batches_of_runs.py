@@ -1,6 +1,7 @@
 """The examples of a run are tokenized once, and again after any change."""
 
 import json
+import shutil
 
 import pytest
 from lmx.data import token_store
@@ -54,44 +55,27 @@ def test_examples_are_tokenized_once(tmp_path, base, encoded_counts):
     assert set(messages) < set(second)
 
 
-@pytest.mark.parametrize(
-    "change", ["content", "max_seq_length", "loss_on", "max_samples", "template"]
-)
-def test_token_cache_is_invalidated(tmp_path, base, make_copy, encoded_counts, change):
-    model = make_copy(base)
-    run = Run(tmp_path, {"train": SHORT}, model=model)
+def test_token_cache_is_invalidated(tmp_path, base, encoded_counts):
+    model = shutil.copytree(base, tmp_path / "model")
+    run = Run(tmp_path, {"train": TRAIN | {"steps": 1}}, model=model)
     assert run() == 0
-    if change == "content":
-        path = tmp_path / "train.jsonl"
-        path.write_text(path.read_text().replace("Add 1 ", "Sum 1 "))
-    elif change == "template":
-        path = model / "tokenizer_config.json"
-        path.write_text(path.read_text().replace("if add_gen", "if  add_gen"))
-    else:
-        values = {"max_seq_length": 65, "loss_on": "all", "max_samples": 40}
-        run.data[change] = values[change]
-        run.write()
-    assert run("--restart") == 0
-    assert encoded_counts == [40, 40]
+    changed = {
+        tmp_path / "train.jsonl": ("Add 1 ", "Sum 1 "),
+        model / "tokenizer_config.json": ("if add_gen", "if  add_gen"),
+    }
+    for count, (path, texts) in enumerate(changed.items(), 2):
+        path.write_text(path.read_text().replace(*texts))
+        assert run("--restart") == 0
+        assert encoded_counts == count * [40]
+    settings = ("max_seq_length=65", "loss_on=all", "max_samples=40")
+    for count, setting in enumerate(settings, 4):
+        assert run("--restart", f"data.{setting}") == 0
+        assert encoded_counts == count * [40]
 
 
-@pytest.fixture
-def make_copy(tmp_path):
-    def copy(folder):
-        target = tmp_path / "model"
-        target.mkdir()
-        for file in folder.iterdir():
-            (target / file.name).write_bytes(file.read_bytes())
-        return target
-
-    return copy
-
-
-def test_chats_that_become_several_sequences_are_reported(
-    tmp_path, base, make_copy, capsys
-):
+def test_chats_that_become_several_sequences_are_reported(tmp_path, base, capsys):
     """The chat template drops earlier thinking. Dry run and training both report it."""
-    model = make_copy(base)
+    model = shutil.copytree(base, tmp_path / "model")
     path = model / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     content = "m.content if loop.last else m.content.split('</think>')[-1]"
@@ -124,7 +108,10 @@ def test_changed_data_is_refused_on_resume(tmp_path, base, capsys):
     assert "have changed since this run started" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", [{"batch_size": 2}, {"batch_tokens": 300}])
+@pytest.mark.parametrize(
+    "size",
+    [{"batch_tokens": 300}, pytest.param({"batch_size": 2}, marks=pytest.mark.slow)],
+)
 def test_packed_sequences_train(tmp_path, base, size):
     """Packing trains the same tokens in fewer steps."""
     trained_tokens, steps = [], []

@@ -1,7 +1,5 @@
 """A changed recipe keeps the finished stages before the first change."""
 
-import shutil
-
 import pytest
 from lmx import __version__
 from lmx.pipeline import resources
@@ -16,12 +14,7 @@ NAMES = ["1-train", "2-quantize", "3-evaluate", "4-export"]
 @pytest.fixture
 def run(full_run, tmp_path):
     """A copy of a finished run of four stages."""
-    (tmp_path / "copy").mkdir()
-    run = Run(tmp_path / "copy", *full_run.stages)
-    run.data = full_run.data
-    run.write()
-    shutil.copytree(full_run.output, run.output)
-    return run
+    return full_run.copy(tmp_path / "copy")
 
 
 def stages_of_last_run(run):
@@ -101,16 +94,19 @@ def test_results_of_removed_stages_are_not_those_of_the_run(run):
     assert [p.name for p in sorted((run.output / "stages").iterdir())] == NAMES[:2]
 
 
-@pytest.mark.parametrize("change", ["seed=7", "data.max_seq_length=32"])
-def test_other_model_data_or_seed_is_refused_with_the_difference(run, capsys, change):
+def test_other_model_data_or_seed_is_refused_with_the_difference(run, capsys):
     before = hash_folder(run.output)
-    capsys.readouterr()
-    assert run(change, "stages.2.quantize.bits=8") == 2
-    error = capsys.readouterr().err
-    key, _, value = change.partition("=")
-    assert f"{key}: " in error
-    assert f"-> {value}" in error
+    for change in ("seed=7", "data.max_seq_length=32"):
+        capsys.readouterr()
+        assert run(change, "stages.2.quantize.bits=8") == 2
+        error = capsys.readouterr().err
+        key, _, value = change.partition("=")
+        assert f"{key}: " in error
+        assert f"-> {value}" in error
     assert "stages.2.quantize.bits: 4 -> 8" in error
+    assert "the run of another recipe" in error
+    # Only the differences.
+    assert "tiny.yaml" not in error.split("hint")[0].split("\n", 1)[1]
     assert hash_folder(run.output) == before
     assert run() == 0
     assert stages_of_last_run(run) == ([], [])
@@ -131,16 +127,16 @@ def test_report_of_the_last_finished_stage_is_restored(run):
     assert run.json("report.json")["models"]
 
 
-def interrupted(tmp_path, *stages):
+def interrupted(tmp_path, base, *stages):
     """A run that was interrupted in the training, after a checkpoint."""
     tmp_path.mkdir(exist_ok=True)
-    run = Run(tmp_path, {"train": SHORT}, *stages)
+    run = Run(tmp_path, {"train": SHORT}, *stages, model=base)
     assert run.run_with_signal("SIGINT", "step", 3).returncode == 130
     return run
 
 
-def test_changed_unfinished_training_starts_anew(tmp_path):
-    run = interrupted(tmp_path / "changed")
+def test_changed_unfinished_training_starts_anew(tmp_path, base):
+    run = interrupted(tmp_path / "changed", base)
     change = "stages.1.train.learning_rate=1e-3"
     assert run(change) == 0
     ran, [note] = stages_of_last_run(run)
@@ -151,15 +147,15 @@ def test_changed_unfinished_training_starts_anew(tmp_path):
     assert sorted(p.name for p in aside.iterdir()) == ["0000002", "0000003"]
     assert "resuming" not in run.log
     (tmp_path / "new").mkdir()
-    new = Run(tmp_path / "new", {"train": SHORT})
+    new = Run(tmp_path / "new", {"train": SHORT}, model=base)
     assert new(change) == 0
     trained = "stages/1-train/dense"
     assert weights(run, trained) == weights(new, trained)
     assert run.records() == new.records()
 
 
-def test_changed_later_stage_does_not_disturb_the_resumed_training(tmp_path):
-    run = interrupted(tmp_path, {"quantize": GRID})
+def test_changed_later_stage_does_not_disturb_the_resumed_training(tmp_path, base):
+    run = interrupted(tmp_path, base, {"quantize": GRID})
     assert run("stages.2.quantize.bits=8") == 0
     ran, [note] = stages_of_last_run(run)
     assert ran == ["1-train", "2-quantize"]

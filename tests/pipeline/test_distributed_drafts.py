@@ -8,15 +8,15 @@ from tiny_runs import Run
 
 STAGES = {
     "eagle3": DRAFT | {"architecture": "eagle3"},
-    # Two candidate shapes, which rank 0 alone compares.
     "model": {key: value for key, value in DRAFT.items() if key != "drafter"}
-    | {"draft_model": {"num_layers": "auto"}},
+    | {"draft_model": {"num_layers": 1}},
 }
 
 
 def make_run(folder, architecture, model):
     folder.mkdir()
     stage = STAGES[architecture] | {"benchmark": {"num_prompts": 2, "max_tokens": 8}}
+    stage |= {"steps": 6, "eval_steps": 3}
     run = Run(folder, {"draft": stage}, model=model)
     run.data["max_seq_length"] = 128
     run.write()

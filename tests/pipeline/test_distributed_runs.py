@@ -33,23 +33,10 @@ sys.argv[1:] = arguments
     + SIGNAL_AT_CALL
 )
 LORA = {"type": "lora", "rank": 4, "dropout": 0.2}
-STAGES = (
-    {"train": TRAIN},
-    {
-        "train": TRAIN
-        | {
-            "adapter": LORA,
-            "gradient_accumulation_steps": 2,
-            "batch_size": 3,
-            "steps": 6,
-        }
-        | {
-            "packing": True,
-            "load_best_at_end": True,
-            "sample_prompts": ["Add 1 and 1."],
-        }
-    },
-)
+SECOND = {"adapter": LORA, "gradient_accumulation_steps": 2, "batch_size": 3}
+SECOND |= {"steps": 6, "packing": True, "load_best_at_end": True}
+SECOND |= {"sample_prompts": ["Add 1 and 1."]}
+STAGES = ({"train": TRAIN}, {"train": TRAIN | SECOND})
 
 
 def make_run(folder, *stages):
@@ -91,16 +78,12 @@ def test_only_rank_0_logs(expected):
 
 
 def assert_close(records: list[dict], expected: list[dict]) -> None:
-    for run_records in (records, expected):
-        assert [record["step"] for record in run_records] == [
-            record["step"] for record in expected
+    for record, other in zip(records, expected, strict=True):
+        assert record["step"] == other["step"]
+        floats = [
+            [v for v in r.values() if isinstance(v, float)] for r in (record, other)
         ]
-    expected_values = [
-        [v for v in record.values() if isinstance(v, float)] for record in expected
-    ]
-    for record, values in zip(records, expected_values, strict=True):
-        actual = [value for value in record.values() if isinstance(value, float)]
-        assert actual == pytest.approx(values, rel=1e-4)
+        assert floats[0] == pytest.approx(floats[1], rel=1e-4)
 
 
 def test_distributed_training_matches_one_process(plain, expected):
@@ -112,17 +95,10 @@ def first_stage_records(run) -> list[dict]:
     return [record for record in run.records() if record["stage"] == "1-train"]
 
 
-@pytest.mark.parametrize(
-    ("rank", "signal_name"),
-    [
-        pytest.param(0, "SIGTERM", marks=pytest.mark.slow),
-        (1, "SIGINT"),
-    ],
-)
-def test_signal_to_one_rank_stops_all(tmp_path, expected, rank, signal_name):
+def test_signal_to_one_rank_stops_all(tmp_path, expected):
     run = make_run(tmp_path)
     # Step 4 of the second train stage.
-    arguments = [str(rank), signal_name, "step", "16", *run.arguments()]
+    arguments = ["1", "SIGINT", "step", "16", *run.arguments()]
     first, second = in_ring(SIGNAL_ONE_RANK, *arguments, folder=tmp_path)
     assert (first.returncode, second.returncode) == (130, 130), first.stderr
     assert "stopped after step" in first.stderr
@@ -188,14 +164,7 @@ def test_error_of_rank_0_ends_all_ranks(tmp_path):
 @pytest.mark.slow
 def test_ranks_must_see_the_run_directory(tmp_path):
     run = make_run(tmp_path)
-    elsewhere = (
-        """
-import os, sys
-if os.environ["MLX_RANK"] == "1":
-    sys.argv[2] += "-elsewhere"
-"""
-        + MAIN
-    )
+    elsewhere = ON_RANK_1 + '    sys.argv[2] += "-elsewhere"\n' + MAIN
     first, second = in_ring(elsewhere, *run.arguments(), folder=tmp_path)
     assert (first.returncode, second.returncode) == (2, 2)
     assert "this machine does not see" in second.stderr
@@ -203,36 +172,28 @@ if os.environ["MLX_RANK"] == "1":
     assert not Path(f"{run.output}-elsewhere").exists()
 
 
-OTHER_EXAMPLES = """
-import os
-if os.environ["MLX_RANK"] == "1":
-    os.chdir("elsewhere")
-"""
-OTHER_MODEL = """
-import os
-from lmx.pipeline.train.run import TrainRun
-attach = TrainRun._attach_adapter
-
-def other(self):
-    weights = self.base_weights.items()
-    self.base_weights = {name: -value for name, value in weights}
-    return attach(self)
-
-if os.environ["MLX_RANK"] == "1":
-    TrainRun._attach_adapter = other
-"""
-OTHER_RECIPE = """
+ON_RANK_1 = """
 import os, sys
 if os.environ["MLX_RANK"] == "1":
-    sys.argv.append("seed=1")
+"""
+OTHER_MODEL = """
+    from lmx.pipeline.train.run import TrainRun
+    attach = TrainRun._attach_adapter
+
+    def other(self):
+        weights = self.base_weights.items()
+        self.base_weights = {name: -value for name, value in weights}
+        return attach(self)
+
+    TrainRun._attach_adapter = other
 """
 
 
 @pytest.mark.parametrize(
     ("difference", "message"),
     [
-        (OTHER_EXAMPLES, "reads other examples than"),
-        (OTHER_RECIPE, "runs another recipe than"),
+        ('    os.chdir("elsewhere")\n', "reads other examples than"),
+        ('    sys.argv.append("seed=1")\n', "runs another recipe than"),
         (OTHER_MODEL, "begins with another model than"),
     ],
 )
@@ -246,7 +207,9 @@ def test_ranks_must_have_the_same_recipe_and_model(
     write_examples(tmp_path / "elsewhere" / "train.jsonl", 1, 40)
     run.data["train"] = ["train.jsonl"]
     run.write()
-    first, second = in_ring(difference + MAIN, *run.arguments(), folder=tmp_path)
+    first, second = in_ring(
+        ON_RANK_1 + difference + MAIN, *run.arguments(), folder=tmp_path
+    )
     assert (first.returncode, second.returncode) == (2, 2)
     assert f"process 1 {message} the first one" in second.stderr
 
@@ -315,66 +278,53 @@ def test_only_rank_0_runs_dry_run_and_list(second_of_two, capsys, arguments):
     assert capsys.readouterr() == ("", "")
 
 
-class TestLauncher:
-    """Values that the launcher reads from the environment before it connects."""
+NCCL = {"MLX_RANK": "1", "NCCL_HOST_IP": "10.0.0.1", "MLX_WORLD_SIZE": "4"}
+JACCL = {"MLX_RANK": "0", "MLX_JACCL_COORDINATOR": "a:1"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HOSTS = '[["10.0.0.1:1"], ["10.0.0.2:1"], ["10.0.0.2:2"]]'
 
-    def test_launcher_has_no_rank_without_environment(self, monkeypatch):
-        assert (launcher.launched_rank(), launcher.local_process_count()) == (None, 1)
-        monkeypatch.setenv("MLX_RANK", "0")
-        assert launcher.launched_rank() is None
 
-    def test_launcher_has_no_rank_with_an_empty_hostfile(self, tmp_path, monkeypatch):
-        (tmp_path / "hosts").write_text("\n")
-        monkeypatch.setenv("MLX_RANK", "0")
-        monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
-        assert (launcher.launched_rank(), launcher.local_process_count()) == (None, 1)
-
-    @pytest.mark.parametrize(
-        ("environment", "rank", "backend", "local_processes", "process_count"),
-        [
-            (
-                {"MLX_RANK": "1", "NCCL_HOST_IP": "10.0.0.1", "MLX_WORLD_SIZE": "4"},
-                1,
-                "nccl",
-                1,
-                4,
-            ),
-            ({"MLX_RANK": "0", "MLX_JACCL_COORDINATOR": "a:1"}, 0, "jaccl", 1, 1),
-            (
-                {
-                    "OMPI_COMM_WORLD_RANK": "3",
-                    "OMPI_COMM_WORLD_SIZE": "4",
-                    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-                },
-                3,
-                "mpi",
-                2,
-                4,
-            ),
-        ],
-    )
-    def test_launcher_reads_rank_and_backend(
-        self, monkeypatch, environment, rank, backend, local_processes, process_count
-    ):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        assert launcher.launched_rank() == rank
+@pytest.mark.parametrize(
+    ("environment", "text", "rank", "backend", "local_processes", "processes"),
+    [
+        ({}, "", None, None, 1, 1),
+        ({"MLX_RANK": "0"}, "", None, None, 1, 1),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "file"}, "\n", None, None, 1, 1),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "file"}, HOSTS, 0, "ring", 1, 3),
+        ({"MLX_RANK": "2", "MLX_HOSTFILE": "file"}, HOSTS, 2, "ring", 2, 3),
+        (NCCL, "", 1, "nccl", 1, 4),
+        (JACCL, "", 0, "jaccl", 1, 1),
+        (
+            JACCL | {"MLX_IBV_DEVICES": "file"},
+            '[[null, "rdma_a"], ["rdma_b", null]]',
+            0,
+            "jaccl",
+            1,
+            2,
+        ),
+        (MPI, "", 3, "mpi", 2, 4),
+    ],
+)
+def test_launcher_reads_the_environment_before_it_connects(
+    tmp_path,
+    monkeypatch,
+    environment,
+    text,
+    rank,
+    backend,
+    local_processes,
+    processes,
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text(text)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.launched_rank() == rank
+    assert launcher.local_process_count() == local_processes
+    assert launcher.process_count() == processes
+    if backend:
         assert launcher.backend() == backend
-        assert launcher.local_process_count() == local_processes
-        assert launcher.process_count() == process_count
-
-    def test_launcher_counts_jaccl_devices(self, tmp_path, monkeypatch):
-        (tmp_path / "devices").write_text('[[null, "rdma_a"], ["rdma_b", null]]')
-        monkeypatch.setenv("MLX_RANK", "0")
-        monkeypatch.setenv("MLX_JACCL_COORDINATOR", "a:1")
-        monkeypatch.setenv("MLX_IBV_DEVICES", str(tmp_path / "devices"))
-        assert launcher.process_count() == 2
-
-    def test_launcher_counts_local_processes(self, tmp_path, monkeypatch):
-        hosts = tmp_path / "hosts"
-        hosts.write_text('[["10.0.0.1:1"], ["10.0.0.2:1"], ["10.0.0.2:2"]]')
-        monkeypatch.setenv("MLX_HOSTFILE", str(hosts))
-        for rank, count in enumerate([1, 2, 2]):
-            monkeypatch.setenv("MLX_RANK", str(rank))
-            assert launcher.local_process_count() == count
-            assert launcher.process_count() == 3

@@ -136,13 +136,11 @@ def test_block_that_the_target_lacks_is_refused_before_training(base, tmp_path, 
 
 
 def test_dry_run_states_bytes_of_hidden_states(base, tmp_path, capsys):
-    run = make_run(tmp_path, "dflash", base)
-    assert run("--dry-run") == 0
-    assert "hidden states: " in capsys.readouterr().out
     limited = DRAFT["data_generation"] | {"max_hidden_states_gb": 0}
-    run = make_run(tmp_path, "dflash", base, data_generation=limited)
-    assert run("--dry-run") == 0
-    assert "hidden states: " not in capsys.readouterr().out
+    for data, is_stated in ((DRAFT["data_generation"], True), (limited, False)):
+        run = make_run(tmp_path, "dflash", base, data_generation=data)
+        assert run("--dry-run") == 0
+        assert ("hidden states: " in capsys.readouterr().out) == is_stated
 
 
 def test_online_states_give_the_same_kind_of_drafter(base, tmp_path):

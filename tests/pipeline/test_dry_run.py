@@ -1,47 +1,18 @@
-"""`--dry-run` shows the model, the data and the cost, and refuses what does not fit."""
+"""`--dry-run` shows the model, the data and the cost, and refuses what does not fit;
+`--find` searches the largest value that does."""
 
-import gc
 import json
 from pathlib import Path
 
-import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
+import lmx
 import pytest
-from lmx import cpu
 from lmx.cli import main
-from lmx.config.model import ScratchModelConfig
-from lmx.config.quant_spec import QuantizationConfig
-from lmx.config.quantize import GPTQConfig
-from lmx.config.train import TeacherConfig, TrainConfig
-from lmx.data.batching import Batch
+from lmx.data.dataset import RecordReader
 from lmx.data.record_formats import DataRecord
-from lmx.models import checkpoint_writer, from_scratch
-from lmx.models.loader import build_model, set_compute_dtype
-from lmx.models.lora import lora_model
-from lmx.pipeline import dry_run, resources
-from lmx.pipeline.estimate import (
-    BatchShape,
-    ModelShape,
-    Workload,
-)
-from lmx.pipeline.plan import load, plan
-from lmx.pipeline.quantize.estimate import QuantizeCost
-from lmx.pipeline.train.estimate import training_cost
-from lmx.pipeline.work import Work
-from lmx.quantization.packing import dequantize, pack
-from lmx.quantization.qat.fake_quant import FakeQuant
-from lmx.quantization.target_layers import select_layers
+from lmx.pipeline import dataset_checks, dry_run, resources
 from lmx.run.fs import free_bytes
-from lmx.training.chunked_loss import ChunkedLoss
-from lmx.training.optimizers import OptimizerConfig
-from lmx.training.step import TrainStep
-from mlx.utils import tree_flatten
-from tiny_checkpoints import QWEN3_MOE
+from sized_models import POSITIONS, write_rows, write_sized
 
-SHAPE = ScratchModelConfig(
-    vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2
-)
 CHAT = {
     "messages": [
         {"role": "user", "content": "count to three"},
@@ -60,19 +31,16 @@ stages:
   - evaluate:
   - export:
 """
+LORA = "stages=[{train: {adapter: {rank: 4}, steps: 2, batch_size: 2}}]"
+DRAFT = "stages=[{draft: {steps: 2, batch_tokens: 256, draft_model: {num_layers: 1}}}]"
+LENGTH, BATCH = "data.max_seq_length", "stages.1.train.batch_size"
+TOKENS = "stages.1.draft.batch_tokens"
+MEGABYTE = 1_000_000
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = folder.parent / "tokenizer"
-    for path in (folder, tokenizer):
-        path.mkdir()
-    from_scratch.train_tokenizer(["count to three, one two three"] * 3, 320, tokenizer)
-    config = from_scratch.llama_config(SHAPE)
-    weights = from_scratch.initial_weights(config, 0)
-    checkpoint_writer.write_checkpoint(folder, weights, config, companions=tokenizer)
-    return folder
+    return write_sized(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
@@ -82,9 +50,16 @@ def workspace(model, tmp_path, monkeypatch) -> Path:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     long_completion = json.loads(json.dumps(CHAT).replace("one two", "one two " * 60))
     long_prompt = json.loads(json.dumps(CHAT).replace("count", "count " * 80))
-    records = [CHAT] * 6 + [long_completion, long_prompt, {"messages": "none"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    write_rows([CHAT] * 6 + [long_completion, long_prompt, {"messages": "none"}])
     return tmp_path
+
+
+def limit_memory(monkeypatch, size: float) -> None:
+    monkeypatch.setattr(resources, "memory_limit", lambda: round(size))
+
+
+def completions(*lengths: int) -> list[dict]:
+    return [{"prompt": "count", "completion": "one two " * n} for n in lengths]
 
 
 @pytest.mark.parametrize("count", [1, 5, 99, 10_000])
@@ -106,66 +81,90 @@ def test_reservoir_takes_an_oversized_example():
     assert len(sample.rows) == 1
 
 
-def test_dry_run_shows_model_data_and_plan(workspace, capsys):
-    assert main.train(["recipe.yaml", "--dry-run"]) == 0
+@pytest.mark.parametrize(
+    ("overrides", "shown"),
+    [
+        (
+            [],
+            [
+                "llama, 90,432 parameters, 181 kB, vocabulary 320",
+                "13 of 15 layers are quantized",
+                "its width 96 is not a multiple of 64: model.layers.0.mlp.down_proj",
+                "rows.jsonl: 8 examples, format chat",
+                "rows.jsonl:9: example skipped: ",
+                "8 of 8 examples tokenized: 7 sequences of ",
+                "1 truncated, 1 skipped",
+                "skipped: rows.jsonl:8: ",
+                "count to three<|im_end|>\n",
+                "⟦one two three<|im_end|>⟧",
+                "1-train: tiny, rows.jsonl -> exports/recipe/stages/1-train",
+                " for 7 steps\n",
+                "disk     needs ",
+            ],
+        ),
+        (
+            [
+                "model={from_scratch: {vocab_size: 320, hidden_size: 64}}",
+                "stages.train.adapter=null",
+            ],
+            [
+                "its tokenizer is trained at the start of the run",
+                "assume 3 characters per token",
+                "one two three",
+            ],
+        ),
+        (
+            ["model=org/model"],
+            ["org/model: not on this disk", "rows.jsonl: 8 examples"],
+        ),
+        (
+            [DRAFT],
+            ["data     1-draft: generates at most ", "(target ", " for 2 steps"],
+        ),
+        (
+            ["stages=[{quantize: {method: gptq}}]"],
+            [
+                "memory   1-quantize: about ",
+                "time     1-quantize: roughly ",
+                "disk     1-quantize: ",
+            ],
+        ),
+    ],
+    ids=["train", "from scratch", "on the Hub", "draft", "quantize"],
+)
+def test_dry_run_shows_model_data_and_plan(workspace, capsys, overrides, shown):
+    assert main.train(["recipe.yaml", "--dry-run", *overrides]) == 0
     output = capsys.readouterr().out
-    for expected in (
-        "llama, 90,432 parameters, 181 kB, vocabulary 320",
-        "13 of 15 layers are quantized",
-        "its width 96 is not a multiple of 64: model.layers.0.mlp.down_proj",
-        "rows.jsonl: 8 examples, format chat",
-        "rows.jsonl:9: example skipped: ",
-        "8 of 8 examples tokenized: 7 sequences of ",
-        "1 truncated, 1 skipped",
-        "skipped: rows.jsonl:8: ",
-        "count to three<|im_end|>\n",
-        "⟦one two three<|im_end|>⟧",
-        "1-train: tiny, rows.jsonl -> exports/recipe/stages/1-train",
-        " for 7 steps\n",
-        "disk     needs ",
-    ):
-        assert expected in output
+    assert [text for text in shown if text not in output] == []
     assert not (workspace / "exports").exists()
 
 
-def test_dry_run_of_scratch_model_assumes_lengths(workspace, capsys):
-    arguments = [
-        "model={from_scratch: {vocab_size: 320, hidden_size: 64}}",
-        "stages.train.adapter=null",
-    ]
-    assert main.train(["recipe.yaml", "--dry-run", *arguments]) == 0
-    output = capsys.readouterr().out
-    assert "its tokenizer is trained at the start of the run" in output
-    assert "assume 3 characters per token" in output
-    assert "one two three" in output
-
-
-def test_dry_run_skips_hub_models(workspace, capsys):
-    assert main.train(["recipe.yaml", "--dry-run", "model=org/model"]) == 0
-    output = capsys.readouterr().out
-    assert "org/model: not on this disk" in output
-    assert "rows.jsonl: 8 examples" in output
-
-
-@pytest.mark.parametrize("limit", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("limit", "overrides", "remedy"),
+    [
+        (
+            "memory",
+            [],
+            "stages.1.train.gradient_checkpointing=true or stages.1.train.batch_size=1 "
+            "stages.1.train.gradient_accumulation_steps=2 or data.max_seq_length=32",
+        ),
+        ("memory", [DRAFT], f"{TOKENS}=128 or stages.1.draft.draft_model.num_layers=1"),
+        ("disk", [], "output="),
+    ],
+)
 def test_run_that_does_not_fit_exits_3_unless_limits_are_ignored(
-    workspace, capsys, monkeypatch, limit
+    workspace, capsys, monkeypatch, limit, overrides, remedy
 ):
     if limit == "memory":
-        monkeypatch.setattr(resources, "memory_limit", lambda: 1000)
+        limit_memory(monkeypatch, 1000)
     else:
         monkeypatch.setattr(resources, "free_bytes", lambda folder: 1000)
-    assert main.train(["recipe.yaml", "--dry-run"]) == 3
+    assert main.train(["recipe.yaml", "--dry-run", *overrides]) == 3
     error = capsys.readouterr().err
     assert limit in error
-    assert "--ignore-limits" in error
-    if limit == "memory":
-        assert "stages.1.train.gradient_checkpointing=true or " in error
-        half = (
-            "stages.1.train.batch_size=1 stages.1.train.gradient_accumulation_steps=2"
-        )
-        assert f"{half} or data.max_seq_length=32" in error
-    assert main.train(["recipe.yaml", "--dry-run", "--ignore-limits"]) == 0
+    assert remedy in error
+    ignored = ["recipe.yaml", "--dry-run", "--ignore-limits", *overrides]
+    assert main.train(ignored) == 0
 
 
 @pytest.mark.parametrize("words", [3, 2000], ids=["short", "one is long"])
@@ -174,11 +173,12 @@ def test_run_is_refused_if_and_only_if_its_dry_run_is(
 ):
     """Examples are shorter than max_seq_length; the long one is not sampled."""
     monkeypatch.setattr(dry_run, "SAMPLE_CHARACTERS", 100)
-    rows = [{"prompt": "count", "completion": "one " * n} for n in [3, words, 3, 3]]
-    (workspace / "rows.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+    write_rows(
+        [{"prompt": "count", "completion": "one " * n} for n in [3, words, 3, 3]]
+    )
     stages = "stages=[{train: {steps: 1, batch_size: 2, adapter: {rank: 4}}}]"
     arguments = ["recipe.yaml", "data.max_seq_length=2000", stages]
-    monkeypatch.setattr(resources, "memory_limit", lambda: 20_000_000)
+    limit_memory(monkeypatch, 20 * MEGABYTE)
     expected = 3 if words > 3 else 0
     assert main.train([*arguments, "--dry-run"]) == expected
     assert main.train([*arguments, "--quiet"]) == expected
@@ -188,7 +188,7 @@ def test_run_is_refused_if_and_only_if_its_dry_run_is(
 def test_run_with_data_on_the_hub_is_refused_by_max_seq_length(
     workspace, monkeypatch, capsys
 ):
-    monkeypatch.setattr(resources, "memory_limit", lambda: 20_000_000)
+    limit_memory(monkeypatch, 20 * MEGABYTE)
     arguments = ["recipe.yaml", "data.max_seq_length=2000", "data.train=org/data"]
     assert main.train([*arguments, "data.valid=rows.jsonl"]) == 3
 
@@ -199,408 +199,24 @@ def test_run_with_data_on_the_hub_is_refused_by_max_seq_length(
         ("rows.jsonl", "", "the source has no examples"),
         ("rows.jsonl", '{"messages": [}\n', "rows.jsonl:1"),
         ("rows.jsonl", '{"colour": "red"}\n', "no dataset format matches"),
+        ("recipe.yaml", RECIPE.replace("tiny", "odd"), "no model type 'abacus'"),
+        (
+            "recipe.yaml",
+            RECIPE.partition("stages")[0]
+            + "stages: [{draft: {draft_model: {num_layers: [0, 9]}}}]",
+            "there is no block 9",
+        ),
     ],
 )
-def test_unusable_data_exits_2(workspace, capsys, file, text, message):
+def test_unusable_files_exit_2(workspace, capsys, model, file, text, message):
+    odd, config = workspace / "odd", json.loads((model / "config.json").read_text())
+    odd.mkdir()
+    (odd / "config.json").write_text(json.dumps(config | {"model_type": "abacus"}))
+    weights = (model / "model.safetensors").read_bytes()
+    (odd / "model.safetensors").write_bytes(weights)
     (workspace / file).write_text(text)
     assert main.train(["recipe.yaml", "--dry-run"]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_an_unknown_architecture_exits_2(workspace, capsys, model):
-    unknown = workspace / "odd"
-    unknown.mkdir()
-    config = json.loads((model / "config.json").read_text())
-    (unknown / "config.json").write_text(json.dumps(config | {"model_type": "abacus"}))
-    (unknown / "model.safetensors").write_bytes(
-        (model / "model.safetensors").read_bytes()
-    )
-    assert main.train(["recipe.yaml", "--dry-run", "model=odd"]) == 2
-    assert "no model type 'abacus'" in capsys.readouterr().err
-
-
-def model_shape(shape: ScratchModelConfig) -> ModelShape:
-    config = from_scratch.llama_config(shape)
-    return ModelShape(config, 2 * ModelShape(config, 0).parameters)
-
-
-LOW_MEMORY = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
-
-
-@pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"loss_chunk_tokens": None},
-        {"loss_chunk_tokens": None, "gradient_checkpointing": True},
-        {"loss_chunk_tokens": 64},
-        LOW_MEMORY,
-        LOW_MEMORY | {"gradient_accumulation_steps": 2},
-        LOW_MEMORY | {"optimizer": "lion"},
-        LOW_MEMORY | {"optimizer": "adamw_8bit"},
-        LOW_MEMORY | {"optimizer": "lion_8bit"},
-    ],
-    ids=str,
-)
-def test_training_cost_memory_is_near_measured_peak(adapter, settings):
-    # Estimates assume the CPU functions of loaded models.
-    cpu.enable()
-    shape = ScratchModelConfig(
-        vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4
-    )
-    config = TrainConfig(adapter=adapter, steps=1, batch_size=4, **settings)
-    estimate = training_cost(model_shape(shape), config, BatchShape(128, 512, 512), 4)
-    step = make_step(shape, config)
-    assert sum(v.size for v in step.parameters.values()) == estimate.trained
-    tokens = mx.array(np.random.default_rng(0).integers(0, 2048, (4, 129)), mx.int32)
-    batch = Batch(tokens, mx.ones((4, 128), mx.bool_), ())
-    # Garbage of other tests would otherwise be freed during the measurement.
-    gc.collect()
-    before = mx.get_active_memory()
-    model_bytes = sum(v.nbytes for _, v in tree_flatten(step.model.parameters()))
-    mx.reset_peak_memory()
-    for seed in range(2):
-        outputs = step([batch] * config.gradient_accumulation_steps, 1e-3, seed)
-        mx.eval(outputs, step.parameters, step.optimizer.state)
-    optimizer_bytes = sum(v.nbytes for _, v in tree_flatten(step.optimizer.state))
-    peak = mx.get_peak_memory() - before + optimizer_bytes + model_bytes
-    assert 0.6 < sum(estimate.memory.values()) / peak < 1.6
-
-
-@pytest.mark.parametrize(
-    ("adapter", "quantizer", "from_codes"),
-    [
-        ({"rank": 4}, "minmax", False),
-        ({"rank": 4}, "lsq", False),
-        ({"rank": 4}, "fixed_scale", True),
-        (None, "minmax", False),
-        (None, "lsq", True),
-    ],
-)
-def test_training_cost_memory_with_fake_quantizers(adapter, quantizer, from_codes):
-    """Of so few tokens that most of the memory is weights."""
-    cpu.enable()
-    shape = ScratchModelConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4
-    )
-    qat = {"bits": 4, "quantizer": quantizer}
-    config = TrainConfig(
-        adapter=adapter, qat=qat, steps=1, batch_size=1, loss_chunk_tokens=None
-    )
-    shapes, batch_shape = model_shape(shape), BatchShape(8, 8, 8)
-    gc.collect()
-    start = mx.get_active_memory()
-    network = build_model(shapes.config)
-    network.set_dtype(mx.float16)
-    specs, packed = select_layers(network, config.qat).specs, None
-    if from_codes:
-        packed = {}
-        modules = dict(network.named_modules())
-        for path, spec in specs.items():
-            layer = modules[path]
-            packed[path] = pack(layer.weight, spec, mx.float16)
-            layer.weight = dequantize(packed[path], spec, mx.float32)
-        network.set_dtype(mx.float32)
-        shapes = shapes.quantized(specs)
-    mx.eval(network.parameters(), packed)
-    # A stage keeps the weights that it began with.
-    initial = dict(tree_flatten(network.parameters()))
-    if adapter:
-        lora_model.attach(network, config.adapter, seed=0, merged=True)
-    fake_quant = FakeQuant(network, specs, mx.float16, config.qat, packed)
-    set_compute_dtype(network, mx.float32)
-    step = TrainStep(network, OptimizerConfig(), fake_quant=fake_quant)
-    batch = Batch(mx.ones((1, 9), mx.int32), mx.ones((1, 8), mx.bool_), ())
-    mx.reset_peak_memory()
-    for seed in range(2):
-        outputs = step(batch, 1e-3, seed)
-        mx.eval(outputs, step.parameters, step.optimizer.state)
-    peak = mx.get_peak_memory() - start
-    assert initial
-    cost = training_cost(shapes, config, batch_shape, 4)
-    assert sum(v.size for v in step.parameters.values()) == cost.trained
-    assert 0.8 < sum(cost.memory.values()) / peak < 1.2
-
-
-@pytest.mark.parametrize("grid", [{"mode": "mxfp8"}, {"bits": 4}], ids=str)
-def test_training_cost_memory_of_an_adapter_on_codes(grid):
-    """Of so few tokens that most of the memory is weights."""
-    shape = ScratchModelConfig(
-        vocab_size=320, hidden_size=512, intermediate_size=1024, num_hidden_layers=6
-    )
-    config = TrainConfig(
-        adapter={"rank": 4}, steps=1, batch_size=4, loss_chunk_tokens=None
-    )
-    dense = model_shape(shape)
-    gc.collect()
-    start = mx.get_active_memory()
-    network = build_model(dense.config)
-    network.set_dtype(mx.float16)
-    spec = QuantizationConfig(**grid)
-    shapes = dense.quantized(select_layers(network, spec).specs)
-    nn.quantize(network, spec.group_size, spec.bits, mode=spec.mode)
-    cpu.enable(network)
-    mx.eval(network.parameters())
-    # A stage keeps the weights that it began with.
-    initial = dict(tree_flatten(network.parameters()))
-    assert sum(value.nbytes for value in initial.values()) == shapes.bytes
-    lora_model.attach(network, config.adapter, seed=0)
-    set_compute_dtype(network, mx.float32)
-    step = TrainStep(network, OptimizerConfig())
-    batch = Batch(mx.ones((4, 9), mx.int32), mx.ones((4, 8), mx.bool_), ())
-    mx.reset_peak_memory()
-    for seed in range(2):
-        outputs = step(batch, 1e-3, seed)
-        mx.eval(outputs, step.parameters, step.optimizer.state)
-    peak = mx.get_peak_memory() - start
-    cost = training_cost(shapes, config, BatchShape(8, 32, 32), 4).memory
-    # At the end, the fused model is loaded.
-    assert cost["step"] == 4 * dense.parameters
-    # Before, the backward pass needs the inputs and outputs of 32 tokens.
-    matrices = tree_flatten(dense.model().parameters())
-    values = sum(sum(value.shape) for _, value in matrices if value.ndim == 2)
-    estimate = cost["weights"] + cost["optimizer"] + 4 * 32 * values
-    assert 0.8 < estimate / peak < 1.2
-    # Dequantized weights that stay would take 4 bytes per weight.
-    assert peak < 2.5 * dense.parameters
-
-
-@pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_training_cost_counts_8_bit_moments(name):
-    shape = ScratchModelConfig(
-        vocab_size=2048, hidden_size=128, intermediate_size=250, num_hidden_layers=2
-    )
-    estimates, moments = [], []
-    for optimizer in (name, f"{name}_8bit"):
-        config = TrainConfig(steps=1, batch_size=1, optimizer=optimizer)
-        cost = training_cost(model_shape(shape), config, BatchShape(8, 8, 8), 4)
-        estimates.append(cost.memory["optimizer"] - 4 * cost.trained)
-        state = tree_flatten(make_step(shape, config).optimizer.state)
-        moments.append(sum(value.nbytes for _, value in state if value.ndim))
-    assert estimates == moments
-    assert moments[1] < 0.26 * moments[0]
-
-
-def make_step(shape, config) -> TrainStep:
-    network = build_model(from_scratch.llama_config(shape))
-    if config.adapter:
-        lora_model.attach(network, config.adapter, seed=0)
-    chunk = config.loss_chunk_tokens
-    return TrainStep(
-        network,
-        OptimizerConfig(config.optimizer),
-        gradient_checkpointing=config.gradient_checkpointing,
-        chunked_loss=ChunkedLoss(network, chunk) if chunk else None,
-    )
-
-
-def test_training_cost_of_options():
-    def estimate(**settings):
-        config = TrainConfig(steps=1, batch_size=8, **settings)
-        return training_cost(model_shape(SHAPE), config, BatchShape(64, 512, 512), 4)
-
-    plain, checkpointed, accumulated = (
-        estimate(),
-        estimate(gradient_checkpointing=True),
-        estimate(gradient_accumulation_steps=4),
-    )
-    assert 1.2 < checkpointed.step.trained / plain.step.trained < 1.4
-    assert accumulated.step == plain.step * 4
-    added = sum(accumulated.memory.values()) - sum(plain.memory.values())
-    assert added == 4 * plain.trained
-    assert estimate(optimizer="sgd").memory["optimizer"] == 8 * plain.trained
-    online, offline = (
-        estimate(teacher=TeacherConfig()),
-        estimate(teacher=TeacherConfig(offline=True)),
-    )
-    assert online.memory == plain.memory | {"teacher": 4 * plain.parameters}
-    # In every second step.
-    rollouts = {"num_generations": 4, "max_tokens": 16, "num_iterations": 2}
-    sampling = estimate(teacher=TeacherConfig(), rollouts=rollouts)
-    assert online.step == plain.step + Work(forward=online.step.forward)
-    assert 0.25 < online.step.forward / plain.step.trained < 0.4
-    per_token = online.step.forward / 512
-    assert sampling.step.generated == pytest.approx(per_token * 8 * 4 * 16 / 2)
-    assert offline == plain
-
-
-def test_training_cost_with_fsdp_divides_shards(monkeypatch):
-    def estimate(shard):
-        config = TrainConfig(steps=1, batch_size=8, fsdp=shard)
-        return training_cost(model_shape(SHAPE), config, BatchShape(64, 512, 512), 2)
-
-    plain, single = estimate(False), estimate(True)
-    assert single.memory == plain.memory
-    monkeypatch.setattr("lmx.pipeline.train.estimate.process_count", lambda: 4)
-    assert estimate(False).memory == plain.memory
-    sharded = estimate(True).memory
-    assert sharded["optimizer"] == plain.memory["optimizer"] // 4
-    stored = model_shape(SHAPE).bytes + 4 * plain.trained
-    saved = plain.memory["weights"] - sharded["weights"]
-    assert saved == pytest.approx(0.75 * stored, abs=1)
-
-
-def test_loss_chunk_auto_depends_on_logits():
-    config = TrainConfig(steps=1, batch_size=8)
-    assert config.chunk(vocabulary=32768, tokens=4096, on_cpu=False) == 512
-    assert config.chunk(vocabulary=32768, tokens=4095, on_cpu=False) is None
-    assert config.chunk(vocabulary=1 << 20, tokens=4096, on_cpu=False) == 64
-    explicit = TrainConfig(steps=1, batch_size=8, loss_chunk_tokens=7)
-    assert explicit.chunk(vocabulary=8, tokens=8, on_cpu=False) == 7
-    disabled = TrainConfig(steps=1, batch_size=8, loss_chunk_tokens=None)
-    assert disabled.chunk(vocabulary=1 << 20, tokens=1 << 20, on_cpu=False) is None
-    # Small chunks stay in the CPU caches.
-    assert config.chunk(vocabulary=32768, tokens=64, on_cpu=True) == 128
-
-
-def test_training_cost_is_six_operations_per_parameter_and_token():
-    shape = ScratchModelConfig(
-        vocab_size=320,
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=64,
-    )
-    estimate = training_cost(
-        model_shape(shape), TrainConfig(steps=1, batch_size=1), BatchShape(8, 8, 8.0), 4
-    )
-    norms = 3 * 64
-    attention = 12 * 8 * 64
-    assert estimate.step.trained == (6 * (estimate.parameters - norms) + attention) * 8
-
-
-def test_quantize_stage_has_time_memory_and_disk(model, tmp_path, capsys):
-    times = {}
-    for effort in ("fast", "standard"):
-        path = tmp_path / f"{effort}.yaml"
-        recipe = {
-            "model": str(model),
-            "stages": [{"quantize": {"method": "gptq", "effort": effort}}],
-        }
-        path.write_text(json.dumps(recipe))
-        loaded = load(path, [])
-        check = resources.ResourceCheck(
-            loaded, plan(loaded), resources.model_shape(loaded), [], 1.0
-        )
-        (needs,) = check.stages.values()
-        times[effort] = needs.work
-        assert needs.disk > 0 < sum(needs.memory.values())
-        lines = [f"{topic}: {text}" for topic, text in check.lines()]
-        assert [line.partition(":")[0] for line in lines[:3]] == [
-            "memory",
-            "time",
-            "disk",
-        ]
-    assert times["fast"].forward < times["standard"].forward
-
-
-def test_quantize_time_counts_the_experts_that_a_token_sees():
-    network = build_model(QWEN3_MOE)
-    specs = select_layers(network, QuantizationConfig(bits=4, group_size=32)).specs
-    config = GPTQConfig(bits=4, group_size=32)
-    one, every = (
-        QuantizeCost(config, network, specs, mx.float16, experts).work.forward
-        for experts in (1, 0)
-    )
-    assert one < 0.9 * every
-
-
-@pytest.mark.slow
-def test_memory_of_scale_tuning_is_near_the_measured_peak(model, tmp_path):
-    """Most of it is that of logits."""
-    shape = from_scratch.llama_config(
-        ScratchModelConfig(
-            vocab_size=4096, hidden_size=512, intermediate_size=768, num_hidden_layers=2
-        )
-    )
-    folder, weights = tmp_path / "model", from_scratch.initial_weights(shape, 0)
-    folder.mkdir()
-    checkpoint_writer.write_checkpoint(
-        folder, weights, shape, companions=model.parent / "tokenizer"
-    )
-    calibration = {"dataset": "builtin:stdlib", "max_seq_length": 256}
-    calibration |= {"num_tokens": 1024, "num_eval_tokens": 256}
-    tuning = {"steps": 1, "batch_tokens": 1024, "learning_rate": 1e-3}
-    block = {"method": "gptq", "effort": "fast", "scale_tuning": tuning}
-    quantize = block | {"bits": 4, "calibration": calibration}
-    recipe = {"model": str(folder), "stages": [{"quantize": quantize}]}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(recipe | {"output": str(tmp_path / "run")}))
-    loaded = load(path, [])
-    check = resources.ResourceCheck(
-        loaded, plan(loaded), resources.model_shape(loaded), [], 1.0
-    )
-    (needs,) = check.stages.values()
-    gc.collect()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    assert main.train([str(path), "--quiet"]) == 0
-    peak = mx.get_peak_memory() - before
-    assert 0.67 < sum(needs.memory.values()) / peak < 1.5
-
-
-@pytest.mark.parametrize(
-    ("sizes", "grid"),
-    [
-        (from_scratch.llama_config(SHAPE), {"bits": 4, "group_size": 32}),
-        (QWEN3_MOE, {"mode": "nvfp4", "global_scale": True}),
-    ],
-    ids=["affine", "global_scale"],
-)
-def test_quantized_bytes_are_the_bytes_written(sizes, grid):
-    shape = ModelShape(sizes, 2 * ModelShape(sizes, 0).parameters)
-    grid = QuantizationConfig(**grid)
-    network = build_model(shape.config)
-    network.set_dtype(mx.float16)
-    specs = select_layers(network, grid).specs
-    modules = dict(network.named_modules())
-    written = sum(
-        value.nbytes
-        for path, spec in specs.items()
-        for value in pack(modules[path].weight, spec, mx.float16).values()
-    )
-    quantized = {f"{path}.weight" for path in specs}
-    remaining = tree_flatten(network.parameters())
-    written += sum(value.nbytes for name, value in remaining if name not in quantized)
-    assert shape.quantized(specs).bytes == written
-
-
-def test_epochs_have_as_many_steps_for_every_loss(workspace, model):
-    workload = Workload(
-        model_shape(SHAPE), mx.float16, [20] * 40, 64, 40, lambda _: None
-    )
-
-    def steps(*overrides: str) -> int:
-        [first, *_] = plan(load("recipe.yaml", list(overrides))).stages
-        return first.stage.resources(workload, workload.shape).steps
-
-    rollouts = "stages.train.rollouts={num_generations: 4}"
-    grpo = "stages.train.loss={type: grpo, rewards: [exact_match]}"
-    # 40 examples in batches of 2, twice.
-    assert steps() == 40
-    pairs = "data.train=pairs.jsonl"
-    pair = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
-    (workspace / "pairs.jsonl").write_text(json.dumps(pair))
-    assert steps(pairs, "stages.train.loss={type: dpo}") == 40
-    assert steps(rollouts, grpo) == 40
-
-
-def test_disk_estimate_has_artifacts_and_checkpoints(workspace):
-    shape = model_shape(SHAPE)
-    workload = Workload(shape, mx.float16, [64], 64, 0, lambda name: None)
-
-    def disk(*overrides: str) -> tuple[int, int]:
-        stages = plan(load("recipe.yaml", ["stages.train.qat=null", *overrides])).stages
-        needs = [each.stage.resources(workload, shape) for each in stages]
-        return sum(need.disk for need in needs), needs[0].training.trained
-
-    # The trained model, its published copy, and 3 checkpoints of 3 tensors each.
-    needed, trained = disk()
-    assert needed == 2 * shape.bytes + 36 * trained
-    needed, _ = disk(
-        "stages.train.save_total_limit=5", "stages.train.load_best_at_end=true"
-    )
-    assert needed == 2 * shape.bytes + 84 * trained
 
 
 def test_free_bytes_uses_nearest_existing_folder(tmp_path):
@@ -608,30 +224,126 @@ def test_free_bytes_uses_nearest_existing_folder(tmp_path):
     assert resources.memory_limit() > 1 << 20
 
 
-def test_largest_batch_is_that_of_a_bucket(monkeypatch):
-    """21 and 2 examples: batches of at most 8 are 3 x 7 of 256, and 2 of 512 tokens."""
-    shape = model_shape(SHAPE)
-    lengths = 21 * [256] + 2 * [512]
-
-    def largest(examples, *sizes):
-        workload = Workload(shape, mx.float16, lengths, 512, examples, lambda _: None)
-        return workload.largest_batch(*sizes)
-
-    assert largest(23, 8, None) == 7 * 256
-    assert largest(23, None, 2048) == 7 * 256
-    # Twice as many examples as in the sample: 4 of the longest.
-    assert largest(46, 8, None) == 2048
-    # Unknown: the longest examples may fill a batch.
-    assert largest(0, 8, None) == 8 * 512
-    assert largest(0, None, 100) == 512
+def find(key: str, *overrides: str) -> lmx.Check:
+    return lmx.check("recipe.yaml", overrides=list(overrides), find=key)
 
 
-def test_attention_scores_count_where_they_are_kept(monkeypatch):
-    config, batch = TrainConfig(steps=1, batch_tokens=512), BatchShape(64, 512, 512)
-    steps = []
-    for value in (True, False):
-        monkeypatch.setattr(cpu, "replaces_functions", lambda value=value: value)
-        cost = training_cost(model_shape(SHAPE), config, batch, 4)
-        steps.append(cost.memory["step"])
-    heads = SHAPE.num_hidden_layers * SHAPE.num_attention_heads
-    assert steps[1] - steps[0] == 4 * 512 * 2 * heads * 64
+def memory(*overrides: str) -> int:
+    """The bytes that a run with these values checks before it starts."""
+    recipe = lmx.Recipe("recipe.yaml", overrides=list(overrides))
+    shape = resources.model_shape(recipe.loaded)
+    check = resources.ResourceCheck(recipe.loaded, recipe.plan, shape)
+    return max(stage.memory for stage in check.stages.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "address", "stage", "least"),
+    [
+        ("max_seq_length", LENGTH, LORA, 64),
+        ("batch_size", BATCH, LORA, 2),
+        ("batch_tokens", TOKENS, DRAFT, 256),
+    ],
+)
+def test_largest_value_fits_and_the_next_one_does_not(
+    workspace, monkeypatch, capsys, key, address, stage, least
+):
+    write_rows(completions(*[300] * 64))
+    limit_memory(monkeypatch, 20 * MEGABYTE / resources.USABLE)
+    checked = find(key, stage)
+    assert [*checked.largest] == [address]
+    value = checked.largest[address]
+    assert value > least
+    sizes = [memory(stage, f"{address}={value + more}") for more in (0, 1)]
+    assert sizes[0] <= 20 * MEGABYTE < sizes[1]
+    assert f"{address}={value} is the largest" in str(checked)
+    assert "more does not fit" in str(checked)
+    # Stages and `fits` are those of the recipe with the value.
+    assert checked.fits
+    assert checked.memory == sizes[0]
+    # A larger limit gives a larger value, also of a recipe that does not fit.
+    limit_memory(monkeypatch, 25 * MEGABYTE / resources.USABLE)
+    too_large = f"{address}={8 * value}"
+    assert find(key, stage, too_large).largest[address] > value
+    assert not (workspace / "exports").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "key", "overrides", "largest", "reason"),
+    [
+        (
+            [1],
+            "max_seq_length",
+            [],
+            {LENGTH: POSITIONS},
+            "the model has 1,000 position",
+        ),
+        ([1, 2, 300], "batch_size", [], {BATCH: 3}, "has all 3 training sequences"),
+        ([1], "batch_size", ["data.train=a/b"], {BATCH: 4096}, "were not tried"),
+        # A text is split into several sequences.
+        (None, "batch_size", [], {BATCH: 4}, "has all 4 training sequences"),
+    ],
+)
+def test_model_and_data_bound_the_value(
+    workspace, monkeypatch, rows, key, overrides, largest, reason
+):
+    limit_memory(monkeypatch, 1 << 50)
+    texts = [{"text": "one two " * 110}]
+    write_rows(texts if rows is None else completions(*rows))
+    checked = find(key, LORA, *overrides)
+    assert checked.largest == largest
+    assert reason in str(checked)
+
+
+def test_every_stage_gets_its_own_batch_size(workspace, monkeypatch):
+    """The recipe's sources are checked once, and not for each value that is tried."""
+    sources = []
+
+    def record(source, **settings):
+        sources.append(source)
+        return RecordReader(source, **settings)
+
+    write_rows(completions(*[300] * 64))
+    limit_memory(monkeypatch, 20 * MEGABYTE)
+    monkeypatch.setattr(dataset_checks, "RecordReader", record)
+    full = "{train: {steps: 2, batch_size: 2, gradient_checkpointing: true}}"
+    lora = "{train: {steps: 2, batch_size: 2, adapter: {rank: 4}}}"
+    checked = find("batch_size", f"stages=[{full}, {lora}]")
+    first, second = (f"stages.{n}.train.batch_size" for n in (1, 2))
+    assert [*checked.largest] == [first, second]
+    assert checked.largest[first] != checked.largest[second]
+    assert len(sources) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "code", "message"),
+    [
+        (
+            ["stages=[{quantize: {bits: 4}}]"],
+            "batch_size",
+            2,
+            "no stage of this recipe",
+        ),
+        ([], "batch_tokens", 2, "--find batch_size"),
+        ([DRAFT], "batch_size", 2, "--find batch_tokens"),
+        (["model=org/model"], "batch_size", 2, "which is unknown"),
+        ([], "rank", 2, "find is one of max_seq_length"),
+        ([], "max_seq_length", 3, f"of memory even with {LENGTH}=8, and 80% of the"),
+    ],
+)
+def test_nothing_to_find(workspace, monkeypatch, capsys, overrides, key, code, message):
+    limit_memory(monkeypatch, 1000)
+    command = ["recipe.yaml", "--dry-run", "--find", key, *overrides]
+    assert main.train(command) == code
+    error = capsys.readouterr().err
+    assert message in error
+    if code == 3:
+        assert "stages.1.train.gradient_checkpointing=true" in error
+        assert f"{LENGTH}=" not in error.partition("hint")[2]
+
+
+def test_find_needs_a_dry_run(workspace, capsys):
+    assert main.train(["recipe.yaml", "--find", "batch_size"]) == 2
+    assert "--find needs --dry-run" in capsys.readouterr().err
+    assert not (workspace / "exports").exists()
+    with pytest.raises(lmx.UserError, match="find: expected 'max_seq_length'"):
+        lmx.check("recipe.yaml", find="rank")

@@ -18,18 +18,19 @@ SHORT = TRAIN | {"steps": 3, "eval_steps": 3, "logging_steps": 1}
 PYTHONS = ("python3.12", "python3.13")
 
 
+def make_run(folder: Path) -> Run:
+    return Run(folder, {"train": SHORT}, {"quantize": {"method": "rtn", "bits": 4}})
+
+
 @pytest.fixture
 def tiny_run(tmp_path):
-    stages = {"train": SHORT}, {"quantize": {"method": "rtn", "bits": 4}}
-    return Run(tmp_path, *stages)
+    return make_run(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """The weights of the run in the environment of the tests."""
-    stages = {"train": SHORT}, {"quantize": {"method": "rtn", "bits": 4}}
-    folder = tmp_path_factory.mktemp("expected")
-    run = Run(folder, *stages)
+    run = make_run(tmp_path_factory.mktemp("expected"))
     done = launch(run, {})
     assert done.returncode == 0, done.stderr
     return weights(run)
@@ -77,45 +78,35 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 @pytest.mark.parametrize(
-    "variables",
+    ("variables", "streams", "programs"),
     [
-        {"HOME": None},
-        {"HOME": "/dev/null"},
-        C_LOCALE | {"LANG": None},
-        {"PYTHONIOENCODING": "ascii"},
-        {"COLUMNS": "40", "TERM": "dumb"},
-        {"TERM": None, "LANG": None, "USER": None, "SHELL": None},
+        ({"HOME": None}, "", None),
+        ({"HOME": "/dev/null"}, "", None),
+        (C_LOCALE | {"LANG": None}, "", None),
+        ({"PYTHONIOENCODING": "ascii"}, "", None),
+        ({"COLUMNS": "40", "TERM": "dumb"}, "", None),
+        ({"TERM": None, "LANG": None, "USER": None, "SHELL": None}, "", None),
+        # Without a compiler, with some programs or none.
+        ({}, "", ["sh", "uname", "ls"]),
+        ({}, "", []),
+        ({}, ">&- 2>&- <&-", None),
+        ({}, ">/dev/full 2>/dev/full", None),
+        ({}, ">&-", None),
+        ({}, "2>&-", None),
+        ({}, "<&-", None),
     ],
-    ids=["no home", "unwritable home", "C locale", "ASCII", "40 columns", "bare"],
 )
-def test_run_in_a_bare_environment_has_the_same_weights(tiny_run, expected, variables):
-    done = launch(tiny_run, variables)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    assert weights(tiny_run) == expected
-
-
-@pytest.mark.parametrize("programs", [["sh", "uname", "ls"], []], ids=["some", "none"])
-def test_run_without_a_compiler_has_the_same_weights(
-    tiny_run, expected, tmp_path, programs
+def test_run_in_a_bare_environment_has_the_same_weights(
+    tiny_run, expected, tmp_path, variables, streams, programs
 ):
-    path = {"PATH": folder_of(tmp_path, *programs)} | kernels(tmp_path)
-    done = launch(tiny_run, path)
+    if programs is not None:
+        variables = {"PATH": folder_of(tmp_path, *programs)} | kernels(tmp_path)
+    done = launch(tiny_run, variables, streams=streams)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    assert weights(tiny_run) == expected
-    assert not [*(tmp_path / "tmp").rglob("*.so")]
-
-
-@pytest.mark.parametrize(
-    "streams", [">&- 2>&- <&-", ">/dev/full 2>/dev/full", ">&-", "2>&-", "<&-"]
-)
-def test_run_with_lost_streams_has_the_same_weights(tiny_run, expected, streams):
-    done = launch(tiny_run, {}, streams=streams)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
     assert weights(tiny_run) == expected
     assert "done: " in tiny_run.log
+    assert not [*(tmp_path / "tmp").rglob("*.so")]
 
 
 @pytest.mark.parametrize("name", PYTHONS)

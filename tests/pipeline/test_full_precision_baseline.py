@@ -4,9 +4,7 @@ import signal
 
 import mlx.core as mx
 import pytest
-from lmx.config.train import TrainConfig
 from lmx.run.fs import hash_file
-from pydantic import ValidationError
 from tiny_runs import EVALUATE, TRAIN, Run
 
 GRID = {"bits": 2, "group_size": 32}
@@ -49,40 +47,32 @@ def test_report_has_gap_recovered(tmp_path, base):
     assert {record["stage"] for record in run.records("samples.jsonl")} == {"1-train"}
 
 
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "adapter",
+    [None, pytest.param(LORA, marks=pytest.mark.slow)],
+    ids=["full", "lora"],
+)
 def test_baseline_is_the_same_training_without_quantization(tmp_path, base, adapter):
     options = {"adapter": adapter} if adapter else {}
-    train = QAT | options | {"qat": GRID}
-    run = Run(tmp_path, {"train": train}, model=base)
+    run = Run(tmp_path, {"train": QAT | options | {"qat": GRID}}, model=base)
     assert run() == 0
-    (tmp_path / "plain").mkdir()
-    block = {k: v for k, v in (TRAIN | options).items()}
-    plain = Run(
-        tmp_path / "plain", {"train": block | {"learning_rate": 1e-3}}, model=base
-    )
+    for name in ("plain", "rtn"):
+        (tmp_path / name).mkdir()
+    train = TRAIN | options | {"learning_rate": 1e-3}
+    plain = Run(tmp_path / "plain", {"train": train}, model=base)
     assert plain() == 0
-    baseline, expected = (
-        weights(run, "1-train/fp_baseline/dense"),
-        weights(plain, "1-train/dense"),
-    )
-    assert hash_file(baseline) == hash_file(expected)
-    baseline_records = [
-        record for record in run.records() if record["stage"] == "1-train, fp_baseline"
-    ]
-    assert [r | {"stage": "1-train"} for r in baseline_records] == plain.records()
-    (tmp_path / "rtn").mkdir()
-    place = tmp_path / "plain/out/stages/1-train/dense"
+    dense = plain.output / "stages/1-train/dense"
+    baseline = weights(run, "1-train/fp_baseline/dense")
+    assert hash_file(baseline) == hash_file(dense / "model.safetensors")
+    records = [r for r in run.records() if r["stage"] == "1-train, fp_baseline"]
+    assert [r | {"stage": "1-train"} for r in records] == plain.records()
     quantize = {"quantize": GRID | {"method": "rtn"}}
-    rtn = Run(tmp_path / "rtn", quantize, model=place)
+    rtn = Run(tmp_path / "rtn", quantize, model=dense)
     assert rtn() == 0
-    tensors, expected_tensors = (
-        mx.load(str(weights(r, p)))
-        for r, p in ((run, "1-train/fp_baseline/rtn"), (rtn, "1-quantize/model"))
-    )
-    assert tensors.keys() == expected_tensors.keys()
-    assert all(
-        mx.array_equal(tensors[name], expected_tensors[name]) for name in tensors
-    )
+    tensors = mx.load(str(weights(run, "1-train/fp_baseline/rtn")))
+    expected = mx.load(str(weights(rtn, "1-quantize/model")))
+    assert tensors.keys() == expected.keys()
+    assert all(mx.array_equal(v, expected[name]) for name, v in tensors.items())
     assert (run.output / "adapters").exists() == bool(adapter)
 
 
@@ -150,8 +140,7 @@ def test_baseline_without_unquantized_weights_is_refused(tmp_path, base, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [15, 21])
-def test_baseline_training_resumes_after_kill(tmp_path, base, call):
+def test_baseline_training_resumes_after_kill(tmp_path, base):
     """Steps 13 to 24 belong to the baseline."""
     stages = {"train": QAT | {"qat": GRID}}, {"evaluate": EVALUATE}
     (tmp_path / "undisturbed").mkdir()
@@ -159,7 +148,7 @@ def test_baseline_training_resumes_after_kill(tmp_path, base, call):
         Run(f, *stages, model=base) for f in (tmp_path / "undisturbed", tmp_path)
     )
     assert undisturbed() == 0
-    assert run.run_with_signal("SIGKILL", "step", call).returncode == -signal.SIGKILL
+    assert run.run_with_signal("SIGKILL", "step", 21).returncode == -signal.SIGKILL
     assert run() == 0
     assert run.log.count("resuming after step") == 2
     baseline = (
@@ -169,8 +158,3 @@ def test_baseline_training_resumes_after_kill(tmp_path, base, call):
     assert hash_file(baseline[0]) == hash_file(baseline[1])
     assert run.outcome() == undisturbed.outcome()
     assert gap_recovered(run) == gap_recovered(undisturbed)
-
-
-def test_baseline_needs_qat():
-    with pytest.raises(ValidationError, match="compare_full_precision needs qat"):
-        TrainConfig(steps=1, batch_size=1, compare_full_precision=True)

@@ -70,6 +70,7 @@ def test_trained_weights_are_those_of_the_file(tmp_path, mode):
 def test_gptq_weights_are_those_of_the_file(tmp_path, mode):
     calibration = {"num_tokens": 512, "max_seq_length": 64, "num_eval_tokens": 128}
     quantize = {"method": "gptq", "mode": mode, "calibration": calibration}
+    quantize |= {"effort": "fast", "rollback_if_worse": True}
     train = TRAIN | {"steps": 2, "save_steps": 10}
     run = run_stages(tmp_path, {"train": train}, {"quantize": quantize})
     assert_served_as_trained(run, mode)

@@ -31,7 +31,7 @@ def test_exports_of_a_gguf_model_name_its_class_and_a_base_that_loads(tmp_path, 
     assert json.loads((imported.path / "config.json").read_text())["architectures"]
 
 
-@pytest.mark.parametrize("mode", ["q3_k", "q6_k"])
+@pytest.mark.parametrize("mode", ["q6_k", pytest.param("q3_k", marks=pytest.mark.slow)])
 def test_a_stage_warns_of_a_model_in_dense_blocks(make_checkpoint, tmp_path, mode):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
     source = make_checkpoint(dtype="float32", **sizes)

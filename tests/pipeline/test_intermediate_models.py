@@ -7,34 +7,30 @@ from tiny_runs import TRAIN, Run
 
 STEPS = TRAIN | {"steps": 2, "eval_steps": 2}
 QAT = {"qat": {"bits": 4, "group_size": 32}, "compare_full_precision": True}
-# The stage, the function after the model was made, and the folder of the model.
-CASES = {
-    "from scratch": ({"train": STEPS}, "train.run.TrainRun.run", "from_scratch"),
-    "baseline": (
-        {"train": STEPS | QAT},
-        "train.fp_baseline.FullPrecisionBaseline.compare",
-        "fp_baseline/dense",
-    ),
-    "draft": (
-        {"draft": DRAFT},
-        "draft.training.DraftModelDistillation.make_trainer",
-        "initial",
-    ),
-}
+BASELINE = "train.fp_baseline.FullPrecisionBaseline.compare"
+DISTILLATION = "draft.training.DraftModelDistillation.make_trainer"
 
 
 def stop(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("damage", ["flip", "lose_file", "become_file"])
-@pytest.mark.parametrize("case", CASES)
-def test_damaged_model_is_made_again(case, damage, base, tmp_path, monkeypatch, capsys):
-    stage, place, name = CASES[case]
-    if case == "draft":
-        run = make_run(tmp_path, stage, model=base)
-    else:
-        run = Run(tmp_path, stage, model="" if case == "from scratch" else base)
+# The stage, the function after the model was made, and the folder of the model.
+@pytest.mark.parametrize(
+    ("stage", "place", "name", "damage"),
+    [
+        ({"train": STEPS}, "train.run.TrainRun.run", "from_scratch", "flip"),
+        ({"train": STEPS}, "train.run.TrainRun.run", "from_scratch", "lose_file"),
+        ({"train": STEPS}, "train.run.TrainRun.run", "from_scratch", "become_file"),
+        ({"train": STEPS | QAT}, BASELINE, "fp_baseline/dense", "flip"),
+        ({"draft": DRAFT}, DISTILLATION, "initial", "flip"),
+    ],
+)
+def test_damaged_model_is_made_again(
+    stage, place, name, damage, base, tmp_path, monkeypatch, capsys
+):
+    model = "" if name == "from_scratch" else base
+    run = (make_run if "draft" in stage else Run)(tmp_path, stage, model=model)
     monkeypatch.setattr(f"lmx.pipeline.{place}", stop)
     assert run("--quiet") == 130
     [model] = run.output.glob(f"stages/*/{name}")

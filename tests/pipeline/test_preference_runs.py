@@ -8,6 +8,8 @@ import mlx.core as mx
 import pytest
 from lmx.config.errors import ConfigErrors
 from lmx.config.loader import load_recipe
+from lmx.pipeline.train.preference import PreferenceSetup
+from lmx.training import reference_log_probs
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 
 LORA = {"type": "lora", "rank": 4}
@@ -47,7 +49,7 @@ def make_run(folder, case: str, base, **train) -> Run:
     "case",
     [
         pytest.param("dpo-lora", marks=pytest.mark.slow),
-        "ipo-qat-lora",
+        pytest.param("ipo-qat-lora", marks=pytest.mark.slow),
         pytest.param("orpo-qat", marks=pytest.mark.slow),
         "kto-full",
     ],
@@ -73,22 +75,6 @@ def test_model_begins_at_its_reference(tmp_path, base):
     assert trained[-1]["rewards/accuracies"] > 0.7
 
 
-def test_reference_is_computed_once(tmp_path, base, monkeypatch):
-    from lmx.training import reference_log_probs
-
-    run = make_run(tmp_path / "run", "dpo-lora", base)
-    assert run() == 0
-
-    def refuse(*_):
-        raise AssertionError("computed again")
-
-    monkeypatch.setattr(reference_log_probs, "_sums", refuse)
-    again = make_run(tmp_path / "again", "dpo-lora", base)
-    assert again() == 0
-    other = make_run(tmp_path / "other", "ipo-qat-lora", base)
-    assert other() == 0
-
-
 def test_predictions_of_nan_are_refused_and_not_cached(tmp_path, base, capsys):
     damaged = tmp_path / "damaged"
     shutil.copytree(base, damaged)
@@ -105,10 +91,7 @@ def test_predictions_of_nan_are_refused_and_not_cached(tmp_path, base, capsys):
         assert "the reference's predictions are NaN" in error
 
 
-def test_reference_is_loaded_once_for_all_blocks(tmp_path, base, monkeypatch):
-    from lmx.pipeline.train.preference import PreferenceSetup
-    from lmx.training import reference_log_probs
-
+def test_reference_is_loaded_once_for_all_blocks_and_runs(tmp_path, base, monkeypatch):
     monkeypatch.setattr(reference_log_probs, "BLOCK_SEQUENCES", 6)
     monkeypatch.setenv("LMX_CACHE", str(tmp_path / "cache"))
     load, calls = PreferenceSetup._load_reference, []
@@ -118,8 +101,8 @@ def test_reference_is_loaded_once_for_all_blocks(tmp_path, base, monkeypatch):
         return load(self)
 
     monkeypatch.setattr(PreferenceSetup, "_load_reference", counted)
-    run = make_run(tmp_path / "run", "dpo-lora", base)
-    assert run() == 0
+    for name, case in enumerate(("dpo-lora", "dpo-lora", "ipo-qat-lora")):
+        assert make_run(tmp_path / f"{name}", case, base, steps=6)() == 0
     # For the 48 sequences of the training, and for those of the validation.
     assert len(calls) == 2
 
@@ -147,16 +130,6 @@ def test_recipe_errors_name_the_key(tmp_path, base, case, train, message):
     run = make_run(tmp_path / "run", case, base, **train)
     with pytest.raises(ConfigErrors, match=message):
         load_recipe(run.recipe)
-
-
-def test_data_without_pairs_is_refused(tmp_path, base, capsys):
-    run = make_run(tmp_path / "run", "dpo-lora", base)
-    path = run.folder / "train.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    chats = [{"messages": r["prompt"] + r["chosen"]} for r in rows]
-    path.write_text("".join(json.dumps(r) + "\n" for r in chats))
-    assert run() == 2
-    assert "the loss dpo needs preference examples" in capsys.readouterr().err
 
 
 def test_kto_needs_both_labels(tmp_path, base, capsys):

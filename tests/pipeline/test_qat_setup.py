@@ -93,12 +93,6 @@ def test_self_distillation_begins_at_the_codes(mixed_model):
         assert not mx.array_equal(random[path], weight)
 
 
-def test_latent_init_of_unquantized_model_is_refused(make_checkpoint):
-    loaded = load(make_checkpoint(), compute="stored")
-    with pytest.raises(UserError, match="latent_init is for a quantized model"):
-        prepare(config(quantizer="lsq", latent_init="codes"), loaded, NullLogger())
-
-
 @pytest.mark.parametrize(
     ("qat", "message"),
     [
@@ -122,9 +116,12 @@ def test_quantized_model_is_never_quantized_again(mixed_model, qat, message):
         prepare(config(**qat), mixed_model, NullLogger())
 
 
-def test_full_training_of_quantized_model_is_refused(mixed_model):
+def test_settings_of_another_model_are_refused(mixed_model, make_checkpoint):
     with pytest.raises(UserError, match="full fine-tuning needs its weights"):
         prepare(TrainConfig(**COMMON), mixed_model, NullLogger())
+    dense = load(make_checkpoint(), compute="stored")
+    with pytest.raises(UserError, match="latent_init is for a quantized model"):
+        prepare(config(quantizer="lsq", latent_init="codes"), dense, NullLogger())
 
 
 @pytest.mark.parametrize(
@@ -178,6 +175,10 @@ def test_floating_point_model_is_never_quantized_again(
             "fake_quant_after_n_steps does not work with load_best_at_end",
         ),
         ({"steps": 5}, "fake_quant_after_n_steps must be below steps"),
+        (
+            {"qat": None, "compare_full_precision": True},
+            "compare_full_precision needs qat",
+        ),
     ],
 )
 def test_conflicting_qat_settings_are_refused(settings, message):

@@ -33,16 +33,6 @@ def quantize_facts(folder, base, **settings):
     return run, run.json("manifest.json")["stages"]["1-quantize"]["result"]["facts"]
 
 
-def test_quantize_stage_selects_best_candidate(tmp_path, base):
-    run, facts = quantize_facts(tmp_path, base, method="gptq", scale_tuning=TUNE)
-    eval_kl = facts["eval_kl"]
-    assert list(eval_kl) == ["rtn", "gptq", "scale_tuning"]
-    assert eval_kl[facts["selected_candidate"]] == min(eval_kl.values())
-    assert "gptq: held-out KL" in run.log
-    files = {path.name for path in (run.output / "stages/1-quantize").iterdir()}
-    assert files == {"input_digests.json", "model"}
-
-
 def test_eval_kl_covers_completions_only(tmp_path, base):
     """With loss_on: completions, eval_kl is the KL over the validation completions."""
     calibration = QUANTIZE["calibration"] | {
@@ -60,9 +50,14 @@ def test_eval_kl_covers_completions_only(tmp_path, base):
     ).in_order()
     sums = measure_per_sequence(load(base).model, quantized.model, list(batches))
     expected = sums.kl.sum() / sums.tokens.sum()
-    assert facts["eval_kl"][facts["selected_candidate"]] == pytest.approx(
-        expected, rel=0.01
-    )
+    eval_kl = facts["eval_kl"]
+    assert eval_kl[facts["selected_candidate"]] == pytest.approx(expected, rel=0.01)
+    # The best candidate is kept, and no file of another one.
+    assert list(eval_kl) == ["rtn", "gptq", "scale_tuning"]
+    assert eval_kl[facts["selected_candidate"]] == min(eval_kl.values())
+    assert "gptq: held-out KL" in run.log
+    files = {path.name for path in (run.output / "stages/1-quantize").iterdir()}
+    assert files == {"input_digests.json", "model"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import shutil
 from lmx.cli import main
 from lmx.run import logger
 from lmx.training.trainer import Trainer
-from tiny_runs import EVALUATE, METRICS_ONLY, TRAIN, Run
+from tiny_runs import METRICS_ONLY, TRAIN, Run
 
 
 def page(run):
@@ -49,28 +49,6 @@ def test_report_page_is_rebuilt_from_the_run_directory(full_run, tmp_path, capsy
     (copy / "report.html").unlink()
     assert main.main(["report", str(copy)]) == 0
     assert (copy / "report.html").read_text() == page(full_run)
-
-
-def test_report_page_shows_missed_threshold(base, tmp_path):
-    evaluate = EVALUATE | {"thresholds": {"max_perplexity": 1.0}, "num_samples": 0}
-    run = Run(tmp_path, {"evaluate": evaluate}, "export", model=base)
-    assert run() == 1
-    html = page(run)
-    assert '<td class="bad">missed</td>' in html
-    assert "<td>failed</td>" in html
-    assert "misses its thresholds: max_perplexity" in html
-    assert "samples" not in sections(html)
-    assert "lmx generate" not in html
-
-
-def test_report_page_of_interrupted_run_has_curves(base, tmp_path):
-    run = Run(tmp_path, {"train": TRAIN}, model=base)
-    assert run.run_with_signal("SIGINT", "step", 6).returncode == 130
-    html = page(run)
-    assert "<td>interrupted; the same command resumes it</td>" in html
-    assert "to resume: lmx-train" in html
-    assert "training: " in html
-    assert sections(html) == ["end", "curves", "commands", "recipe", "versions"]
 
 
 def test_page_is_written_while_a_stage_runs(tmp_path, monkeypatch):

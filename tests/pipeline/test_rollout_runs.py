@@ -28,11 +28,18 @@ PYTHON = "--allow-python"
 MAIN = "import sys; from lmx.cli.main import train; sys.exit(train())"
 
 
-def make_run(folder, case, base, **train) -> Run:
+class PythonRun(Run):
+    """A run whose user allows its functions."""
+
+    def arguments(self, *overrides):
+        return super().arguments(PYTHON, *overrides)
+
+
+def make_run(folder, case, base, kind=PythonRun, **train) -> Run:
     folder.mkdir(exist_ok=True)
     (folder / "rewards.py").write_text(REWARDS)
     stage = TRAIN | {"rollouts": ROLLOUTS, "batch_size": 4, "eval_batches": 2}
-    return Run(folder, {"train": stage | CASES[case] | train}, model=base)
+    return kind(folder, {"train": stage | CASES[case] | train}, model=base)
 
 
 @pytest.mark.parametrize(
@@ -46,20 +53,17 @@ def make_run(folder, case, base, **train) -> Run:
 )
 def test_killed_run_ends_with_the_same_bytes(case, place, call, tmp_path, base):
     whole = make_run(tmp_path / "whole", case, base, steps=8)
-    assert whole(PYTHON) == 0
+    assert whole() == 0
     killed = make_run(tmp_path / "killed", case, base, steps=8)
-    arguments = killed.arguments
-    killed.arguments = lambda: arguments(PYTHON)
     assert killed.run_with_signal("SIGKILL", place, call).returncode == -9
-    killed.arguments = arguments
-    assert killed(PYTHON) == 0
+    assert killed() == 0
     assert killed.outcome() == whole.outcome()
     assert killed.records("samples.jsonl") == whole.records("samples.jsonl")
 
 
 def test_training_raises_the_reward(tmp_path, base):
     run = make_run(tmp_path, "grpo-lora", base, steps=30, learning_rate=5e-3)
-    assert run(PYTHON) == 0
+    assert run() == 0
     rewards = [r["reward"] for r in run.records() if r["kind"] == "train"]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
     valid = [r for r in run.records() if r["kind"] == "valid"]
@@ -72,36 +76,38 @@ def test_training_raises_the_reward(tmp_path, base):
 
 
 def test_reward_file_runs_only_with_the_users_word(tmp_path, base, capsys):
-    run = make_run(tmp_path, "grpo-lora", base)
+    run = make_run(tmp_path, "grpo-lora", base, Run)
     assert run() == 2
     error = capsys.readouterr().err
     assert "--allow-python" in error
     assert "rewards.py:vowels" in error
 
 
-def test_broken_reward_loses_nothing(tmp_path, base, capsys):
-    loss = GRPO | {"rewards": ["rewards.py:odd"]}
-    run = make_run(tmp_path, "grpo-lora", base, loss=loss)
-    odd = "def odd(**sample):\n    return {}\n"
-    file = tmp_path / "rewards.py"
-    file.write_text(odd.format("'one'"))
-    assert run(PYTHON) == 1
+@pytest.mark.parametrize(
+    ("text", "code", "messages"),
+    [
+        (
+            "def vowels(**sample):\n    return 'one'\n",
+            1,
+            ["rewards.py:vowels returned 'one', not a number", "valid.jsonl"],
+        ),
+        (
+            "import sys\nsys.exit(0)\n",
+            2,
+            ["rewards: rewards.py:vowels: ", "failed with SystemExit: 0 (line 2)"],
+        ),
+    ],
+    ids=["no number", "exit"],
+)
+def test_broken_reward_loses_nothing(tmp_path, base, capsys, text, code, messages):
+    run = make_run(tmp_path, "grpo-lora", base, steps=2)
+    (tmp_path / "rewards.py").write_text(text)
+    assert run() == code
     error = capsys.readouterr().err
-    assert "rewards.py:odd returned 'one', not a number" in error
-    assert "valid.jsonl" in error
+    assert all(message in error for message in messages)
     assert run.json("manifest.json")["status"] == "failed"
-    file.write_text(odd.format("1"))
-    assert run(PYTHON) == 0
-
-
-def test_reward_file_that_exits_does_not_end_the_run_well(tmp_path, base, capsys):
-    run = make_run(tmp_path, "grpo-lora", base)
-    (tmp_path / "rewards.py").write_text("import sys\nsys.exit(0)\n")
-    assert run(PYTHON) == 2
-    error = capsys.readouterr().err
-    assert "rewards: rewards.py:vowels: " in error
-    assert "failed with SystemExit: 0 (line 2)" in error
-    assert run.json("manifest.json")["status"] == "failed"
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    assert run() == 0
 
 
 def test_reward_that_holds_the_interpreter_ends_at_its_limit(tmp_path, base, capfd):
@@ -111,7 +117,7 @@ def test_reward_that_holds_the_interpreter_ends_at_its_limit(tmp_path, base, cap
     function = "    print('noise')\n    re.match('(a+)+$', 'a' * 40 + 'b')\n"
     text = f"{noise}def vowels(**sample):\n{function}"
     (tmp_path / "rewards.py").write_text(text)
-    assert run(PYTHON) == 1
+    assert run() == 1
     output, error = capfd.readouterr()
     assert "rewards.py:vowels took longer than 0.3 s" in error
     assert "noise" not in output + error
@@ -124,9 +130,9 @@ def test_reward_that_fails_late_is_corrected_and_the_training_goes_on(tmp_path, 
     failing = REWARDS.replace("return", "calls.append(1)\n    return")
     failing = "calls = []\n" + failing.replace("/ 6", "/ (len(calls) < 92)")
     file.write_text(failing)
-    assert run(PYTHON) == 1
+    assert run() == 1
     file.write_text(REWARDS.replace("/ 6", "/ 1"))
-    assert run(PYTHON) == 0
+    assert run() == 0
     assert "resuming after step 4" in run.log
     assert "going on with other reward functions" in run.log
     steps = [sample["step"] for sample in run.records("samples.jsonl")]
@@ -137,12 +143,9 @@ def test_completions_of_a_run_without_a_checkpoint_get_the_present_rewards(
     tmp_path, base
 ):
     run = make_run(tmp_path, "grpo-lora", base, steps=4, save_steps=100)
-    arguments = run.arguments
-    run.arguments = lambda: arguments(PYTHON)
     assert run.run_with_signal("SIGKILL", "step", 3).returncode == -9
-    run.arguments = arguments
     (tmp_path / "rewards.py").write_text(REWARDS.replace("/ 6", "- 100"))
-    assert run(PYTHON) == 0
+    assert run() == 0
     rewards = [
         value
         for sample in run.records("samples.jsonl")
@@ -154,12 +157,9 @@ def test_completions_of_a_run_without_a_checkpoint_get_the_present_rewards(
 
 def test_changed_reward_is_another_training(tmp_path, base, capsys):
     run = make_run(tmp_path, "grpo-lora", base)
-    arguments = run.arguments
-    run.arguments = lambda: arguments(PYTHON)
     assert run.run_with_signal("SIGTERM", "step", 4).returncode == 130
-    run.arguments = arguments
     (tmp_path / "rewards.py").write_text(REWARDS.replace("/ 6", "/ 5"))
-    assert run(PYTHON) == 2
+    assert run() == 2
     assert "rewards have changed" in capsys.readouterr().err
 
 
@@ -204,9 +204,9 @@ def test_recipe_errors(tmp_path, base, changes, message):
 @pytest.mark.slow
 def test_ranks_train_on_the_same_completions(tmp_path, base):
     whole = make_run(tmp_path / "whole", "grpo-lora", base, steps=6)
-    assert whole(PYTHON) == 0
+    assert whole() == 0
     shared = make_run(tmp_path / "shared", "grpo-lora", base, steps=6)
-    ranks = in_ring(MAIN, *shared.arguments(PYTHON), folder=shared.folder)
+    ranks = in_ring(MAIN, *shared.arguments(), folder=shared.folder)
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr
     # Later ones may differ: the sum of gradients is rounded in another order.
     first, expected = (

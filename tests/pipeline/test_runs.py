@@ -2,7 +2,7 @@
 
 import json
 import math
-import shutil
+from functools import cache
 
 import mlx.core as mx
 import pytest
@@ -10,11 +10,13 @@ from lmx.generation.engine import Generator
 from lmx.models.loader import load
 from lmx.run.fs import hash_folder
 from mlx.utils import tree_flatten
+from test_report_of_runs import page, sections
 from tiny_checkpoints import QWEN3_MOE
 from tiny_runs import EVALUATE, TRAIN, Run
 
 LORA = {"type": "lora", "rank": 8}
 GRID = {"bits": 4, "group_size": 32}
+NAMES = ["1-train", "2-quantize", "3-evaluate", "4-export"]
 REQUIRED_KEYS = {
     "perplexity",
     "perplexity_stderr",
@@ -34,15 +36,14 @@ GENERATION_KEYS = {"ttft_ms", "prefill_tokens_per_second", "decode_tokens_per_se
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory, base):
     """A function from a kind of training to its run of train, evaluate and export."""
-    runs = {}
 
+    @cache
     def run_of_kind(kind):
-        if kind not in runs:
-            train = TRAIN | {"lr_schedule": "constant"} | KINDS[kind]
-            stages = {"train": train}, {"evaluate": EVALUATE}, "export"
-            runs[kind] = Run(tmp_path_factory.mktemp(kind), *stages, model=base)
-            assert runs[kind]() == 0
-        return runs[kind]
+        train = TRAIN | {"lr_schedule": "constant"} | KINDS[kind]
+        stages = {"train": train}, {"evaluate": EVALUATE}, "export"
+        run = Run(tmp_path_factory.mktemp(kind), *stages, model=base)
+        assert run() == 0
+        return run
 
     return run_of_kind
 
@@ -84,30 +85,19 @@ def test_run_from_scratch_to_export(full_run):
     assert quantized["bits_per_weight"] == pytest.approx(5, abs=0.1)
     [*_, last] = [record for record in full_run.records() if record["kind"] == "valid"]
     assert fine_tuned["loss"] == pytest.approx(last["loss"], rel=1e-3)
-    assert [threshold["name"] for threshold in report["thresholds"]] == [
-        "max_kl",
-        "min_top1_agreement",
-    ]
+    names = [threshold["name"] for threshold in report["thresholds"]]
+    assert names == ["max_kl", "min_top1_agreement"]
     for threshold in report["thresholds"]:
         assert threshold.keys() == {"name", "value", "limit", "passed"}
         assert threshold["passed"]
     assert report["thresholds"][0]["value"] == quantized["kl_mean"]
     manifest = full_run.json("manifest.json")
     assert manifest["status"] == "done"
-    assert list(manifest["stages"]) == [
-        "1-train",
-        "2-quantize",
-        "3-evaluate",
-        "4-export",
-    ]
+    assert list(manifest["stages"]) == NAMES
     measured = hash_folder(full_run.output / "stages/2-quantize/model")
     assert measured.items() <= hash_folder(full_run.output / "model").items()
-    assert [record["step"] for record in full_run.records("samples.jsonl")] == [
-        0,
-        15,
-        30,
-        45,
-    ]
+    steps = [record["step"] for record in full_run.records("samples.jsonl")]
+    assert steps == [0, 15, 30, 45]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,14 +107,11 @@ def test_run_from_a_base_model(finished, kind):
     check_report(report, MODEL_NAMES[kind])
     # The improvement is that of the exported model, as measured in training.
     improvement = report["training"]["improvement"]
+    exported, in_training = improvement["exported"], improvement["in_training"]
     base, *_, served = report["models"].values()
-    assert improvement["exported"] == pytest.approx(
-        base["loss"] - served["loss"], abs=1e-4
-    )
-    assert improvement["exported"] == pytest.approx(
-        improvement["in_training"], abs=1e-3
-    )
-    assert improvement["exported"] > 0.02
+    assert exported == pytest.approx(base["loss"] - served["loss"], abs=1e-4)
+    assert exported == pytest.approx(in_training, abs=1e-3)
+    assert exported > 0.02
     assert (run.output / "adapters").is_dir() == ("adapter" in KINDS[kind])
 
 
@@ -189,54 +176,39 @@ def test_reference_quantizes_to_the_served_weights(finished, kind):
 
 
 def test_missed_threshold_publishes_nothing(tmp_path, base, capsys):
-    evaluate = EVALUATE | {
-        "thresholds": {"max_perplexity": 1.01, "min_exact_match": 0.0}
-    }
+    """The base model has no reference, so its KL is not measured."""
+    limits = {"max_perplexity": 1.01, "min_exact_match": 0.0, "max_kl": 100.0}
+    evaluate = EVALUATE | {"thresholds": limits, "num_samples": 0}
     run = Run(tmp_path, {"evaluate": evaluate}, "export", model=base)
     assert run() == 1
-    assert "misses its thresholds: max_perplexity; nothing is published" in (
-        capsys.readouterr().err
-    )
-    thresholds = {
-        threshold["name"]: threshold
-        for threshold in run.json("report.json")["thresholds"]
-    }
-    max_perplexity = thresholds["max_perplexity"]
-    assert not max_perplexity["passed"]
-    assert max_perplexity["limit"] == 1.01 < max_perplexity["value"]
-    assert thresholds["min_exact_match"]["passed"]
+    output, error = capsys.readouterr()
+    missed = "misses its thresholds: max_kl, max_perplexity"
+    assert f"{missed}; nothing is published" in error
+    assert "threshold max_kl: not measured" in output
+    results = {r["name"]: r for r in run.json("report.json")["thresholds"]}
+    passed = {name: result["passed"] for name, result in results.items()}
+    assert passed == {"max_kl": False, "max_perplexity": False, "min_exact_match": True}
+    perplexity = results["max_perplexity"]
+    assert perplexity["limit"] == 1.01 < perplexity["value"]
     assert not (run.output / "model").exists()
     assert run.json("manifest.json")["status"] == "failed"
+    html = page(run)
+    assert html.count('<td class="bad">missed</td>') == 2
+    assert "<td>failed</td>" in html
+    assert missed in html
+    assert "samples" not in sections(html)
+    assert "lmx generate" not in html
     assert run() == 1
-
-
-def test_unmeasured_threshold_is_missed(tmp_path, base, capsys):
-    """The base model has no reference, so its KL is not measured."""
-    evaluate = EVALUATE | {"thresholds": {"max_kl": 100.0}}
-    run = Run(tmp_path, {"evaluate": evaluate}, "export", model=base)
-    assert run() == 1
-    assert "threshold max_kl: not measured" in capsys.readouterr().out
-    assert not (run.output / "model").exists()
-
-
-def copy_run(full_run, tmp_path):
-    """A copy of a finished run that a test can damage."""
-    run = Run(tmp_path, *full_run.stages)
-    run.data = full_run.data
-    run.write()
-    shutil.copytree(full_run.output, run.output)
-    return run
 
 
 def test_complete_stages_are_skipped(tmp_path, full_run):
-    run = copy_run(full_run, tmp_path)
+    run = full_run.copy(tmp_path)
     hashes = hash_folder(run.output / "model")
     lines = len(run.log.splitlines())
     assert run() == 0
     messages = [line[20:] for line in run.log.splitlines()[lines:]]
     assert messages[1:-2] == [
-        f"stage {name}: already complete, skipping"
-        for name in ("1-train", "2-quantize", "3-evaluate", "4-export")
+        f"stage {name}: already complete, skipping" for name in NAMES
     ]
     assert hash_folder(run.output / "model") == hashes
     assert run.records() == full_run.records()
@@ -245,13 +217,13 @@ def test_complete_stages_are_skipped(tmp_path, full_run):
 @pytest.mark.parametrize(
     ("damaged", "rerun"),
     [
-        ("stages/1-train/dense", ["1-train", "2-quantize", "3-evaluate", "4-export"]),
-        ("stages/2-quantize/model", ["2-quantize", "3-evaluate", "4-export"]),
-        ("model", ["4-export"]),
+        ("stages/1-train/dense", NAMES),
+        ("stages/2-quantize/model", NAMES[1:]),
+        ("model", NAMES[3:]),
     ],
 )
 def test_damaged_artifact_is_rebuilt(tmp_path, full_run, capsys, damaged, rerun):
-    run = copy_run(full_run, tmp_path)
+    run = full_run.copy(tmp_path)
     weights = run.output / damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     lines = len(run.log.splitlines())
@@ -268,17 +240,6 @@ def test_damaged_artifact_is_rebuilt(tmp_path, full_run, capsys, damaged, rerun)
     assert run.records("samples.jsonl") == full_run.records("samples.jsonl")
 
 
-def test_changed_recipe_is_refused(tmp_path, full_run, capsys):
-    run = copy_run(full_run, tmp_path)
-    assert run("seed=7", "stages.1.train.steps=5") == 2
-    error = capsys.readouterr().err
-    assert "the run of another recipe" in error
-    assert "seed: 0 -> 7" in error
-    assert "steps: 45 -> 5" in error
-    assert "tiny.yaml" not in error.split("hint")[0].split("\n", 1)[1]
-    assert run() == 0
-
-
 def test_restart_renames_the_old_run(tmp_path, base):
     run = Run(tmp_path, {"quantize": GRID}, model=base)
     assert run() == 0
@@ -292,7 +253,7 @@ def test_restart_renames_the_old_run(tmp_path, base):
 def test_one_process_at_a_time(tmp_path, full_run, capsys):
     import fcntl
 
-    run = copy_run(full_run, tmp_path)
+    run = full_run.copy(tmp_path)
     with open(run.output / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert run() == 2

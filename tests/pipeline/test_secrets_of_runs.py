@@ -33,12 +33,12 @@ class Tracked:
         self.received.append((summary, code))
 
 
-@pytest.fixture(scope="module")
-def secret_run(tmp_path_factory):
-    """The finished run, its tracker, and what it printed."""
+@pytest.fixture
+def secret_run(tmp_path):
+    """A run whose recipe has all secrets but that of an argument."""
     train = SHORT | {"sample_prompts": [f"use {SECRETS['value']}."]}
     model = {"from_scratch": SCRATCH_CONFIG}
-    run = Run(tmp_path_factory.mktemp("run"), {"train": train}, "export", model=model)
+    run = Run(tmp_path, {"train": train}, "export", model=model)
     recipe = yaml.safe_load(run.recipe.read_text())
     recipe["model"] = model
     run.recipe.write_text(
@@ -53,32 +53,26 @@ def leaks(text: str) -> list[str]:
     return [name for name, secret in SECRETS.items() if secret in text]
 
 
-@pytest.fixture(scope="module")
-def received(secret_run):
-    return []
-
-
-@pytest.fixture
-def start(secret_run, received, monkeypatch, capfd):
-    """Run with more arguments; returns what it printed."""
+def start(run, monkeypatch, capfd, *arguments, recipe=None) -> tuple[str, list]:
+    """Run with more arguments; returns what it printed, and what the tracker got."""
+    received = []
 
     def track(config, **settings):
         return Tracked(received, config, **settings)
 
-    def start(*arguments, recipe=secret_run.recipe):
-        tracker = SimpleNamespace(start=track, PACKAGE="wandb", INSTALL="")
-        monkeypatch.setitem(TRACKERS, "wandb", tracker)
-        output = f"output={secret_run.output}"
-        assert main.train([str(recipe), output, *arguments]) == 0
-        printed = capfd.readouterr()
-        return printed.out + printed.err
-
-    return start
+    tracker = SimpleNamespace(start=track, PACKAGE="wandb", INSTALL="")
+    monkeypatch.setitem(TRACKERS, "wandb", tracker)
+    recipe = str(recipe or run.recipe)
+    assert main.train([recipe, f"output={run.output}", *arguments]) == 0
+    printed = capfd.readouterr()
+    return printed.out + printed.err, received
 
 
-def test_secrets_are_in_no_output_of_a_run(secret_run, received, start):
+def test_secrets_are_in_no_output_and_redacted_recipes_resume(
+    secret_run, monkeypatch, capfd
+):
     name = f"tracker.name={SECRETS['argument']}"
-    printed = start(name)
+    printed, received = start(secret_run, monkeypatch, capfd, name)
     files = [path for path in secret_run.output.rglob("*") if path.is_file()]
     assert len(files) > 15
     for path in files:
@@ -95,21 +89,12 @@ def test_secrets_are_in_no_output_of_a_run(secret_run, received, start):
     assert f"tracker.name={REDACTED}" in secret_run.json("manifest.json")["command"]
     assert f"# Mine: {REDACTED}" in (secret_run.output / "model/README.md").read_text()
     assert f"use {REDACTED}." in (secret_run.output / "samples.jsonl").read_text()
-
-
-def test_redacted_recipes_resume_the_run(secret_run, start):
-    for recipe in (
-        secret_run.recipe,
-        secret_run.output / "recipe.yaml",
-        secret_run.output / "resolved.yaml",
-    ):
-        printed = start(recipe=recipe)
+    recipes = [secret_run.output / file for file in ("recipe.yaml", "resolved.yaml")]
+    for recipe in (secret_run.recipe, *recipes):
+        printed, _ = start(secret_run, monkeypatch, capfd, recipe=recipe)
         assert printed.count("already complete, skipping") == 2
     # Nothing is left to redact.
     assert "warning" not in printed
-
-
-def test_hashes_of_the_manifest_stay(secret_run):
     manifest = secret_run.json("manifest.json")
     assert REDACTED not in json.dumps(manifest["stages"])
     assert len(manifest["recipe_hash"]) == 64

@@ -4,7 +4,6 @@ import ast
 from pathlib import Path
 
 import lmx.pipeline
-import pytest
 from lmx.config.schema import StageEntry
 from lmx.pipeline.plan import STAGES
 
@@ -46,14 +45,11 @@ def test_pipeline_modules_do_not_compare_stage_kinds():
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-@pytest.mark.parametrize(
-    "planted",
-    [
+def test_kind_tests_finds_planted_comparisons():
+    planted = [
         'if planned.stage.kind == "train":\n    pass',
         'x = raw.kind in ("train", "draft")',
         'hasattr(stage, "formats")',
         'getattr(planned.stage.config, "qat", None)',
-    ],
-)
-def test_kind_tests_finds_a_planted_comparison(planted):
-    assert kind_tests(planted) == [1]
+    ]
+    assert [kind_tests(source) for source in planted] == 4 * [[1]]

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -93,6 +94,15 @@ class Run:
         """Write the recipe file from the current attributes."""
         recipe = {"model": self.model, "data": self.data, "stages": self.stages}
         self.recipe.write_text(yaml.safe_dump(recipe, sort_keys=False))
+
+    def copy(self, folder: Path) -> "Run":
+        """This run and its outputs, in another folder, that a test can damage."""
+        folder.mkdir(exist_ok=True)
+        run = Run(folder, *self.stages)
+        run.model, run.data = self.model, self.data
+        run.write()
+        shutil.copytree(self.output, run.output)
+        return run
 
     def arguments(self, *overrides: str) -> list[str]:
         return [str(self.recipe), f"output={self.output}", *overrides]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..pipeline.dry_run import DryRun
-from ..pipeline.train.largest_fit import FitKey
+from ..pipeline.resources import FitKey
 from .arguments import checked
 from .recipe import Overrides, Recipe, RecipeLike, as_recipe
 from .run import Table
@@ -113,7 +113,7 @@ def check(
         planned.name: StageCheck(None, None, None)
         if needs is None
         else StageCheck(
-            needs.memory(planned.name) or None,
+            needs.stages[planned.name].memory or None,
             int(needs.stages[planned.name].disk),
             needs.stages[planned.name].seconds,
         )

@@ -46,7 +46,7 @@ INCLUDED_MODEL = "data/tiny-base"
 TOKENS, ADAPTER_RATE, FULL_RATE = 1024, 1e-4, 1e-5
 FOR_OTHER_MODELS: dict[str, tuple[str, Any]] = {
     "batch_size": ("batch_tokens", 2048),
-    "num_layers": ("num_layers", "auto"),
+    "num_layers": ("num_layers", None),
     "max_tokens": ("max_tokens", 256),
 }
 

@@ -23,10 +23,9 @@ class DraftModelConfig(ConfigModel):
     init_from: str | None = None
     """Folder or Hub id of a model with the target's tokenizer to prune. Default: the
     target model."""
-    num_layers: Count | list[Annotated[int, Field(ge=0)]] | Literal["auto"] = "auto"
-    """Number of blocks to keep, by importance; or a list of block indices; or auto: the
-    number with the highest predicted speed-up on this machine after a short training of
-    each candidate."""
+    num_layers: Count | list[Annotated[int, Field(ge=0)]] | None = None
+    """Number of blocks to keep, by importance; or a list of block indices. Default: a
+    quarter of the blocks."""
 
     @model_validator(mode="after")
     def _check_shape(self):

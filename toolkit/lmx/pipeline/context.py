@@ -222,24 +222,18 @@ class StageContext:
         # The manifest has absolute paths. A relative one would look like another model.
         return folder.absolute()
 
-    def require_finite_base(self) -> None:
-        """Check the weights of the recipe's model, if it is the current one.
+    def check_base(self) -> None:
+        """Check the recipe's model, if it is the current one.
 
-        Those of other models were checked when they were written.
+        Other models were checked when they were written. Warns of dense layers that
+        were quantized to blocks that MLX lacks: a stage takes them for unquantized.
 
         Raises:
             UserError: a tensor has a value that is NaN or infinite.
         """
-        if self.current and self.current.model == self.base:
-            require_finite(self.base)
-
-    def warn_of_dense_blocks(self) -> None:
-        """Warn if the recipe's model was quantized to blocks that MLX lacks.
-
-        Such layers are dense, so that the stage takes them for unquantized ones.
-        """
         if not self.current or self.current.model != self.base:
             return
+        require_finite(self.base)
         # It needs NumPy, and reading a recipe imports this module.
         from ..convert.gguf import k_blocks
 

@@ -10,30 +10,23 @@ from ..convert.importers import find_importable, gguf
 from ..data import builtin
 from ..data.dataset import RecordReader
 from ..data.record_formats import DataRecord
-from ..data.tokenization import (
-    EncodeResult,
-    Example,
-    encode_all,
-    encode_block,
-    render_mask,
-    template_messages,
-)
+from ..data.tokenization import EncodeResult, encode_all, render_mask, template_messages
 from ..errors import UserError
 from ..models.rope_parameters import check_length
+from ..quantization.target_layers import QuantizationPlan
 from ..run import terminal
 from ..run.progress import readable_size
 from ..run.run_dir import check_output
 from .estimate import ModelShape
 from .plan import RunPlan
-from .resources import ResourceCheck, model_shape
-from .train.largest_fit import (
+from .resources import (
     FIT_KEYS,
-    MOST_TOKENS,
-    FitBounds,
     FitKey,
     LargestFit,
+    ResourceCheck,
     check_with,
     find_largest,
+    model_shape,
 )
 
 SAMPLE_CHARACTERS = 500_000  # tokenized in half a second
@@ -46,15 +39,11 @@ Line = tuple[str, str]
 
 
 class RowReservoir:
-    """Every n-th of many examples, `SAMPLE_CHARACTERS` characters or slightly more.
-
-    Attributes:
-        longest: the example with most characters.
-    """
+    """Every n-th of many examples, `SAMPLE_CHARACTERS` characters or slightly more."""
 
     def __init__(self):
         self.total = 0
-        self.longest: DataRecord | None = None
+        self._longest: DataRecord | None = None
         self._most_characters = -1
         self._rows: list[DataRecord] = []
         self._stride = 1
@@ -63,7 +52,7 @@ class RowReservoir:
     @property
     def rows(self) -> list[DataRecord]:
         """The sample, and the longest example, which decides about memory."""
-        longest = self.longest
+        longest = self._longest
         if longest is None or any(row is longest for row in self._rows):
             return self._rows
         if longest.text:
@@ -74,7 +63,7 @@ class RowReservoir:
         """Count an example, and sample it if its number is a multiple of n."""
         characters = len(row.as_text())
         if characters > self._most_characters:
-            self.longest, self._most_characters = row, characters
+            self._longest, self._most_characters = row, characters
         if self.total % self._stride == 0:
             self._rows.append(row)
             self._characters += characters
@@ -122,45 +111,31 @@ class DryRun:
         for split in ("valid", "train"):
             sample, lines = _split(loaded, split, sample)
             yield from lines
-        encoded, lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
+        lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
         yield from lines
         yield from _stages(plan)
+        share = sample.total / max(1, len(sample.rows))
         if shape:
             check_length(shape.config, max(lengths, default=0))
-            share = sample.total / max(1, len(sample.rows))
             self.resources = ResourceCheck(loaded, plan, shape, lengths, share)
             yield from self.resources.lines()
-        if self.find:
-            positions = shape.setting("max_position_embeddings") if shape else 0
-            bounds = FitBounds(positions)
-            if sample.total and _is_local(loaded):
-                longest = _longest(loaded, positions, sample, encoded, tokenizer)
-                sequences = round(len(lengths) * sample.total / len(sample.rows))
-                bounds = FitBounds(
-                    positions,
-                    max(sample.total, sequences),
-                    longest,
-                    is_sample=len(sample.rows) < sample.total,
-                )
-            yield from self._search(shape, bounds)
-
-    def require(self) -> None:
-        """Raise UserError with code 3 if memory or disk are too small."""
-        if self.resources:
-            self.resources.require()
-
-    def _search(self, shape: ModelShape | None, bounds: FitBounds) -> Iterator[Line]:
-        """Lines about the values that fit; they become `largest`."""
+        if not self.find:
+            return
         if shape is None:
             raise UserError(
                 f"--find {self.find} needs the size of the model, which is unknown",
                 hint="download the model, and give its folder",
             )
-        for result in find_largest(self.loaded, self.plan, shape, self.find, bounds):
-            self.largest.append(result)
-            yield from result.lines()
+        count = round(len(lengths) * share) if _is_local(loaded) else 0
+        self.largest = find_largest(loaded, plan, shape, self.find, count)
+        yield from (("find", str(result)) for result in self.largest)
         values = {result.address: result.value for result in self.largest}
-        self.resources = check_with(self.loaded, shape, values)
+        self.resources = check_with(loaded, shape, values)
+
+    def require(self) -> None:
+        """Raise UserError with code 3 if memory or disk are too small."""
+        if self.resources:
+            self.resources.require()
 
 
 def dry_run(
@@ -200,7 +175,7 @@ def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
     shape = model_shape(loaded)
     if shape is None:
         return
-    check = ResourceCheck(loaded, plan, shape, [], 1.0)
+    check = ResourceCheck(loaded, plan, shape)
     if check.fits:
         return
     if _is_local(loaded):
@@ -216,37 +191,6 @@ def _is_local(loaded: LoadedRecipe) -> bool:
     """Whether all training data is on this disk."""
     sources = loaded.recipe.data.train
     return all(s.startswith(builtin.PREFIX) or loaded.find(s) for s in sources)
-
-
-def _longest(
-    loaded: LoadedRecipe,
-    positions: int,
-    sample: RowReservoir,
-    encoded: EncodeResult | None,
-    tokenizer: Any,
-) -> int:
-    """Tokens of the longest example, at most `positions`; 0 = unknown.
-
-    Args:
-        encoded: the sampled examples, of at most `max_seq_length` tokens.
-    """
-    if encoded is None:
-        return 0
-    examples, data = encoded.examples, loaded.recipe.data
-    # The others were truncated, split, skipped, or not tokenized at all.
-    cut = {e.where for e in examples if len(e.tokens) >= data.max_seq_length}
-    whole = [example for example in examples if example.where not in cut]
-    known = {example.where for example in whole}
-    rows = [row for row in sample.rows if row.where not in known]
-    rows += [row.with_rejected() for row in sample.rows if row.rejected is not None]
-    others = encode_block(
-        rows,
-        tokenizer,
-        max_seq_length=positions or MOST_TOKENS,
-        loss_on=data.loss_on,
-        for_preference=True,
-    )
-    return max(len(example.tokens) for example in [*whole, *others.examples])
 
 
 def _model(
@@ -281,7 +225,7 @@ def _model(
     return shape, checkpoint.tokenizer, lines
 
 
-def _quantized_layers(selection) -> Iterator[Line]:
+def _quantized_layers(selection: QuantizationPlan) -> Iterator[Line]:
     """How many layers a stage quantizes, and which it leaves unquantized."""
     count = len(selection.specs) + len(selection.skipped)
     yield "model", f"{len(selection.specs)} of {count} layers are quantized"
@@ -319,33 +263,32 @@ def _split(
 
 def _tokens(
     loaded: LoadedRecipe, sample: list[DataRecord], total: int, tokenizer: Any
-) -> tuple[EncodeResult | None, list[int], list[Line]]:
-    """The sampled examples, their lengths in tokens, and lines about them.
+) -> tuple[list[int], list[Line]]:
+    """Tokens of the sequences of the sampled examples, and lines about them.
 
-    Without a tokenizer there are only lengths, which are assumed.
+    Without a tokenizer they are assumed.
     """
     if not sample:
-        return None, [], []
+        return [], []
     data = loaded.recipe.data
+    window = data.max_seq_length
     if tokenizer is None:
-        window = data.max_seq_length
         lengths = [len(row.as_text()) // CHARACTERS_PER_TOKEN + 1 for row in sample]
         windows = [min(window, n) for n in lengths for _ in range(0, n, window)]
         text = (
             f"unknown; the estimates below assume {CHARACTERS_PER_TOKEN} characters "
             "per token"
         )
-        example = _example(sample[0], sample[0].as_text(), "")
-        return None, windows, [("tokens", text), *example]
-    encoded = encode_all(
-        sample, tokenizer, max_seq_length=data.max_seq_length, loss_on=data.loss_on
-    )
+        first = sample[0]
+        return windows, [("tokens", text), *_example(first.where, first.as_text())]
+    encoded = encode_all(sample, tokenizer, max_seq_length=window, loss_on=data.loss_on)
     first = encoded.examples[0]
     spans = render_mask(first, tokenizer)
     text = "".join(f"⟦{span}⟧" if is_trained else span for span, is_trained in spans)
-    lines = [*_lengths(encoded, len(sample), total), *_example(first, text, MARKS)]
+    example = _example(first.where + MARKS, text)
     # The first token of an example is only an input, the last one only a target.
-    return encoded, [len(example.tokens) - 1 for example in encoded.examples], lines
+    lengths = [len(example.tokens) - 1 for example in encoded.examples]
+    return lengths, [*_lengths(encoded, len(sample), total), *example]
 
 
 def _lengths(encoded: EncodeResult, sampled: int, total: int) -> Iterator[Line]:
@@ -364,8 +307,8 @@ def _lengths(encoded: EncodeResult, sampled: int, total: int) -> Iterator[Line]:
         yield "tokens", f"skipped: {where}: {reason}"
 
 
-def _example(row: DataRecord | Example, text: str, marks: str) -> Iterator[Line]:
-    yield "example", f"{row.where}{marks}:"
+def _example(title: str, text: str) -> Iterator[Line]:
+    yield "example", f"{title}:"
     more = " ..." * (len(text) > MAX_EXAMPLE_CHARACTERS)
     for line in (text[:MAX_EXAMPLE_CHARACTERS] + more).splitlines():
         yield "", f"  {line}"

@@ -24,9 +24,6 @@ CHUNKS_AT_ONCE = 3
 # Per logit, with its exponential and its gradient: on a GPU, and on the CPU, where
 # every step of the computation leaves an array.
 LOGIT_BYTES = (16, 28)
-# Fractions of the target's blocks that `num_layers: auto` compares.
-DEPTH_FRACTIONS = (0.125, 0.25, 0.375, 0.5)
-QUANTIZATION_KEYS = ("quantization", "quantization_config")
 
 
 @dataclass(frozen=True)
@@ -174,9 +171,8 @@ class StageResources:
         training: cost of its training, if it trains.
         steps: optimizer steps; None = unknown before the data is read.
         batch_key: the key of the stage's block that sets the size of its batches.
-        is_packed: every sequence has max_seq_length tokens, of several examples.
         remedies: overrides of the recipe that need less memory.
-        memory: bytes by part, if it does not train.
+        other_memory: bytes by part, if it does not train.
         work: besides training.
         data: what it generates, as text.
     """
@@ -187,11 +183,20 @@ class StageResources:
     training: TrainingCost | None = None
     steps: int | None = None
     batch_key: str = ""
-    is_packed: bool = False
     remedies: tuple[str, ...] = ()
-    memory: dict[str, int] = field(default_factory=dict)
+    other_memory: dict[str, int] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     data: str = ""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of memory by part."""
+        return self.training.memory if self.training else self.other_memory
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory."""
+        return int(sum(self.parts.values()))
 
     @property
     def seconds(self) -> float | None:
@@ -245,6 +250,16 @@ def inputs_and_outputs(experts: int, matrices: dict) -> float:
         (size[-1] + size[-2]) * (share * size[0] if len(size) == 3 else 1)
         for size, share in _active(experts, matrices)
     )
+
+
+def logit_bytes(vocabulary: int, tokens: int, chunk: int | None = None) -> int:
+    """Bytes of logits with their exponentials and gradients.
+
+    Args:
+        chunk: tokens whose logits are computed at once; None = all.
+    """
+    at_once = min(tokens, CHUNKS_AT_ONCE * (chunk or tokens))
+    return LOGIT_BYTES[on_cpu()] * vocabulary * at_once
 
 
 def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:

@@ -1,10 +1,13 @@
-"""Memory, disk and speed of this machine, and whether a plan fits."""
+"""What a plan needs of this machine, whether it fits, and what would fit."""
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import mlx.core as mx
 
-from ..config.loader import LoadedRecipe
+from ..config.loader import LoadedRecipe, load_recipe_data
 from ..convert import importers
 from ..convert.importers import gguf
 from ..cpu.memory import memory_limit
@@ -15,6 +18,15 @@ from ..run.fs import free_bytes
 from ..run.progress import format_duration, readable_size
 from .estimate import ModelShape, StageResources, Workload, config_dtype
 from .plan import RunPlan
+from .plan import plan as make_plan
+
+FitKey = Literal["max_seq_length", "batch_size", "batch_tokens"]
+FIT_KEYS: tuple[FitKey, ...] = get_args(FitKey)
+SHORTEST = 8
+# Of the limit: measured peaks are 0.9 to 1.26 times the estimate.
+USABLE = 0.8
+# The largest values that are tried if neither the model nor the data has a bound.
+MOST_TOKENS, MOST_EXAMPLES = 1 << 17, 1 << 12
 
 
 class ResourceCheck:
@@ -31,18 +43,15 @@ class ResourceCheck:
         loaded: LoadedRecipe,
         plan: RunPlan,
         shape: ModelShape,
-        lengths: list[int],
-        share: float,
+        lengths: Sequence[int] = (),
+        share: float = 1.0,
     ):
         longest = loaded.recipe.data.max_seq_length
-        workload = Workload(
-            shape,
-            config_dtype(shape.config),
-            _padded(lengths or [longest], longest),
-            longest,
-            len(lengths) * share,
-            loaded.find,
-        )
+        buckets = bucket_lengths(longest)
+        padded = [next(b for b in buckets if n <= b) for n in lengths or [longest]]
+        examples = len(lengths) * share
+        dtype = config_dtype(shape.config)
+        workload = Workload(shape, dtype, padded, longest, examples, loaded.find)
         self.output = plan.output
         self.stages: dict[str, StageResources] = {}
         current, finished = shape, plan.finished()
@@ -56,40 +65,30 @@ class ResourceCheck:
         self.free = free_bytes(plan.output)
         self.limit = memory_limit()
 
-    def memory(self, name: str) -> int:
-        """The estimated memory of a stage, in bytes."""
-        needs = self.stages[name]
-        parts = needs.training.memory if needs.training else needs.memory
-        return int(sum(parts.values()))
-
     def lines(self) -> Iterator[tuple[str, str]]:
         """Memory, time and disk: topics and texts."""
         for name, needs in self.stages.items():
-            for topic, text in self._stage_lines(name, needs):
+            for topic, text in _lines(needs, self.limit):
                 yield topic, f"{name}: {text}"
-        yield (
-            "disk",
-            f"needs {readable_size(self.disk)}, free {readable_size(self.free)}",
-        )
+        disk, free = map(readable_size, (self.disk, self.free))
+        yield "disk", f"needs {disk}, free {free}"
 
     @property
     def fits(self) -> bool:
         """Whether memory and disk suffice."""
-        try:
-            self.require()
-        except UserError:
-            return False
-        return True
+        memory = max((needs.memory for needs in self.stages.values()), default=0)
+        return memory <= self.limit and self.disk <= self.free
 
     def require(self) -> None:
         """Raise UserError with code 3 if something does not fit."""
         for name, needs in self.stages.items():
-            memory = self.memory(name)
-            if memory > self.limit:
+            if needs.memory > self.limit:
+                options = " or ".join(needs.remedies)
+                options = f"try {options}; " if options else ""
                 raise UserError(
-                    f"{name} needs about {readable_size(memory)} of memory, and the "
-                    f"limit is {readable_size(self.limit)}",
-                    hint=_remedy(needs),
+                    f"{name} needs about {readable_size(needs.memory)} of memory, and "
+                    f"the limit is {readable_size(self.limit)}",
+                    hint=f"{options}--ignore-limits runs it anyway",
                     code=WILL_NOT_FIT,
                 )
         if self.disk > self.free:
@@ -101,33 +100,25 @@ class ResourceCheck:
                 code=WILL_NOT_FIT,
             )
 
-    def _stage_lines(
-        self, name: str, needs: StageResources
-    ) -> Iterator[tuple[str, str]]:
-        if needs.data:
-            yield "data", needs.data
-        if size := self.memory(name):
-            parts, trained = "", ""
-            if cost := needs.training:
-                sizes = (f"{k} {readable_size(v)}" for k, v in cost.memory.items())
-                parts = f" ({', '.join(sizes)})"
-                trained = (
-                    f"; {cost.trained:,} of {cost.parameters:,} parameters trained"
-                )
-            limit = readable_size(self.limit)
-            yield "memory", f"about {readable_size(size)}{parts} of {limit}{trained}"
-        if (seconds := needs.seconds) is None:
-            yield "time", "unknown before the data is read"
-        elif seconds:
-            steps = f" for {needs.steps:,} steps" if needs.steps else ""
-            yield "time", f"roughly {format_duration(seconds)}{steps}"
-        if needs.disk:
-            yield "disk", readable_size(needs.disk)
 
-
-def _remedy(needs: StageResources) -> str:
-    options = f"try {' or '.join(needs.remedies)}; " if needs.remedies else ""
-    return f"{options}--ignore-limits runs it anyway"
+def _lines(needs: StageResources, limit: int) -> Iterator[tuple[str, str]]:
+    if needs.data:
+        yield "data", needs.data
+    if needs.memory:
+        parts = ", ".join(f"{k} {readable_size(v)}" for k, v in needs.parts.items())
+        text = (
+            f"about {readable_size(needs.memory)} of {readable_size(limit)} ({parts})"
+        )
+        if cost := needs.training:
+            text += f"; {cost.trained:,} of {cost.parameters:,} parameters trained"
+        yield "memory", text
+    if (seconds := needs.seconds) is None:
+        yield "time", "unknown before the data is read"
+    elif seconds:
+        steps = f" for {needs.steps:,} steps" if needs.steps else ""
+        yield "time", f"roughly {format_duration(seconds)}{steps}"
+    if needs.disk:
+        yield "disk", readable_size(needs.disk)
 
 
 def model_shape(loaded: LoadedRecipe) -> ModelShape | None:
@@ -157,7 +148,119 @@ def model_shape(loaded: LoadedRecipe) -> ModelShape | None:
     return ModelShape.of_folder(folder, config)
 
 
-def _padded(lengths: list[int], max_seq_length: int) -> list[int]:
-    """Lengths of examples as batches pad them."""
-    buckets = bucket_lengths(max_seq_length)
-    return [next(b for b in buckets if length <= b) for length in lengths]
+@dataclass(frozen=True)
+class LargestFit:
+    """The largest value of a key that fits.
+
+    Attributes:
+        address: the key of an override, such as "data.max_seq_length".
+        limit: bytes of memory that the estimate may reach, USABLE of the machine's.
+        reason: why the value is not larger.
+    """
+
+    address: str
+    value: int
+    limit: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.address}={self.value} is the largest in {USABLE:.0%} of the limit, "
+            f"{readable_size(self.limit)}, if every example has max_seq_length tokens: "
+            f"{self.reason}"
+        )
+
+
+def check_with(
+    loaded: LoadedRecipe, shape: ModelShape, overrides: dict[str, int]
+) -> ResourceCheck:
+    """What a recipe with other values needs of this machine.
+
+    Every example has `max_seq_length` tokens. So the estimate grows with each of
+    FIT_KEYS, whatever the data, and a run with the result is never refused.
+    """
+    # Without the checks of files and data, which the recipe has passed.
+    other = load_recipe_data(
+        loaded.data, [*overrides.items()], name=loaded.name, root=loaded.root
+    )
+    return ResourceCheck(other, make_plan(other), shape)
+
+
+def find_largest(
+    loaded: LoadedRecipe, plan: RunPlan, shape: ModelShape, key: FitKey, sequences: int
+) -> list[LargestFit]:
+    """The largest value of a key for the stages of a recipe that train.
+
+    Args:
+        sequences: of the training data, about; 0 = unknown.
+
+    Returns:
+        One result for max_seq_length, else one for each stage that has the key.
+
+    Raises:
+        UserError: no stage trains, none has the key, or, with code 3, not even the
+            smallest value fits.
+    """
+    needs = check_with(loaded, shape, {}).stages
+    addresses = {planned.name: planned.stage.address for planned in plan.stages}
+    trained = [name for name in addresses if needs[name].training]
+    if not trained:
+        raise UserError(
+            f"no stage of this recipe trains, so there is no {key} to find",
+            hint="--dry-run without --find checks it",
+        )
+    reason = "larger values were not tried"
+    if key == "max_seq_length":
+        if bound := shape.setting("max_position_embeddings"):
+            reason = f"the model has {bound:,} positions"
+        bound = bound or MOST_TOKENS
+        values = range(min(SHORTEST, bound), bound + 1)
+        return [_largest(loaded, shape, f"data.{key}", trained, values, reason)]
+    having = [name for name in trained if needs[name].batch_key == key]
+    if not having:
+        other = needs[trained[0]].batch_key
+        raise UserError(f"{trained[0]} has {other}, not {key}", hint=f"--find {other}")
+    # A batch has at least one sequence.
+    length = loaded.recipe.data.max_seq_length if key == "batch_tokens" else 1
+    if sequences:
+        reason = f"one batch then has all {sequences:,} training sequences"
+    values = range(length, length * (sequences or MOST_EXAMPLES) + 1)
+    return [
+        _largest(loaded, shape, f"{addresses[name]}.{key}", [name], values, reason)
+        for name in having
+    ]
+
+
+def _largest(
+    loaded: LoadedRecipe,
+    shape: ModelShape,
+    address: str,
+    stages: list[str],
+    values: range,
+    reason: str,
+) -> LargestFit:
+    """The last of `values` with which all stages fit, by bisection.
+
+    Args:
+        reason: why no larger value is tried.
+    """
+    limit = int(USABLE * memory_limit())
+
+    def needs(value: int) -> tuple[int, str, StageResources]:
+        check = check_with(loaded, shape, {address: value})
+        return max((check.stages[n].memory, n, check.stages[n]) for n in stages)
+
+    if needs(values[-1])[0] <= limit:
+        return LargestFit(address, values[-1], limit, reason)
+    position = bisect_left(values, True, key=lambda value: needs(value)[0] > limit)
+    if position == 0:
+        memory, name, stage = needs(values[0])
+        others = [remedy for remedy in stage.remedies if address not in remedy]
+        raise UserError(
+            f"{name} needs about {readable_size(memory)} of memory even with "
+            f"{address}={values[0]}, and {USABLE:.0%} of the limit are "
+            f"{readable_size(limit)}",
+            hint=f"try {' or '.join(others)}" if others else None,
+            code=WILL_NOT_FIT,
+        )
+    return LargestFit(address, values[position - 1], limit, "more does not fit")

@@ -155,22 +155,18 @@ def tracked(loaded: LoadedRecipe, logger: RunLogger) -> Iterator[None]:
         yield
         code = 0
     finally:
-        finish_all(logger.trackers, _summary(_models(logger.folder)), code)
+        summary = {
+            f"{name}/{key}": value
+            for name, metrics in _models(logger.folder).items()
+            for key, value in metrics.items()
+            if isinstance(value, int | float)
+        }
+        finish_all(logger.trackers, summary, code)
 
 
 def _models(output: Path) -> dict[str, dict]:
     """The figures of every evaluated model; empty without a report."""
     return read_report(output / REPORT).get("models", {})
-
-
-def _summary(models: dict[str, dict]) -> dict[str, float]:
-    """The metrics of all models by one key each."""
-    return {
-        f"{name}/{key}": value
-        for name, metrics in models.items()
-        for key, value in metrics.items()
-        if isinstance(value, int | float)
-    }
 
 
 def _check(

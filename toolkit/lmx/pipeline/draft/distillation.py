@@ -2,7 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
+from functools import partial
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
@@ -11,10 +13,13 @@ from ...draft.acceptance import predict_accepted_lengths
 from ...draft.candidates import Candidate, all_acceptance_probs
 from ...draft.cost_model import SpeculationCosts
 from ...models.checkpoint import weights_digest
+from ...models.loader import set_compute_dtype
+from ...training.optimizers import OptimizerConfig
 from ...training.schedules import learning_rate_at
 from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
 from ..context import ModelArtifact, StageContext
+from ..estimate import training_dtype
 from .benchmark import DraftEvaluation
 from .setup import DraftData
 
@@ -77,16 +82,18 @@ class DraftDistillation(ABC):
             loss: the validation loss of the trained weights.
         """
 
-    def learning_rate(self, number: int, steps: int) -> float:
-        """Of a step, from 0."""
-        return learning_rate_at(
-            number,
-            steps,
-            peak=self.config.learning_rate,
-            schedule="cosine",
-            warmup_ratio=WARMUP_RATIO,
-            min_lr_ratio=MIN_LR_RATIO,
+    def make_step(self, model: nn.Module, dtype: mx.Dtype, **losses) -> TrainStep:
+        """A step of a model or drafter that is stored in `dtype`."""
+        compute = training_dtype("auto", dtype)
+        step = TrainStep(
+            model,
+            OptimizerConfig(max_grad_norm=1.0),
+            compute_dtype=compute,
+            ranks=self.context.ranks,
+            **losses,
         )
+        set_compute_dtype(model, compute)
+        return step
 
     def predict(self, candidate: Candidate, costs: SpeculationCosts) -> dict:
         """Accepted lengths on held-out completions, and the speed-up they predict."""
@@ -119,21 +126,30 @@ class DraftDistillation(ABC):
             model = step.materialize()
             with step.ranks.collective_errors():
                 if step.ranks.is_first:
-                    self._log(done, self.predicted(model))
+                    predicted, logger = self.predicted(model), self.context.logger
+                    logger.metrics({"kind": "draft", "step": done} | predicted)
+                    logger.info(f"step {done}: {self.summary(predicted)}")
 
         return Trainer(
             step,
             batches,
             TrainerConfig(
-                steps=config.steps,
-                seed=self.context.seed,
-                checkpoint_dir=self.context.folder / "checkpoints",
-                logging_steps=config.logging_steps,
-                eval_steps=config.eval_steps,
-                save_steps=config.save_steps,
+                config.steps,
+                self.context.seed,
+                self.context.folder / "checkpoints",
+                config.logging_steps,
+                config.eval_steps,
+                config.save_steps,
                 load_best_at_end=True,
             ),
-            learning_rate=lambda number: self.learning_rate(number, config.steps),
+            learning_rate=partial(
+                learning_rate_at,
+                steps=config.steps,
+                peak=config.learning_rate,
+                schedule="cosine",
+                warmup_ratio=WARMUP_RATIO,
+                min_lr_ratio=MIN_LR_RATIO,
+            ),
             eval_batches=list(eval_batches),
             logger=self.context.logger,
             on_evaluate=log_prediction,
@@ -148,10 +164,6 @@ class DraftDistillation(ABC):
             "validation_loss": loss,
             "expected": self.predicted(model),
         }
-
-    def _log(self, done: int, predicted: dict) -> None:
-        self.context.logger.metrics({"kind": "draft", "step": done} | predicted)
-        self.context.logger.info(f"step {done}: {self.summary(predicted)}")
 
     def summary(self, predicted: dict) -> str:
         """A prediction in one line."""

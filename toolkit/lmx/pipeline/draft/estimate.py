@@ -9,7 +9,6 @@ and at most N tokens of prompts and completions, distillation takes besides:
     online       2 P per token of every step if predictions are not stored
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,21 +22,20 @@ from ...cpu import on_cpu
 from ...draft.pruning import pruned_config
 from ...models.checkpoint import read_config
 from ...run.progress import readable_size
-from ..estimate import (
-    CHUNKS_AT_ONCE,
-    DEPTH_FRACTIONS,
-    LOGIT_BYTES,
-    QUANTIZATION_KEYS,
-    BatchShape,
-    ModelShape,
-    TrainingCost,
-    config_dtype,
-)
+from ..estimate import BatchShape, ModelShape, TrainingCost, config_dtype, logit_bytes
 from ..train.estimate import training_cost
 from ..work import Work
 
 if TYPE_CHECKING:
     from ...models.drafters.base import Drafter
+
+# Blocks of a model for one of its draft model.
+DEPTH_RATIO = 4
+
+
+def initial_depth(config: DraftModelConfig, count: int) -> int:
+    """Blocks of a draft model that is pruned from `count` blocks."""
+    return min(count, config.num_layers or max(1, count // DEPTH_RATIO))
 
 
 def draft_training_cost(
@@ -47,9 +45,9 @@ def draft_training_cost(
     compute: int,
     find: Callable[[str], Path | None],
 ) -> TrainingCost | None:
-    """Cost of training a draft model with the target in memory; None = unknown.
+    """Cost of training a draft model or a drafter with the target in memory.
 
-    The cost is unknown if the model that the draft model is cut from is on the Hub.
+    None = unknown, because the model that the draft model is cut from is on the Hub.
 
     Args:
         compute: bytes of the compute dtype.
@@ -57,27 +55,30 @@ def draft_training_cost(
     Raises:
         UserError: no such draft model can be cut.
     """
-    draft = _draft_shape(target, config.draft_model, find)
-    if draft is None:
+    if config.architecture != "model":
+        cost = _drafter_training_cost(target, config, batch, compute)
+    elif draft := _draft_shape(target, config.draft_model, find):
+        alone = TrainConfig(steps=config.steps, batch_tokens=config.batch_tokens)
+        cost = training_cost(draft, alone, batch, compute)
+    else:
         return None
-    alone = TrainConfig(steps=config.steps, batch_tokens=config.batch_tokens)
-    cost, total = training_cost(draft, alone, batch, compute), target.parameters
+    total = target.parameters
     online = 2 * total * (config.data_generation.top_k is None)
     memory = {"target": compute * total} | cost.memory
     step = cost.step + Work(forward=online * batch.mean_tokens)
     return replace(cost, memory=memory, step=step)
 
 
-def drafter_training_cost(
+def _drafter_training_cost(
     target: ModelShape, config: DraftConfig, batch: BatchShape, compute: int
 ) -> TrainingCost:
-    """Cost of training a drafter on hidden states, with the target in memory.
+    """Cost of training a drafter on hidden states.
 
     It processes a row per token and draft token; or about one row per token, if it
     drafts in one pass: its blocks are spread over the text. The head runs on the rows
     of completions, of which the longest is counted, and once more in the backward pass.
     """
-    drafter, total = _drafter(target, config), target.parameters
+    drafter = _drafter(target, config)
     parameters = dict(tree_flatten(drafter.parameters()))
     trained = sum(value.size for value in parameters.values())
     vocabulary, width = drafter.config.vocab_size, target.setting("hidden_size")
@@ -86,23 +87,19 @@ def drafter_training_cost(
         vocabulary = len(own_head)
     rows = 1 if drafter.drafts_in_one_pass else config.drafter.num_draft_tokens
     matrices = [value for value in parameters.values() if value.ndim == 2]
-    logits_at_once = CHUNKS_AT_ONCE * loss_chunk(vocabulary, on_cpu=on_cpu())
-    step = compute * rows * batch.tokens * sum(sum(m.shape) for m in matrices)
-    step += (
-        LOGIT_BYTES[on_cpu()] * vocabulary * min(logits_at_once, rows * batch.tokens)
-    )
+    tokens = rows * batch.tokens
+    step = compute * tokens * sum(sum(m.shape) for m in matrices)
+    step += logit_bytes(vocabulary, tokens, loss_chunk(vocabulary, on_cpu=on_cpu()))
     step += 4 * batch.tokens * len(drafter.layer_ids) * width
     memory = {
-        "target": compute * total,
         "weights": (4 + compute) * trained,
         "optimizer": 12 * trained,
         "step": step,
     }
     share = min(1.0, config.data_generation.max_tokens / batch.length)
     per_row = 6 * sum(m.size for m in matrices) + 8 * share * vocabulary * width
-    online = 2 * total * (config.data_generation.top_k is None)
-    step = Work(per_row * rows, forward=online) * batch.mean_tokens
-    return TrainingCost(total + trained, trained, memory, step)
+    work = Work(per_row * rows * batch.mean_tokens)
+    return TrainingCost(target.parameters + trained, trained, memory, work)
 
 
 def _drafter(target: ModelShape, config: DraftConfig) -> "Drafter":
@@ -122,14 +119,6 @@ def _drafter(target: ModelShape, config: DraftConfig) -> "Drafter":
     )
 
 
-def _state_bytes(target: ModelShape, config: DraftConfig) -> int:
-    """Bytes on disk of the hidden states of one token."""
-    from ...draft.hidden_states import BYTES_PER_VALUE
-
-    count = len(_drafter(target, config).layer_ids)
-    return count * target.setting("hidden_size") * BYTES_PER_VALUE
-
-
 def generation_cost(
     target: ModelShape, config: DraftConfig, prompt_length: float
 ) -> tuple[Work, str]:
@@ -138,18 +127,20 @@ def generation_cost(
     Args:
         prompt_length: tokens of a prompt on average.
     """
-    data, vocabulary = config.data_generation, target.setting("vocab_size")
+    # Both need NumPy.
+    from ...draft.hidden_states import BYTES_PER_VALUE
+    from ...training.teacher_targets import bytes_per_token
+
+    data, predictions, states = config.data_generation, "none", 0
     count = data.num_prompts + data.num_eval_prompts
     tokens = int(count * (prompt_length + data.max_tokens))
-    text = f"generates at most {tokens:,} tokens, predictions: none"
     if data.top_k:
-        from ...training.teacher_targets import bytes_per_token
-
-        size = tokens * bytes_per_token(data.top_k, vocabulary)
-        text = text.replace("none", f"{readable_size(size)} in the cache")
-    states = 0
+        size = tokens * bytes_per_token(data.top_k, target.setting("vocab_size"))
+        predictions = f"{readable_size(size)} in the cache"
+    text = f"generates at most {tokens:,} tokens, predictions: {predictions}"
     if config.architecture != "model":
-        states = tokens * _state_bytes(target, config)
+        layers = len(_drafter(target, config).layer_ids)
+        states = tokens * layers * target.setting("hidden_size") * BYTES_PER_VALUE
         states *= states <= 1e9 * data.max_hidden_states_gb
         text += f", hidden states: {readable_size(states)}" if states else ""
     per_token = 2 * target.parameters
@@ -179,14 +170,13 @@ def _draft_shape(
         if folder is None:
             return None
         config = read_config(folder)
-    config = {k: value for k, value in config.items() if k not in QUANTIZATION_KEYS}
+    config = {k: value for k, value in config.items() if "quantization" not in k}
     count = config.get("num_hidden_layers")
     if not isinstance(count, int):
         return None
     layers = draft.num_layers
-    if layers == "auto":
-        layers = math.ceil(max(DEPTH_FRACTIONS) * count)
-    numbers = layers if isinstance(layers, list) else range(min(layers, count))
-    config = pruned_config(config, sorted(numbers))
+    if not isinstance(layers, list):
+        layers = range(initial_depth(draft, count))
+    config = pruned_config(config, sorted(layers))
     shape = ModelShape(config, 0)
     return replace(shape, bytes=config_dtype(config).size * shape.parameters)

@@ -1,15 +1,16 @@
 """What the distillation of a draft model starts from: its data and its weights."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ...config.draft import DraftConfig, DraftModelConfig
+from ...data.record_formats import DataRecord
 from ...data.tokenization import Example
 from ...data.tokenizer_files import require_same_tokenizer
 from ...draft import dataset
@@ -25,9 +26,8 @@ from ...generation.speculative.layer_skip import rank_layers
 from ...models.checkpoint import config_int, read_config
 from ...models.loader import LoadedModel, compute_dtype, set_compute_dtype
 from ...quantization.packing import dequantized_model
-from ...run import fs
 from ..context import StageContext, is_complete, mark_complete, write_model
-from ..estimate import DEPTH_FRACTIONS
+from .estimate import initial_depth
 
 # The folder of the initial draft model, in that of the stage.
 INITIAL_FOLDER = "initial"
@@ -100,11 +100,8 @@ class DraftData:
     @cached_property
     def prompt_sets(self) -> PromptSets:
         """Benchmark prompts of the validation examples, by set."""
-        rows, count = self.context.rows.valid, self.config.benchmark.num_prompts
-        tokenizer, longest = self.target.tokenizer, self._max_prompt_tokens
-        prompts = prompt_sets(rows, tokenizer, count=count, max_prompt_tokens=longest)
-        self._require_prompts(prompts)
-        return prompts
+        count = self.config.benchmark.num_prompts
+        return self._prompts(prompt_sets, self.context.rows.valid, count)
 
     @property
     def benchmark_prompts(self) -> list[Prompt]:
@@ -116,20 +113,16 @@ class DraftData:
         """The tokens that end a completion."""
         return frozenset(self.target.tokenizer.eos_token_ids)
 
-    def _select_prompts(self, rows, count: int) -> list[Prompt]:
+    def _prompts(self, select: Callable, rows: Iterable[DataRecord], count: int) -> Any:
+        """Prompts that `select` chooses, which leave room for a completion."""
         tokenizer, longest = self.target.tokenizer, self._max_prompt_tokens
-        prompts = dataset.select_prompts(
-            rows, tokenizer, count=count, max_prompt_tokens=longest
-        )
-        self._require_prompts(prompts)
-        return prompts
-
-    def _require_prompts(self, prompts) -> None:
+        prompts = select(rows, tokenizer, count=count, max_prompt_tokens=longest)
         if not prompts:
             raise UserError(
-                f"no example has a prompt of at most {self._max_prompt_tokens} tokens",
+                f"no example has a prompt of at most {longest} tokens",
                 hint="raise data.max_seq_length, or lower data_generation.max_tokens",
             )
+        return prompts
 
     @property
     def _max_prompt_tokens(self) -> int:
@@ -152,7 +145,8 @@ class DraftData:
         context, config = self.context, self.config.data_generation
         ranks = context.ranks
         with ranks.collective_errors():
-            prompts = self._select_prompts(getattr(context.rows, split), count)
+            rows = getattr(context.rows, split)
+            prompts = self._prompts(dataset.select_prompts, rows, count)
             completions = None
             if ranks.is_first:
                 context.logger.info(
@@ -192,8 +186,13 @@ class DraftData:
         return draft if draft < config_int(self.target.config, "vocab_size") else None
 
 
-class DraftInitializer:
-    """Makes the initial draft model, pruned from a model.
+def write_initial(
+    config: DraftModelConfig,
+    context: StageContext,
+    target: LoadedModel,
+    tokens: mx.array,
+) -> Path:
+    """The folder of the initial draft model, which is pruned from a model once.
 
     Args:
         target: the model that will be served.
@@ -201,95 +200,44 @@ class DraftInitializer:
             measured.
 
     Raises:
-        UserError: the model to prune has another tokenizer than the target.
+        UserError: the model to prune has another tokenizer than the target, or no
+            engine could serve the pruned one.
     """
-
-    def __init__(
-        self,
-        config: DraftModelConfig,
-        context: StageContext,
-        target: LoadedModel,
-        tokens: mx.array,
-    ):
-        self.config = config
-        self.context = context
-        self.target = target
-        self.tokens = tokens
-        self.source = self._load_source()
-        self.weights = dict(tree_flatten(self.source.model.parameters()))
-        compute = compute_dtype("auto", self.source.dtype)
-        set_compute_dtype(self.source.model, compute)
-
-    def init(self, predict_speedup: Callable[[Path], float]) -> Path:
-        """The folder of the initial draft model, which is made once.
-
-        Args:
-            predict_speedup: the predicted speed-up of the model in a folder.
-        """
-        folder = self.context.folder / INITIAL_FOLDER
-        if is_complete(folder, self.context.logger.warning):
-            return folder
-        self._write(folder, self._best_layers(predict_speedup))
-        mark_complete(folder)
+    folder = context.folder / INITIAL_FOLDER
+    if is_complete(folder, context.logger.warning):
         return folder
+    source = _load_source(config.init_from, context, target)
+    weights = dict(tree_flatten(source.model.parameters()))
+    set_compute_dtype(source.model, compute_dtype("auto", source.dtype))
+    layers = config.num_layers
+    if not isinstance(layers, list):
+        count = initial_depth(config, len(source.model.layers))
+        order = rank_layers(source.model, tokens)
+        layers = most_important_blocks(order, count)
+    layers = tuple(sorted(layers))
+    pruned = pruned_config(source.config, layers)
+    pruned["eos_token_id"] = target.config.get("eos_token_id")
+    vocabulary = len(target.tokenizer.get_vocab())
+    require_servable(pruned, target.config, vocabulary, place=str(source.path))
+    # The target's tokenizer and chat template, whatever the model is pruned from.
+    like = replace(source, config=pruned, path=target.path)
+    write_model(folder, like, prune(source.model, weights, layers), keeps_mtp=False)
+    mark_complete(folder)
+    blocks = ", ".join(map(str, layers))
+    context.logger.info(f"initial draft model: blocks {blocks} of {source.path}")
+    return folder
 
-    def _best_layers(self, predict_speedup: Callable[[Path], float]) -> tuple[int, ...]:
-        candidates = self._candidates()
-        if len(candidates) == 1:
-            return candidates[0]
-        speedups = {}
-        for layers in candidates:
-            name = f"candidate-{len(layers)}"
-            candidate = self._write(self.context.folder / name, layers)
-            speedups[layers] = predict_speedup(candidate)
-            fs.remove(candidate)
-        best = max(speedups, key=speedups.get)
-        by_depth = ", ".join(f"{len(n)}: {v:.2f}x" for n, v in speedups.items())
-        self.context.logger.info(
-            f"predicted speed-up by number of blocks: {by_depth}; selected {len(best)}"
-        )
-        return best
 
-    def _load_source(self) -> LoadedModel:
-        """The model to prune, dequantized, in its stored dtype."""
-        context, name = self.context, self.config.init_from
-        path = context.resolve(name) if name else context.current.reference
-        loaded = context.load(path, compute="stored")
-        require_same_tokenizer(
-            self.target.tokenizer,
-            loaded.tokenizer,
-            role="draft",
-            place=str(name or path),
-        )
-        if "quantization" in loaded.config:
-            loaded, _ = dequantized_model(loaded, loaded.dtype)
-        return loaded
-
-    def _candidates(self) -> list[tuple[int, ...]]:
-        """The choices of blocks to keep, each ascending."""
-        wanted, count = self.config.num_layers, len(self.source.model.layers)
-        if isinstance(wanted, list):
-            return [tuple(sorted(wanted))]
-        counts = [wanted]
-        if wanted == "auto":
-            counts = sorted({max(1, math.ceil(f * count)) for f in DEPTH_FRACTIONS})
-        if max(counts) >= count:
-            return [tuple(range(count))]
-        order = rank_layers(self.source.model, self.tokens)
-        return [most_important_blocks(order, n) for n in counts]
-
-    def _write(self, folder: Path, layers: tuple[int, ...]) -> Path:
-        source = self.source
-        config = pruned_config(source.config, layers)
-        config["eos_token_id"] = self.target.config.get("eos_token_id")
-        tokens = len(self.target.tokenizer.get_vocab())
-        require_servable(config, self.target.config, tokens, place=str(source.path))
-        weights = prune(source.model, self.weights, layers)
-        # The target's tokenizer and chat template, whatever the model is pruned from.
-        like = replace(source, config=config, path=self.target.path)
-        write_model(folder, like, weights, keeps_mtp=False)
-        blocks = ", ".join(map(str, layers))
-        self.context.logger.info(
-            f"initial draft model: blocks {blocks} of {source.path}"
-        )
-        return folder
+def _load_source(
+    name: str | None, context: StageContext, target: LoadedModel
+) -> LoadedModel:
+    """The model to prune, dequantized, in its stored dtype."""
+    path = context.resolve(name) if name else context.current.reference
+    loaded = context.load(path, compute="stored")
+    place = str(name or path)
+    require_same_tokenizer(
+        target.tokenizer, loaded.tokenizer, role="draft", place=place
+    )
+    if "quantization" in loaded.config:
+        loaded, _ = dequantized_model(loaded, loaded.dtype)
+    return loaded

@@ -10,12 +10,7 @@ from ...config.messages import Problem
 from ..context import DRAFT_FOLDER, ModelArtifact, StageContext
 from ..estimate import BatchShape, ModelShape, StageResources, Workload, training_dtype
 from ..stage import ModelState, RawStage, Stage, needs_training_data
-from .estimate import (
-    draft_benchmark_work,
-    draft_training_cost,
-    drafter_training_cost,
-    generation_cost,
-)
+from .estimate import draft_benchmark_work, draft_training_cost, generation_cost
 
 
 class DraftStage(Stage):
@@ -45,16 +40,10 @@ class DraftStage(Stage):
         config, shape = self.config, workload.shape
         dtype = training_dtype("auto", workload.dtype)
         length = workload.longest + config.data_generation.max_tokens
+        block = "draft_model" if config.architecture == "model" else "drafter"
         tokens = max(config.batch_tokens, length)
         batch = BatchShape(length, tokens, tokens)
-        if config.architecture == "model":
-            smaller = "draft_model.num_layers=1"
-            training = draft_training_cost(
-                shape, config, batch, dtype.size, workload.find
-            )
-        else:
-            smaller = "drafter.num_layers=1"
-            training = drafter_training_cost(shape, config, batch, dtype.size)
+        training = draft_training_cost(shape, config, batch, dtype.size, workload.find)
         # Only the prompt of an example is used.
         work, data = generation_cost(shape, config, workload.mean_length)
         return StageResources(
@@ -69,7 +58,7 @@ class DraftStage(Stage):
             data=data,
             remedies=(
                 f"{self.address}.batch_tokens={max(8, config.batch_tokens // 2)}",
-                f"{self.address}.{smaller}",
+                f"{self.address}.{block}.num_layers=1",
             ),
         )
 

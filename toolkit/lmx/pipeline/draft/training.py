@@ -21,21 +21,15 @@ from ...models.checkpoint import config_int
 from ...models.drafters.base import Drafter
 from ...models.drafters.io import ARCHITECTURES, bind_target, save_drafter
 from ...models.hooks import require_hidden_states
-from ...models.loader import LoadedModel, set_compute_dtype
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
+from ...models.loader import LoadedModel
 from ...run.fs import atomic_folder
 from ...training.chunked_loss import ChunkedLoss
-from ...training.optimizers import OptimizerConfig
-from ...training.step import TrainStep
 from ...training.trainer import Trainer
 from ..context import ModelArtifact, write_model
-from ..estimate import training_dtype
 from ..quantize.stage import QuantizeStage
 from .distillation import DraftDistillation
-from .setup import INITIAL_FOLDER, DraftInitializer
+from .setup import INITIAL_FOLDER, write_initial
 
-# Training steps of every candidate before they are compared.
-CANDIDATE_STEPS = 40
 # Tokens on which the importance of blocks is measured.
 IMPORTANCE_TOKENS = 256
 
@@ -45,18 +39,22 @@ class DraftModelDistillation(DraftDistillation):
 
     def prepare(self) -> None:
         """Write the initial draft model."""
-        initializer = DraftInitializer(
-            self.config.draft_model, self.context, self.target, self._sample_tokens()
-        )
-        initial = initializer.init(self._predict_speedup)
-        # Its source model needs memory.
-        del initializer
+        tokens = [batch.tokens.reshape(-1) for batch in self.data.eval_batches]
+        sample = mx.concatenate(tokens)[None, :IMPORTANCE_TOKENS]
+        config = self.config.draft_model
+        initial = write_initial(config, self.context, self.target, sample)
         self._costs = self._folder_costs(initial)
 
     def make_trainer(self) -> Trainer:
         context = self.context
         initial = context.require_visible(context.folder / INITIAL_FOLDER)
-        step, self._initial = self._make_step(initial, context.ranks)
+        self._initial = loaded = context.load(initial, compute="stored")
+        step = self.make_step(
+            loaded.model,
+            loaded.dtype,
+            loss=DraftLoss(self.config.loss, cross_entropy=self.config.ce_weight),
+            chunked_loss=self._chunked_loss(loaded),
+        )
         return self.trainer(step, self.data.train_batches, self.data.eval_batches)
 
     def finish(self, trainer: Trainer, loss: float) -> ModelArtifact:
@@ -71,28 +69,6 @@ class DraftModelDistillation(DraftDistillation):
             facts |= {"before_quantizing": facts["expected"], "expected": predicted}
         return self.evaluation.run(draft, self.evaluation.load_model(draft), facts)
 
-    def _sample_tokens(self) -> mx.array:
-        """Tokens [1, L] of completions, on which importance is measured."""
-        tokens = [batch.tokens.reshape(-1) for batch in self.data.eval_batches]
-        return mx.concatenate(tokens)[None, :IMPORTANCE_TOKENS]
-
-    def _make_step(
-        self, folder: Path, ranks: ProcessGroup = SINGLE_PROCESS
-    ) -> tuple[TrainStep, LoadedModel]:
-        config, loaded = self.config, self.context.load(folder, compute="stored")
-        compute = training_dtype("auto", loaded.dtype)
-        loss = DraftLoss(config.loss, cross_entropy=config.ce_weight)
-        step = TrainStep(
-            loaded.model,
-            OptimizerConfig(max_grad_norm=1.0),
-            compute_dtype=compute,
-            chunked_loss=self._chunked_loss(loaded),
-            loss=loss,
-            ranks=ranks,
-        )
-        set_compute_dtype(loaded.model, compute)
-        return step, loaded
-
     def _chunked_loss(self, loaded: LoadedModel) -> ChunkedLoss | None:
         """None if the model cannot be split into trunk and head."""
         try:
@@ -100,17 +76,6 @@ class DraftModelDistillation(DraftDistillation):
             return ChunkedLoss(loaded.model, loss_chunk(vocabulary, on_cpu=on_cpu()))
         except NoTrunkHeadSplit:
             return None
-
-    def _predict_speedup(self, folder: Path) -> float:
-        """The predicted speed-up of a candidate after a few training steps."""
-        costs = self._folder_costs(folder)
-        step, _ = self._make_step(folder)
-        steps = min(CANDIDATE_STEPS, self.config.steps)
-        for number in range(steps):
-            batch = self.data.train_batches(number)
-            step(batch, self.learning_rate(number, steps), number)
-            mx.eval(step.parameters, step.optimizer.state)
-        return self._predict(step.materialize(), costs)["predicted_speedup"]
 
     def _folder_costs(self, folder: Path) -> SpeculationCosts:
         """Costs of the target and of the model in a folder, as they are served."""
@@ -174,8 +139,10 @@ class DrafterDistillation(DraftDistillation):
         )
         if ranks.is_first:
             self._costs = self.evaluation.costs(self._candidate(drafter))
+        chunk = loss_chunk(drafter.draft_vocab_size, on_cpu=on_cpu())
+        loss = DrafterLoss(self.config, chunk=chunk)
         return self.trainer(
-            self._make_step(drafter),
+            self.make_step(drafter, self.target.dtype, loss=loss),
             self._batches(self.data.train_batches, drafter),
             self._batches(self.data.eval_batches, drafter),
         )
@@ -222,19 +189,6 @@ class DrafterDistillation(DraftDistillation):
         if mask is None:
             mask = min(tokenizer.eos_token_ids)
         return config.model_copy(update={"mask_token_id": mask})
-
-    def _make_step(self, drafter: Drafter) -> TrainStep:
-        compute = training_dtype("auto", self.target.dtype)
-        chunk = loss_chunk(drafter.draft_vocab_size, on_cpu=on_cpu())
-        step = TrainStep(
-            drafter,
-            OptimizerConfig(max_grad_norm=1.0),
-            compute_dtype=compute,
-            loss=DrafterLoss(self.config, chunk=chunk),
-            ranks=self.context.ranks,
-        )
-        set_compute_dtype(drafter, compute)
-        return step
 
     def _batches(self, batches, drafter: Drafter) -> HiddenStateBatches:
         return HiddenStateBatches(

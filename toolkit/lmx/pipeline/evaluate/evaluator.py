@@ -6,13 +6,13 @@ from pathlib import Path
 
 from ...config.evaluate import EvaluateConfig
 from ...data.batching import Batch, BucketBatchSampler
+from ...errors import FAILED, UserError
 from ...evaluation import lm_eval
 from ...evaluation.perplexity import eval_batch_tokens
 from ...models.loader import LoadedModel
 from ...run.tables import table
 from ..context import StageContext
 from ..train.batches import encode_valid
-from . import thresholds
 from .metrics import METRICS, Inputs, Measured
 from .questions import Questions, fits
 
@@ -24,6 +24,14 @@ MAX_BATCH_TOKENS = 4096
 LOGGED_SAMPLES = 2
 # Facts of a draft stage, which are top-level entries of the report.
 DRAFT_FACTS = ("draft", "speculation")
+# The measured value that each threshold limits.
+THRESHOLDS = {
+    "max_kl": "kl_mean",
+    "min_top1_agreement": "top1_agreement",
+    "max_perplexity": "perplexity",
+    "max_perplexity_ratio": "perplexity_ratio",
+    "min_exact_match": "exact_match",
+}
 
 
 class Evaluator:
@@ -130,13 +138,37 @@ class Evaluator:
         Raises:
             UserError: one is missed; its code is 1.
         """
-        name = [*self.metrics][-1]
-        thresholds.require(self._thresholds, name, self._last, self.context.logger)
+        results = self._thresholds
+        for result in results:
+            status = "passed" if result["passed"] else "MISSED"
+            value = result["value"]
+            value = "not measured" if value is None else f"{value:.4g}"
+            self.context.logger.info(
+                f"threshold {result['name']}: {value}, limit {result['limit']:g}: "
+                f"{status}"
+            )
+        if missed := [result["name"] for result in results if not result["passed"]]:
+            raise UserError(
+                f"the {[*self.metrics][-1]} model misses its thresholds: "
+                f"{', '.join(missed)}; nothing is published",
+                place=str(self._last),
+                hint="train longer, use more bits, or loosen `thresholds`",
+                code=FAILED,
+            )
 
     @property
     def _thresholds(self) -> list[dict]:
-        last = [*self.metrics.values()][-1]
-        return thresholds.compare(self.config.thresholds, last)
+        """As in report.json; a value that was not measured misses its threshold."""
+        figures, results = [*self.metrics.values()][-1], []
+        for name, limit in self.config.thresholds.model_dump().items():
+            if limit is None:
+                continue
+            value = figures.get(THRESHOLDS[name])
+            bounds = (limit, value) if name.startswith("min_") else (value, limit)
+            passed = value is not None and bounds[0] <= bounds[1]
+            result = {"name": name, "value": value, "limit": limit, "passed": passed}
+            results.append(result)
+        return results
 
     def _measure(self, model: Measured, inputs: Inputs) -> None:
         self.context.logger.info(f"evaluating {model.name}: {model.loaded.path}")

@@ -62,7 +62,7 @@ class EvaluateStage(Stage):
         decoding = 2 * weights * generated
         return StageResources(
             current,
-            memory={"models": 2 * 4 * weights},
+            other_memory={"models": 2 * 4 * weights},
             work=Work(forward=passes, decoded=decoding),
         )
 

@@ -16,6 +16,7 @@ from ...data.hub_datasets import HubDataset
 from ...errors import UserError
 from ...models.checkpoint import read_config
 from ...models.checkpoint_writer import QUANTIZE_ACTIVATIONS
+from ...models.safetensors_io import require_finite
 from ...run.fs import atomic_folder, read_json
 from ...run.report import REPORT, read_report
 from ...run.tables import table
@@ -82,7 +83,8 @@ class ExportStage(Stage):
             load=lambda folder: context.load(folder, compute="stored", lazy=True),
             info=context.logger.info,
         )
-        context.require_finite_base()
+        if current.model == context.base:
+            require_finite(current.model)
         targets = dict(zip(config.formats, self.outputs(context.output), strict=True))
         facts = self._card_facts(context)
         with ExitStack() as together:

@@ -76,7 +76,7 @@ class QuantizeStage(Stage):
         return StageResources(
             quantized,
             disk=quantized.bytes + cost.disk,
-            memory={"quantization": cost.memory},
+            other_memory={"quantization": cost.memory},
             work=cost.work,
         )
 
@@ -103,8 +103,7 @@ class QuantizeStage(Stage):
         from .refinement import CalibrationData, quantize_kv_cache
 
         config, reference = self.config, context.current.model
-        context.require_finite_base()
-        context.warn_of_dense_blocks()
+        context.check_base()
         loaded = context.load(reference, compute="stored", lazy=True)
         selection = select_layers(loaded.model, config)
         for path, reason in sorted(selection.skipped.items()):

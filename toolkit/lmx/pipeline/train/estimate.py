@@ -10,16 +10,16 @@ the largest batch, training takes:
     optimizer    4 T for the gradients and for every moment: AdamW has two, Adafactor
                  practically none, the others one; 4 T more with gradient accumulation;
                  8-bit moments have 1 byte per value and 4 per block of 256
-    step         the larger of the backward pass and the update (8 T);
-                 the backward pass keeps c n (in + out) of every matrix,
-                 2 c n heads length of every attention layer (nothing with the
-                 blockwise attention of float32 on a Linux CPU), 16 n vocabulary for
-                 the loss, and the weights that `_quantizer_bytes` counts;
-                 with gradient checkpointing, n width c of every block and the
-                 activations of one block alone; with a chunked loss, the
-                 16 n vocabulary of a few chunks, and 8 of every weight of the head;
-                 or twice the caches of all rollouts, if that is more; or c P, for the
-                 model into which an adapter is fused, which is loaded and measured
+    step         the largest of
+                 the backward pass: c n (in + out) of every matrix, 2 c n heads length
+                 of every attention layer (nothing with the blockwise attention of
+                 float32 on a Linux CPU), the logits with exponentials and gradients,
+                 and the weights that `_quantizer_bytes` counts; with gradient
+                 checkpointing, n width c of every block and the activations of one
+                 block alone; with a chunked loss, the logits of a few chunks, and 8 of
+                 every weight of the head;
+                 the update, 8 T; twice the caches of all rollouts;
+                 and c P for the fused model of an adapter, which is measured
     operations   2 P per token forward, 2 P back to the inputs, 2 T to the weights,
                  and 12 length width per attention layer; 2 P more with gradient
                  checkpointing; all that for every batch of a step; with rollouts, 2 P
@@ -45,26 +45,18 @@ from ...run.launcher import process_count
 from ...training.dynamic_quantization import BLOCK_SIZE
 from ...training.optimizers import MIN_8BIT_SIZE, OPTIMIZERS_8BIT
 from ..estimate import (
-    CHUNKS_AT_ONCE,
-    LOGIT_BYTES,
     BatchShape,
     ModelShape,
     TrainingCost,
     active_weights,
     inputs_and_outputs,
+    logit_bytes,
     matrix_shapes,
 )
 from ..work import Work
 
-MOMENTS = {
-    "adamw": 2,
-    "adamw_8bit": 2,
-    "adafactor": 0,
-    "lion": 1,
-    "lion_8bit": 1,
-    "muon": 1,
-    "sgd": 1,
-}
+# Moments per trained parameter.
+MOMENTS = {"adamw": 2, "adamw_8bit": 2, "adafactor": 0}
 # Matrices whose dequantized weights exist at once: MLX's CPU backend allocates the
 # results of this many operations before it computes them.
 DEQUANTIZED_AT_ONCE = 8
@@ -85,35 +77,34 @@ def training_cost(
     model = shape.model()
     total = sum(v.size for _, v in tree_flatten(model.parameters()))
     matrices = matrix_shapes(model)
-    specs = select_layers(model, config.qat).specs if config.qat else {}
-    trained_sizes = _trained_sizes(model, config)
-    if config.adapter:
-        adapted = lora_model.adapted_layers(model)
-        specs = {path: spec for path, spec in specs.items() if path in adapted}
-    sizes = {path: prod(matrices[f"{path}.weight"]) for path in specs}
-    for path, spec in specs.items():
-        groups = sizes[path] // spec.group_size
-        trained_sizes += config.qat.learned_per_group(spec) * [groups]
+    layers, trained_sizes = _trained(model, matrices, config)
     trained = sum(trained_sizes)
-    masters_are_weights = _masters_are_weights(config, compute)
-    masters = 0 if masters_are_weights else 4 * trained
+    # The masters of full training; not those of another type or of shards.
+    computes_with_masters = config.adapter is None and compute == 4 and not config.fsdp
+    masters = 0 if computes_with_masters else 4 * trained
     computed = compute * total
-    if shape.is_quantized:
+    if shape.is_quantized and config.qat:
+        computed += 4 * total
+    elif shape.is_quantized:
+        at_once = DEQUANTIZED_AT_ONCE if on_cpu() else 0
         mean_size = total // len(matrices)
-        computed = _computed_bytes(shape, config, total, mean_size, compute)
-    backward = _activations(shape, matrices, batch, compute, config)
-    backward += _loss(shape, batch, config)
-    if config.qat:
-        sizes_and_specs = [(sizes[path], spec) for path, spec in specs.items()]
-        backward += _quantizer_bytes(sizes_and_specs, config, compute)
+        computed = compute * (shape.float_values + at_once * mean_size)
+    kept = compute if computes_with_masters else 0
+    backward = (
+        _activations(shape, matrices, batch, compute, config)
+        + _loss(shape, batch, config)
+        + sum(_quantizer_bytes(size, spec, config, kept) for size, spec in layers)
+    )
     shards = process_count() if config.fsdp else 1
+    sampled, caches = 0.0, 0
+    if config.rollouts:
+        sampled, caches = _rollouts(shape, config, batch.length)
+    fused = compute * total if config.adapter and not config.qat else 0
     memory = {
         "weights": (shape.bytes + masters) // shards + computed,
         "optimizer": _optimizer_bytes(trained_sizes, config) // shards,
-        "step": max(backward, 8 * trained // shards),
+        "step": max(backward, 8 * trained // shards, 2 * compute * caches, fused),
     }
-    if config.adapter and not config.qat:
-        memory["step"] = max(memory["step"], compute * total)
     online = config.teacher is not None and not config.teacher.offline
     if online:
         memory["teacher"] = compute * total
@@ -124,46 +115,40 @@ def training_cost(
     per_token += 12 * batch.length * width
     tokens = batch.mean_tokens * config.gradient_accumulation_steps
     step = Work(per_token * tokens, forward=2 * online * active * tokens)
-    step *= config.num_trainings
-    if config.rollouts:
-        values, sampled = _rollouts(shape, config, batch.length)
-        memory["step"] = max(memory["step"], 2 * compute * values)
-        step += Work(generated=2 * active * sampled)
+    step = step * config.num_trainings + Work(generated=2 * active * sampled)
     return TrainingCost(total, trained, memory, step)
 
 
-def _computed_bytes(
-    shape: ModelShape, config: TrainConfig, total: int, mean_size: int, compute: int
-) -> int:
-    """Bytes of the weights that a training on a quantized model computes with.
+def _trained(
+    model: nn.Module, matrices: dict[str, tuple[int, ...]], config: TrainConfig
+) -> tuple[list[tuple[int, QuantSpec]], list[int]]:
+    """Attach the adapter.
 
-    Args:
-        total: weights of the model.
-        mean_size: weights of a matrix.
+    Returns:
+        Weights and grid of each layer with a fake quantizer, and the weights of each
+        tensor that is trained.
     """
-    if config.qat:
-        return (4 + compute) * total
-    at_once = DEQUANTIZED_AT_ONCE if on_cpu() else 0
-    return compute * (shape.float_values + at_once * mean_size)
+    specs = select_layers(model, config.qat).specs if config.qat else {}
+    if config.adapter:
+        lora_model.attach(model, config.adapter, seed=0, merged=bool(config.qat))
+        adapted = lora_model.adapted_layers(model)
+        specs = {path: spec for path, spec in specs.items() if path in adapted}
+    sizes = [value.size for _, value in tree_flatten(model.trainable_parameters())]
+    layers = [(prod(matrices[f"{path}.weight"]), spec) for path, spec in specs.items()]
+    for size, spec in layers:
+        sizes += config.qat.learned_per_group(spec) * [size // spec.group_size]
+    return layers, sizes
 
 
-def _rollouts(shape: ModelShape, config: TrainConfig, length: int) -> tuple[int, float]:
-    """Values in the caches of a batch, and tokens per step that are generated."""
+def _rollouts(shape: ModelShape, config: TrainConfig, length: int) -> tuple[float, int]:
+    """Tokens per step that are generated, and values in the caches of a batch."""
     heads = shape.setting("num_attention_heads") or 1
     head = shape.setting("head_dim") or shape.setting("hidden_size") // heads
     heads = shape.setting("num_key_value_heads") or heads
     width = 2 * shape.setting("num_hidden_layers") * heads * head
     rows, longest = config.batch_size * config.micro_batches, config.rollouts.max_tokens
     steps = config.gradient_accumulation_steps / config.rollouts.num_iterations
-    return width * rows * (length + longest), rows * longest * steps
-
-
-def _trained_sizes(model: nn.Module, config: TrainConfig) -> list[int]:
-    """Weights of each tensor that a train stage trains; attaches its adapter."""
-    if config.adapter:
-        merged = config.qat is not None
-        lora_model.attach(model, config.adapter, seed=0, merged=merged)
-    return [value.size for _, value in tree_flatten(model.trainable_parameters())]
+    return rows * longest * steps, width * rows * (length + longest)
 
 
 def _optimizer_bytes(trained_sizes: list[int], config: TrainConfig) -> int:
@@ -175,7 +160,9 @@ def _optimizer_bytes(trained_sizes: list[int], config: TrainConfig) -> int:
         return 4 * values
 
     gradients = 4 * sum(trained_sizes) * (1 + config.sums_gradients)
-    return gradients + MOMENTS[config.optimizer] * sum(map(size_of, trained_sizes))
+    return gradients + MOMENTS.get(config.optimizer, 1) * sum(
+        map(size_of, trained_sizes)
+    )
 
 
 def _activations(
@@ -195,38 +182,26 @@ def _activations(
     return int(batch.tokens * compute * values)
 
 
-def _masters_are_weights(config: TrainConfig, compute: int) -> bool:
-    """Whether a forward pass without quantizers computes with the masters themselves.
-
-    Not those of another type, of shards or of an adapter.
-    """
-    return config.adapter is None and compute == 4 and not config.fsdp
-
-
 def _quantizer_bytes(
-    layers: list[tuple[int, QuantSpec]], config: TrainConfig, compute: int
+    weights: int, spec: QuantSpec, config: TrainConfig, kept: int
 ) -> int:
-    """Bytes that fake quantizers keep for the backward pass.
+    """Bytes that a fake quantizer keeps for the backward pass.
 
     The quantized weights replace the weights that are computed with, unless those are
-    the masters. A quantizer that is not straight-through also keeps the sum of weight
-    and adapter; with trained scales also the gradient of that sum.
+    the masters: then they take `kept` bytes each. A quantizer that is not
+    straight-through also keeps the sum of weight and adapter; with trained scales also
+    the gradient of that sum.
     """
-    total, of_weight = 0, compute * _masters_are_weights(config, compute)
-    for weights, spec in layers:
-        size = of_weight
-        if config.adapter and not config.qat.is_straight_through(spec):
-            size += 8 if config.qat.learned_per_group(spec) else 4
-        total += size * weights
-    return total
+    if config.adapter and not config.qat.is_straight_through(spec):
+        kept += 8 if config.qat.learned_per_group(spec) else 4
+    return kept * weights
 
 
 def _loss(shape: ModelShape, batch: BatchShape, config: TrainConfig) -> int:
     """Bytes of the logits, their exponentials and their gradients."""
     vocabulary = shape.setting("vocab_size")
-    per_token = LOGIT_BYTES[on_cpu()] * vocabulary
     chunk = config.chunk(vocabulary=vocabulary, tokens=batch.tokens, on_cpu=on_cpu())
-    if chunk is None or CHUNKS_AT_ONCE * chunk >= batch.tokens:
-        return per_token * batch.tokens
-    head = 0 if config.adapter else vocabulary * shape.setting("hidden_size")
-    return per_token * CHUNKS_AT_ONCE * chunk + 8 * head
+    size = logit_bytes(vocabulary, batch.tokens, chunk)
+    if size < logit_bytes(vocabulary, batch.tokens) and not config.adapter:
+        size += 8 * vocabulary * shape.setting("hidden_size")
+    return size

@@ -1,6 +1,7 @@
 """One training of a train stage: its parts, and the checkpoints it writes."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -271,7 +272,7 @@ class TrainRun:
             step,
             batches,
             self._trainer_config(steps, num_batches),
-            learning_rate=partial(self._learning_rate, steps=steps),
+            learning_rate=self._learning_rate(steps),
             eval_batches=eval_batches,
             logger=context.logger,
             evaluate=evaluate,
@@ -280,10 +281,13 @@ class TrainRun:
         )
 
     def _make_step(self, compute_dtype: mx.Dtype, **losses) -> TrainStep:
-        config = self.config
-        fake_quant = self._fake_quant() if self.selection.specs else None
+        config, model, network = self.config, self.model, self.loaded.model
+        fake_quant = None
+        if specs := self.selection.specs:
+            dtype = self.loaded.dtype
+            fake_quant = FakeQuant(network, specs, dtype, model.qat, model.packed)
         return TrainStep(
-            self.loaded.model,
+            network,
             self._optimizer(fake_quant),
             compute_dtype=compute_dtype,
             fake_quant=fake_quant,
@@ -295,27 +299,26 @@ class TrainRun:
 
     def _trainer_config(self, steps: int, num_batches: int) -> TrainerConfig:
         config, context = self.config, self.context
+        parts = config.micro_batches
         return TrainerConfig(
             steps=steps,
             seed=context.seed,
             checkpoint_dir=context.folder / "checkpoints",
+            gradient_accumulation_steps=config.gradient_accumulation_steps * parts,
+            num_batches=num_batches * parts,
             logging_steps=config.logging_steps,
             eval_steps=config.eval_steps,
             save_steps=config.save_steps,
-            gradient_accumulation_steps=(
-                config.gradient_accumulation_steps * config.micro_batches
-            ),
-            num_batches=num_batches * config.micro_batches,
             save_total_limit=config.save_total_limit,
             load_best_at_end=config.load_best_at_end,
             early_stopping_patience=config.early_stopping_patience,
         )
 
-    def _learning_rate(self, number: int, *, steps: int) -> float:
+    def _learning_rate(self, steps: int) -> Callable[[int], float]:
         config = self.config
-        return learning_rate_at(
-            number,
-            steps,
+        return partial(
+            learning_rate_at,
+            steps=steps,
             peak=config.learning_rate,
             schedule=config.lr_schedule,
             warmup_ratio=config.warmup_ratio,
@@ -331,18 +334,13 @@ class TrainRun:
         if fake_quant:
             lr_multipliers |= fake_quant.lr_multipliers()
         return OptimizerConfig(
-            name=config.optimizer,
-            beta1=config.beta1,
-            beta2=config.beta2,
+            config.optimizer,
+            config.beta1,
+            config.beta2,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             lr_multipliers=lr_multipliers,
         )
-
-    def _fake_quant(self) -> FakeQuant:
-        network, model = self.loaded.model, self.model
-        specs, dtype = self.selection.specs, self.loaded.dtype
-        return FakeQuant(network, specs, dtype, model.qat, model.packed)
 
     def _sample(self, done: int) -> None:
         """Answer the sample prompts, into samples.jsonl."""

@@ -129,7 +129,6 @@ class TrainStage(Stage):
             cost,
             steps=self._steps(workload, batch),
             batch_key="batch_tokens" if config.batch_tokens else "batch_size",
-            is_packed=config.packing,
             remedies=tuple(self._remedies(workload.max_seq_length)),
         )
 
@@ -148,8 +147,7 @@ class TrainStage(Stage):
         with ranks.collective_errors():
             if ranks.is_first:
                 # A quantizer may turn NaN into a code, and the loss would not tell.
-                context.require_finite_base()
-                context.warn_of_dense_blocks()
+                context.check_base()
                 create_from_scratch(context)
         with ranks.collective_errors():
             baseline = None

@@ -1,0 +1,493 @@
+"""Estimates of memory, work and disk: near measured peaks, exact where they can be."""
+
+import gc
+import json
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from lmx import cpu
+from lmx.cli import main
+from lmx.config.draft import DraftConfig
+from lmx.config.model import ScratchModelConfig
+from lmx.config.quant_spec import QuantizationConfig
+from lmx.config.quantize import GPTQConfig
+from lmx.config.train import TeacherConfig, TrainConfig
+from lmx.data.batching import Batch
+from lmx.models import from_scratch
+from lmx.models.loader import build_model, set_compute_dtype
+from lmx.models.lora import lora_model
+from lmx.pipeline import resources
+from lmx.pipeline.draft.estimate import (
+    draft_benchmark_work,
+    draft_training_cost,
+    generation_cost,
+)
+from lmx.pipeline.estimate import BatchShape, ModelShape, TrainingCost, Workload
+from lmx.pipeline.plan import load, plan
+from lmx.pipeline.quantize.estimate import QuantizeCost
+from lmx.pipeline.train.estimate import training_cost
+from lmx.pipeline.work import Work
+from lmx.quantization.packing import dequantize, pack
+from lmx.quantization.qat.fake_quant import FakeQuant
+from lmx.quantization.target_layers import select_layers
+from lmx.run.progress import readable_size
+from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.optimizers import OptimizerConfig
+from lmx.training.step import TrainStep
+from mlx.utils import tree_flatten
+from sized_models import SHAPE, sized, write_sized
+from tiny_checkpoints import QWEN3_MOE
+
+DEEP = ScratchModelConfig(
+    vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=8
+)
+RECIPE = """\
+model: {from_scratch: {vocab_size: 320}}
+data: {train: rows.jsonl, max_seq_length: 64}
+stages: [{train: {epochs: 2, batch_size: 2}}, {export: }]
+"""
+
+
+def cost_of(compute: int = 4, **settings) -> TrainingCost:
+    config = TrainConfig(**({"steps": 1, "batch_size": 8} | settings))
+    return training_cost(sized(), config, BatchShape(64, 512, 512), compute)
+
+
+def train_steps(step: TrainStep, batch) -> None:
+    """Two, from where the peak is measured."""
+    mx.reset_peak_memory()
+    for seed in range(2):
+        outputs = step(batch, 1e-3, seed)
+        mx.eval(outputs, step.parameters, step.optimizer.state)
+
+
+def constant_batch(rows: int, length: int) -> Batch:
+    tokens, mask = mx.ones((rows, length + 1), mx.int32), mx.ones((rows, length))
+    return Batch(tokens, mask.astype(mx.bool_), ())
+
+
+def make_step(shape: ScratchModelConfig, config: TrainConfig) -> TrainStep:
+    network = build_model(from_scratch.llama_config(shape))
+    if config.adapter:
+        lora_model.attach(network, config.adapter, seed=0)
+    chunk = config.loss_chunk_tokens
+    return TrainStep(
+        network,
+        OptimizerConfig(config.optimizer),
+        gradient_checkpointing=config.gradient_checkpointing,
+        chunked_loss=ChunkedLoss(network, chunk) if chunk else None,
+    )
+
+
+LOW_MEMORY = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_chunk_tokens": None},
+        {"loss_chunk_tokens": None, "gradient_checkpointing": True},
+        {"loss_chunk_tokens": 64},
+        LOW_MEMORY,
+        LOW_MEMORY | {"gradient_accumulation_steps": 2},
+        LOW_MEMORY | {"optimizer": "lion_8bit"},
+    ],
+    ids=str,
+)
+def test_memory_is_near_the_measured_peak(adapter, settings):
+    # Estimates assume the CPU functions of loaded models.
+    cpu.enable()
+    shape = DEEP.model_copy(update={"num_hidden_layers": 4})
+    config = TrainConfig(adapter=adapter, steps=1, batch_size=4, **settings)
+    estimate = training_cost(sized(shape), config, BatchShape(128, 512, 512), 4)
+    step = make_step(shape, config)
+    assert sum(v.size for v in step.parameters.values()) == estimate.trained
+    tokens = mx.array(np.random.default_rng(0).integers(0, 2048, (4, 129)), mx.int32)
+    batch = Batch(tokens, mx.ones((4, 128), mx.bool_), ())
+    # Garbage of other tests would otherwise be freed during the measurement.
+    gc.collect()
+    before = mx.get_active_memory()
+    model_bytes = sum(v.nbytes for _, v in tree_flatten(step.model.parameters()))
+    train_steps(step, [batch] * config.gradient_accumulation_steps)
+    optimizer_bytes = sum(v.nbytes for _, v in tree_flatten(step.optimizer.state))
+    peak = mx.get_peak_memory() - before + optimizer_bytes + model_bytes
+    assert 0.6 < sum(estimate.memory.values()) / peak < 1.6
+
+
+@pytest.mark.parametrize(
+    ("adapter", "quantizer", "from_codes"),
+    [
+        ({"rank": 4}, "minmax", False),
+        ({"rank": 4}, "lsq", False),
+        ({"rank": 4}, "fixed_scale", True),
+        (None, "minmax", False),
+        (None, "lsq", True),
+    ],
+)
+def test_memory_with_fake_quantizers(adapter, quantizer, from_codes):
+    """Of so few tokens that most of the memory is weights."""
+    cpu.enable()
+    qat = {"bits": 4, "quantizer": quantizer}
+    config = TrainConfig(
+        adapter=adapter, qat=qat, steps=1, batch_size=1, loss_chunk_tokens=None
+    )
+    shapes = sized(
+        DEEP,
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+    )
+    gc.collect()
+    start = mx.get_active_memory()
+    network = build_model(shapes.config)
+    network.set_dtype(mx.float16)
+    specs, packed = select_layers(network, config.qat).specs, None
+    if from_codes:
+        packed = {}
+        modules = dict(network.named_modules())
+        for path, spec in specs.items():
+            layer = modules[path]
+            packed[path] = pack(layer.weight, spec, mx.float16)
+            layer.weight = dequantize(packed[path], spec, mx.float32)
+        network.set_dtype(mx.float32)
+        shapes = shapes.quantized(specs)
+    mx.eval(network.parameters(), packed)
+    # A stage keeps the weights that it began with.
+    initial = dict(tree_flatten(network.parameters()))
+    if adapter:
+        lora_model.attach(network, config.adapter, seed=0, merged=True)
+    fake_quant = FakeQuant(network, specs, mx.float16, config.qat, packed)
+    set_compute_dtype(network, mx.float32)
+    step = TrainStep(network, OptimizerConfig(), fake_quant=fake_quant)
+    train_steps(step, constant_batch(1, 8))
+    peak = mx.get_peak_memory() - start
+    assert initial
+    cost = training_cost(shapes, config, BatchShape(8, 8, 8), 4)
+    assert sum(v.size for v in step.parameters.values()) == cost.trained
+    assert 0.8 < sum(cost.memory.values()) / peak < 1.2
+
+
+@pytest.mark.parametrize("grid", [{"mode": "mxfp8"}, {"bits": 4}], ids=str)
+def test_memory_of_an_adapter_on_codes(grid):
+    """Of so few tokens that most of the memory is weights."""
+    config = TrainConfig(
+        adapter={"rank": 4}, steps=1, batch_size=4, loss_chunk_tokens=None
+    )
+    dense = sized(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=6, vocab_size=320
+    )
+    gc.collect()
+    start = mx.get_active_memory()
+    network = build_model(dense.config)
+    network.set_dtype(mx.float16)
+    spec = QuantizationConfig(**grid)
+    shapes = dense.quantized(select_layers(network, spec).specs)
+    nn.quantize(network, spec.group_size, spec.bits, mode=spec.mode)
+    cpu.enable(network)
+    mx.eval(network.parameters())
+    # A stage keeps the weights that it began with.
+    initial = dict(tree_flatten(network.parameters()))
+    assert sum(value.nbytes for value in initial.values()) == shapes.bytes
+    lora_model.attach(network, config.adapter, seed=0)
+    set_compute_dtype(network, mx.float32)
+    step = TrainStep(network, OptimizerConfig())
+    train_steps(step, constant_batch(4, 8))
+    peak = mx.get_peak_memory() - start
+    cost = training_cost(shapes, config, BatchShape(8, 32, 32), 4).memory
+    # At the end, the fused model is loaded.
+    assert cost["step"] == 4 * dense.parameters
+    # Before, the backward pass needs the inputs and outputs of 32 tokens.
+    matrices = tree_flatten(dense.model().parameters())
+    values = sum(sum(value.shape) for _, value in matrices if value.ndim == 2)
+    estimate = cost["weights"] + cost["optimizer"] + 4 * 32 * values
+    assert 0.8 < estimate / peak < 1.2
+    # Dequantized weights that stay would take 4 bytes per weight.
+    assert peak < 2.5 * dense.parameters
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_8_bit_moments_are_counted(name):
+    shape = DEEP.model_copy(update={"intermediate_size": 250, "num_hidden_layers": 2})
+    estimates, moments = [], []
+    for optimizer in (name, f"{name}_8bit"):
+        config = TrainConfig(steps=1, batch_size=1, optimizer=optimizer)
+        cost = training_cost(sized(shape), config, BatchShape(8, 8, 8), 4)
+        estimates.append(cost.memory["optimizer"] - 4 * cost.trained)
+        state = tree_flatten(make_step(shape, config).optimizer.state)
+        moments.append(sum(value.nbytes for _, value in state if value.ndim))
+    assert estimates == moments
+    assert moments[1] < 0.26 * moments[0]
+
+
+def test_cost_of_options():
+    plain, checkpointed, accumulated = (
+        cost_of(),
+        cost_of(gradient_checkpointing=True),
+        cost_of(gradient_accumulation_steps=4),
+    )
+    assert 1.2 < checkpointed.step.trained / plain.step.trained < 1.4
+    assert accumulated.step == plain.step * 4
+    added = sum(accumulated.memory.values()) - sum(plain.memory.values())
+    assert added == 4 * plain.trained
+    assert cost_of(optimizer="sgd").memory["optimizer"] == 8 * plain.trained
+    online, offline = (
+        cost_of(teacher=TeacherConfig()),
+        cost_of(teacher=TeacherConfig(offline=True)),
+    )
+    assert online.memory == plain.memory | {"teacher": 4 * plain.parameters}
+    # In every second step.
+    rollouts = {"num_generations": 4, "max_tokens": 16, "num_iterations": 2}
+    sampling = cost_of(teacher=TeacherConfig(), rollouts=rollouts)
+    assert online.step == plain.step + Work(forward=online.step.forward)
+    assert 0.25 < online.step.forward / plain.step.trained < 0.4
+    per_token = online.step.forward / 512
+    assert sampling.step.generated == pytest.approx(per_token * 8 * 4 * 16 / 2)
+    assert offline == plain
+
+
+def test_fsdp_divides_shards(monkeypatch):
+    plain, single = (cost_of(compute=2, fsdp=shard) for shard in (False, True))
+    assert single.memory == plain.memory
+    monkeypatch.setattr("lmx.pipeline.train.estimate.process_count", lambda: 4)
+    assert cost_of(compute=2).memory == plain.memory
+    sharded = cost_of(compute=2, fsdp=True).memory
+    assert sharded["optimizer"] == plain.memory["optimizer"] // 4
+    stored = sized().bytes + 4 * plain.trained
+    saved = plain.memory["weights"] - sharded["weights"]
+    assert saved == pytest.approx(0.75 * stored, abs=1)
+
+
+def test_attention_scores_count_where_they_are_kept(monkeypatch):
+    steps = []
+    for value in (True, False):
+        monkeypatch.setattr(cpu, "replaces_functions", lambda value=value: value)
+        steps.append(cost_of().memory["step"])
+    heads = SHAPE.num_hidden_layers * SHAPE.num_attention_heads
+    assert steps[1] - steps[0] == 4 * 512 * 2 * heads * 64
+
+
+def test_work_is_six_operations_per_parameter_and_token():
+    shape = sized(num_hidden_layers=1, num_attention_heads=1)
+    config = TrainConfig(steps=1, batch_size=1)
+    cost = training_cost(shape, config, BatchShape(8, 8, 8.0), 4)
+    norms, attention = 3 * 64, 12 * 8 * 64
+    assert cost.step.trained == (6 * (cost.parameters - norms) + attention) * 8
+
+
+@pytest.mark.parametrize(
+    ("setting", "vocabulary", "tokens", "on_cpu", "chunk"),
+    [
+        ("auto", 32768, 4096, False, 512),
+        ("auto", 32768, 4095, False, None),
+        ("auto", 1 << 20, 4096, False, 64),
+        (7, 8, 8, False, 7),
+        (None, 1 << 20, 1 << 20, False, None),
+        # Small chunks stay in the CPU caches.
+        ("auto", 32768, 64, True, 128),
+    ],
+)
+def test_loss_chunk_auto_depends_on_logits(setting, vocabulary, tokens, on_cpu, chunk):
+    config = TrainConfig(steps=1, batch_size=8, loss_chunk_tokens=setting)
+    assert config.chunk(vocabulary=vocabulary, tokens=tokens, on_cpu=on_cpu) == chunk
+
+
+@pytest.mark.parametrize(
+    ("sizes", "grid"),
+    [
+        (from_scratch.llama_config(SHAPE), {"bits": 4, "group_size": 32}),
+        (QWEN3_MOE, {"mode": "nvfp4", "global_scale": True}),
+    ],
+    ids=["affine", "global_scale"],
+)
+def test_quantized_bytes_are_the_bytes_written(sizes, grid):
+    shape = ModelShape(sizes, 2 * ModelShape(sizes, 0).parameters)
+    grid = QuantizationConfig(**grid)
+    network = build_model(shape.config)
+    network.set_dtype(mx.float16)
+    specs = select_layers(network, grid).specs
+    modules = dict(network.named_modules())
+    written = sum(
+        value.nbytes
+        for path, spec in specs.items()
+        for value in pack(modules[path].weight, spec, mx.float16).values()
+    )
+    quantized = {f"{path}.weight" for path in specs}
+    remaining = tree_flatten(network.parameters())
+    written += sum(value.nbytes for name, value in remaining if name not in quantized)
+    assert shape.quantized(specs).bytes == written
+
+
+def test_quantize_work_counts_tokens_and_the_experts_that_they_see():
+    network = build_model(QWEN3_MOE)
+    specs = select_layers(network, QuantizationConfig(bits=4, group_size=32)).specs
+
+    def cost(effort: str, experts: int) -> QuantizeCost:
+        config = GPTQConfig(bits=4, group_size=32, effort=effort)
+        return QuantizeCost(config, network, specs, mx.float16, experts)
+
+    one, every = cost("standard", 1), cost("standard", 0)
+    assert one.work.forward < 0.9 * every.work.forward
+    assert cost("fast", 1).work.forward < one.work.forward
+    assert one.disk > 0 < one.memory
+
+
+@pytest.mark.slow
+def test_memory_of_scale_tuning_is_near_the_measured_peak(tmp_path):
+    """Most of it is that of logits."""
+    sizes = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 2}
+    model = write_sized(tmp_path, ScratchModelConfig(vocab_size=4096, **sizes))
+    calibration = {"dataset": "builtin:stdlib", "max_seq_length": 256}
+    calibration |= {"num_tokens": 1024, "num_eval_tokens": 256}
+    tuning = {"steps": 1, "batch_tokens": 1024, "learning_rate": 1e-3}
+    block = {"method": "gptq", "effort": "fast", "scale_tuning": tuning}
+    quantize = block | {"bits": 4, "calibration": calibration}
+    recipe = {"model": str(model), "stages": [{"quantize": quantize}]}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe | {"output": str(tmp_path / "run")}))
+    loaded = load(path, [])
+    shape = resources.model_shape(loaded)
+    [needs] = resources.ResourceCheck(loaded, plan(loaded), shape).stages.values()
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert main.train([str(path), "--quiet"]) == 0
+    peak = mx.get_peak_memory() - before
+    assert 0.67 < needs.memory / peak < 1.5
+
+
+def workload(lengths: list[int], examples: float, longest: int = 64) -> Workload:
+    return Workload(sized(), mx.float16, lengths, longest, examples, lambda name: None)
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch) -> Callable:
+    """The stages of RECIPE with overrides."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    examples = {"rows": {"text": "one"}}
+    examples["pairs"] = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
+    examples["answers"] = {"prompt": "1 + 1?", "completion": "2"}
+    for name, example in examples.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(example))
+    return lambda *overrides: [
+        each.stage for each in plan(load("recipe.yaml", list(overrides))).stages
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["data.train=pairs.jsonl", "stages.train.loss={type: dpo}"],
+        [
+            "data.train=answers.jsonl",
+            "stages.train.rollouts={num_generations: 4}",
+            "stages.train.loss={type: grpo, rewards: [exact_match]}",
+        ],
+    ],
+)
+def test_epochs_have_as_many_steps_for_every_loss(planned, overrides):
+    [train, _] = planned(*overrides)
+    # 40 examples in batches of 2, twice.
+    assert train.resources(workload([20] * 40, 40), sized()).steps == 40
+
+
+@pytest.mark.parametrize(
+    ("overrides", "checkpoints"),
+    [
+        ([], 3),
+        (["stages.train.save_total_limit=5", "stages.train.load_best_at_end=true"], 7),
+    ],
+)
+def test_disk_has_artifacts_and_checkpoints(planned, overrides, checkpoints):
+    """The trained model, its published copy, and checkpoints of 3 tensors each."""
+    needs = [
+        stage.resources(workload([64], 0), sized()) for stage in planned(*overrides)
+    ]
+    disk = 2 * sized().bytes + 12 * checkpoints * needs[0].training.trained
+    assert sum(need.disk for need in needs) == disk
+
+
+@pytest.mark.parametrize(
+    ("examples", "sizes", "tokens"),
+    [
+        # Batches of at most 8 are 3 x 7 of 256, and 2 of 512 tokens.
+        (23, (8, None), 7 * 256),
+        (23, (None, 2048), 7 * 256),
+        # Twice as many examples as in the sample: 4 of the longest.
+        (46, (8, None), 2048),
+        # Unknown: the longest examples may fill a batch.
+        (0, (8, None), 8 * 512),
+        (0, (None, 100), 512),
+    ],
+)
+def test_largest_batch_is_that_of_a_bucket(examples, sizes, tokens):
+    lengths = 21 * [256] + 2 * [512]
+    assert workload(lengths, examples, 512).largest_batch(*sizes) == tokens
+
+
+def draft_cost(draft_model: dict, find=lambda name: None, **settings):
+    config = DraftConfig(draft_model=draft_model, **settings)
+    batch = BatchShape(96, 1024, 1024)
+    return draft_training_cost(sized(DEEP), config, batch, 4, find)
+
+
+@pytest.mark.parametrize(
+    ("draft_model", "layers"),
+    [
+        ({"num_layers": 2}, 2),
+        ({"num_layers": [0, 3, 7]}, 3),
+        ({}, 2),
+    ],
+    ids=str,
+)
+def test_draft_training_cost_includes_the_target(draft_model, layers):
+    cost = draft_cost(draft_model)
+    expected = sized(DEEP, num_hidden_layers=layers).parameters
+    assert cost.trained == cost.parameters == expected
+    assert cost.memory["target"] == 4 * sized(DEEP).parameters
+
+
+def test_online_target_costs_time_and_no_disk():
+    offline, online = (
+        draft_cost({"num_layers": 2}, data_generation={"top_k": k}) for k in (64, None)
+    )
+    assert offline.step.forward == 0
+    assert online.step.forward == 2 * sized(DEEP).parameters * 1024
+    data_generation = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
+    configs = [
+        DraftConfig(data_generation=data_generation | {"top_k": k}) for k in (64, None)
+    ]
+    costs = [generation_cost(sized(DEEP), config, 30.0) for config in configs]
+    (stored, disk), (unstored, no_disk) = costs
+    # 2 bytes per token id of 2048, 2 per log-probability, 4 for the remaining mass.
+    assert f"{readable_size(5000 * (64 * 4 + 4))} in the cache" in disk
+    assert all(f"at most {5000:,} tokens" in text for text in (disk, no_disk))
+    assert "predictions: none" in no_disk
+    per_token = 2 * sized(DEEP).parameters
+    assert unstored == Work(generated=2000 * per_token, forward=3000 * per_token)
+    assert stored == unstored + Work(forward=5000 * per_token)
+
+
+def test_draft_benchmark_work_grows_with_prompts():
+    one, eight = (
+        draft_benchmark_work(sized(DEEP), DraftConfig(benchmark=benchmark)).decoded
+        for benchmark in (
+            {"num_prompts": 1, "max_tokens": 8},
+            {"num_prompts": 2, "max_tokens": 32},
+        )
+    )
+    assert eight == 8 * one
+
+
+def test_draft_cost_of_a_hub_model_is_unknown(tmp_path):
+    assert draft_cost({"init_from": "some/sibling"}) is None
+    sibling = sized(DEEP, num_hidden_layers=12)
+    (tmp_path / "config.json").write_text(json.dumps(sibling.config))
+    cost = draft_cost({"init_from": "some/sibling"}, lambda name: tmp_path)
+    assert cost.trained == sized(DEEP, num_hidden_layers=3).parameters
