@@ -156,6 +156,34 @@ GEMMA4 = r"""
 {%- endif %}
 """
 
+# All turns keep their reasoning; a budget of zero closes the block in the prompt.
+SEED_OSS = r"""
+{%- if tools %}
+{{- bos_token + 'system\n' + tools | tojson + eos_token }}
+{%- endif %}
+{%- if thinking_budget is defined %}
+{{- bos_token + 'system\nThinking budget: ' + thinking_budget | string + eos_token }}
+{%- endif %}
+{%- for m in messages %}
+{{- bos_token + m.role + '\n' }}
+{%- if m.role == 'assistant' and m.reasoning_content %}
+{{- '<seed:think>' + m.reasoning_content | trim + '</seed:think>' }}
+{%- endif %}
+{{- m.content | trim if m.role == 'assistant' else m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '\n<seed:tool_call>\n<function=' + c.function.name + '>\n' }}
+{%- for name, value in c.function.arguments | items %}
+{{- '<parameter=' + name + '>' + value | string + '</parameter>\n' }}
+{%- endfor %}
+{{- '</function>\n</seed:tool_call>' }}
+{%- endfor %}
+{{- eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- bos_token + 'assistant\n' }}
+{%- if thinking_budget == 0 %}{{- '<seed:think></seed:think>' }}{%- endif %}
+{%- endif %}
+"""
 
 MAGISTRAL = r"""
 {{- bos_token }}
@@ -198,10 +226,31 @@ _GEMMA4 = (
 )
 
 CHANNELS = {
-    "command_a": Family(COMMAND_A, _COHERE, "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
-    "apertus": Family(APERTUS, _APERTUS, "<|assistant_end|> <|tools_suffix|>", "<s>"),
+    "command_a": Family(
+        COMMAND_A,
+        _COHERE,
+        "<|END_OF_TURN_TOKEN|>",
+        "<BOS_TOKEN>",
+    ),
+    "apertus": Family(
+        APERTUS,
+        _APERTUS,
+        "<|assistant_end|> <|tools_suffix|>",
+        "<s>",
+    ),
     "gpt_oss": Family(GPT_OSS, _HARMONY, "<|return|> <|call|>"),
-    "gemma4": Family(GEMMA4, _GEMMA4, "<eos> <turn|> <|tool_response>", "<bos>"),
+    "gemma4": Family(
+        GEMMA4,
+        _GEMMA4,
+        "<eos> <turn|> <|tool_response>",
+        "<bos>",
+    ),
+    "seed_oss": Family(
+        SEED_OSS,
+        "<seed:bos> <seed:eos> <seed:think> </seed:think>",
+        "<seed:eos>",
+        "<seed:bos>",
+    ),
     "magistral": Family(
         MAGISTRAL,
         "<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_RESULTS] "

@@ -2,7 +2,7 @@
 in <think> tags."""
 
 from chat_templates import CHATML_STOPS, CHATML_TOKENS, Family
-from chat_templates_tools import DEEPSEEK, KIMI_TOKENS, TOOL_TAGS
+from chat_templates_tools import DEEPSEEK, GRANITE, KIMI_TOKENS, TOOL_TAGS
 
 # After the last question, the last turn has a block even without reasoning.
 QWEN3 = r"""
@@ -71,6 +71,24 @@ QWQ = r"""
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}
 """
 
+DEEPSEEK_R1 = r"""
+{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{- m.content }}
+{%- elif m.role == 'user' %}{{- '<｜User｜>' + m.content }}
+{%- elif m.role == 'tool' %}
+{{- '<｜tool▁outputs▁begin｜>' + m.content + '<｜tool▁outputs▁end｜>' }}
+{%- elif m.role == 'assistant' %}
+{{- '<｜Assistant｜>' + m.content.split('</think>')[-1].lstrip() }}
+{%- for c in m.tool_calls or [] %}
+{{- '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' }}
+{{- c.function.arguments | tojson + '<｜tool▁call▁end｜>' }}
+{%- endfor %}
+{{- eos_token }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\n' }}{%- endif %}
+"""
 
 # Without thinking, the prompt ends with a closing tag, as every turn begins.
 DEEPSEEK_V31 = r"""
@@ -142,6 +160,28 @@ GLM45 = r"""
 {%- endif %}
 """
 
+# Thinking changes the system message, never the turns.
+GRANITE3 = r"""
+{%- set system = 'Knowledge Cutoff Date: April 2024.\nYou are Granite.' %}
+{%- set turns = messages %}
+{%- if messages[0].role == 'system' %}
+{%- set system, turns = messages[0].content, messages[1:] %}
+{%- elif thinking %}
+{%- set system = system + ' Write your thoughts before the response.' %}
+{%- endif %}
+{{- '<|start_of_role|>system<|end_of_role|>' + system + '<|end_of_text|>\n' }}
+{%- if tools %}
+{{- '<|start_of_role|>available_tools<|end_of_role|>' + tools | tojson(indent=4) }}
+{{- '<|end_of_text|>\n' }}
+{%- endif %}
+{%- for m in turns %}
+{%- set role = 'tool_response' if m.role == 'tool' else m.role %}
+{{- '<|start_of_role|>' + role + '<|end_of_role|>' + m.content + '<|end_of_text|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_of_role|>assistant<|end_of_role|>' }}
+{%- endif %}
+"""
 
 # Reasoning is only known as content, and other turns are users.
 SMOLLM3 = r"""
@@ -166,6 +206,33 @@ SMOLLM3 = r"""
 {%- endif %}
 """
 
+# An empty block in the prompt that no turn has.
+HUNYUAN = r"""
+{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{- m.content + '<｜hy_place▁holder▁no▁3｜>' }}
+{%- elif m.role == 'user' %}{{- '<｜hy_User｜>' + m.content }}
+{%- elif m.role == 'tool' %}{{- '<｜hy_User｜><tool_response>' + m.content }}
+{%- elif m.role == 'assistant' %}
+{%- set text = m.content %}
+{%- if '</think>' in text %}
+{%- set text = text.split('</think>')[-1].strip() %}
+{%- endif %}
+{{- '<｜hy_Assistant｜>' + text }}
+{%- for c in m.tool_calls or [] %}
+{{- '<tool_call>' + c.function.name + '\n' + c.function.arguments | tojson }}
+{{- '</tool_call>' }}
+{%- endfor %}
+{{- eos_token }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<｜hy_Assistant｜>' }}
+{%- if enable_thinking is defined and not enable_thinking %}
+{{- '<think>\n\n</think>\n' }}
+{%- endif %}
+{%- endif %}
+"""
 
 # Either prompt has a block; earlier turns and turns without reasoning have none.
 NEMOTRON_H = r"""
@@ -273,6 +340,40 @@ KIMI_K2_THINKING = r"""
 {%- endif %}
 """
 
+MINIMAX_M2 = r"""
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
+{%- endfor %}
+{{- ']~!b[]~b]system\n' }}
+{{- messages[0].content if messages[0].role == 'system' else 'You are MiniMax.' }}
+{{- '\n<tools>' + tools | tojson + '</tools>' if tools }}{{- '[e~[\n' }}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- ']~b]user\n' + m.content + '[e~[\n' }}
+{%- elif m.role == 'tool' %}
+{{- ']~b]tool\n<response>' + m.content + '</response>[e~[\n' }}
+{%- elif m.role == 'assistant' %}
+{%- set thought, text = m.reasoning_content or '', m.content %}
+{%- if not thought and '</think>' in text %}
+{%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- set text = text.split('</think>')[-1].strip('\n') %}
+{%- endif %}
+{{- ']~b]ai\n' }}
+{{- '<think>\n' + thought + '\n</think>\n\n' if thought and loop.index0 > ns.last }}
+{{- text }}
+{%- for c in m.tool_calls or [] %}
+{{- '\n<minimax:tool_call><invoke name="' + c.function.name + '">\n' }}
+{%- for name, value in c.function.arguments.items() %}
+{%- set value = value if value is string else value | tojson %}
+{{- '<parameter name="' + name + '">' + value + '</parameter>\n' }}
+{%- endfor %}
+{{- '</invoke></minimax:tool_call>' }}
+{%- endfor %}
+{{- '[e~[\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- ']~b]ai\n<think>\n' }}{%- endif %}
+"""
 
 # A turn with reasoning can only follow the prompt with thinking.
 EXAONE4 = r"""
@@ -301,19 +402,31 @@ THINK = "<think> </think>"
 _QWEN3 = f"{CHATML_TOKENS} {TOOL_TAGS} {THINK}", CHATML_STOPS
 _KIMI = f"{KIMI_TOKENS} {THINK}", "[EOS] <|im_end|>", "[BOS]"
 _ROLES = "<|system|> <|user|> <|assistant|> <|observation|>"
+_HUNYUAN = (
+    "<｜hy_begin▁of▁sentence｜> <｜hy_place▁holder▁no▁2｜> <｜hy_place▁holder▁no▁3｜> "
+    "<｜hy_User｜> <｜hy_Assistant｜>"
+)
 
 REASONING = {
     "qwen3": Family(QWEN3, *_QWEN3),
     "qwen3_thinking": Family(QWEN3_THINKING, *_QWEN3),
     "qwen3_instruct": Family(QWEN3_INSTRUCT, *_QWEN3),
     "qwq": Family(QWQ, *_QWEN3),
+    "deepseek_r1": Family(DEEPSEEK_R1, *DEEPSEEK),
     "deepseek_v31": Family(DEEPSEEK_V31, *DEEPSEEK),
     "glm45": Family(
         GLM45,
         f"<|endoftext|> [gMASK] <sop> {_ROLES} {THINK} {TOOL_TAGS} /nothink",
         "<|endoftext|> <|user|> <|observation|>",
     ),
+    "granite3": Family(GRANITE3, *GRANITE),
     "smollm3": Family(SMOLLM3, f"{CHATML_TOKENS} {THINK}", "<|im_end|>"),
+    "hunyuan": Family(
+        HUNYUAN,
+        f"{_HUNYUAN} {THINK}",
+        "<｜hy_place▁holder▁no▁2｜>",
+        _HUNYUAN.split()[0],
+    ),
     "nemotron_h": Family(
         NEMOTRON_H,
         f"<s> <SPECIAL_10> <SPECIAL_11> <SPECIAL_12> {THINK}",
@@ -321,6 +434,7 @@ REASONING = {
     ),
     "nemotron_3": Family(NEMOTRON_3, *_QWEN3),
     "kimi_k2_thinking": Family(KIMI_K2_THINKING, *_KIMI),
+    "minimax_m2": Family(MINIMAX_M2, f"]~!b[ ]~b] [e~[ {THINK}", "[e~[", "]~!b["),
     "exaone4": Family(
         EXAONE4,
         f"[BOS] [|system|] [|user|] [|assistant|] [|endofturn|] {THINK}",

@@ -77,6 +77,36 @@ MISTRAL_V3 = r"""
 {%- endfor %}
 """
 
+MISTRAL_V7 = r"""
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+{{- '[SYSTEM_PROMPT]' + messages[0].content + '[/SYSTEM_PROMPT]' }}
+{%- set turns = messages[1:] %}
+{%- else %}
+{{- '[SYSTEM_PROMPT]Be concise.[/SYSTEM_PROMPT]' }}{%- set turns = messages %}
+{%- endif %}
+{%- if tools %}
+{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+{%- endif %}
+{%- for m in turns %}
+{%- if m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}
+{%- elif m.role == 'tool' %}
+{{- '[TOOL_RESULTS]' + m.tool_call_id + '[TOOL_CONTENT]' + m.content }}
+{{- '[/TOOL_RESULTS]' }}
+{%- elif m.role == 'assistant' %}
+{%- if m.tool_calls %}
+{{- '[TOOL_CALLS][' }}
+{%- for c in m.tool_calls %}
+{{- '{"name": "' + c.function.name + '", "arguments": ' }}
+{{- c.function.arguments | tojson + '}' + (']' if loop.last else ', ') }}
+{%- endfor %}
+{{- eos_token }}
+{%- else %}{{- m.content + eos_token }}
+{%- endif %}
+{%- else %}{{- raise_exception('Only user, assistant and tool roles') }}
+{%- endif %}
+{%- endfor %}
+"""
 
 MISTRAL_V13 = r"""
 {{- bos_token }}
@@ -161,6 +191,56 @@ QWEN3_CODER = r"""
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 
+GRANITE4 = r"""
+{%- set start, end = '<|start_of_role|>', '<|end_of_text|>\n' %}
+{%- set turns = messages[1:] if messages[0].role == 'system' else messages %}
+{%- set system = messages[0].content if turns != messages else 'Be helpful.' %}
+{{- start + 'system<|end_of_role|>' + system }}
+{%- if tools %}{{- '\n<tools>\n' + tools | join('\n') + '\n</tools>' }}{%- endif %}
+{{- end }}
+{%- for m in turns %}
+{%- if m.role == 'tool' %}
+{{- start + 'user<|end_of_role|>\n<tool_response>\n' + m.content }}
+{{- '\n</tool_response>' + end }}
+{%- else %}
+{{- start + m.role + '<|end_of_role|>' + m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '\n' if m.content or not loop.first }}
+{{- '<tool_call>\n{"name": "' + c.function.name + '", "arguments": ' }}
+{{- c.function.arguments | tojson + '}\n</tool_call>' }}
+{%- endfor %}
+{{- end }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- start + 'assistant<|end_of_role|>' }}{%- endif %}
+"""
+
+# Answers to results have no header of their own.
+DEEPSEEK_V3 = r"""
+{{- bos_token }}
+{%- for m in messages if m.role == 'system' %}{{- m.content + '\n\n' }}{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}
+{%- elif m.role == 'tool' %}
+{{- '<｜tool▁outputs▁begin｜>' if loop.previtem.role != 'tool' }}
+{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+{{- '<｜tool▁outputs▁end｜>' if loop.last or loop.nextitem.role != 'tool' }}
+{%- elif m.role == 'assistant' %}
+{{- '<｜Assistant｜>' if loop.first or loop.previtem.role != 'tool' }}
+{{- m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '<｜tool▁calls▁begin｜>' if loop.first }}
+{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + c.function.name + '\n```json\n' }}
+{{- c.function.arguments | tojson + '\n```<｜tool▁call▁end｜>' }}
+{{- '<｜tool▁calls▁end｜>' if loop.last }}
+{%- endfor %}
+{{- eos_token }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}
+{{- '<｜Assistant｜>' }}
+{%- endif %}
+"""
 
 # Only the id names the function: ids are to be functions.<name>:<number>.
 KIMI_K2 = r"""
@@ -191,6 +271,28 @@ KIMI_K2 = r"""
 {%- endif %}
 """
 
+FALCON_H1 = r"""
+{{- bos_token }}
+{%- if tools %}
+{{- '<|im_start|>system\nYou are a function calling model. <tools>' }}
+{{- tools | map('tojson') | join('\n') + '</tools>\n' }}
+{{- messages[0].content if messages[0].role == 'system' }}{{- '<|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- for m in messages if m.role != 'system' %}
+{{- '<|im_start|>' + m.role + '\n' + m.content }}
+{%- if m.tool_calls %}
+{{- '\n' if m.content }}
+{%- for c in m.tool_calls %}
+{{- '<tool_call>\n' + c.function | tojson + '\n</tool_call>' }}
+{%- if not loop.last %}{{- '\n' }}{%- endif %}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
 
 # Calls are printed as Python, and no newline follows the last turn.
 PHI4_MINI = r"""
@@ -213,10 +315,28 @@ PHI4_MINI = r"""
 {%- endif %}
 """
 
+# Tools are listed, but calls only occur as content.
+LFM2 = r"""
+{{- bos_token }}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if tools %}
+{%- set system = system + ('\n' if system else '') + 'List of tools: '
+    + '<|tool_list_start|>' + tools | tojson + '<|tool_list_end|>' %}
+{%- endif %}
+{%- if system %}{{- '<|im_start|>system\n' + system + '<|im_end|>\n' }}{%- endif %}
+{%- for m in messages if m.role != 'system' %}
+{%- set text = m.content %}
+{%- if m.role == 'tool' %}
+{%- set text = '<|tool_response_start|>' + text + '<|tool_response_end|>' %}
+{%- endif %}
+{{- '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
 
 _MISTRAL_TOKENS = (
     "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] "
-    "[TOOL_RESULTS] [/TOOL_RESULTS] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] "
+    "[TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CONTENT] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] "
     "[ARGS]"
 )
 _MISTRAL = _MISTRAL_TOKENS, "</s>", "<s>"
@@ -232,6 +352,7 @@ KIMI_TOKENS = (
     "<|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> "
     "<|tool_call_argument_begin|> <|tool_call_end|>"
 )
+GRANITE = "<|end_of_text|> <|start_of_role|> <|end_of_role|>", "<|end_of_text|>"
 TOOL_TAGS = "<tool_call> </tool_call> <tool_response> </tool_response>"
 
 TOOLS = {
@@ -243,14 +364,30 @@ TOOLS = {
         "<|begin_of_text|>",
     ),
     "mistral_v3": Family(MISTRAL_V3, *_MISTRAL),
+    "mistral_v7": Family(MISTRAL_V7, *_MISTRAL),
     "mistral_v13": Family(MISTRAL_V13, *_MISTRAL),
     "qwen25": Family(QWEN25, f"{CHATML_TOKENS} {TOOL_TAGS}", CHATML_STOPS),
     "qwen3_coder": Family(QWEN3_CODER, f"{CHATML_TOKENS} {TOOL_TAGS}", CHATML_STOPS),
+    "granite4": Family(GRANITE4, *GRANITE),
+    "deepseek_v3": Family(DEEPSEEK_V3, *DEEPSEEK),
     "kimi_k2": Family(KIMI_K2, KIMI_TOKENS, "[EOS] <|im_end|>", "[BOS]"),
+    "falcon_h1": Family(
+        FALCON_H1,
+        f"<|begin_of_text|> {CHATML_TOKENS}",
+        CHATML_STOPS,
+        "<|begin_of_text|>",
+    ),
     "phi4_mini": Family(
         PHI4_MINI,
         "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|> <|tool|> <|/tool|> "
         "<|tool_call|> <|/tool_call|> <|tool_response|>",
         "<|endoftext|> <|end|>",
+    ),
+    "lfm2": Family(
+        LFM2,
+        f"<|startoftext|> {CHATML_TOKENS} <|tool_list_start|> <|tool_list_end|> "
+        "<|tool_response_start|> <|tool_response_end|>",
+        "<|im_end|>",
+        "<|startoftext|>",
     ),
 }

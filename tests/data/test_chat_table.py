@@ -1,4 +1,4 @@
-"""Chat templates of 37 kinds x 25 chats: every turn is trained as it is served, or the
+"""Chat templates of 61 kinds x 25 chats: every turn is trained as it is served, or the
 example is refused with its reason. The oracle has no code of lmx."""
 
 import json
@@ -27,29 +27,33 @@ ADJACENT = "adjacent_assistants adjacent_users untrained_greeting"
 # The reason, the families and the chats of which every cell must be refused.
 REFUSED = (
     # No system message.
-    ("raises", "gemma2", "system system_many_turns tools_many_turns"),
-    ("raises", "gemma2", "inline_reasoning_many_turns"),
+    ("raises", "mistral_v1 gemma2", "system system_many_turns tools_many_turns"),
+    ("raises", "mistral_v1 gemma2", "inline_reasoning_many_turns"),
     # These print neither calls nor reasoning.
     ("calls", " ".join(PLAIN), f"{CALLS} reasoning_and_calls"),
-    ("calls", "smollm3", f"{CALLS} reasoning_and_calls"),
+    ("calls", "lfm2 granite3 smollm3", f"{CALLS} reasoning_and_calls"),
     # Its ids are to hold the names of the functions.
     ("calls", "kimi_k2", f"{CALLS} reasoning_and_calls"),
     # It prints one call of a turn.
     ("calls", "gpt_oss", "two_calls"),
     ("reasoning", " ".join(PLAIN | TOOLS), REASONS),
-    ("reasoning", "qwq deepseek_v31 smollm3", REASONS),
-    ("reasoning", "nemotron_h qwen3_instruct", REASONS),
+    ("reasoning", "qwq deepseek_r1 deepseek_v31 granite3 smollm3", REASONS),
+    ("reasoning", "hunyuan nemotron_h qwen3_instruct", REASONS),
     # They drop it from the content, and their prompts open no block for it.
-    ("content", "marked", INLINE),
+    ("content", "marked hunyuan", INLINE),
     # A call replaces the content.
-    ("content", "llama31 mistral_v3", "call_with_content"),
+    ("content", "llama31 mistral_v3 mistral_v7", "call_with_content"),
     # Roles must alternate.
-    ("raises", "llama2 gemma2 mistral_v3", ADJACENT),
+    (
+        "raises",
+        "llama2 mistral_v1 mixtral gemma2 gemma3 command_r mistral_v3",
+        ADJACENT,
+    ),
     # Only one call; an answer must not be empty.
     ("raises", "llama31", "two_calls"),
     ("raises", "mistral_v13", "empty_turn"),
     # The end of a turn depends on what follows: a newline, or an empty block.
-    ("changes", "olmo2 qwen3 qwen3_thinking", "adjacent_assistants"),
+    ("changes", "olmo2 falcon3 qwen3 qwen3_thinking", "adjacent_assistants"),
     # An answer removes the reasoning from the calls before it.
     ("changes", "gpt_oss", "reasoning_and_calls"),
 )
@@ -221,7 +225,7 @@ def test_the_oracle_takes_its_own_sequences(name):
     [
         *((name, "many_turns") for name in ("chatml", "glm4", "deepseek_v2")),
         # Nothing lies between the two turns.
-        ("mistral_v13", "adjacent_assistants"),
+        ("mistral_v7", "adjacent_assistants"),
     ],
 )
 def test_the_oracle_takes_turns_that_nest_in_one_sequence(name, chat):
