@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from lmx.errors import UserError
 from lmx.generation.batching import BatchGenerator, GenerationRequest
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.kv_cache import CacheState
 from lmx.generation.merged_caches import merge, require_batchable
 from lmx.generation.sampling import Sampling

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.kv_cache import CacheState
 from lmx.generation.prefix_cache import (
     PrefixCache,

@@ -6,7 +6,7 @@ from itertools import product
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.kv_cache import CacheState
 from lmx.generation.prefix_cache import PrefixCache
 from lmx.generation.sampling import Sampling

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lmx.errors import WILL_NOT_FIT, UserError
 from lmx.generation import engine, requests
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.requests import generate_requests, make_request
 from lmx.generation.sampling import Sampling
 from lmx.models.loader import build_model

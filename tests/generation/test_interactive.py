@@ -14,7 +14,7 @@ from lmx.api.generation import generate as generate_text
 from lmx.cli import generate
 from lmx.data.tokenizer_files import require_same_tokenizer
 from lmx.errors import UserError
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.kv_cache import CacheState
 from lmx.generation.prefix_cache import METADATA_FILE, PrefixCache
 from lmx.generation.sampling import Sampling

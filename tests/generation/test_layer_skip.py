@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 from lmx.errors import UserError
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.speculative import layer_skip
 from lmx.generation.speculative.draft_model import DraftModelProposer
 from lmx.generation.speculative.layer_skip import (

@@ -4,7 +4,7 @@ positions that it reads, and lossless decoding."""
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.kv_cache import CacheState
 from lmx.generation.prefix_cache import PrefixCache
 from lmx.generation.sampling import Sampling

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from lmx.errors import UserError
 from lmx.generation import prefix_cache
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.kv_cache import CacheState
 from lmx.generation.prefix_cache import PrefixCache
 from test_kv_cache import LONG, assert_close, random_tokens, tiny

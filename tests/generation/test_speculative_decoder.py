@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from lmx.errors import UserError
 from lmx.generation.batching import BatchGenerator, GenerationRequest
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.prefix_cache import PrefixCache
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative.draft_length import DraftLengthController

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from itertools import pairwise
 
 import mlx.core as mx
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from mlx.utils import tree_flatten
 
 VOCABULARY = 260  # 256 bytes, then four special tokens

@@ -5,9 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..decode_loop import prefill
-from ..kv_cache import CacheState
-from .proposer import NO_DRAFT, DraftSampler, DraftTokens, TargetSampler
+from ..kv_cache.sequence import CacheState
+from ..sampler import Sampler
+from .proposer import NO_DRAFT, draft_tokens
 
 PREFILL_STEP_SIZE = 512
 
@@ -17,22 +17,19 @@ class DraftModelProposer:
 
     Args:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
-        sampled: sample draft tokens with the target's settings; otherwise draft
-            greedily. Both are lossless; the better acceptance rate depends on the pair.
-        seed: seed of the draft samples, independent of the target's.
     """
 
-    def __init__(self, model: Any, *, sampled: bool = True, seed: int = 0):
+    def __init__(self, model: Any):
         self.model = model
-        self._sampler = DraftSampler(sampled=sampled, seed=seed ^ 0x5BEC)
         self._cache = CacheState(model)
         # The cache contains the context, then the draft tokens of the last round.
         self._context: list[int] = []
         self._draft_tokens: mx.array = mx.zeros(0, mx.int32)
+        self._is_first = True
 
     def propose(
-        self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
-    ) -> DraftTokens:
+        self, context: Sequence[int], num_draft_tokens: int, sampler: Sampler
+    ) -> mx.array:
         """Launch the draft. It waits only for the draft tokens of the last round."""
         if not num_draft_tokens:
             return NO_DRAFT
@@ -46,9 +43,12 @@ class DraftModelProposer:
                 return logits
             return self._cache.forward(token[None])[:, -1]
 
-        draft = self._sampler.draft(num_draft_tokens, sampler, next_logits)
+        draft = draft_tokens(
+            context, num_draft_tokens, sampler, next_logits, is_first=self._is_first
+        )
+        self._is_first = False
         # The last draft token is not processed by the draft model.
-        self._draft_tokens = draft.tokens[:-1]
+        self._draft_tokens = draft[:-1]
         return draft
 
     def _rollback(self, context: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class DraftModelProposer:
         """Process a long context but its last token; returns the next inputs."""
         unread = mx.array([context[len(self._context) :]], mx.int32)
         if unread.shape[1] > PREFILL_STEP_SIZE:
-            prefill(self._cache, unread[:, :-1], step_size=PREFILL_STEP_SIZE)
+            self._cache.prefill(unread[:, :-1], step_size=PREFILL_STEP_SIZE)
             unread = unread[:, -1:]
         self._context = list(context)
         return unread

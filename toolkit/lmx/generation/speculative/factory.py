@@ -11,14 +11,15 @@ from ...models.drafters.eagle3 import Eagle3Drafter
 from ...models.drafters.io import is_drafter, load_drafter
 from ...models.drafters.mtp import MTPHead, is_split_head
 from ...models.loader import LoadedModel
-from ..kv_cache import CacheState
+from ..kv_cache.sequence import CacheState
+from ..sampler import Sampler
 from .dflash import DFlashProposer
 from .draft_model import DraftModelProposer
 from .eagle3 import Eagle3Proposer
 from .layer_skip import choose_skipped_layers, skip_layers
 from .mtp import MTPProposer
 from .prompt_lookup import NGramIndex, PromptLookupProposer
-from .proposer import NO_DRAFT, DraftTokens, MakeProposer, Proposer, TargetSampler
+from .proposer import NO_DRAFT, MakeProposer, Proposer
 
 PROMPT_LOOKUP, LAYER_SKIP, MTP = "prompt-lookup", "layer-skip", "mtp"
 LAYER_SKIP_TOKENS = 128
@@ -32,8 +33,8 @@ class FallbackProposer:
         self._proposers = proposers
 
     def propose(
-        self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
-    ) -> DraftTokens:
+        self, context: Sequence[int], num_draft_tokens: int, sampler: Sampler
+    ) -> mx.array:
         """The first non-empty proposal."""
         for proposer in self._proposers:
             draft = proposer.propose(context, num_draft_tokens, sampler)
@@ -48,12 +49,9 @@ PROPOSERS: dict[str, type] = {
 }
 
 
-def drafter_proposer(
-    drafter: Drafter, cache: CacheState, *, sampled: bool = True, seed: int = 0
-) -> Proposer:
+def drafter_proposer(drafter: Drafter, cache: CacheState) -> Proposer:
     """The proposer of a drafter on hidden states for the completion in this cache."""
-    proposer = PROPOSERS[drafter.architecture]
-    return proposer(drafter, cache, sampled=sampled, seed=seed)
+    return PROPOSERS[drafter.architecture](drafter, cache)
 
 
 def proposer_factory(
