@@ -20,7 +20,7 @@ from .kv_cache.sequence import CacheState, KVBits
 from .sampler import Sampler, sample_rows
 from .sequence import GenerationRequest, RunningSequence, TokenOutput
 from .speculative.draft_length import DraftLengthController
-from .speculative.proposer import MakeProposer
+from .speculative.proposer import NO_DRAFT, MakeProposer
 from .speculative.stats import SpeculativeStats
 
 CLEAR_CACHE_INTERVAL = 256
@@ -213,6 +213,8 @@ class Engine:
             budget -= max(1, len(chunk))
             if sequence.prefilled == len(prompt) - 1:
                 self._join(self._waiting.pop(0))
+                while self._shares(sequence) and self._has_room():
+                    self._join(self._waiting.pop(0), sequence)
 
     def _has_room(self) -> bool:
         running = len(self._running)
@@ -237,9 +239,26 @@ class Engine:
         # Only the shape is used, so nothing is computed.
         return self.model(mx.zeros((1, 1), mx.int32)).shape[-1]
 
-    def _join(self, sequence: RunningSequence) -> None:
-        """Add a prefilled request to the batch."""
-        if self._rows is None:
+    def _shares(self, sequence: RunningSequence) -> bool:
+        """Whether the next request has the same prompt as one that just joined."""
+        if not self._waiting or self.make_proposer or self._waiting[0].state:
+            return False
+        return self._waiting[0].request.prompt is sequence.request.prompt
+
+    def _join(
+        self, sequence: RunningSequence, twin: RunningSequence | None = None
+    ) -> None:
+        """Add a prefilled request to the batch.
+
+        Args:
+            twin: the last request that joined, if it has the same prompt. No step ran
+                since then.
+        """
+        if twin:
+            if isinstance(self._rows, OneRow):
+                self._rows = CacheBatch.of(self._rows)
+            self._rows.join(self._rows.extract(self._running.index(twin)))
+        elif self._rows is None:
             self._rows = OneRow(sequence.state)
         else:
             if isinstance(self._rows, OneRow):
@@ -278,11 +297,26 @@ class Engine:
         """Whether a request gets its first prediction."""
         return any(sequence.launched == 0 for sequence in self._running)
 
-    def _logprobs(self, logits: mx.array, tokens: mx.array) -> mx.array | None:
+    def _logprobs(
+        self,
+        logits: mx.array,
+        tokens: mx.array,
+        drafts: Sequence[mx.array] | None = None,
+    ) -> mx.array | None:
         """Log-probabilities [B, N] of tokens, if a request wants them."""
         if not any(sequence.request.logprobs for sequence in self._running):
             return None
-        logits = logits.astype(mx.float32)
+        width, rows = logits.shape[1], []
+        for row, (sequence, values) in enumerate(
+            zip(self._running, logits, strict=True)
+        ):
+            if sequence.request.logprobs == "processed":
+                draft = drafts[row] if drafts else NO_DRAFT
+                counts = sequence.sampler.counts_along(draft)
+                used = sequence.sampler.process(values[: len(draft) + 1], counts)
+                values = mx.pad(used, [(0, width - len(used)), (0, 0)])
+            rows.append(values)
+        logits = mx.stack(rows).astype(mx.float32)
         chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
         return chosen - mx.logsumexp(logits, axis=-1)
 
@@ -365,7 +399,7 @@ class Engine:
         return False
 
     def _round(self) -> list[TokenOutput]:
-        """Verify the drafts of all rows, roll back what is rejected, and draft again."""
+        """Verify the drafts of all rows, roll back the rejected ones, draft again."""
         start = time.perf_counter()
         sequences = list(self._running)
         drafts = [sequence.draft for sequence in sequences]
@@ -383,7 +417,7 @@ class Engine:
         samples = sample_rows(
             samplers, logits, [len(s.tokens) for s in sequences], drafts
         )
-        logprobs = self._logprobs(logits, samples)
+        logprobs = self._logprobs(logits, samples, drafts)
         mx.eval(samples, tokens, logprobs, is_nan)
         outputs, lengths, back = [], [], []
         rows = zip(sequences, counts, tokens.tolist(), samples.tolist(), strict=True)

@@ -80,7 +80,8 @@ class Generator:
         """
         count = self.clamp_max_tokens(prompt, max_tokens)
         stop_tokens = self.resolve_stop_tokens(stop_tokens)
-        return GenerationRequest(prompt, count, sampling, stop_tokens, logprobs)
+        kind = "raw" if logprobs else None
+        return GenerationRequest(prompt, count, sampling, stop_tokens, kind)
 
     def stream(
         self,

@@ -49,27 +49,30 @@ class Sampler:
         """Samplers with equal keys can sample together; None = this one cannot."""
         return None if self._processor else replace(self.sampling, seed=0)
 
-    def noise_keys(self, position: int, count: int) -> np.ndarray:
-        """Keys of the noise at `count` positions, uint32 [count, 2]."""
+    def noise_keys(self, positions: Sequence[int]) -> np.ndarray:
+        """Keys of the noise at positions [k], uint32 [k, 2]."""
         # Two keys that differ give independent noise (Threefry, Salmon et al. 2011).
-        low = self._seed[1] + np.arange(position, position + count, dtype=np.uint32)
-        return np.stack([np.full(count, self._seed[0]), low], axis=1)
+        low = self._seed[1] + np.asarray(positions, np.uint32)
+        return np.stack([np.full_like(low, self._seed[0]), low], axis=1)
 
     def sample(
-        self, logits: mx.array, position: int, counts: mx.array | None = None
+        self,
+        logits: mx.array,
+        positions: Sequence[int],
+        counts: mx.array | None = None,
     ) -> mx.array:
-        """Tokens int32 [k] at consecutive positions.
+        """Tokens int32 [k] at positions.
 
         Args:
             logits: [k, W]. The LM head of a draft model may have more or fewer rows
                 than the target's (padding): tokens that are not in both are never
                 sampled.
-            position: of the first token, counted from the start of the prompt.
+            positions: k of them, counted from the start of the prompt.
             counts: [k, V], for the penalties; None = those of the sampler.
         """
         logits = self._process(logits, self.counts if counts is None else counts)
         draw = _draw(replace(self.sampling, seed=0))
-        return draw(logits, mx.array(self.noise_keys(position, len(logits))))
+        return draw(logits, mx.array(self.noise_keys(positions)))
 
     def process(self, logits: mx.array, counts: mx.array | None = None) -> mx.array:
         """Logits [k, W] of a model as float32 [k, V], softmax = what is sampled from.
@@ -121,9 +124,8 @@ def sample_rows(
     key = samplers[0].batch_key
     rows, width, vocab_size = logits.shape
     if key and all(sampler.batch_key == key for sampler in samplers):
-        keys = [
-            s.noise_keys(p, width) for s, p in zip(samplers, positions, strict=True)
-        ]
+        pairs = zip(samplers, positions, strict=True)
+        keys = [s.noise_keys(range(start, start + width)) for s, start in pairs]
         flat = logits.reshape(rows * width, vocab_size)
         tokens = _draw(key)(flat, mx.array(np.concatenate(keys)))
         return tokens.reshape(rows, width)
@@ -131,7 +133,8 @@ def sample_rows(
     for row, (sampler, position) in enumerate(zip(samplers, positions, strict=True)):
         counts = sampler.counts if drafts is None else sampler.counts_along(drafts[row])
         used = logits[row, : len(counts)] if counts.size else logits[row]
-        tokens = sampler.sample(used, position, counts)
+        places = range(position, position + len(used))
+        tokens = sampler.sample(used, places, counts)
         sampled.append(mx.pad(tokens, (0, width - len(tokens))))
     return mx.stack(sampled)
 

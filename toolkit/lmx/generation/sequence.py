@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import mlx.core as mx
 
@@ -19,7 +20,8 @@ class GenerationRequest:
     Attributes:
         prompt: token ids, at least one.
         stop_tokens: tokens that end the completion.
-        logprobs: whether the log-probabilities of its tokens are wanted.
+        logprobs: which log-probabilities of its tokens are wanted: "raw" under the
+            distribution of the model, "processed" under the one that is sampled.
         priority: requests with a smaller number start first.
     """
 
@@ -27,7 +29,7 @@ class GenerationRequest:
     max_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: Collection[int] = frozenset()
-    logprobs: bool = False
+    logprobs: Literal["raw", "processed"] | None = None
     priority: int = 0
 
 
@@ -36,7 +38,7 @@ class TokenOutput:
     """The next token of a request, or the error that ended it.
 
     Attributes:
-        logprob: under the unfiltered distribution of the model; None = not requested.
+        logprob: see `GenerationRequest.logprobs`; None = not requested.
     """
 
     request: GenerationRequest

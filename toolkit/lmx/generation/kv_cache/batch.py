@@ -225,6 +225,19 @@ def is_batchable(model: Any) -> bool:
     return batch_error(model) is None
 
 
+def require_batchable(model: Any) -> None:
+    """Refuse a model that does not.
+
+    Raises:
+        UserError: what differs.
+    """
+    if error := batch_error(model):
+        raise UserError(
+            f"this model cannot decode several sequences together: {error}",
+            hint="generate one completion at a time",
+        )
+
+
 def batch_error(model: Any) -> str | None:
     """What differs when a model computes two sequences together; None = nothing.
 
@@ -254,6 +267,7 @@ def _batch_error(model: Any) -> str | None:
         batch.forward(tokens, [1, 2])
         batch.rollback([0, 1])
         together = batch.forward(mx.array([prompt[-1:] for prompt in PROMPTS]))[:, -1]
-        return more_than_rounding(together, mx.concatenate(alone))
+        error = more_than_rounding(together, mx.concatenate(alone))
+        return error and f"the logits of one of them are {error}"
     except (AttributeError, TypeError, ValueError, UserError) as broken:
         return f"not computed: {broken}"

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from .window import WINDOW_SLACK
 
-STEP = 256
+STEP = 64
 """Positions by which the buffers grow."""
 
 

@@ -62,7 +62,7 @@ def draft_tokens(
         logits = next_logits(tokens[-1] if tokens else None)
         if is_first and not index and mx.isnan(logits).any().item():
             raise nan_predictions("the draft model")
-        token = sampler.sample(logits, len(context) + index, counts)
+        token = sampler.sample(logits, [len(context) + index], counts)
         mx.async_eval(token)
         tokens.append(token)
         # Penalties depend on the draft tokens before.
