@@ -20,7 +20,7 @@ from .kv_cache.sequence import CacheState, KVBits
 from .sampler import Sampler, sample_rows
 from .sequence import GenerationRequest, RunningSequence, TokenOutput
 from .speculative.draft_length import DraftLengthController
-from .speculative.proposer import NO_DRAFT, MakeProposer
+from .speculative.proposer import DraftRequest, MakeProposer, accepted_tokens, propose
 from .speculative.stats import SpeculativeStats
 
 CLEAR_CACHE_INTERVAL = 256
@@ -181,6 +181,8 @@ class Engine:
 
     def _leave(self, row: int) -> None:
         sequence, last = self._running[row], len(self._running) - 1
+        if sequence.proposer:
+            sequence.proposer.close()
         if self.prefix_cache:
             length = min(self._rows.lengths[row], len(sequence.tokens))
             state = self._rows.extract(row)
@@ -301,9 +303,13 @@ class Engine:
         self,
         logits: mx.array,
         tokens: mx.array,
-        drafts: Sequence[mx.array] | None = None,
+        counts: Sequence[mx.array] | None = None,
     ) -> mx.array | None:
-        """Log-probabilities [B, N] of tokens, if a request wants them."""
+        """Log-probabilities [B, N] of tokens, if a request wants them.
+
+        Args:
+            counts: those of `sample_rows`.
+        """
         if not any(sequence.request.logprobs for sequence in self._running):
             return None
         width, rows = logits.shape[1], []
@@ -311,9 +317,8 @@ class Engine:
             zip(self._running, logits, strict=True)
         ):
             if sequence.request.logprobs == "processed":
-                draft = drafts[row] if drafts else NO_DRAFT
-                counts = sequence.sampler.counts_along(draft)
-                used = sequence.sampler.process(values[: len(draft) + 1], counts)
+                seen = counts[row] if counts else sequence.sampler.counts
+                used = sequence.sampler.process(values[: len(seen)], seen)
                 values = mx.pad(used, [(0, width - len(used)), (0, 0)])
             rows.append(values)
         logits = mx.stack(rows).astype(mx.float32)
@@ -384,13 +389,17 @@ class Engine:
         if not self._running:
             return False
         count = self._controller.next_length()
-        for sequence in self._running:
-            if sequence.draft is None:
-                # The target adds one token to them.
-                limit = max(0, min(count, sequence.remaining - 1))
-                sequence.draft = sequence.proposer.propose(
-                    sequence.tokens, limit, sequence.sampler
-                )
+        waiting = [s for s in self._running if s.draft is None]
+        # The target adds one token to them.
+        limits = [max(0, min(count, s.remaining - 1)) for s in waiting]
+        drafts = propose(
+            [
+                DraftRequest(s.proposer, s.tokens, limit, s.sampler)
+                for s, limit in zip(waiting, limits, strict=True)
+            ]
+        )
+        for sequence, draft in zip(waiting, drafts, strict=True):
+            sequence.draft = draft
         if any(s.draft.size for s in self._running):
             return True
         for sequence in self._running:
@@ -414,15 +423,15 @@ class Engine:
         logits = self._rows.forward(tokens, counts)
         is_nan = mx.isnan(logits[:, 0]).any(axis=-1) if self._is_first else None
         samplers = [sequence.sampler for sequence in sequences]
-        samples = sample_rows(
-            samplers, logits, [len(s.tokens) for s in sequences], drafts
-        )
-        logprobs = self._logprobs(logits, samples, drafts)
+        seen = [s.sampler.counts_along(s.draft) for s in sequences]
+        positions = [len(sequence.tokens) for sequence in sequences]
+        samples = sample_rows(samplers, logits, positions, seen)
+        logprobs = self._logprobs(logits, samples, seen)
         mx.eval(samples, tokens, logprobs, is_nan)
         outputs, lengths, back = [], [], []
         rows = zip(sequences, counts, tokens.tolist(), samples.tolist(), strict=True)
         for row, (sequence, count, drafted, sampled) in enumerate(rows):
-            accepted = _accepted(drafted[1:count], sampled)
+            accepted = accepted_tokens(drafted[1:count], sampled)
             lengths.append(accepted)
             before = len(sequence.tokens)
             if is_nan is not None and is_nan[row].item():
@@ -470,12 +479,6 @@ class _StandardSteps:
     left: int = 0
     count: int = 0
     seconds: float = 0.0
-
-
-def _accepted(draft: Sequence[int], sampled: Sequence[int]) -> int:
-    """The number of draft tokens that equal the samples, before the first other one."""
-    pairs = zip(draft, sampled, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(draft))
 
 
 def _padded(rows: Sequence[mx.array], width: int) -> mx.array:

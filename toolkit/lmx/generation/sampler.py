@@ -112,18 +112,20 @@ def sample_rows(
     samplers: Sequence[Sampler],
     logits: mx.array,
     positions: Sequence[int],
-    drafts: Sequence[mx.array] | None = None,
+    counts: Sequence[mx.array] | None = None,
 ) -> mx.array:
     """Samples int32 [B, N] of B requests at N consecutive positions each.
 
     Args:
-        logits: [B, N, V] of the target.
+        logits: [B, N, W] of the target or of a draft model; see `Sampler.sample`.
         positions: of the first sample of every request.
-        drafts: draft tokens [k_i], k_i < N, that the logits after the first follow.
+        counts: [k_i, V], k_i <= N, for the penalties of each request, which has k_i
+            positions; None = those of the samplers.
     """
     key = samplers[0].batch_key
     rows, width, vocab_size = logits.shape
-    if key and all(sampler.batch_key == key for sampler in samplers):
+    is_whole = vocab_size == samplers[0].vocab_size
+    if is_whole and key and all(sampler.batch_key == key for sampler in samplers):
         pairs = zip(samplers, positions, strict=True)
         keys = [s.noise_keys(range(start, start + width)) for s, start in pairs]
         flat = logits.reshape(rows * width, vocab_size)
@@ -131,10 +133,10 @@ def sample_rows(
         return tokens.reshape(rows, width)
     sampled = []
     for row, (sampler, position) in enumerate(zip(samplers, positions, strict=True)):
-        counts = sampler.counts if drafts is None else sampler.counts_along(drafts[row])
-        used = logits[row, : len(counts)] if counts.size else logits[row]
+        seen = counts[row] if counts else sampler.counts
+        used = logits[row, : len(seen)] if seen.size else logits[row]
         places = range(position, position + len(used))
-        tokens = sampler.sample(used, places, counts)
+        tokens = sampler.sample(used, places, seen)
         sampled.append(mx.pad(tokens, (0, width - len(tokens))))
     return mx.stack(sampled)
 

@@ -65,6 +65,10 @@ class OneRow:
         """As `CacheBatch.rollback`."""
         self._state.rollback(*counts)
 
+    def trim(self, counts: Sequence[int]) -> None:
+        """As `CacheBatch.trim`."""
+        assert self._state.trim(*counts)
+
     def extract(self, row: int) -> CacheState:
         """The cache of the row."""
         assert not row
@@ -189,6 +193,13 @@ class CacheBatch:
     @property
     def _recurrent(self) -> list[RecurrentRows]:
         return [layer for layer in self._layers if layer.is_recurrent]
+
+    def trim(self, counts: Sequence[int]) -> None:
+        """Remove the last `counts` tokens of every row, of a model without states."""
+        assert not self._recurrent
+        self._rows.set(
+            [n - count for n, count in zip(self.lengths, counts, strict=True)]
+        )
 
     def _begin(self, tokens: mx.array, counts: Sequence[int]) -> None:
         for layer in self._layers:

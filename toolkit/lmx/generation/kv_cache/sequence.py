@@ -73,6 +73,11 @@ class CacheState:
         return self._quantized_caches or self.caches
 
     @property
+    def has_states(self) -> bool:
+        """Whether a layer has a recurrent state, which cannot be trimmed."""
+        return bool(self._recurrent())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all caches and recorded hidden states."""
         leaves = [leaf for leaf in self.layer_caches if not leaf.empty()]

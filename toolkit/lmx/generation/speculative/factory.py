@@ -14,7 +14,7 @@ from ...models.loader import LoadedModel
 from ..kv_cache.sequence import CacheState
 from ..sampler import Sampler
 from .dflash import DFlashProposer
-from .draft_model import DraftModelProposer
+from .draft_model import draft_model_proposer
 from .eagle3 import Eagle3Proposer
 from .layer_skip import choose_skipped_layers, skip_layers
 from .mtp import MTPProposer
@@ -26,7 +26,7 @@ LAYER_SKIP_TOKENS = 128
 """Tokens of the prompt on which the skipped layers are chosen."""
 
 
-class FallbackProposer:
+class FallbackProposer(Proposer):
     """Uses the first of several proposers that has draft tokens."""
 
     def __init__(self, *proposers: Proposer):
@@ -41,6 +41,11 @@ class FallbackProposer:
             if len(draft):
                 return draft
         return NO_DRAFT
+
+    def close(self) -> None:
+        """Free what the request needed."""
+        for proposer in self._proposers:
+            proposer.close()
 
 
 PROPOSERS: dict[str, type] = {
@@ -95,7 +100,7 @@ def proposer_factory(
         tokens = mx.array([sample[:LAYER_SKIP_TOKENS]], mx.int32)
         skipped = choose_skipped_layers(target.model, tokens)
         draft_model = skip_layers(target.model, skipped)
-        return (lambda _: DraftModelProposer(draft_model)) if skipped else None
+        return draft_model_proposer(draft_model) if skipped else None
     if name == MTP or is_split_head(name):
         head = MTPHead.load(target.path if name == MTP else name, target)
         return lambda cache: MTPProposer(head, cache)
@@ -104,4 +109,4 @@ def proposer_factory(
         return lambda cache: drafter_proposer(drafter, cache)
     draft = load_draft(name)
     require_same_tokenizer(target.tokenizer, draft.tokenizer, role="draft", place=name)
-    return lambda _: DraftModelProposer(draft.model)
+    return draft_model_proposer(draft.model)

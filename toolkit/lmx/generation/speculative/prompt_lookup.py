@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..sampler import Sampler
-from .proposer import NO_DRAFT
+from .proposer import NO_DRAFT, Proposer
 
 NGRAM_SIZE = 3
 MAX_INDEX_TOKENS = 1 << 20
@@ -13,7 +13,7 @@ MAX_INDEX_TOKENS = 1 << 20
 MAX_CANDIDATES, MAX_MATCH = 32, 64
 
 
-class PromptLookupProposer:
+class PromptLookupProposer(Proposer):
     """Looks up the last tokens in an n-gram index that includes the current text.
 
     The longest match wins; among equally long matches, the most recent one. Like

@@ -1,6 +1,7 @@
 """The interface of draft-token proposers."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -12,12 +13,17 @@ from ..sampler import Sampler
 NO_DRAFT = mx.zeros(0, mx.int32)
 
 
-class Proposer(Protocol):
-    """Proposes draft tokens. It must not change the target's output.
+class Proposer:
+    """Proposes draft tokens for one request. It must not change the target's output.
 
     A proposer gets no feedback on acceptance: the next context contains the accepted
     draft tokens.
+
+    Attributes:
+        shared: proposes for several requests at once; None = it cannot.
     """
+
+    shared: "SharedProposer | None" = None
 
     def propose(
         self, context: Sequence[int], num_draft_tokens: int, sampler: Sampler
@@ -30,11 +36,57 @@ class Proposer(Protocol):
             context: all tokens of the prompt and the completion so far.
             sampler: of the request.
         """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what the request needed. It ends."""
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What `Proposer.propose` gets, for one request of several."""
+
+    proposer: Proposer
+    context: Sequence[int]
+    num_draft_tokens: int
+    sampler: Sampler
+
+
+class SharedProposer(Protocol):
+    """Proposes draft tokens for several requests at once."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[mx.array]:
+        """The draft tokens of every request; see `Proposer.propose`."""
         ...
+
+
+def propose(requests: Sequence[DraftRequest]) -> list[mx.array]:
+    """The draft tokens of every request, together where their proposers can."""
+    drafts: list[mx.array | None] = [None] * len(requests)
+    shared: dict[SharedProposer, list[int]] = {}
+    for index, request in enumerate(requests):
+        if request.proposer.shared:
+            shared.setdefault(request.proposer.shared, []).append(index)
+        else:
+            drafts[index] = request.proposer.propose(
+                request.context, request.num_draft_tokens, request.sampler
+            )
+    for proposer, indices in shared.items():
+        together = proposer.propose([requests[index] for index in indices])
+        for index, draft in zip(indices, together, strict=True):
+            drafts[index] = draft
+    return drafts
 
 
 MakeProposer = Callable[[CacheState], Proposer]
 """Makes the proposer of one completion from the target's cache."""
+
+
+def accepted_tokens(draft: Sequence[int], tokens: Sequence[int]) -> int:
+    """The number of draft tokens before the first that is not the token."""
+    pairs = enumerate(zip(draft, tokens, strict=False))
+    different = (index for index, (a, b) in pairs if a != b)
+    return next(different, min(len(draft), len(tokens)))
 
 
 def draft_tokens(
@@ -70,7 +122,7 @@ def draft_tokens(
     return mx.concatenate(tokens)
 
 
-class HiddenStateProposer:
+class HiddenStateProposer(Proposer):
     """Base class of proposers that read hidden states of the target.
 
     Args:
