@@ -5,7 +5,7 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.generation.kv_cache import CacheState
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative.eagle3 import Eagle3Proposer
 from lmx.generation.speculative.proposer import TargetSampler

@@ -19,8 +19,8 @@ from json_mutations import damage_bytes, dump_json, mutate_json, replace_file
 sys.path.append(str(TESTS / "generation"))
 from lmx.errors import UserError
 from lmx.generation.generator import Generator
-from lmx.generation.kv_cache import CacheState
-from lmx.generation.prefix_cache import (
+from lmx.generation.kv_cache.sequence import CacheState
+from lmx.generation.kv_cache.prefix import (
     ARRAYS_FILE,
     METADATA_FILE,
     PrefixCache,

@@ -55,7 +55,7 @@ def test_generate_matches_mlx_lm(model, tokenizer):
 
 def test_cached_logits_match_uncached(model):
     from lmx.generation.decode_loop import prefill
-    from lmx.generation.kv_cache import CacheState
+    from lmx.generation.kv_cache.sequence import CacheState
     from lmx.models.loader import make_cache
 
     tokens = mx.array([random_prompt(48)])

@@ -10,7 +10,7 @@ import pytest
 from lmx.errors import UserError
 from lmx.generation.batching import BatchGenerator, GenerationRequest
 from lmx.generation.generator import Generator
-from lmx.generation.prefix_cache import PrefixCache
+from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import DraftModelProposer

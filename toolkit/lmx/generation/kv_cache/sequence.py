@@ -49,7 +49,7 @@ class CacheState:
         self, model: Any, *, kv_bits: KVBits = None, quantized_kv_start: int = 0
     ):
         self.model = model
-        self.caches = [_with_window_cache(cache) for cache in make_cache(model)]
+        self.caches = self._plain_caches()
         self.length = 0
         self.recorded: RecordedStates | None = None
         self._layer_bits = _bits_of_layers(kv_bits, len(self.caches))
@@ -100,8 +100,7 @@ class CacheState:
     def empty_copy(self) -> "CacheState":
         """An empty cache of the same kinds, quantized ones included."""
         new = copy.copy(self)
-        empty = [_with_window_cache(cache) for cache in make_cache(self.model)]
-        new.caches = [*map(_like, empty, self.quantized_caches)]
+        new.caches = [*map(_like, self._plain_caches(), self.quantized_caches)]
         new.length, new.recorded = 0, None
         new.commit()
         return new
@@ -218,7 +217,7 @@ class CacheState:
         stored = iter(kind for kind, _ in state)
         self.caches = [
             _as_quantized(cache, [next(stored, None) for _ in flatten_caches([cache])])
-            for cache in self.caches
+            for cache in self._plain_caches()
         ]
         kinds = [type(leaf).__name__ for leaf in self.layer_caches]
         if kinds != [kind for kind, _ in state]:
@@ -258,9 +257,14 @@ class CacheState:
                 f"this model's keys and values cannot be quantized: {error}",
                 hint="keep the model's dtype: kv_bits 16, or no kv_bits",
             ) from error
-        empty = [_with_window_cache(cache) for cache in make_cache(self.model)]
-        self._quantized_caches = [*map(_like, empty, self.caches)]
-        self.caches = [_with_window_cache(cache) for cache in make_cache(self.model)]
+        self._quantized_caches = [*map(_like, self._plain_caches(), self.caches)]
+        self.caches = self._plain_caches()
+        if not self._quantized_kv_start:
+            # From the first token on: then chunks of a prompt do not change a result.
+            self.caches = [*map(_like, self.caches, self._quantized_caches)]
+
+    def _plain_caches(self) -> list:
+        return [_with_window_cache(cache) for cache in make_cache(self.model)]
 
     def _quantize(self) -> None:
         self.caches = list(map(_quantized, self.caches, self._layer_bits))
