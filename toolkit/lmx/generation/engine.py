@@ -13,7 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import nan_predictions
+from ..cpu.memory import available_memory
+from ..errors import WILL_NOT_FIT, UserError, nan_predictions
 from .kv_cache.batch import CacheBatch, OneRow, is_batchable
 from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import CacheState, KVBits
@@ -27,6 +28,8 @@ CLEAR_CACHE_INTERVAL = 256
 """Steps between releases of MLX's buffer cache, which grows with the context."""
 STANDARD_STEPS = 16
 """Steps without a draft in a row, when the draft length is 0."""
+MIN_CHECKED = 4096
+"""Fewer tokens take less memory than the model itself."""
 RETRY_STEPS = 4
 """The same when no proposer had draft tokens, so that they are tried again soon."""
 
@@ -47,6 +50,8 @@ class Engine:
             their own like it.
         kv_bits, quantized_kv_start: as for `CacheState`. With a start above 0,
             requests are decoded one by one.
+        kv_memory: bytes for the keys and values of the requests that run; others
+            wait. None = what is available when the first one starts.
 
     Attributes:
         stats: counts of speculative decoding.
@@ -63,6 +68,7 @@ class Engine:
         draft_length: DraftLengthController | None = None,
         kv_bits: KVBits = None,
         quantized_kv_start: int = 0,
+        kv_memory: int | None = None,
     ):
         self.model = model
         self.max_batch_size = max_batch_size
@@ -72,7 +78,9 @@ class Engine:
         self.draft_length = draft_length or DraftLengthController()
         self.kv_bits = kv_bits
         self.quantized_kv_start = quantized_kv_start
+        self.kv_memory = kv_memory
         self.stats = SpeculativeStats()
+        self._memory = 0
         self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
         self._rows: OneRow | CacheBatch | None = None
@@ -110,8 +118,26 @@ class Engine:
             return
         if self.idle:
             self._wired.enter_context(wired_limit())
+            self._memory = self.kv_memory or available_memory()
         self._waiting.append(RunningSequence(request))
         self._waiting.sort(key=lambda sequence: sequence.request.priority)
+
+    def require_memory(self, request: GenerationRequest) -> None:
+        """Refuse a request whose keys and values do not fit in memory alone.
+
+        Raises:
+            UserError: with the bytes.
+        """
+        tokens, memory = _most_tokens(request), self.kv_memory or available_memory()
+        if tokens < MIN_CHECKED or (needed := self._bytes(request)) <= memory:
+            return
+        raise UserError(
+            f"the KV cache of {tokens:,} tokens takes {needed / 1e9:,.1f} GB, and "
+            f"{memory / 1e9:,.1f} GB of memory are available",
+            hint=f"{int(memory / self._bytes_per_token):,} tokens fit: lower "
+            "max_tokens, or quantize the cache (kv_bits)",
+            code=WILL_NOT_FIT,
+        )
 
     def abort(self, request: GenerationRequest) -> None:
         """Drop a request, at any time between two steps."""
@@ -144,13 +170,12 @@ class Engine:
 
     def _step(self) -> list[TokenOutput]:
         self._remove_finished()
-        self._prefill()
+        outputs = self._prefill()
         self._steps += 1
         if self._steps % CLEAR_CACHE_INTERVAL == 0:
             mx.clear_cache()
-        outputs = []
         if self._wants_draft():
-            outputs = self._collect()
+            outputs += self._collect()
             self._remove_finished()
             start = time.perf_counter()
             if self._propose():
@@ -199,13 +224,21 @@ class Engine:
             order[row] = last
         self._next_tokens = self._next_tokens[mx.array(order)]
 
-    def _prefill(self) -> None:
-        """Process one chunk of the first waiting prompt, or several short prompts."""
-        budget = self.prefill_step_size
+    def _prefill(self) -> list[TokenOutput]:
+        """Process one chunk of the first waiting prompt, or several short prompts.
+
+        Returns:
+            The errors of requests that cannot start.
+        """
+        budget, errors = self.prefill_step_size, []
         while self._waiting and budget > 0 and self._has_room():
             sequence = self._waiting[0]
-            if sequence.state is None:
+            try:
                 self._start(sequence)
+            except UserError as error:
+                errors.append(sequence.fail(error))
+                self._waiting.pop(0)
+                continue
             prompt, start = sequence.request.prompt, sequence.prefilled
             chunk = prompt[start : min(start + budget, len(prompt) - 1)]
             if len(chunk):
@@ -215,18 +248,41 @@ class Engine:
             budget -= max(1, len(chunk))
             if sequence.prefilled == len(prompt) - 1:
                 self._join(self._waiting.pop(0))
-                while self._shares(sequence) and self._has_room():
-                    self._join(self._waiting.pop(0), sequence)
+                self._share_prompt(sequence)
+        return errors
 
     def _has_room(self) -> bool:
-        running = len(self._running)
-        return not running or (
-            running < self.max_batch_size
+        """Whether the next request can run beside the others to its last token."""
+        if not self._running:
+            return True
+        requests = [s.request for s in (*self._running, self._waiting[0])]
+        return (
+            len(requests) <= self.max_batch_size
             and not self.quantized_kv_start
+            and sum(map(self._bytes, requests)) <= self._memory
             and is_batchable(self.model)
         )
 
+    def _bytes(self, request: GenerationRequest) -> float:
+        return self._bytes_per_token * _most_tokens(request)
+
+    @cached_property
+    def _bytes_per_token(self) -> float:
+        return self.new_cache().bytes_per_token()
+
     def _start(self, sequence: RunningSequence) -> None:
+        """Give a request what it needs, at its first step.
+
+        Raises:
+            UserError: a token of its settings is outside the vocabulary.
+        """
+        if sequence.sampler is not None:
+            return
+        sequence.sampler = Sampler(
+            sequence.request.sampling, sequence.tokens, self._vocab_size
+        )
+        if sequence.state is not None:
+            return
         if self.prefix_cache:
             prompt = sequence.request.prompt
             sequence.state, _ = self.prefix_cache.fetch(prompt, self.new_cache)
@@ -241,35 +297,25 @@ class Engine:
         # Only the shape is used, so nothing is computed.
         return self.model(mx.zeros((1, 1), mx.int32)).shape[-1]
 
-    def _shares(self, sequence: RunningSequence) -> bool:
-        """Whether the next request has the same prompt as one that just joined."""
-        if not self._waiting or self.make_proposer or self._waiting[0].state:
-            return False
-        return self._waiting[0].request.prompt is sequence.request.prompt
+    def _share_prompt(self, sequence: RunningSequence) -> None:
+        """Copy the cache of a request that joined, if the next has the same prompt."""
+        if not self._waiting or self.make_proposer:
+            return
+        other = self._waiting[0]
+        is_same = other.request.prompt is sequence.request.prompt
+        if is_same and other.state is None and self._has_room():
+            other.state = self._rows.extract(self._running.index(sequence))
+            other.prefilled = sequence.prefilled
 
-    def _join(
-        self, sequence: RunningSequence, twin: RunningSequence | None = None
-    ) -> None:
-        """Add a prefilled request to the batch.
-
-        Args:
-            twin: the last request that joined, if it has the same prompt. No step ran
-                since then.
-        """
-        if twin:
-            if isinstance(self._rows, OneRow):
-                self._rows = CacheBatch.of(self._rows)
-            self._rows.join(self._rows.extract(self._running.index(twin)))
-        elif self._rows is None:
+    def _join(self, sequence: RunningSequence) -> None:
+        """Add a prefilled request to the batch."""
+        if self._rows is None:
             self._rows = OneRow(sequence.state)
         else:
             if isinstance(self._rows, OneRow):
                 self._rows = CacheBatch.of(self._rows)
             self._rows.join(sequence.state)
         sequence.state = None
-        sequence.sampler = Sampler(
-            sequence.request.sampling, sequence.tokens, self._vocab_size
-        )
         self._running.append(sequence)
         last = mx.array([sequence.tokens[-1]], mx.int32)
         self._next_tokens = mx.concatenate([self._next_tokens, last])
@@ -484,6 +530,10 @@ class _StandardSteps:
 def _padded(rows: Sequence[mx.array], width: int) -> mx.array:
     """Rows of tokens [B, width], padded on the right."""
     return mx.stack([mx.pad(row, (0, width - len(row))) for row in rows])
+
+
+def _most_tokens(request: GenerationRequest) -> int:
+    return len(request.prompt) + request.max_tokens
 
 
 @contextmanager

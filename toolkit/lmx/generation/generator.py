@@ -3,12 +3,10 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from .. import cpu
-from ..cpu.memory import available_memory
-from ..errors import WILL_NOT_FIT, UserError
+from ..errors import UserError
 from ..models.token_ids import check_ids
 from .detokenizer import StreamingDetokenizer
 from .engine import Engine
@@ -21,8 +19,6 @@ from .speculative.proposer import MakeProposer
 from .speculative.stats import SpeculativeStats
 
 GREEDY = Sampling()
-MIN_CHECKED = 4096
-"""Fewer tokens take less memory than the model itself."""
 
 
 class Generator:
@@ -111,7 +107,7 @@ class Generator:
             stop_tokens=stop_tokens,
             logprobs=logprobs,
         )
-        self.require_memory([len(prompt) + request.max_tokens])
+        self.engine.require_memory(request)
         if self.engine.idle:
             self.engine.stats = SpeculativeStats()
         return self.submit(request, stop=stop)
@@ -192,10 +188,10 @@ class Generator:
             stop: strings that end a completion and are not part of it.
 
         Raises:
-            UserError: the KV caches do not fit in memory, or a request failed.
+            UserError: the KV cache of a request does not fit in memory, or one failed.
         """
-        lengths = sorted(len(r.prompt) + r.max_tokens for r in requests)
-        self.require_memory(lengths[-self.engine.max_batch_size :])
+        for request in requests:
+            self.engine.require_memory(request)
         streams = [(request, self.submit(request, stop=stop)) for request in requests]
         for request, responses in streams:
             output = CompletionOutput(len(request.prompt), request.stop_tokens)
@@ -242,28 +238,6 @@ class Generator:
                 hint="shorten the prompt",
             )
         return min(max_tokens, room)
-
-    def require_memory(self, lengths: Sequence[int]) -> None:
-        """Refuse sequences whose KV caches, at these lengths, do not fit in memory.
-
-        Raises:
-            UserError: with the bytes.
-        """
-        if sum(lengths) < MIN_CHECKED:
-            return
-        needed, available = self._bytes_per_token * sum(lengths), available_memory()
-        if needed > available:
-            raise UserError(
-                f"the KV cache of {sum(lengths):,} tokens takes {needed / 1e9:,.1f} "
-                f"GB, and {available / 1e9:,.1f} GB of memory are available",
-                hint=f"{int(available / self._bytes_per_token):,} tokens fit: lower "
-                "max_tokens, or quantize the cache (kv_bits)",
-                code=WILL_NOT_FIT,
-            )
-
-    @cached_property
-    def _bytes_per_token(self) -> float:
-        return self.engine.new_cache().bytes_per_token()
 
     def resolve_stop_tokens(
         self, stop_tokens: Collection[int] | None

@@ -55,6 +55,7 @@ class RunningSequence:
     Attributes:
         state: its cache until it joins the batch.
         tokens: of the prompt and the completion so far.
+        sampler: None before the first step.
         prefilled: prompt tokens in the cache.
         launched: tokens that are computed, read or not.
         draft: draft tokens of the next round; None = not proposed yet.
