@@ -83,7 +83,14 @@ def proposer_maker(name, family, model):
 
 
 def differences(
-    family, proposer=None, *, model=None, sampling="all", prefix=False, seed=0, **options
+    family,
+    proposer=None,
+    *,
+    model=None,
+    sampling="all",
+    prefix=False,
+    seed=0,
+    **options,
 ):
     """The number of requests with other tokens than alone, and the engine."""
     model = model or model_of(family)
