@@ -152,7 +152,7 @@ def test_buffers_grow_by_steps_and_rows_double():
         rows.batch.join(started(rows.model, rows.texts[0], length))
         # The first buffer is the one of the first sequence.
         assert full.buffers[0].shape[2] < max(mlx_lm_step, length) + STEP
-        assert window.buffers[0].shape[2] <= RING
+        assert window.buffers[0].shape[2] < RING + STEP
     assert full.buffers[0].shape[0] == 8
     assert rows.batch.nbytes == full.nbytes + window.nbytes
 
