@@ -185,6 +185,8 @@ class CacheBatch:
         kept = [new - old for new, old in zip(after, before, strict=True)]
         tokens = tokens[:, : max(kept)]
         self._rows.set(before)
+        if not tokens.size:
+            return
         self._begin(tokens, kept)
         self.model(tokens, cache=self.caches)
         self._end(kept)
