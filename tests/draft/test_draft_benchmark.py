@@ -24,9 +24,9 @@ from lmx.draft.dataset import DistillationBatches
 from lmx.draft.losses import DraftLoss, acceptance_bounds
 from lmx.generation.generator import Generator
 from lmx.generation.sampling import Sampling
-from lmx.generation.speculative.stats import SpeculativeStats
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import DraftModelProposer
+from lmx.generation.speculative.stats import SpeculativeStats
 from lmx.models.loader import build_model
 from lmx.run.logger import RunLogger
 from lmx.training.optimizers import OptimizerConfig

@@ -6,8 +6,8 @@ import pytest
 from lmx.errors import UserError
 from lmx.generation.batching import BatchGenerator, GenerationRequest
 from lmx.generation.generator import Generator
-from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.kv_cache.batch import merge, require_batchable
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
 from lmx.models.loader import make_cache
 from test_kv_cache import tiny as family_model

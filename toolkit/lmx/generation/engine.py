@@ -242,7 +242,9 @@ class Engine:
             prompt, start = sequence.request.prompt, sequence.prefilled
             chunk = prompt[start : min(start + budget, len(prompt) - 1)]
             if len(chunk):
-                sequence.state.prefill(mx.array([chunk]), step_size=budget)
+                sequence.state.forward(mx.array([chunk]))
+                # Rows that run wait for nothing; without them, memory is kept small.
+                sequence.state.evaluate(wait=not self._running)
             sequence.prefilled += len(chunk)
             # A prompt of one token still takes some time.
             budget -= max(1, len(chunk))

@@ -191,10 +191,11 @@ class CacheState:
         self._check_offsets()
         return True
 
-    def evaluate(self) -> None:
+    def evaluate(self, *, wait: bool = True) -> None:
         """Evaluate the caches and recorded hidden states only, not the logits."""
         recorded = self.recorded.arrays if self.recorded else []
-        mx.eval([cache.state for cache in self.layer_caches], recorded)
+        evaluate = mx.eval if wait else mx.async_eval
+        evaluate([cache.state for cache in self.layer_caches], recorded)
 
     @property
     def state(self) -> list[tuple[str, tuple]]:
