@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import nan_predictions
-from .kv_cache.batch import CacheBatch, OneRow, is_batchable
+from .kv_cache.batch import CacheBatch, OneRow, is_batchable, takes_padding
 from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import CacheState, KVBits
 from .sampler import Sampler, sample_rows
@@ -222,6 +222,7 @@ class Engine:
             running < self.max_batch_size
             and not self.quantized_kv_start
             and is_batchable(self.model)
+            and (not self.make_proposer or takes_padding(self.model))
         )
 
     def _start(self, sequence: RunningSequence) -> None:
