@@ -134,8 +134,7 @@ class Engine:
             outputs = self._step()
         except BaseException:
             # Layers of the caches may have different lengths.
-            self._waiting, self._running, self._rows = [], [], None
-            self._in_flight = None
+            self._waiting, self._running, self._in_flight = [], [], None
             self._rest()
             raise
         if self.idle:
@@ -164,7 +163,7 @@ class Engine:
         return outputs
 
     def _rest(self) -> None:
-        self._rows = None
+        self._rows, self._next_tokens = None, mx.zeros(0, mx.int32)
         self._wired.close()
 
     # Rows
@@ -386,7 +385,10 @@ class Engine:
             return False
         count = self._controller.next_length()
         for sequence in self._running:
-            if sequence.draft is None:
+            if sequence.proposer is None:
+                # It came before the engine had a proposer.
+                sequence.draft = NO_DRAFT
+            elif sequence.draft is None:
                 # The target adds one token to them.
                 limit = max(0, min(count, sequence.remaining - 1))
                 sequence.draft = sequence.proposer.propose(
