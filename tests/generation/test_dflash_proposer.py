@@ -9,13 +9,13 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from lmx.generation.generator import Generator
-from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.kv_cache.prefix import (
     PrefixCache,
     load_prompt_cache,
     save_prompt_cache,
 )
 from lmx.generation.kv_cache.recorded_states import RecordedStates
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling, filter_logits
 from lmx.generation.speculative import dflash
 from lmx.generation.speculative.decoder import rejection_sample

@@ -92,9 +92,7 @@ def test_a_step_prefills_several_short_prompts(llama):
 def test_requests_start_in_order_and_by_priority(llama):
     engine = Engine(llama, max_batch_size=2)
     numbers = [0, 0, 0, 1, -1, 0, -1]
-    requests = [
-        request(n + 1, max_tokens=4, priority=p) for n, p in enumerate(numbers)
-    ]
+    requests = [request(n + 1, max_tokens=4, priority=p) for n, p in enumerate(numbers)]
     for each in requests:
         engine.add_request(each)
     firsts = []

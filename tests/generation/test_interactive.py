@@ -15,8 +15,8 @@ from lmx.cli import generate
 from lmx.data.tokenizer_files import require_same_tokenizer
 from lmx.errors import UserError
 from lmx.generation.generator import Generator
-from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.kv_cache.prefix import METADATA_FILE, PrefixCache
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative import factory
 from lmx.run.terminal import StreamedText, printable
