@@ -11,8 +11,8 @@ from lmx.generation.speculative.layer_skip import (
     skip_layers,
 )
 from test_kv_cache import random_tokens, tiny
-from test_speculative_decoder import PROMPT, sharpened, speculative, tokens_of
 from tiny_generators import byte_tokenizer
+from tiny_requests import PROMPT, sharpened, speculative, tokens_of
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "falcon_h1"])

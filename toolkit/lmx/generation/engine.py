@@ -15,13 +15,19 @@ import mlx.core as mx
 
 from ..cpu.memory import available_memory
 from ..errors import WILL_NOT_FIT, UserError, nan_predictions
-from .kv_cache.batch import CacheBatch, OneRow, is_batchable
+from .kv_cache.batch import CacheBatch, OneRow, is_batchable, takes_padding
 from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import CacheState, KVBits
 from .sampler import Sampler, sample_rows
 from .sequence import GenerationRequest, RunningSequence, TokenOutput
 from .speculative.draft_length import DraftLengthController
-from .speculative.proposer import DraftRequest, MakeProposer, accepted_tokens, propose
+from .speculative.proposer import (
+    NO_DRAFT,
+    DraftRequest,
+    MakeProposer,
+    accepted_tokens,
+    propose,
+)
 from .speculative.stats import SpeculativeStats
 
 CLEAR_CACHE_INTERVAL = 256
@@ -160,8 +166,7 @@ class Engine:
             outputs = self._step()
         except BaseException:
             # Layers of the caches may have different lengths.
-            self._waiting, self._running, self._rows = [], [], None
-            self._in_flight = None
+            self._waiting, self._running, self._in_flight = [], [], None
             self._rest()
             raise
         if self.idle:
@@ -189,7 +194,7 @@ class Engine:
         return outputs
 
     def _rest(self) -> None:
-        self._rows = None
+        self._rows, self._next_tokens = None, mx.zeros(0, mx.int32)
         self._wired.close()
 
     # Rows
@@ -263,6 +268,7 @@ class Engine:
             and not self.quantized_kv_start
             and sum(map(self._bytes, requests)) <= self._memory
             and is_batchable(self.model)
+            and (not self.make_proposer or takes_padding(self.model))
         )
 
     def _bytes(self, request: GenerationRequest) -> float:
@@ -437,6 +443,10 @@ class Engine:
         if not self._running:
             return False
         count = self._controller.next_length()
+        for sequence in self._running:
+            if sequence.proposer is None:
+                # It came before the engine had a proposer.
+                sequence.draft = NO_DRAFT
         waiting = [s for s in self._running if s.draft is None]
         # The target adds one token to them.
         limits = [max(0, min(count, s.remaining - 1)) for s in waiting]

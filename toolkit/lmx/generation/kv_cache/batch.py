@@ -20,7 +20,7 @@ from .sequence import CacheState
 
 PROMPTS = [1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12]
 """Two prompts of a check, whose rows have unequal lengths in a batch."""
-CHECKED = "_batch_error"
+CHECKED = "_batch_errors"
 
 
 class OneRow:
@@ -251,21 +251,32 @@ def require_batchable(model: Any) -> None:
         )
 
 
+def takes_padding(model: Any) -> bool:
+    """Whether a batchable model also leaves padding out of its recurrent states.
+
+    Rounds of drafts have unequal lengths. Some architectures of mlx-lm apply no mask.
+    """
+    return _errors(model) == (None, None)
+
+
 def batch_error(model: Any) -> str | None:
     """What differs when a model computes two sequences together; None = nothing.
 
     Some architectures of mlx-lm apply masks or positions of one sequence to a batch.
-    Two prompts of unequal lengths are processed alone and together, with padding and a
-    rollback. The result is kept with the model.
+    Two prompts of unequal lengths are processed alone and together, with a rollback.
     """
-    checked = model.__dict__.get(CHECKED)
-    if checked is None:
-        checked = (_batch_error(model),)
-        object.__setattr__(model, CHECKED, checked)
-    return checked[0]
+    return _errors(model)[0]
 
 
-def _batch_error(model: Any) -> str | None:
+def _errors(model: Any) -> tuple[str | None, str | None]:
+    """The errors without and with padding. They are kept with the model."""
+    if CHECKED not in model.__dict__:
+        errors = tuple(_batch_error(model, padded) for padded in (False, True))
+        object.__setattr__(model, CHECKED, errors)
+    return model.__dict__[CHECKED]
+
+
+def _batch_error(model: Any, padded: bool) -> str | None:
     alone, states = [], []
     for prompt in PROMPTS:
         tokens = mx.array([prompt])
@@ -276,10 +287,14 @@ def _batch_error(model: Any) -> str | None:
         batch = CacheBatch(states[0])
         batch.join(states[1])
         # The first row has a token and padding; of the second one a token is removed.
+        # Recurrent layers then process one token of each again, without padding.
         tokens = mx.array([[prompt[-2], prompt[-1]] for prompt in PROMPTS])
         batch.forward(tokens, [1, 2])
-        batch.rollback([0, 1])
+        if not padded:
+            batch.rollback([0, 1])
         together = batch.forward(mx.array([prompt[-1:] for prompt in PROMPTS]))[:, -1]
+        if padded:
+            together, alone = together[:1], alone[:1]
         error = more_than_rounding(together, mx.concatenate(alone))
         return error and f"the logits of one of them are {error}"
     except (AttributeError, TypeError, ValueError, UserError) as broken:
