@@ -116,7 +116,33 @@ def test_equal_prompts_are_prefilled_once(llama):
         for output in outputs:
             got[output.request].append(output.token)
     assert list(got.values()) == expected
-    assert model.shapes == [(1, 28)] + [(4, 1)] * 5
+    # One token is for the shape of the keys and values.
+    shapes = [shape for shape in model.shapes if shape != (1, 1)]
+    assert shapes == [(1, 28)] + [(4, 1)] * 5
+
+
+def test_requests_wait_for_memory(llama):
+    requests = [request(n + 1, max_tokens=10) for n in range(4)]
+    engine = Engine(llama)
+    per_token = engine.new_cache().bytes_per_token()
+    for tokens, most in (11, 1), (23, 2), (1000, 4):
+        engine = Engine(llama, kv_memory=int(tokens * per_token))
+        for each in requests:
+            engine.add_request(each)
+        together = [len({o.request for o in outputs}) for outputs in rounds(engine)]
+        assert max(together) == most
+        assert sum(together) == 40
+
+
+def test_a_request_with_an_unknown_token_ends_alone(llama):
+    bad = GenerationRequest([1, 2], 5, Sampling(logit_bias=((9999, 1.0),)))
+    good = request(1, 2, max_tokens=5)
+    engine = Engine(llama)
+    engine.add_request(bad)
+    engine.add_request(good)
+    outputs = [output for outputs in rounds(engine) for output in outputs]
+    assert [o.request for o in outputs] == [bad] + [good] * 5
+    assert "no token 9999" in outputs[0].error.message
 
 
 @pytest.mark.parametrize("limits", [(0, 0), (0, 1), (1, 2)])

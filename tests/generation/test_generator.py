@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.errors import WILL_NOT_FIT, UserError
-from lmx.generation import generator as generator_module
+from lmx.generation import engine as engine_module
 from lmx.generation.generator import Generator
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
@@ -371,7 +371,7 @@ def test_completions_that_do_not_fit_in_memory_are_refused(
     model = build_model(settings | {"max_position_embeddings": 10**9})
     generator = Generator(model, tokenizer, **options)
     generator.max_positions = None
-    monkeypatch.setattr(generator_module, "available_memory", lambda: 10**7)
+    monkeypatch.setattr(engine_module, "available_memory", lambda: 10**7)
     fitting = 10**7 // per_token if per_token else 10**9
     next(generator.stream([1, 2, 3], max_tokens=fitting - 3))
     if per_token:
@@ -380,9 +380,7 @@ def test_completions_that_do_not_fit_in_memory_are_refused(
         assert caught.value.hint.startswith(f"{fitting:,} tokens fit: lower max_tokens")
         assert caught.value.code == WILL_NOT_FIT
     if not options and per_token:
-        requests = [
-            generator.request([1, 2], max_tokens=fitting // 2 - 2) for _ in range(3)
-        ]
+        requests = [generator.request([1, 2], max_tokens=n) for n in (1, fitting)]
         with pytest.raises(UserError, match="tokens fit"):
             list(generator.generate_all(requests))
 
