@@ -61,7 +61,7 @@ def _prompts(settings: dict, tokenizer) -> dict[str, list[list[int]]]:
 
 def _decode(target, make_proposer, prompts, temperature: float, settings: dict) -> dict:
     """Rounds, accepted draft tokens and seconds of every prompt, and their text."""
-    from lmx.generation.engine import Generator
+    from lmx.generation.generator import Generator
     from lmx.generation.sampling import Sampling
     from lmx.generation.speculative.draft_length import DraftLengthController
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.speculative.dflash import DFlashProposer
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.models.drafters.dflash import DFlashDrafter

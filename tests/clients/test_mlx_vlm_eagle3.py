@@ -5,10 +5,10 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.generation.kv_cache import CacheState
+from lmx.generation.kv_cache.sequence import CacheState
+from lmx.generation.sampler import Sampler
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative.eagle3 import Eagle3Proposer
-from lmx.generation.speculative.proposer import TargetSampler
 from lmx.models.drafters.io import load_drafter, save_drafter
 from lmx.models.hooks import forward_with_hidden_states
 from lmx.models.loader import build_model
@@ -55,8 +55,8 @@ def our_draft(model, drafter, context):
     cache = CacheState(model)
     proposer = Eagle3Proposer(drafter, cache)
     cache.forward(mx.array([context[:-1]]))
-    sampler = TargetSampler(Sampling(), context, VOCABULARY)
-    return proposer.propose(context, NUM_DRAFT_TOKENS, sampler).tokens.tolist()
+    sampler = Sampler(Sampling(), context, VOCABULARY)
+    return proposer.propose(context, NUM_DRAFT_TOKENS, sampler).tolist()
 
 
 def their_drafts(model, folder, text, block_ids=None):

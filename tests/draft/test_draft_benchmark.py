@@ -22,11 +22,11 @@ from lmx.draft.candidates import ModelCandidate, all_acceptance_probs
 from lmx.draft.cost_model import SpeculationCosts
 from lmx.draft.dataset import DistillationBatches
 from lmx.draft.losses import DraftLoss, acceptance_bounds
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.sampling import Sampling
-from lmx.generation.speculative.decoder import SpeculativeStats
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import DraftModelProposer
+from lmx.generation.speculative.stats import SpeculativeStats
 from lmx.models.loader import build_model
 from lmx.run.logger import RunLogger
 from lmx.training.optimizers import OptimizerConfig

@@ -225,7 +225,7 @@ def use(model: Path, rng: random.Random) -> str:
 def generate(model: Path) -> str:
     """Generate two tokens after a chat and after a text."""
     from lmx.convert.importers import load_model
-    from lmx.generation.engine import Generator
+    from lmx.generation.generator import Generator
 
     try:
         loaded = load_model(model)

@@ -11,7 +11,7 @@ from lmx.generation.completions import (
     prompt_tokens,
     replace_completions,
 )
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.run.logger import NullLogger
 from tiny_generators import VOCABULARY, byte_tokenizer, tiny
 

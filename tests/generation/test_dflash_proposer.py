@@ -8,14 +8,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from lmx.generation.engine import Generator
-from lmx.generation.kv_cache import CacheState
-from lmx.generation.prefix_cache import (
+from lmx.generation.generator import Generator
+from lmx.generation.kv_cache.prefix import (
     PrefixCache,
     load_prompt_cache,
     save_prompt_cache,
 )
-from lmx.generation.recorded_states import RecordedStates
+from lmx.generation.kv_cache.recorded_states import RecordedStates
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling, filter_logits
 from lmx.generation.speculative import dflash
 from lmx.generation.speculative.decoder import rejection_sample

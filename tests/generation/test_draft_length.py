@@ -29,7 +29,7 @@ def simulate(controller, costs, draft, rate, tokens=2000, seed=0, noise=0.02):
             accepted = 0
             while accepted < length and rng.random() < rate:
                 accepted += 1
-            controller.record_round(length, accepted, seconds)
+            controller.record_round([length], [accepted], seconds)
             generated += accepted + 1
         total += seconds
     return total / generated

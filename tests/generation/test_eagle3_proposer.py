@@ -6,9 +6,9 @@ from itertools import product
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.generation.engine import Generator
-from lmx.generation.kv_cache import CacheState
-from lmx.generation.prefix_cache import PrefixCache
+from lmx.generation.generator import Generator
+from lmx.generation.kv_cache.prefix import PrefixCache
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative import eagle3
 from lmx.generation.speculative.decoder import SpeculativeDecoder

@@ -1,326 +1,351 @@
-"""The generator against mlx-lm, cached against uncached logits, stops and seeds."""
-
-import math
-from unittest.mock import Mock
+"""The engine: requests come, wait, run, end, fail and are dropped; none starves."""
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from lmx.errors import WILL_NOT_FIT, UserError
-from lmx.generation import engine, requests
-from lmx.generation.engine import Generator
-from lmx.generation.requests import generate_requests, make_request
+from lmx.errors import UserError
+from lmx.generation.engine import Engine
+from lmx.generation.kv_cache.batch import batch_error
+from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.sampling import Sampling
-from lmx.models.loader import build_model
-from tiny_families import changed, config
-from tiny_generators import MODELS, VOCABULARY, byte_tokenizer, scripted, tiny
+from lmx.generation.sequence import GenerationRequest
+from lmx.generation.speculative.draft_length import DraftLengthController
+from lmx.generation.speculative.draft_model import DraftModelProposer
+from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
+from tiny_generators import tiny
+from tiny_requests import PROMPT, alone, run, sharpened, some_requests
 
-LENGTHS = [1, 2, 7, 8, 9, 16, 17, 40]  # around the step size 8 and window 16
+SETTINGS = [Sampling(), Sampling(temperature=1.0, seed=3)]
+FIXED = DraftLengthController(fixed=3)
 
 
-@pytest.fixture(params=list(MODELS), scope="session")
-def model(request):
-    return tiny(request.param)
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llama():
     return tiny("llama")
 
 
-@pytest.fixture(scope="session")
-def tokenizer():
-    return byte_tokenizer()
+def rounds(engine):
+    """The outputs of every step."""
+    while not engine.idle:
+        yield engine.step()
 
 
-def random_prompt(length, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+def request(*prompt, max_tokens=9, **options):
+    return GenerationRequest(list(prompt), max_tokens, **options)
 
 
-def test_generate_matches_mlx_lm(model, tokenizer):
-    from mlx_lm import generate
+class Recorder:
+    """A model that records the shapes of its inputs."""
 
-    generator = Generator(model, tokenizer, prefill_step_size=8)
-    texts = set()
-    for length in LENGTHS:
-        prompt = random_prompt(length)
-        ours = generator.generate(prompt, max_tokens=24)
-        theirs = generate(model, tokenizer, prompt, max_tokens=24)
-        # mlx-lm drops the space that a completion begins with.
-        assert ours.text.removeprefix(" ") == theirs
-        assert ours.text == tokenizer.decode(ours.tokens)
-        texts.add(ours.text)
-    assert len(texts) == len(LENGTHS)
+    def __init__(self, model):
+        self.model, self.shapes = model, []
+        batch_error(self)  # kept with the model
+        self.shapes.clear()
 
+    def __getattr__(self, name):
+        return getattr(self.model, name)
 
-def test_cached_logits_match_uncached(model):
-    from lmx.generation.decode_loop import prefill
-    from lmx.generation.kv_cache import CacheState
-    from lmx.models.loader import make_cache
-
-    tokens = mx.array([random_prompt(48)])
-    whole = model(tokens)
-    scale = mx.max(mx.abs(whole)).item()
-    for width in (1, 3, 8, 16, 29, 48):
-        cache, parts = make_cache(model), []
-        for start in range(0, 48, width):
-            parts.append(model(tokens[:, start : start + width], cache=cache))
-        error = mx.max(mx.abs(mx.concatenate(parts, axis=1) - whole)).item()
-        assert error <= 1e-5 * scale, width
-        state = CacheState(model)
-        prefill(state, tokens[:, :40], step_size=width)
-        later = [state.forward(tokens[:, i : i + 1]) for i in range(40, 48)]
-        error = mx.max(mx.abs(mx.concatenate(later, axis=1) - whole[:, 40:])).item()
-        assert error <= 1e-5 * scale, width
+    def __call__(self, tokens, cache=None):
+        if cache is not None:
+            self.shapes.append(tokens.shape)
+        return self.model(tokens, cache=cache)
 
 
-def test_cached_logits_comparison_detects_lost_token(model):
-    tokens = mx.array([random_prompt(48)])
-    whole, short = model(tokens)[:, -1], model(tokens[:, 1:])[:, -1]
-    error = mx.max(mx.abs(whole - short)).item()
-    # Only full-attention layers still attend to the first token.
-    assert error > 1e-3 * mx.max(mx.abs(whole)).item()
+def lookup(_):
+    return PromptLookupProposer(NGramIndex(ngram_size=1))
 
 
-def texts_of(generator, prompts, max_tokens):
-    requests = [make_request(generator, p, max_tokens, Sampling()) for p in prompts]
-    return [result.text for result in generate_requests(generator, requests)]
+def test_a_step_is_launched_before_the_one_before_is_read(llama):
+    model = Recorder(llama)
+    engine = Engine(model)
+    engine.add_request(request(1, max_tokens=3))
+    assert engine.step() == []
+    assert len(engine.step()) == 1
+    assert model.shapes == [(1, 1)] * 2
+    assert sum(map(len, rounds(engine))) == 2
+    assert model.shapes == [(1, 1)] * 3  # no step after the last token
 
 
-def check_requests(model):
-    tokenizer = byte_tokenizer(eos=[*"aeiostuU", "<|im_end|>"])
-    generator = Generator(model, tokenizer, prefill_step_size=8)
-    lengths = [5, 20, 5, 1, 20, 20, 5]
-    prompts = [random_prompt(n, seed) for seed, n in enumerate(lengths)]
-    alone = [generator.generate(prompt, max_tokens=30) for prompt in prompts]
-    assert texts_of(generator, prompts, 30) == [g.text for g in alone]
-    assert len({len(g.tokens) for g in alone}) > 2  # sequences end at different steps
-    assert texts_of(generator, [], 30) == []
-    return generator, prompts
+def test_prompts_are_prefilled_in_chunks_while_others_decode(llama):
+    model = Recorder(llama)
+    engine = Engine(model, max_batch_size=4, prefill_step_size=8)
+    short, long = request(1, 2, max_tokens=40), request(*[1] * 200, max_tokens=2)
+    late = request(3, max_tokens=3)
+    for each in (short, long, late):
+        engine.add_request(each)
+    order = [output.request for outputs in rounds(engine) for output in outputs]
+    # The short request gets a token at every step while the long prompt is prefilled.
+    assert order[: order.index(long)].count(short) >= 20
+    assert order.index(late) > order.index(long)
+    assert [order.count(each) for each in (short, long, late)] == [40, 2, 3]
+    assert max(width for _, width in model.shapes) == 8
 
 
-def test_requests_have_the_texts_of_single_prompts(model):
-    check_requests(model)
+def test_a_step_prefills_several_short_prompts(llama):
+    engine = Engine(llama, max_batch_size=8, prefill_step_size=16)
+    for number in range(8):
+        engine.add_request(request(*[number + 1] * 5))
+    engine.step()
+    # Four tokens of each are prefilled; a fifth prompt finds no budget.
+    assert len(engine.step()) == 4
 
 
-def test_requests_that_cannot_be_batched_are_generated_one_by_one(llama, monkeypatch):
-    error = UserError("this model cannot decode several sequences together")
-    batcher = Mock(side_effect=error)
-    monkeypatch.setattr(requests, "BatchGenerator", batcher)
-    generator, prompts = check_requests(llama)
-    batcher.reset_mock()
-    generator.kv_bits = 16
-    assert len(texts_of(generator, prompts, 3)) == len(prompts)
-    batcher.assert_not_called()
+def test_requests_start_in_order_and_by_priority(llama):
+    engine = Engine(llama, max_batch_size=2)
+    numbers = [0, 0, 0, 1, -1, 0, -1]
+    requests = [request(n + 1, max_tokens=4, priority=p) for n, p in enumerate(numbers)]
+    for each in requests:
+        engine.add_request(each)
+    firsts = []
+    for outputs in rounds(engine):
+        assert len({output.request for output in outputs}) <= 2
+        firsts += [o.request for o in outputs if o.request not in firsts]
+    assert [requests.index(each) for each in firsts] == [4, 6, 0, 1, 2, 5, 3]
 
 
-@pytest.mark.parametrize("end", [257, 258])
-def test_generate_stops_at_every_eos_token(end):
-    eos = ("<|im_end|>", "<|end|>")
-    generator, prompt = scripted("abc", ids=[end, 40], eos=eos)
-    responses = list(generator.stream(prompt, max_tokens=10))
-    assert [p.text for p in responses] == ["a", "b", "c", ""]
-    assert [p.finish_reason for p in responses] == [None, None, None, "stop"]
-    assert responses[-1].token == end
-    generation = generator.generate(prompt, max_tokens=10)
-    assert (generation.text, len(generation.tokens)) == ("abc", 3)
-    assert generation.finish_reason == "stop"
+def test_equal_prompts_are_prefilled_once(llama):
+    model, prompt = Recorder(llama), list(range(1, 30))
+    requests = [
+        GenerationRequest(prompt, 5, Sampling(1.0, seed=seed)) for seed in range(4)
+    ]
+    expected = alone(llama, requests)
+    engine = Engine(model)
+    for each in requests:
+        engine.add_request(each)
+    got = {each: [] for each in requests}
+    for outputs in rounds(engine):
+        for output in outputs:
+            got[output.request].append(output.token)
+    assert list(got.values()) == expected
+    # One token is for the shape of the keys and values.
+    shapes = [shape for shape in model.shapes if shape != (1, 1)]
+    assert shapes == [(1, 28)] + [(4, 1)] * 5
 
 
-def test_stop_tokens_replace_eos_tokens():
-    generator, prompt = scripted("abc", ids=[257, 40])
-    b = generator.tokenizer.encode("b")
-    assert generator.generate(prompt, max_tokens=9, stop_tokens=b).text == "a"
-    past = generator.generate(prompt, max_tokens=5, stop_tokens=())
-    assert past.tokens[3:] == [257, 40]
-    assert past.finish_reason == "length"
+def test_requests_wait_for_memory(llama):
+    requests = [request(n + 1, max_tokens=10) for n in range(4)]
+    engine = Engine(llama)
+    per_token = engine.new_cache().bytes_per_token()
+    for tokens, most in (11, 1), (23, 2), (1000, 4):
+        engine = Engine(llama, kv_memory=int(tokens * per_token))
+        for each in requests:
+            engine.add_request(each)
+        together = [len({o.request for o in outputs}) for outputs in rounds(engine)]
+        assert max(together) == most
+        assert sum(together) == 40
 
 
-def test_stream_yields_complete_characters():
-    text = "né 🎈🧑‍🚀!"
-    # A scripted byte has only one successor, so every character has its own script.
-    for character in text:
-        generator, prompt = scripted(character, ids=[257])
-        responses = list(generator.stream(prompt, max_tokens=9))
-        assert "".join(p.text for p in responses) == character
-        assert len(responses) == len(character.encode()) + 1
-        assert not any("\ufffd" in p.text for p in responses)
+def test_a_request_with_an_unknown_token_ends_alone(llama):
+    bad = GenerationRequest([1, 2], 5, Sampling(logit_bias=((9999, 1.0),)))
+    good = request(1, 2, max_tokens=5)
+    engine = Engine(llama)
+    engine.add_request(bad)
+    engine.add_request(good)
+    outputs = [output for outputs in rounds(engine) for output in outputs]
+    assert [o.request for o in outputs] == [bad] + [good] * 5
+    assert "no token 9999" in outputs[0].error.message
 
 
-def test_generate_ends_with_replacement_for_partial_character():
-    generator, prompt = scripted("🎈", ids=[257])
-    assert generator.generate(prompt, max_tokens=2).text == "\ufffd"
+@pytest.mark.parametrize("limits", [(0, 0), (0, 1), (1, 2)])
+def test_requests_of_no_or_few_tokens(llama, limits):
+    engine = Engine(llama)
+    requests = [request(n + 1, max_tokens=limit) for n, limit in enumerate(limits)]
+    assert [len(tokens) for tokens in run(engine, requests)] == list(limits)
+    assert engine.idle
 
 
-def test_stream_launches_next_step_early():
-    generator, prompt = scripted("abcdefgh")
-    calls = generator.model.calls
-    stream = generator.stream(prompt, max_tokens=4)
-    assert next(stream).text == "a"
-    assert calls == [(1, 1), (1, 1)]
-    assert [p.text for p in stream] == ["b", "c", "d"]
-    assert len(calls) == 4  # no step after the last token
+@pytest.mark.parametrize("make_proposer", [None, lookup])
+def test_abort_frees_the_cache_and_changes_no_other_request(llama, make_proposer):
+    options = {"make_proposer": make_proposer, "draft_length": FIXED}
+    engine = Engine(llama, max_batch_size=4, **options)
+    dropped, kept = request(*[1] * 300, max_tokens=99), request(*[2] * 20)
+    never_started = request(*[3] * 20)
+    for each in (dropped, kept):
+        engine.add_request(each)
+    outputs = [output for _ in range(4) for output in engine.step()]
+    assert {output.request for output in outputs} >= {dropped}
+    before = engine.nbytes
+    engine.add_request(never_started)
+    engine.abort(dropped)
+    engine.abort(never_started)
+    after = [output for step in rounds(engine) for output in step]
+    assert {output.request for output in after} <= {kept}
+    tokens = [o.token for o in outputs + after if o.request is kept]
+    assert [tokens] == alone(llama, [kept])
+    assert before > engine.nbytes == 0
+    engine.abort(kept)  # which has ended
 
 
-def test_prefill_is_chunked():
-    generator, _ = scripted("a")
-    generator.prefill_step_size = 8
-    list(generator.stream([1] * 20, max_tokens=1))
-    assert [width for _, width in generator.model.calls] == [8, 8, 3, 1]
+def test_the_last_abort_makes_the_engine_idle(llama):
+    engine = Engine(llama)
+    requests = [request(1), request(*[2] * 600)]
+    for each in requests:
+        engine.add_request(each)
+    engine.step()
+    for each in requests:
+        assert not engine.idle
+        engine.abort(each)
+    assert engine.idle
+    assert not engine.nbytes
+    assert engine.step() == []
+    [tokens] = run(engine, [again := request(1)])
+    assert [tokens] == alone(llama, [again])
 
 
-def test_seeds_determine_samples(llama, tokenizer):
-    generator = Generator(llama, tokenizer)
-
-    def tokens(seed):
-        sampling = Sampling(temperature=1.0, seed=seed)
-        return generator.generate([1, 2], max_tokens=12, sampling=sampling).tokens
-
-    mx.random.seed(0)
-    first = tokens(4)
-    mx.random.seed(9)
-    assert tokens(4) == first
-    assert len({tuple(tokens(seed)) for seed in range(5)}) == 5
+def broken(**changes):
+    """A model with one weight that is NaN, as after a diverged training."""
+    model = sharpened("llama", **changes)
+    model.model.norm.weight[0] = float("nan")
+    return model
 
 
-def test_logprobs_match_float64_reference(model, tokenizer):
-    prompt, options = random_prompt(5), {"max_tokens": 20, "logprobs": True}
-    responses = list(Generator(model, tokenizer).stream(prompt, **options))
-    tokens = [p.token for p in responses]
-    logits = np.array(model(mx.array([prompt + tokens])), np.float64)[0, 4:-1]
-    norm = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))
-    norm += logits.max(-1)
-    expected = logits[np.arange(len(tokens)), tokens] - norm
-    np.testing.assert_allclose([p.logprob for p in responses], expected, atol=1e-4)
+class Poisoned(Recorder):
+    """NaN predictions of the rows whose token is 77."""
+
+    def __call__(self, tokens, cache=None):
+        logits = super().__call__(tokens, cache)
+        poison = mx.where(tokens == 77, mx.nan, 0.0)[..., None]
+        return logits + poison
 
 
-def test_generate_reports_timings(llama, tokenizer):
-    streamed = []
-    generation = Generator(llama, tokenizer).generate(
-        [5, 6, 7], max_tokens=6, stop_tokens=(), on_token=streamed.append
+@pytest.mark.parametrize("make_proposer", [None, lookup])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_predictions_that_are_nan_end_one_request(family, make_proposer):
+    model = sharpened(family)
+    good = [request(5, 9, 5, max_tokens=6), request(3, 5, 3), request(8, 8)]
+    bad = [request(4, 77), request(77, 4, 77)]
+    expected = alone(model, good)
+    for order in (good + bad, bad + good, bad):
+        engine = Engine(
+            Poisoned(model), make_proposer=make_proposer, draft_length=FIXED
+        )
+        got = {each: [] for each in order}
+        for each in order:
+            engine.add_request(each)
+        for outputs in rounds(engine):
+            for output in outputs:
+                got[output.request].append(output.error or output.token)
+                assert output.is_last or not output.error
+        for each in bad:
+            assert ["predictions are NaN" in str(error) for error in got[each]] == [1]
+        if good[0] in got:
+            assert [got[each] for each in good] == expected
+        assert not engine.nbytes
+
+
+def test_draft_models_whose_predictions_are_nan_are_refused():
+    engine = Engine(
+        sharpened("llama"),
+        make_proposer=lambda _: DraftModelProposer(broken()),
+        draft_length=FIXED,
     )
-    assert [p.token for p in streamed] == generation.tokens
-    assert len(generation.tokens) == 6
-    assert (generation.prompt_tokens, generation.finish_reason) == (3, "length")
-    rate = 3 / (generation.ttft_ms / 1000)
-    assert math.isclose(generation.prefill_tokens_per_second, rate, rel_tol=1e-6)
-    assert generation.decode_tokens_per_second > 0
+    engine.add_request(request(*PROMPT))
+    with pytest.raises(UserError, match="the draft model's predictions are NaN"):
+        [*rounds(engine)]
+    assert engine.idle
 
 
-def test_generate_accepts_zero_max_tokens(llama, tokenizer):
-    generation = Generator(llama, tokenizer).generate([5], max_tokens=0)
-    assert (generation.text, generation.tokens) == ("", [])
-    assert (generation.finish_reason, generation.ttft_ms) == ("length", None)
+class Failing(Recorder):
+    """Raises in the middle of a pass: half of the layers have seen the tokens."""
+
+    countdown = 10**9
+
+    def __call__(self, tokens, cache=None):
+        self.countdown -= 1
+        if self.countdown == 0:
+            self.model.model.layers[0](
+                self.model.model.embed_tokens(tokens), cache=cache[0]
+            )
+            raise KeyboardInterrupt
+        return super().__call__(tokens, cache)
 
 
-def test_generator_rejects_empty_and_long_prompts(llama, tokenizer):
-    generator = Generator(llama, tokenizer)
-    for call in (
-        generator.stream,
-        generator.generate,
-        lambda p: texts_of(generator, [p], 9),
-    ):
-        with pytest.raises(UserError, match="prompt is empty"):
-            call([])
-        with pytest.raises(UserError, match=r"401 tokens.* 400 positions"):
-            call([1] * 401)
+@pytest.mark.parametrize("countdown", [1, 2, 4, 7])
+@pytest.mark.parametrize("make_proposer", [None, lookup])
+def test_an_engine_goes_on_after_an_exception(llama, make_proposer, countdown):
+    model = Failing(llama)
+    options = {"make_proposer": make_proposer, "draft_length": FIXED}
+    prefixes = PrefixCache(1 << 30)
+    engine = Engine(model, prefix_cache=prefixes, **options)
+    requests = some_requests(6, SETTINGS, 256)
+    expected = alone(llama, requests)
+    model.countdown = 10**9
+    assert run(engine, requests[:3]) == expected[:3]
+    kept = prefixes.nbytes
+    model.countdown = countdown
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, [request(*PROMPT, 1, 2, max_tokens=40), request(*PROMPT)])
+    assert engine.idle
+    assert not engine.nbytes
+    assert prefixes.nbytes >= kept
+    assert run(engine, requests) == expected
 
 
-def test_generation_ends_at_max_positions(llama, tokenizer):
-    generation = Generator(llama, tokenizer).generate([1] * 398, stop_tokens=())
-    assert len(generation.tokens) == 3
-    assert generation.finish_reason == "length"
+@pytest.mark.parametrize("kind", ["ChunkedKVCache", "quantized_kv_start"])
+def test_requests_that_cannot_be_batched_are_decoded_one_by_one(kind):
+    from mlx_lm.models.cache import ChunkedKVCache
+
+    model, options = sharpened("llama", head_dim=32), {}
+    if kind == "ChunkedKVCache":
+        model.make_cache = lambda: [ChunkedKVCache(500) for _ in model.layers]
+    else:
+        options = {"kv_bits": 8, "quantized_kv_start": 30}
+    requests = some_requests(6, SETTINGS)
+    recorded = Recorder(model)
+    engine = Engine(recorded, **options)
+    assert run(engine, requests) == alone(model, requests, **options)
+    assert {rows for rows, _ in recorded.shapes} == {1}
 
 
-TEMPLATE = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}>{% if enable_thinking %}?{% endif %}{% endif %}"
-)
+@pytest.mark.parametrize("kind", ["raw", "processed"])
+@pytest.mark.parametrize("make_proposer", [None, lookup])
+def test_logprobs_are_those_of_a_forward_pass(llama, kind, make_proposer):
+    sampling = Sampling(0.7, top_p=0.9, seed=4, presence_penalty=0.4)
+    greedy = GenerationRequest([9, 4, 9, 4], 9)
+    wanted = GenerationRequest([3, 1, 4, 3, 1], 12, sampling, logprobs=kind)
+    plain = GenerationRequest([3, 1, 4], 12, Sampling(1.0), logprobs=kind)
+    options = {"make_proposer": make_proposer, "draft_length": FIXED}
+    engine = Engine(llama, **options)
+    for each in (greedy, wanted, plain):
+        engine.add_request(each)
+    outputs = [output for step in rounds(engine) for output in step]
+    for each in (wanted, plain):
+        got = [o for o in outputs if o.request is each]
+        tokens = [*each.prompt, *(o.token for o in got)]
+        logits = llama(mx.array([tokens[:-1]]))[0, len(each.prompt) - 1 :]
+        for index, (row, output) in enumerate(zip(logits, got, strict=True)):
+            if kind == "processed":
+                seen = mx.array(sorted({*tokens[: len(each.prompt) + index]}))
+                row[seen] = row[seen] - each.sampling.presence_penalty
+                row = row / each.sampling.temperature
+                if each.sampling.top_p < 1:
+                    ascending = mx.sort(row * each.sampling.temperature)
+                    above = mx.cumsum(
+                        mx.softmax(ascending), reverse=True, inclusive=False
+                    )
+                    least = ascending[(above >= 0.9).sum()] / 0.7
+                    row = mx.where(row < least, -mx.inf, row)
+            expected = (row[output.token] - mx.logsumexp(row)).item()
+            assert abs(output.logprob - expected) < 1e-4
 
 
-def test_encode_chat_with_and_without_template(llama, tokenizer):
-    plain, chat = Generator(llama, tokenizer), byte_tokenizer(template=TEMPLATE)
-    messages = [{"role": "user", "content": "hi"}]
-    assert (
-        plain.encode_chat("hi") == plain.encode_chat(messages) == tokenizer.encode("hi")
-    )
-    with_template = Generator(llama, chat)
-    assert chat.decode(with_template.encode_chat("hi")) == "<|im_start|>hi<|im_end|>>"
-    assert with_template.encode_chat("hi") == with_template.encode_chat(messages)
-    assert with_template.chat("hi", max_tokens=3) is not None
-    with pytest.raises(UserError, match="rejects these messages: no system"):
-        with_template.encode_chat([{"role": "system", "content": "x"}, *messages])
+def test_a_proposer_may_come_while_requests_run(llama):
+    requests = some_requests(6, SETTINGS, 256, seed=2)
+    expected = alone(llama, requests)
+    engine = Engine(llama, draft_length=FIXED)
+    for each in requests[:3]:
+        engine.add_request(each)
+    first = [output for _ in range(3) for output in engine.step()]
+    engine.make_proposer = lookup
+    for each in requests[3:]:
+        engine.add_request(each)
+    outputs = first + [output for step in rounds(engine) for output in step]
+    assert [
+        [o.token for o in outputs if o.request is each] for each in requests
+    ] == expected
+    assert engine.stats.rounds
 
 
-def test_encode_text_adds_one_bos(llama):
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = byte_tokenizer()
-    tokenizer.bos_token = "<|im_start|>"
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 256)]
-    )
-    generator = Generator(llama, tokenizer)
-    tokens = generator.encode_text("hi")
-    assert tokens[0] == 256
-    assert (
-        generator.encode_text("<|im_start|>hi") == generator.encode_chat("hi") == tokens
-    )
-
-
-def test_encode_chat_can_disable_thinking(llama):
-    chat = byte_tokenizer(template=TEMPLATE)
-    chat.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    thinking_tokenizer = type(chat)(
-        chat._tokenizer, type(chat._detokenizer), chat.eos_token_ids
-    )
-    generator = Generator(llama, thinking_tokenizer)
-    assert thinking_tokenizer.decode(generator.encode_chat("hi")).endswith(">?")
-    assert thinking_tokenizer.decode(
-        generator.encode_chat("hi", thinking=False)
-    ).endswith(">>")
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "per_token"),
-    [
-        ("llama", {}, 2 * 2 * 16 * 4),  # two layers, keys and values, one head
-        ("llama wide", {"kv_bits": 8}, 2 * 2 * (32 + 4 * 2)),
-        ("llama wide", {"kv_bits": 8, "quantized_kv_start": 5}, 2 * 2 * (32 + 4 * 2)),
-        ("llama wide", {"kv_bits": [16, 4]}, 2 * 32 * 4 + 2 * (16 + 4 * 2)),
-        ("deepseek_v3", {}, 2 * (16 + 8) * 4),  # the latent, and the rotated key
-        ("gemma3", {}, 2 * 16 * 4),  # the other layer has a window
-        ("mamba", {}, 0),
-        ("recurrent_gemma", {}, 0),
-    ],
-)
-def test_completions_that_do_not_fit_in_memory_are_refused(
-    family, options, per_token, tokenizer, monkeypatch
-):
-    name, _, wide = family.partition(" ")
-    settings = changed(config(name), {"head_dim": 32} if wide else {})
-    model = build_model(settings | {"max_position_embeddings": 10**9})
-    generator = Generator(model, tokenizer, **options)
-    generator.max_positions = None
-    monkeypatch.setattr(engine, "available_memory", lambda: 10**7)
-    fitting = 10**7 // per_token if per_token else 10**9
-    next(generator.stream([1, 2, 3], max_tokens=fitting - 3))
-    if per_token:
-        with pytest.raises(UserError, match=r"takes 0\.0 GB") as caught:
-            next(generator.stream([1, 2, 3], max_tokens=fitting - 2))
-        assert caught.value.hint.startswith(f"{fitting:,} tokens fit: lower max_tokens")
-        assert caught.value.code == WILL_NOT_FIT
-    if not options and per_token:
-        requests = [
-            make_request(generator, [1, 2], fitting // 2 - 2, Sampling())
-            for _ in range(3)
-        ]
-        with pytest.raises(UserError, match="tokens fit"):
-            list(generate_requests(generator, requests))
-
-
-def test_wired_limit_is_restored(llama, tokenizer, monkeypatch):
+def test_wired_limit_is_restored(llama, monkeypatch):
     limits = [111]
 
     def set_limit(limit):
@@ -331,18 +356,14 @@ def test_wired_limit_is_restored(llama, tokenizer, monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: facts)
     monkeypatch.setattr(mx, "set_wired_limit", set_limit)
-    stream = Generator(llama, tokenizer).stream([1, 2], max_tokens=20)
-    assert limits == [111]
-    next(stream)
-    assert limits == [111, 1 << 40]
-    stream.close()
-    assert limits == [111, 1 << 40, 111]
-
-
-def test_tiny_models_generate_varied_tokens(tokenizer):
-    """Control: the other tests would pass on a model that repeats one token."""
-    for name in MODELS:
-        generator = Generator(tiny(name), tokenizer)
-        tokens = generator.generate([1, 2, 3], max_tokens=40).tokens
-        assert len(set(tokens)) > 12, name
-        assert max(tokens) < VOCABULARY
+    engine = Engine(llama)
+    for end in ("abort", "run"):
+        engine.add_request(each := request(1, 2))
+        engine.add_request(request(1, max_tokens=1))
+        engine.step()
+        engine.step()
+        assert limits == [111, 1 << 40]
+        engine.abort(each) if end == "abort" else [*rounds(engine)]
+        [*rounds(engine)]
+        assert limits == [111, 1 << 40, 111]
+        del limits[1:]

@@ -9,7 +9,7 @@ import pytest
 from lmx.cli import generate, main
 from lmx.errors import WILL_NOT_FIT, UserError
 from lmx.generation import engine
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.outputs import GenerationResponse, GenerationResult
 from lmx.generation.sampling import Sampling
 from lmx.run.terminal import StreamedText, printable

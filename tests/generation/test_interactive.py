@@ -14,9 +14,9 @@ from lmx.api.generation import generate as generate_text
 from lmx.cli import generate
 from lmx.data.tokenizer_files import require_same_tokenizer
 from lmx.errors import UserError
-from lmx.generation.engine import Generator
-from lmx.generation.kv_cache import CacheState
-from lmx.generation.prefix_cache import METADATA_FILE, PrefixCache
+from lmx.generation.generator import Generator
+from lmx.generation.kv_cache.prefix import METADATA_FILE, PrefixCache
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative import factory
 from lmx.run.terminal import StreamedText, printable
@@ -459,7 +459,7 @@ def test_sequential_verify_uses_single_token_passes(
     folder, draft, run_json, monkeypatch
 ):
     """Except for the prompt, no forward pass of the target has two tokens."""
-    from lmx.generation.kv_cache import CacheState
+    from lmx.generation.kv_cache.sequence import CacheState
 
     widths, original = [], CacheState.forward
 

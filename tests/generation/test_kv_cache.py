@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.errors import UserError
-from lmx.generation.kv_cache import CacheState
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.models.loader import build_model
 from tiny_families import FAMILIES, VOCABULARY, WINDOW, config
 
@@ -53,7 +53,7 @@ def test_cache_state_matches_no_cache_after_rollback(family):
 def test_rotating_cache_fails_after_rollback(monkeypatch):
     """Control: with mlx-lm's rotating cache the logits after rollback are wrong."""
     monkeypatch.setattr(
-        "lmx.generation.kv_cache._with_window_cache", lambda cache: cache
+        "lmx.generation.kv_cache.sequence._with_window_cache", lambda cache: cache
     )
     model, tokens = tiny("gemma3"), random_tokens(LONG)
     cache = CacheState(model)
@@ -68,8 +68,8 @@ def test_rotating_cache_fails_after_rollback(monkeypatch):
 
 
 def test_window_cache_moves_buffer_without_loss(monkeypatch):
-    monkeypatch.setattr("lmx.generation.kv_cache.BUFFER_STEP", 8)
-    monkeypatch.setattr("lmx.generation.kv_cache.WINDOW_SLACK", 4)
+    monkeypatch.setattr("lmx.generation.kv_cache.window.BUFFER_STEP", 8)
+    monkeypatch.setattr("lmx.generation.kv_cache.window.WINDOW_SLACK", 4)
     model, tokens = tiny("gemma3"), random_tokens(12 * WINDOW)
     whole, cache = model(tokens), CacheState(model)
     for start in range(0, tokens.shape[1], 3):

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 from lmx.errors import UserError
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.speculative import layer_skip
 from lmx.generation.speculative.draft_model import DraftModelProposer
 from lmx.generation.speculative.layer_skip import (
@@ -11,8 +11,8 @@ from lmx.generation.speculative.layer_skip import (
     skip_layers,
 )
 from test_kv_cache import random_tokens, tiny
-from test_speculative_decoder import PROMPT, sharpened, speculative, tokens_of
 from tiny_generators import byte_tokenizer
+from tiny_requests import PROMPT, sharpened, speculative, tokens_of
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "falcon_h1"])

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.errors import UserError
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.logits_processors import LogitsProcessor
 from lmx.generation.sampling import Sampling
 from tiny_generators import VOCABULARY, byte_tokenizer, tiny

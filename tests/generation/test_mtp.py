@@ -4,9 +4,9 @@ positions that it reads, and lossless decoding."""
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.generation.engine import Generator
-from lmx.generation.kv_cache import CacheState
-from lmx.generation.prefix_cache import PrefixCache
+from lmx.generation.generator import Generator
+from lmx.generation.kv_cache.prefix import PrefixCache
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative.decoder import SpeculativeStats, rejection_sample
 from lmx.generation.speculative.factory import FallbackProposer

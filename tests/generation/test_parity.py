@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from lmx.generation.kv_cache import CacheState
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative.decoder import SpeculativeDecoder
 from lmx.generation.speculative.draft_length import DraftLengthController

@@ -7,9 +7,9 @@ import mlx.core as mx
 import pytest
 from lmx.errors import UserError
 from lmx.generation import prefix_cache
-from lmx.generation.engine import Generator
-from lmx.generation.kv_cache import CacheState
-from lmx.generation.prefix_cache import PrefixCache
+from lmx.generation.generator import Generator
+from lmx.generation.kv_cache.prefix import PrefixCache
+from lmx.generation.kv_cache.sequence import CacheState
 from test_kv_cache import LONG, assert_close, random_tokens, tiny
 from tiny_generators import MODELS, byte_tokenizer
 from tiny_generators import tiny as random_model

@@ -5,7 +5,7 @@ from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupPro
 
 
 def propose(lookup, context, count=3):
-    return lookup.propose(context, count, None).tokens.tolist()
+    return lookup.propose(context, count, None).tolist()
 
 
 def test_prompt_lookup_drafts_earlier_continuation():

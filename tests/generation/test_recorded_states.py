@@ -3,12 +3,12 @@
 import mlx.core as mx
 import pytest
 from lmx.errors import UserError
-from lmx.generation.kv_cache import CacheState
-from lmx.generation.prefix_cache import (
+from lmx.generation.kv_cache.prefix import (
     PrefixCache,
     load_prompt_cache,
     save_prompt_cache,
 )
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.models.hooks import (
     forward_with_hidden_states,
     require_hidden_states,

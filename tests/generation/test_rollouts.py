@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.generation.merged_caches import require_batchable
+from lmx.generation.kv_cache.batch import require_batchable
 from lmx.generation.rollouts import sample_completions
 from test_kv_cache import tiny as family
 from tiny_generators import tiny

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from lmx.cli import main
 from lmx.errors import UserError
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.models.checkpoint import read_config
 from lmx.models.loader import load
 from tiny_checkpoints import LLAMA, QWEN3_MOE

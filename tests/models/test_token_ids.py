@@ -9,7 +9,7 @@ from lmx.cli import main
 from lmx.data.record_formats import DataRecord
 from lmx.data.tokenization import encode
 from lmx.errors import UserError
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.models.loader import load
 
 EXTRA = "<extra>"

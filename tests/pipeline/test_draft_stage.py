@@ -15,7 +15,7 @@ import mlx_lm
 import pytest
 from lmx.data import cache
 from lmx.draft.report import MIN_SPEEDUP
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.models.checkpoint import weights_digest
 from lmx.models.loader import load
 from lmx.run.fs import hash_file

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from lmx.cli import main
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.factory import drafter_proposer
 from lmx.models.drafters.io import ARCHITECTURES, load_drafter

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from lmx.data.record_formats import DataRecord
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.pipeline.evaluate.questions import OPENING_WORDS, Question, Questions
 from tiny_runs import EVALUATE, SCRATCH_CONFIG, TRAIN, Run
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from lmx.generation.engine import Generator
+from lmx.generation.generator import Generator
 from lmx.models.loader import load
 from lmx.run.fs import hash_folder
 from mlx.utils import tree_flatten

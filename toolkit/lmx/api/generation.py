@@ -13,10 +13,8 @@ from typing_extensions import TypedDict
 from ..config.draft import MAX_DRAFT_TOKENS
 from ..config.quant_spec import KVCacheBits
 from ..errors import UserError
-from ..generation.engine import Generator
 from ..generation.outputs import GenerationResponse, GenerationResult
 from ..generation.prompt import encode_prompt
-from ..generation.requests import generate_requests, make_request
 from ..generation.sampling import Sampling
 from .arguments import STRICT, Integer, PathLike, checked
 from .model import Model, ModelLike, load
@@ -111,7 +109,7 @@ def generate(
             repetition_penalty, presence_penalty, frequency_penalty and seed, see
             `generation.sampling.Sampling`; stop, strings that end the text; system, a
             system message; draft and num_draft_tokens, as in `lmx.load`; kv_bits (2, 4
-            or 8 = quantize the KV cache of one prompt, 16 = not; default: as the
+            or 8 = quantize the KV cache, 16 = not; default: as the
             model's config.json says); ignore_chat_template, use the text as it is.
 
     Returns:
@@ -135,15 +133,16 @@ def generate(
     max_tokens, stop = settings["max_tokens"], settings["stop"]
     stop = [stop] if isinstance(stop, str) else stop
     if _is_batch(prompt):
-        if stream or name or kv_bits:
-            option = "stream" if stream else "draft" if name else "kv_bits"
-            raise UserError(f"{option} works with one prompt, not with a list")
-        generator = Generator(loaded.module, loaded.tokenizer)
+        if stream:
+            raise UserError("stream works with one prompt, not with a list")
+        prompts = [_encode(loaded, each, settings) for each in prompt]
+        sample = prompts[0] if prompts else []
+        generator = loaded.generator(name, count, kv_bits=kv_bits, sample=sample)
         requests = [
-            make_request(generator, tokens, max_tokens, sampling)
-            for tokens in (_encode(loaded, each, settings) for each in prompt)
+            generator.request(tokens, max_tokens=max_tokens, sampling=sampling)
+            for tokens in prompts
         ]
-        return list(generate_requests(generator, requests, stop=stop))
+        return list(generator.generate_all(requests, stop=stop))
     tokens = _encode(loaded, prompt, settings)
     generator = loaded.generator(name, count, kv_bits=kv_bits, sample=tokens)
     wanted = {"max_tokens": max_tokens, "sampling": sampling, "stop": stop}

@@ -10,7 +10,7 @@ from mlx.nn.layers.base import Module
 
 from .. import cpu
 from ..convert.importers import load_model
-from ..generation.engine import Generator
+from ..generation.generator import Generator
 from ..generation.speculative.draft_length import DraftLengthController
 from ..generation.speculative.factory import proposer_factory
 from ..models.checkpoint import model_folder
@@ -116,14 +116,14 @@ def set_draft(
     Raises:
         UserError: the draft model does not load, or has another tokenizer.
     """
-    generator.make_proposer = proposer_factory(
+    make_proposer = proposer_factory(
         name,
         target,
         sample,
         load_draft=partial(load_model, trust_remote_code=trust_remote_code),
     )
-    generator.draft_length = DraftLengthController(fixed=num_draft_tokens)
-    return generator.make_proposer is not None
+    generator.set_proposer(make_proposer, DraftLengthController(fixed=num_draft_tokens))
+    return make_proposer is not None
 
 
 @checked

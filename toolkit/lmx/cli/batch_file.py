@@ -8,9 +8,8 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ..config.validation import FileConfig
 from ..errors import UserError
-from ..generation.engine import Generator
+from ..generation.generator import Generator
 from ..generation.prompt import encode_prompt
-from ..generation.requests import generate_requests, make_request
 from ..generation.sampling import Sampling
 from ..run.fs import parse_json
 
@@ -91,10 +90,12 @@ def answer_records(
             )
             limit = record.get("max_tokens", max_tokens)
             settings = replace(sampling, **options)
-            requests.append(make_request(generator, prompt, limit, settings))
+            requests.append(
+                generator.request(prompt, max_tokens=limit, sampling=settings)
+            )
         except UserError as error:
             raise UserError(error.message, place=record["place"]) from error
-    results = generate_requests(generator, requests, stop=stop)
+    results = generator.generate_all(requests, stop=stop)
     for index, result in enumerate(results):
         yield {
             "index": index,

@@ -125,7 +125,7 @@ def _proposers(
 def _decoders(
     args: argparse.Namespace, loaded: "LoadedModel", tokens: list[int]
 ) -> "BenchmarkArms":
-    from ..generation.engine import Generator
+    from ..generation.generator import Generator
     from ..generation.speculative.draft_length import DraftLengthController
 
     def speculative(make_proposer):
@@ -134,7 +134,6 @@ def _decoders(
             loaded.tokenizer,
             make_proposer=make_proposer,
             draft_length=DraftLengthController(fixed=args.num_draft_tokens),
-            sequential_verify=args.sequential_verify,
         )
 
     proposers = _proposers(args, loaded, tokens).items()
@@ -145,11 +144,10 @@ def _decoders(
 def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
     from ..evaluation.latency import BenchmarkPlan, measure_verify_cost, run_benchmark
     from ..evaluation.memory_bandwidth import measure_memory_bandwidth, weight_bytes
-    from ..generation.batching import BatchGenerator
+    from ..generation.kv_cache.batch import require_batchable
 
     if max(args.batch_sizes) > 1:
-        # Raises for a model without batch support, before anything is measured.
-        BatchGenerator(loaded.model)
+        require_batchable(loaded.model)
 
     tokens = _corpus_tokens(args, loaded)
     decoders = _decoders(args, loaded, tokens)

@@ -18,7 +18,7 @@ from ..generation.prompt import utf8_text
 from ..run import terminal
 
 if TYPE_CHECKING:
-    from ..generation.engine import Generator
+    from ..generation.generator import Generator
     from ..generation.outputs import GenerationResponse, GenerationResult
     from ..generation.sampling import Sampling
     from ..models.loader import LoadedModel
@@ -101,11 +101,6 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare with standard greedy decoding and report mismatches",
     )
-    add(
-        "--sequential-verify",
-        action="store_true",
-        help="verify draft tokens one by one: no mismatches, and no speed-up",
-    )
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -115,8 +110,7 @@ def _check(args: argparse.Namespace) -> None:
         UserError: with the names of the options.
     """
     raw, start = args.ignore_chat_template, args.quantized_kv_start
-    is_single = args.draft_model or args.kv_bits
-    is_single = is_single or args.save_prompt_cache or args.prompt_cache_file
+    keeps_cache = args.save_prompt_cache or args.prompt_cache_file
     template = "{} needs the chat template: remove --ignore-chat-template"
     refuse(
         {
@@ -128,8 +122,9 @@ def _check(args: argparse.Namespace) -> None:
             "--stop is empty": not all(args.stop),
             f"--quantized-kv-start must be 0 or more, got {start}": start < 0,
             "--quantized-kv-start needs --kv-bits": start and not args.kv_bits,
-            "--input-file does not work with --draft-model, --kv-bits and prompt "
-            "caches": args.input_file and is_single,
+            "--input-file does not work with prompt caches": (
+                args.input_file and keeps_cache
+            ),
             "--check-parity compares greedy decoding: remove --temperature": (
                 args.check_parity and args.temperature != 0
             ),
@@ -148,10 +143,11 @@ def refuse(faults: dict[str, Any]) -> None:
 def draft_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
     """Messages about the arguments of `add_draft_arguments`, and whether they apply."""
     number = args.num_draft_tokens
-    needs_draft = number is not None or args.check_parity or args.sequential_verify
+    needs_draft = number is not None or args.check_parity
     return {
-        "--num-draft-tokens, --check-parity and --sequential-verify need "
-        "--draft-model": needs_draft and not args.draft_model,
+        "--num-draft-tokens and --check-parity need --draft-model": (
+            needs_draft and not args.draft_model
+        ),
         f"--num-draft-tokens must be 1 to {MAX_DRAFT_TOKENS}, got {number}": (
             number is not None and not 1 <= number <= MAX_DRAFT_TOKENS
         ),
@@ -160,15 +156,14 @@ def draft_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
 
 def make_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generator":
     """The generator, with a prefix cache if a later turn may use it."""
-    from ..generation.engine import Generator
-    from ..generation.prefix_cache import PrefixCache
+    from ..generation.generator import Generator
+    from ..generation.kv_cache.prefix import PrefixCache
 
     reuses = args.chat or args.save_prompt_cache or args.prompt_cache_file
     return Generator(
         loaded.model,
         loaded.tokenizer,
         prefix_cache=PrefixCache(PREFIX_CACHE_BYTES) if reuses else None,
-        sequential_verify=args.sequential_verify,
         kv_bits=args.kv_bits or loaded.kv_bits,
         quantized_kv_start=args.quantized_kv_start,
     )
@@ -278,16 +273,16 @@ class InteractiveSession:
         self._messages: list[dict[str, str]] = []
         self._output = terminal.StreamedText()
         if args.save_prompt_cache:
-            from ..generation.prefix_cache import require_replaceable
+            from ..generation.kv_cache.prefix import require_replaceable
 
             # Before the generation, which would be lost.
             require_replaceable(args.save_prompt_cache)
         if args.prompt_cache_file:
-            from ..generation.prefix_cache import load_prompt_cache
+            from ..generation.kv_cache.prefix import load_prompt_cache
 
-            cache, folder = generator.new_cache(), args.prompt_cache_file
+            cache, folder = generator.engine.new_cache(), args.prompt_cache_file
             saved = load_prompt_cache(cache, folder, digest=self._digest())
-            generator.prefix_cache.insert(saved.tokens, cache)
+            generator.engine.prefix_cache.insert(saved.tokens, cache)
             self._messages = saved.messages if args.chat else []
         if args.system is not None and not self._messages:
             self._messages = [{"role": "system", "content": utf8_text(args.system)}]
@@ -312,7 +307,7 @@ class InteractiveSession:
     def respond(self, text: str) -> None:
         """Generate the response to one prompt and print it."""
         prompt = self._encode(text)
-        if self._args.draft_model and not self._generator.make_proposer:
+        if self._args.draft_model and not self._generator.speculative_stats:
             self._set_draft(prompt)
         texts: list[str] = []
         try:
@@ -359,9 +354,10 @@ class InteractiveSession:
         """Save the KV cache if `--save-prompt-cache` is given."""
         if not self._args.save_prompt_cache:
             return
-        from ..generation.prefix_cache import save_prompt_cache
+        from ..generation.kv_cache.prefix import save_prompt_cache
 
-        latest = self._generator.prefix_cache.most_recent(self._generator.new_cache)
+        engine = self._generator.engine
+        latest = engine.prefix_cache.most_recent(engine.new_cache)
         if not latest:
             raise UserError("no prompt was processed, so there is no cache to save")
         cache, tokens = latest
@@ -405,7 +401,7 @@ class InteractiveSession:
         if self._args.check_parity:
             from ..generation.speculative.parity import check_parity
 
-            cache = self._generator.new_cache()
+            cache = self._generator.engine.new_cache()
             report = check_parity(cache, prompt, result.tokens, self._sampling)
             stats["parity"] = report.to_json()
         if self._args.json:

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
-from ..generation.speculative.proposer import TargetSampler
 from ..models.drafters.base import Drafter
 from ..models.hooks import forward_with_hidden_states
 
@@ -64,24 +64,18 @@ class ReferenceCompletion:
     def probs_of_logits(self, logits: mx.array, first: int = 0) -> np.ndarray:
         """The acceptance probabilities [M, K] of rounds with these logits [M, K, V].
 
-        The last token before round m is token first + m of the completion. For a token
-        x sampled from p, min(1, q(x) / p(x)) has the expectation sum min(p, q), the
-        acceptance rate of a draft token sampled from q. With greedy decoding the
-        probability is 1 where the draft's argmax is x, else 0. It is 0 past the end.
+        The last token before round m is token first + m of the completion. A draft
+        token is sampled with the noise of its position, as the completion was, and is
+        accepted if both are equal: the probability is 0 or 1. It is 0 past the end.
         """
         rounds, count, _ = logits.shape
         places = first + mx.arange(rounds)[:, None] + mx.arange(count)
         is_inside = places < len(self.tokens) - 1
         places = mx.minimum(places, len(self.tokens) - 2)
         drafted = mx.array(self.tokens[1:], mx.int32)[places]
-        logits = self._process(logits.flatten(0, 1)).reshape(rounds, count, -1)
-        if self.sampling.is_greedy:
-            accepted = mx.argmax(logits, axis=-1) == drafted
-        else:
-            chosen = mx.take_along_axis(logits, drafted[..., None], axis=-1)[..., 0]
-            log_probs = chosen - mx.logsumexp(logits, axis=-1)
-            ratio = mx.exp(log_probs - self._target_logprobs[places])
-            accepted = mx.minimum(1.0, ratio)
+        positions = np.array(len(self.prompt) + 1 + places).reshape(-1)
+        sampled = self._sampler.sample(logits.flatten(0, 1), positions)
+        accepted = sampled.reshape(rounds, count) == drafted
         return np.array(mx.where(is_inside, accepted, 0.0)).astype(float)
 
     @property
@@ -89,23 +83,10 @@ class ReferenceCompletion:
         return mx.array([[*self.prompt, *self.tokens]], mx.int32)
 
     @cached_property
-    def _target_logprobs(self) -> mx.array:
-        """The target's log-probabilities [L - 1] of all tokens but the first."""
-        logits = self._process(self.target(self._all_tokens)[0, len(self.prompt) : -1])
-        drafted = mx.array(self.tokens[1:], mx.int32)[:, None]
-        chosen = mx.take_along_axis(logits, drafted, axis=-1)[:, 0]
-        log_probs = chosen - mx.logsumexp(logits, axis=-1)
-        mx.eval(log_probs)
-        return log_probs
-
-    @cached_property
-    def _sampler(self) -> TargetSampler:
+    def _sampler(self) -> Sampler:
         # Only the shape is used, so nothing is computed.
         vocab_size = self.target(mx.zeros((1, 1), mx.int32)).shape[-1]
-        return TargetSampler(self.sampling, self.prompt, vocab_size)
-
-    def _process(self, logits: mx.array) -> mx.array:
-        return self._sampler.process(logits, self._sampler.counts)
+        return Sampler(self.sampling, self.prompt, vocab_size)
 
 
 def predict_accepted_lengths(acceptance_probs: Sequence[np.ndarray]) -> list[float]:

@@ -4,17 +4,16 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
 
-from ..generation.engine import Generator
+from ..generation.generator import Generator
 from ..generation.sampling import Sampling
-from ..generation.speculative.decoder import SpeculativeStats
 from ..generation.speculative.draft_length import DraftLengthController
 from ..generation.speculative.prompt_lookup import PromptLookupProposer
 from ..generation.speculative.proposer import MakeProposer
+from ..generation.speculative.stats import SpeculativeStats
 from ..run.logger import NullLogger, RunLogger
 from .acceptance import ReferenceCompletion, predict_accepted_lengths
 from .candidates import Candidate, all_acceptance_probs
@@ -177,13 +176,7 @@ class DraftBenchmark:
     def _decode_with(
         self, draft: MeasuredCandidate, num_draft_tokens: int, sampling: Sampling
     ) -> list[_Completion]:
-        # One seed per completion: with a common seed, their samples would correlate.
-        seeds = count()
-        return self._decode(
-            lambda cache: draft.candidate.make_proposer(cache, next(seeds)),
-            num_draft_tokens,
-            sampling,
-        )
+        return self._decode(draft.candidate.make_proposer, num_draft_tokens, sampling)
 
     def _decode(
         self,

@@ -9,12 +9,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..generation.kv_cache import CacheState
-from ..generation.recorded_states import RecordedStates
+from ..generation.kv_cache.recorded_states import RecordedStates
+from ..generation.kv_cache.sequence import CacheState
+from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
 from ..generation.speculative.draft_model import DraftModelProposer
 from ..generation.speculative.factory import drafter_proposer
-from ..generation.speculative.proposer import Proposer, TargetSampler
+from ..generation.speculative.proposer import Proposer
 from ..models.drafters.base import Drafter
 from ..models.hooks import find_blocks
 from .acceptance import MAX_DRAFT_TOKENS, ReferenceCompletion
@@ -29,7 +30,7 @@ class Candidate(Protocol):
 
     max_draft_tokens: int
 
-    def make_proposer(self, cache: CacheState, seed: int = 0) -> Proposer:
+    def make_proposer(self, cache: CacheState) -> Proposer:
         """The proposer of one completion; see `MakeProposer`."""
         ...
 
@@ -53,8 +54,8 @@ class ModelCandidate:
     model: Any
     max_draft_tokens: int = MAX_DRAFT_TOKENS
 
-    def make_proposer(self, cache: CacheState, seed: int = 0) -> Proposer:
-        return DraftModelProposer(self.model, seed=seed)
+    def make_proposer(self, cache: CacheState) -> Proposer:
+        return DraftModelProposer(self.model)
 
     def acceptance_probs(self, completion: ReferenceCompletion) -> np.ndarray:
         return completion.acceptance_probs(self.model)
@@ -79,8 +80,8 @@ class DrafterCandidate:
         """What it was trained for, if that is known."""
         return min(MAX_DRAFT_TOKENS, self.drafter.max_draft_tokens or MAX_DRAFT_TOKENS)
 
-    def make_proposer(self, cache: CacheState, seed: int = 0) -> Proposer:
-        return drafter_proposer(self.drafter, cache, seed=seed)
+    def make_proposer(self, cache: CacheState) -> Proposer:
+        return drafter_proposer(self.drafter, cache)
 
     def acceptance_probs(self, completion: ReferenceCompletion) -> np.ndarray:
         return completion.drafter_acceptance_probs(self.drafter)
@@ -88,15 +89,15 @@ class DrafterCandidate:
     def prefill(self, num_tokens: int) -> None:
         # The proposer reads nothing else of a cache than the hidden states.
         cache = CacheState(self.target)
-        proposer = self.make_proposer(cache)
-        tokens = mx.zeros((1, 1), mx.int32)
-        cache.forward(tokens)
+        cache.record_hidden_states(self.drafter.layer_ids)
+        cache.forward(mx.zeros((1, 1), mx.int32))
         width = cache.recorded.since(0).shape[-1]
         cache.recorded = RecordedStates(cache.recorded.layer_ids, 0)
+        proposer = self.make_proposer(cache)
         cache.recorded.append(mx.zeros((1, num_tokens, width)))
         context = [0] * (num_tokens + 1)
-        sampler = TargetSampler(Sampling(), context, self.drafter.draft_vocab_size)
-        mx.eval(proposer.propose(context, 1, sampler).tokens)
+        sampler = Sampler(Sampling(), context, self.drafter.draft_vocab_size)
+        mx.eval(proposer.propose(context, 1, sampler))
 
     def draft_bytes(self, num_draft_tokens: int) -> int:
         passes = 1 if self.drafter.drafts_in_one_pass else num_draft_tokens

@@ -10,10 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..generation.decode_loop import BatchSampler, decode
-from ..generation.kv_cache import CacheState
+from ..generation.engine import Engine
 from ..generation.sampling import Sampling
-from ..generation.speculative.decoder import SpeculativeDecoder
+from ..generation.sequence import GenerationRequest
 from ..generation.speculative.draft_length import DraftLengthController
 from .candidates import Candidate
 
@@ -107,7 +106,7 @@ def measure_speculation_costs(
     """
     counts = range(1, candidate.max_draft_tokens + 1)
     with ExitStack() as stack:
-        steps = [_standard_steps(target, prompt_length)]
+        steps = [_steps(target, prompt_length)]
         steps += [_rounds(target, candidate, prompt_length, count) for count in counts]
         steps += [_prefills(candidate, tokens) for tokens in (1, prompt_length)]
         timers = [_Timer(stack.enter_context(closing(step))) for step in steps]
@@ -143,30 +142,26 @@ class _Timer:
         self.seconds = min(self.seconds, time.perf_counter() - start)
 
 
-def _standard_steps(target: Any, prompt_length: int) -> Iterator[None]:
-    prompt = [0] * prompt_length
-    sampler = BatchSampler(SAMPLING, [prompt])
-    cache = CacheState(target)
-    for _ in decode(cache, prompt, UNLIMITED, sampler, prefill_step_size=512):
+def _steps(target: Any, prompt_length: int, **options: Any) -> Iterator[None]:
+    """Steps of an engine with one request, after its prefill."""
+    engine = Engine(target, **options)
+    engine.add_request(GenerationRequest([0] * prompt_length, UNLIMITED, SAMPLING))
+    while not engine.step():
+        pass
+    while True:
         yield
+        engine.step()
 
 
 def _rounds(
     target: Any, candidate: Candidate, prompt_length: int, num_draft_tokens: int
 ) -> Iterator[None]:
-    """Rounds, each including the time to yield the tokens of the one before."""
-    cache = CacheState(target)
-    decoder = SpeculativeDecoder(
-        cache,
-        candidate.make_proposer(cache),
+    return _steps(
+        target,
+        prompt_length,
+        make_proposer=candidate.make_proposer,
         draft_length=DraftLengthController(fixed=num_draft_tokens),
-        sampling=SAMPLING,
     )
-    rounds = 0
-    for _ in decoder.decode([0] * prompt_length, UNLIMITED):
-        if decoder.stats.rounds > rounds:
-            rounds = decoder.stats.rounds
-            yield
 
 
 def _prefills(candidate: Candidate, num_tokens: int) -> Iterator[None]:

@@ -11,12 +11,13 @@ import numpy as np
 
 from ..config.text_files import read_text
 from ..errors import UserError
-from ..generation.batching import BatchGenerator, GenerationRequest
-from ..generation.engine import GREEDY, Generator
-from ..generation.kv_cache import CacheState
+from ..generation.engine import Engine
+from ..generation.generator import GREEDY, Generator
+from ..generation.kv_cache.sequence import CacheState
 from ..generation.outputs import GenerationResult
-from ..generation.speculative.decoder import SpeculativeStats
+from ..generation.sequence import GenerationRequest
 from ..generation.speculative.parity import check_parity
+from ..generation.speculative.stats import SpeculativeStats
 from .memory_bandwidth import shortest_time
 
 PERCENTILES = (50, 90, 99)
@@ -206,7 +207,7 @@ class BenchmarkArm:
         self, prompt: list[int], max_tokens: int, is_warmup: bool
     ) -> TimedRun:
         result = self._generator.generate(prompt, max_tokens=max_tokens, stop_tokens=())
-        if self._generator.make_proposer and not is_warmup:
+        if self._generator.speculative_stats and not is_warmup:
             self._stats.merge(self._generator.speculative_stats)
         self._last = prompt, result
         return TimedRun([result.ttft_ms], *(getattr(result, rate) for rate in RATES))
@@ -225,13 +226,13 @@ class BenchmarkArm:
             "peak_memory_gb": self._peak_memory_gb,
             "speedup": self._decode_rates["p50"] / first._decode_rates["p50"],
         }
-        if not self._generator.make_proposer:
+        if not self._generator.speculative_stats:
             return result
         result["acceptance_rate"] = self._stats.acceptance_rate
         result["accepted_length"] = self._stats.accepted_length
         if with_parity:
             prompt, last = self._last
-            cache = self._generator.new_cache()
+            cache = self._generator.engine.new_cache()
             report = check_parity(cache, prompt, last.tokens, GREEDY)
             result["parity"] = report.to_json()
         return result
@@ -241,17 +242,17 @@ def run_batch(
     model: Any, prompts: list[list[int]], max_tokens: Sequence[int]
 ) -> TimedRun:
     """Time a batch in which prompt n decodes `max_tokens[n]` tokens, 2 or more."""
-    generator = BatchGenerator(model, max_batch_size=len(prompts))
+    engine = Engine(model, max_batch_size=len(prompts))
     first_times: dict[GenerationRequest, float] = {}
     steps = []
     start = time.perf_counter()
     for prompt, count in zip(prompts, max_tokens, strict=True):
-        generator.submit(GenerationRequest(prompt, count))
-    while not generator.idle:
-        outputs = generator.step()
+        engine.add_request(GenerationRequest(prompt, count))
+    while not engine.idle:
+        outputs = engine.step()
         steps.append((time.perf_counter() - start, len(outputs)))
-        for request, *_ in outputs:
-            first_times.setdefault(request, steps[-1][0])
+        for output in outputs:
+            first_times.setdefault(output.request, steps[-1][0])
     last_first, end = max(first_times.values()), steps[-1][0]
     decoded = sum(count for seconds, count in steps if seconds > last_first)
     return TimedRun(

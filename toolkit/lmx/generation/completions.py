@@ -15,8 +15,9 @@ from ..data.tokenization import Example
 from ..errors import UserError
 from ..run.logger import RunLogger
 from ..run.progress import ProgressBar
-from .batching import BatchGenerator, GenerationRequest
+from .engine import Engine
 from .sampling import Sampling
+from .sequence import GenerationRequest
 
 # Completions are generated and cached in blocks: an interrupted run resumes with the
 # first missing block.
@@ -28,7 +29,7 @@ class CachedGenerator:
     """Generates completions that are not in the cache yet.
 
     Attributes:
-        load_model: returns a model for `BatchGenerator`; called only if needed.
+        load_model: returns a model for `Engine`; called only if needed.
         digest: hash of the model.
         stop_tokens: tokens that end a completion; the stop token is part of it.
         logger: shows progress, and damaged cache entries.
@@ -92,16 +93,18 @@ def generate_batch(
     Args:
         progress: counts tokens, and those that a completion ends before.
     """
-    generator = BatchGenerator(model, max_batch_size=BATCH_SIZE)
+    engine = Engine(model, max_batch_size=BATCH_SIZE)
     for request in requests:
-        generator.submit(request)
+        engine.add_request(request)
     completions: dict[GenerationRequest, list[int]] = {r: [] for r in requests}
-    while not generator.idle:
-        for request, token, _ in generator.step():
-            tokens = completions[request]
-            tokens.append(token)
-            has_ended = token in request.stop_tokens
-            progress.advance(1 + has_ended * (request.max_tokens - len(tokens)))
+    while not engine.idle:
+        for output in engine.step():
+            if output.error:
+                raise output.error
+            tokens = completions[output.request]
+            tokens.append(output.token)
+            left = output.request.max_tokens - len(tokens)
+            progress.advance(1 + output.is_last * left)
     mx.clear_cache()
     return list(completions.values())
 

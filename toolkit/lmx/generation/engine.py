@@ -1,255 +1,562 @@
-"""The generator: a prompt in, text out, whole or streamed."""
+"""The engine: it owns every forward pass with a cache, for one request or many.
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+A step prefills a chunk of a waiting prompt, and decodes a token of every running
+request, or a round of draft tokens. So a long prompt does not block the others.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .. import cpu
-from ..cpu.memory import available_memory
-from ..errors import WILL_NOT_FIT, UserError
-from ..models.token_ids import check_ids
-from .decode_loop import BatchSampler, decode
-from .detokenizer import StreamingDetokenizer
-from .kv_cache import CacheState, KVBits
-from .outputs import CompletionOutput, GenerationResponse, GenerationResult
-from .prefix_cache import PrefixCache
-from .prompt import Messages, encode_chat, encode_text
-from .sampling import Sampling
-from .speculative.decoder import SpeculativeDecoder, SpeculativeStats
-from .speculative.draft_length import DraftLengthController
-from .speculative.proposer import MakeProposer
+import mlx.core as mx
 
-GREEDY = Sampling()
+from ..cpu.memory import available_memory
+from ..errors import WILL_NOT_FIT, UserError, nan_predictions
+from .kv_cache.batch import CacheBatch, OneRow, is_batchable, takes_padding
+from .kv_cache.prefix import PrefixCache
+from .kv_cache.sequence import CacheState, KVBits
+from .sampler import Sampler, sample_rows
+from .sequence import GenerationRequest, RunningSequence, TokenOutput
+from .speculative.draft_length import DraftLengthController
+from .speculative.proposer import (
+    NO_DRAFT,
+    DraftRequest,
+    MakeProposer,
+    accepted_tokens,
+    propose,
+)
+from .speculative.stats import SpeculativeStats
+
+CLEAR_CACHE_INTERVAL = 256
+"""Steps between releases of MLX's buffer cache, which grows with the context."""
+STANDARD_STEPS = 16
+"""Steps without a draft in a row, when the draft length is 0."""
 MIN_CHECKED = 4096
 """Fewer tokens take less memory than the model itself."""
+RETRY_STEPS = 4
+"""The same when no proposer had draft tokens, so that they are tried again soon."""
 
 
-class Generator:
-    """Generates text with an mlx-lm model.
+class Engine:
+    """Generates the completions of requests that are added at any time.
+
+    A request gets the tokens that it gets alone. Not thread-safe.
 
     Args:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
-        tokenizer: mlx-lm's TokenizerWrapper.
-        prefill_step_size: prompt tokens per forward pass.
-        prefix_cache: reuses prompt prefixes of earlier calls; None = no reuse.
-        make_proposer: makes a draft-token proposer for every completion from its
-            cache, for speculative decoding. Requests with `logprobs` are decoded
-            without it.
-        draft_length: chooses the number of draft tokens; adapts over all completions.
-        sequential_verify: verify draft tokens one at a time; see `SpeculativeDecoder`.
-        kv_bits, quantized_kv_start: as for `CacheState`.
-        keep_dequantized: on a Linux CPU, keep the weights of quantized layers in
-            float32, if memory allows; see `cpu.keep_dequantized`.
+        max_batch_size: requests decoded together; further requests wait in order.
+        prefill_step_size: prompt tokens processed in a step.
+        prefix_cache: reuses prompt prefixes of earlier requests; None = no reuse.
+        make_proposer: makes a proposer of draft tokens for every request from its
+            cache, for speculative decoding.
+        draft_length: chooses the number of draft tokens for one request; batches get
+            their own like it.
+        kv_bits, quantized_kv_start: as for `CacheState`. With a start above 0,
+            requests are decoded one by one.
+        kv_memory: bytes for the keys and values of the requests that run; others
+            wait. None = what is available when the first one starts.
 
     Attributes:
-        speculative_stats: statistics of the last completion; None without a proposer.
+        stats: counts of speculative decoding.
     """
 
     def __init__(
         self,
         model: Any,
-        tokenizer: Any,
         *,
+        max_batch_size: int = 32,
         prefill_step_size: int = 512,
         prefix_cache: PrefixCache | None = None,
         make_proposer: MakeProposer | None = None,
         draft_length: DraftLengthController | None = None,
-        sequential_verify: bool = False,
         kv_bits: KVBits = None,
         quantized_kv_start: int = 0,
-        keep_dequantized: bool = True,
+        kv_memory: int | None = None,
     ):
-        if keep_dequantized:
-            cpu.keep_dequantized(model)
         self.model = model
-        self.tokenizer = tokenizer
+        self.max_batch_size = max_batch_size
         self.prefill_step_size = prefill_step_size
         self.prefix_cache = prefix_cache
         self.make_proposer = make_proposer
         self.draft_length = draft_length or DraftLengthController()
-        self.sequential_verify = sequential_verify
         self.kv_bits = kv_bits
         self.quantized_kv_start = quantized_kv_start
-        self.speculative_stats: SpeculativeStats | None = None
-        config = getattr(model, "args", None)
-        self.max_positions = getattr(config, "max_position_embeddings", None)
-        text = getattr(config, "text_config", None) or {}
-        self.vocab_size = getattr(config, "vocab_size", None) or text.get("vocab_size")
+        self.kv_memory = kv_memory
+        self.stats = SpeculativeStats()
+        self._memory = 0
+        self._waiting: list[RunningSequence] = []
+        self._running: list[RunningSequence] = []
+        self._rows: OneRow | CacheBatch | None = None
+        self._next_tokens = mx.zeros(0, mx.int32)
+        self._in_flight: tuple | None = None
+        self._controllers: dict[int, DraftLengthController] = {}
+        self._standard = _StandardSteps()
+        self._launch_seconds = 0.0
+        self._steps = 0
+        self._wired = ExitStack()
 
-    def stream(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_tokens: int = 256,
-        sampling: Sampling = GREEDY,
-        stop_tokens: Collection[int] | None = None,
-        stop: Sequence[str] = (),
-        logprobs: bool = False,
-    ) -> Iterator[GenerationResponse]:
-        """Yield the completion token by token.
+    @property
+    def idle(self) -> bool:
+        """Whether all requests are finished."""
+        return not (self._waiting or self._running or self._in_flight)
 
-        Args:
-            stop_tokens: tokens that end the completion; None = all end-of-sequence
-                tokens of the tokenizer. The stop token comes last, with empty text.
-            stop: strings that end the completion and are not part of it.
-
-        Raises:
-            UserError: the prompt is empty, or longer than the model's positions, or
-                the KV cache of `max_tokens` does not fit in memory.
-        """
-        max_tokens = self.clamp_max_tokens(prompt, max_tokens)
-        self.require_memory([len(prompt) + max_tokens])
-        if self.prefix_cache:
-            cache, _ = self.prefix_cache.fetch(prompt, self.new_cache)
-        else:
-            cache = self.new_cache()
-        if self.make_proposer and not logprobs:
-            steps = self._speculative(cache, prompt, max_tokens, sampling)
-        else:
-            steps = decode(
-                cache,
-                prompt,
-                max_tokens,
-                BatchSampler(sampling, [prompt]),
-                prefill_step_size=self.prefill_step_size,
-                logprobs=logprobs,
-            )
-        stop_tokens = self.resolve_stop_tokens(stop_tokens)
-        detokenizer = StreamingDetokenizer(self.tokenizer, prompt, stop_tokens, stop)
-        responses = self._detokenize(steps, max_tokens, detokenizer)
-        return self._store_prefix(responses, prompt, cache)
-
-    def generate(
-        self,
-        prompt: Sequence[int],
-        *,
-        on_token: Callable[[GenerationResponse], object] = lambda response: None,
-        **options,
-    ) -> GenerationResult:
-        """Generate a whole completion. `options` are those of `stream`."""
-        stop_tokens = self.resolve_stop_tokens(options.get("stop_tokens"))
-        output = CompletionOutput(len(prompt), stop_tokens)
-        for response in self.stream(prompt, **options):
-            output.add(response)
-            on_token(response)
-        return output.result()
-
-    def chat(self, prompt: str | Messages, **options) -> GenerationResult:
-        """Reply to a chat: `generate` on the encoded messages."""
-        return self.generate(self.encode_chat(prompt), **options)
-
-    def encode_chat(self, prompt: str | Messages, **options: Any) -> list[int]:
-        """Token ids of a chat with the generation prompt; see `prompt.encode_chat`."""
-        return encode_chat(self.tokenizer, prompt, **options)
-
-    def encode_text(self, text: str) -> list[int]:
-        """Token ids of raw text; see `prompt.encode_text`."""
-        return encode_text(self.tokenizer, text)
-
-    def clamp_max_tokens(self, prompt: Sequence[int], max_tokens: int) -> int:
-        """`max_tokens`, limited by the model's positions. The last needs no position.
-
-        Raises:
-            UserError: the prompt is empty, longer than the model's positions, or has an
-                id that the model does not have.
-        """
-        if not len(prompt):
-            raise UserError("the prompt is empty", hint="give at least one token")
-        if self.vocab_size:
-            check_ids(prompt, self.vocab_size, lambda i: self.tokenizer.decode([i]))
-        room = max_tokens
-        if self.max_positions is not None:
-            room = self.max_positions - len(prompt) + 1
-        if room < 1 <= max_tokens:
-            raise UserError(
-                f"the prompt has {len(prompt)} tokens, but the model supports "
-                f"{self.max_positions} positions",
-                hint="shorten the prompt",
-            )
-        return min(max_tokens, room)
-
-    def require_memory(self, lengths: Sequence[int]) -> None:
-        """Refuse sequences whose KV caches, at these lengths, do not fit in memory.
-
-        Raises:
-            UserError: with the bytes.
-        """
-        if sum(lengths) < MIN_CHECKED:
-            return
-        needed, available = self._bytes_per_token * sum(lengths), available_memory()
-        if needed > available:
-            raise UserError(
-                f"the KV cache of {sum(lengths):,} tokens takes {needed / 1e9:,.1f} "
-                f"GB, and {available / 1e9:,.1f} GB of memory are available",
-                hint=f"{int(available / self._bytes_per_token):,} tokens fit: lower "
-                "max_tokens, or quantize the cache (kv_bits)",
-                code=WILL_NOT_FIT,
-            )
-
-    @cached_property
-    def _bytes_per_token(self) -> float:
-        return self.new_cache().bytes_per_token()
-
-    def resolve_stop_tokens(
-        self, stop_tokens: Collection[int] | None
-    ) -> frozenset[int]:
-        """The given stop tokens, or the tokenizer's end-of-sequence tokens if None."""
-        return frozenset(
-            self.tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
-        )
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        states = [s.state for s in self._waiting if s.state]
+        return sum(x.nbytes for x in [*states, *([self._rows] if self._rows else [])])
 
     def new_cache(self) -> CacheState:
-        """An empty cache for this model."""
+        """An empty cache of one sequence."""
         return CacheState(
             self.model,
             kv_bits=self.kv_bits,
             quantized_kv_start=self.quantized_kv_start,
         )
 
-    def _speculative(
-        self, cache: CacheState, prompt, max_tokens: int, sampling: Sampling
-    ) -> Iterator[tuple[int, None]]:
-        decoder = SpeculativeDecoder(
-            cache,
-            self.make_proposer(cache),
-            draft_length=self.draft_length,
-            sampling=sampling,
-            sequential_verify=self.sequential_verify,
-            prefill_step_size=self.prefill_step_size,
-        )
-        self.speculative_stats = decoder.stats
-        for token in decoder.decode(prompt, max_tokens):
-            yield token, None
+    def add_request(self, request: GenerationRequest) -> None:
+        """Add a request to the queue."""
+        assert len(request.prompt), "a prompt has at least one token"
+        if request.max_tokens < 1:
+            return
+        if self.idle:
+            self._wired.enter_context(wired_limit())
+            self._memory = self.kv_memory or available_memory()
+        self._waiting.append(RunningSequence(request))
+        self._waiting.sort(key=lambda sequence: sequence.request.priority)
 
-    def _store_prefix(self, responses, prompt: Sequence[int], cache: CacheState):
-        """Pass the responses on; then put the cache in the prefix cache.
+    def require_memory(self, request: GenerationRequest) -> None:
+        """Refuse a request whose keys and values do not fit in memory alone.
 
-        The caller may abandon the stream early. After an exception, such as
-        KeyboardInterrupt, the layers of the cache may have different lengths.
+        Raises:
+            UserError: with the bytes.
         """
-        tokens, is_whole = list(prompt), True
-        try:
-            for response in responses:
-                tokens.append(response.token)
-                yield response
-        except GeneratorExit:
-            raise
-        except BaseException:
-            is_whole = False
-            raise
-        finally:
-            responses.close()
-            if is_whole and self.prefix_cache and cache.length:
-                # The cache may contain accepted draft tokens that were never yielded.
-                cache.rollback(max(0, cache.length - len(tokens)))
-                self.prefix_cache.insert(tokens[: cache.length], cache)
+        tokens, memory = _most_tokens(request), self.kv_memory or available_memory()
+        if tokens < MIN_CHECKED or (needed := self._bytes(request)) <= memory:
+            return
+        raise UserError(
+            f"the KV cache of {tokens:,} tokens takes {needed / 1e9:,.1f} GB, and "
+            f"{memory / 1e9:,.1f} GB of memory are available",
+            hint=f"{int(memory / self._bytes_per_token):,} tokens fit: lower "
+            "max_tokens, or quantize the cache (kv_bits)",
+            code=WILL_NOT_FIT,
+        )
 
-    @staticmethod
-    def _detokenize(
-        steps, max_tokens: int, detokenizer: StreamingDetokenizer
-    ) -> Iterator[GenerationResponse]:
-        for n, (token, logprob) in enumerate(steps, 1):
-            text, finish_reason = detokenizer.add(token, last=n == max_tokens)
-            yield GenerationResponse(text, token, logprob, finish_reason)
-            if finish_reason:
-                return
+    def abort(self, request: GenerationRequest) -> None:
+        """Drop a request, at any time between two steps."""
+        for sequence in (*self._waiting, *self._running):
+            if sequence.request is request:
+                sequence.finished = True
+        if all(s.finished for s in (*self._waiting, *self._running)):
+            self._in_flight = None
+            self._remove_finished()
+            self._rest()
+
+    def step(self) -> list[TokenOutput]:
+        """One step of all requests.
+
+        Returns:
+            The next tokens of running requests, in order; several for a request whose
+            draft tokens were accepted. While they are read, the next step already runs.
+        """
+        try:
+            outputs = self._step()
+        except BaseException:
+            # Layers of the caches may have different lengths.
+            self._waiting, self._running, self._in_flight = [], [], None
+            self._rest()
+            raise
+        if self.idle:
+            self._rest()
+        return outputs
+
+    def _step(self) -> list[TokenOutput]:
+        self._remove_finished()
+        outputs = self._prefill()
+        self._steps += 1
+        if self._steps % CLEAR_CACHE_INTERVAL == 0:
+            mx.clear_cache()
+        if self._wants_draft():
+            outputs += self._collect()
+            self._remove_finished()
+            start = time.perf_counter()
+            if self._propose():
+                self._launch_seconds += time.perf_counter() - start
+                return outputs + self._round()
+        start = time.perf_counter()
+        previous, self._in_flight = self._in_flight, self._launch()
+        if previous:
+            outputs += self._collect(previous)
+            self._count_standard(time.perf_counter() - start)
+        return outputs
+
+    def _rest(self) -> None:
+        self._rows, self._next_tokens = None, mx.zeros(0, mx.int32)
+        self._wired.close()
+
+    # Rows
+
+    def _remove_finished(self) -> None:
+        """Take requests out that are finished or whose last token is launched."""
+        for sequence in [s for s in self._waiting if s.finished]:
+            self._waiting.remove(sequence)
+        for row in reversed(range(len(self._running))):
+            sequence = self._running[row]
+            is_launched = sequence.launched >= sequence.request.max_tokens
+            if sequence.finished or is_launched:
+                self._leave(row)
+
+    def _leave(self, row: int) -> None:
+        sequence, last = self._running[row], len(self._running) - 1
+        if sequence.proposer:
+            sequence.proposer.close()
+        if self.prefix_cache:
+            length = min(self._rows.lengths[row], len(sequence.tokens))
+            state = self._rows.extract(row)
+            if state.trim(state.length - length):
+                self.prefix_cache.insert(sequence.tokens[:length], state)
+        self._running[row] = self._running[last]
+        self._running.pop()
+        if not last:
+            self._rows, self._next_tokens = None, mx.zeros(0, mx.int32)
+            return
+        self._rows.leave(row)
+        order = [*range(last)]
+        if row < last:
+            order[row] = last
+        self._next_tokens = self._next_tokens[mx.array(order)]
+
+    def _prefill(self) -> list[TokenOutput]:
+        """Process one chunk of the first waiting prompt, or several short prompts.
+
+        Returns:
+            The errors of requests that cannot start.
+        """
+        budget, errors = self.prefill_step_size, []
+        while self._waiting and budget > 0 and self._has_room():
+            sequence = self._waiting[0]
+            try:
+                self._start(sequence)
+            except UserError as error:
+                errors.append(sequence.fail(error))
+                self._waiting.pop(0)
+                continue
+            prompt, start = sequence.request.prompt, sequence.prefilled
+            chunk = prompt[start : min(start + budget, len(prompt) - 1)]
+            if len(chunk):
+                sequence.state.forward(mx.array([chunk]))
+                # Rows that run wait for nothing; without them, memory is kept small.
+                sequence.state.evaluate(wait=not self._running)
+            sequence.prefilled += len(chunk)
+            # A prompt of one token still takes some time.
+            budget -= max(1, len(chunk))
+            if sequence.prefilled == len(prompt) - 1:
+                self._join(self._waiting.pop(0))
+                self._share_prompt(sequence)
+        return errors
+
+    def _has_room(self) -> bool:
+        """Whether the next request can run beside the others to its last token."""
+        if not self._running:
+            return True
+        requests = [s.request for s in (*self._running, self._waiting[0])]
+        return (
+            len(requests) <= self.max_batch_size
+            and not self.quantized_kv_start
+            and sum(map(self._bytes, requests)) <= self._memory
+            and is_batchable(self.model)
+            and (not self.make_proposer or takes_padding(self.model))
+        )
+
+    def _bytes(self, request: GenerationRequest) -> float:
+        return self._bytes_per_token * _most_tokens(request)
+
+    @cached_property
+    def _bytes_per_token(self) -> float:
+        return self.new_cache().bytes_per_token()
+
+    def _start(self, sequence: RunningSequence) -> None:
+        """Give a request what it needs, at its first step.
+
+        Raises:
+            UserError: a token of its settings is outside the vocabulary.
+        """
+        if sequence.sampler is not None:
+            return
+        sequence.sampler = Sampler(
+            sequence.request.sampling, sequence.tokens, self._vocab_size
+        )
+        if sequence.state is not None:
+            return
+        if self.prefix_cache:
+            prompt = sequence.request.prompt
+            sequence.state, _ = self.prefix_cache.fetch(prompt, self.new_cache)
+        else:
+            sequence.state = self.new_cache()
+        sequence.prefilled = sequence.state.length
+        if self.make_proposer:
+            sequence.proposer = self.make_proposer(sequence.state)
+
+    @cached_property
+    def _vocab_size(self) -> int:
+        # Only the shape is used, so nothing is computed.
+        return self.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+
+    def _share_prompt(self, sequence: RunningSequence) -> None:
+        """Copy the cache of a request that joined, if the next has the same prompt."""
+        if not self._waiting or self.make_proposer:
+            return
+        other = self._waiting[0]
+        is_same = other.request.prompt is sequence.request.prompt
+        if is_same and other.state is None and self._has_room():
+            other.state = self._rows.extract(self._running.index(sequence))
+            other.prefilled = sequence.prefilled
+
+    def _join(self, sequence: RunningSequence) -> None:
+        """Add a prefilled request to the batch."""
+        if self._rows is None:
+            self._rows = OneRow(sequence.state)
+        else:
+            if isinstance(self._rows, OneRow):
+                self._rows = CacheBatch.of(self._rows)
+            self._rows.join(sequence.state)
+        sequence.state = None
+        self._running.append(sequence)
+        last = mx.array([sequence.tokens[-1]], mx.int32)
+        self._next_tokens = mx.concatenate([self._next_tokens, last])
+        self._standard = _StandardSteps(self._standard.left)
+
+    # Standard steps
+
+    def _launch(self) -> tuple | None:
+        """Launch a step of all rows, without waiting for the one before."""
+        if not self._running:
+            return None
+        logits = self._rows.forward(self._next_tokens[:, None])
+        is_nan = mx.isnan(logits).any(axis=(1, 2)) if self._is_first else None
+        positions = [len(s.request.prompt) + s.launched for s in self._running]
+        samplers = [sequence.sampler for sequence in self._running]
+        tokens = sample_rows(samplers, logits, positions)
+        logprobs = self._logprobs(logits, tokens)
+        mx.async_eval(tokens, logprobs, is_nan)
+        self._next_tokens = tokens[:, 0]
+        for row, sequence in enumerate(self._running):
+            sequence.launched += 1
+            sequence.sampler.advance(tokens[row])
+        return list(self._running), tokens, logprobs, is_nan
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether a request gets its first prediction."""
+        return any(sequence.launched == 0 for sequence in self._running)
+
+    def _logprobs(
+        self,
+        logits: mx.array,
+        tokens: mx.array,
+        counts: Sequence[mx.array] | None = None,
+    ) -> mx.array | None:
+        """Log-probabilities [B, N] of tokens, if a request wants them.
+
+        Args:
+            counts: those of `sample_rows`.
+        """
+        if not any(sequence.request.logprobs for sequence in self._running):
+            return None
+        width, rows = logits.shape[1], []
+        for row, (sequence, values) in enumerate(
+            zip(self._running, logits, strict=True)
+        ):
+            if sequence.request.logprobs == "processed":
+                seen = counts[row] if counts else sequence.sampler.counts
+                used = sequence.sampler.process(values[: len(seen)], seen)
+                values = mx.pad(used, [(0, width - len(used)), (0, 0)])
+            rows.append(values)
+        logits = mx.stack(rows).astype(mx.float32)
+        chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        return chosen - mx.logsumexp(logits, axis=-1)
+
+    def _collect(self, step: tuple | None = None) -> list[TokenOutput]:
+        """Read the tokens of a step; None = of the one in flight, if any."""
+        if step is None:
+            step, self._in_flight = self._in_flight, None
+        if step is None:
+            return []
+        sequences, tokens, logprobs, is_nan = step
+        count = len(sequences)
+        values = tokens[:, 0].tolist()
+        scores = [None] * count if logprobs is None else logprobs[:, 0].tolist()
+        broken = [False] * count if is_nan is None else is_nan.tolist()
+        outputs = []
+        for sequence, token, score, failed in zip(
+            sequences, values, scores, broken, strict=True
+        ):
+            if sequence.finished:
+                continue
+            if failed:
+                outputs.append(sequence.fail(nan_predictions("the model")))
+            else:
+                outputs.append(sequence.add(token, score))
+        return outputs
+
+    def _count_standard(self, seconds: float) -> None:
+        """Count a step without a draft, for the choice of the draft length."""
+        if not self.make_proposer:
+            return
+        steps = self._standard
+        steps.count, steps.seconds = steps.count + 1, steps.seconds + seconds
+        steps.left -= 1
+        self.stats.standard_tokens += len(self._running)
+        if steps.left <= 0:
+            controller = self._controller
+            controller.record_standard(steps.count, steps.seconds)
+            self.stats.add_time(steps.count, steps.seconds, controller)
+
+    # Rounds of draft tokens
+
+    @property
+    def _controller(self) -> DraftLengthController:
+        """The controller for the present number of rows, in powers of two."""
+        size = 1 << (len(self._running) - 1).bit_length()
+        if size == 1:
+            return self.draft_length
+        if size not in self._controllers:
+            self._controllers[size] = self.draft_length.like()
+        return self._controllers[size]
+
+    def _wants_draft(self) -> bool:
+        """Whether this step may be a round of draft tokens."""
+        if not (self.make_proposer and self._running) or self._standard.left > 0:
+            return False
+        if any(s.draft is not None for s in self._running):
+            return True
+        if self._controller.next_length():
+            return True
+        self._standard = _StandardSteps(STANDARD_STEPS)
+        return False
+
+    def _propose(self) -> bool:
+        """Launch the drafts of all rows; returns whether there is a draft token."""
+        if not self._running:
+            return False
+        count = self._controller.next_length()
+        for sequence in self._running:
+            if sequence.proposer is None:
+                # It came before the engine had a proposer.
+                sequence.draft = NO_DRAFT
+        waiting = [s for s in self._running if s.draft is None]
+        # The target adds one token to them.
+        limits = [max(0, min(count, s.remaining - 1)) for s in waiting]
+        drafts = propose(
+            [
+                DraftRequest(s.proposer, s.tokens, limit, s.sampler)
+                for s, limit in zip(waiting, limits, strict=True)
+            ]
+        )
+        for sequence, draft in zip(waiting, drafts, strict=True):
+            sequence.draft = draft
+        if any(s.draft.size for s in self._running):
+            return True
+        for sequence in self._running:
+            sequence.draft = None
+        self._standard = _StandardSteps(RETRY_STEPS)
+        return False
+
+    def _round(self) -> list[TokenOutput]:
+        """Verify the drafts of all rows, roll back the rejected ones, draft again."""
+        start = time.perf_counter()
+        sequences = list(self._running)
+        drafts = [sequence.draft for sequence in sequences]
+        counts = [len(draft) + 1 for draft in drafts]
+        tokens = _padded(
+            [
+                mx.concatenate([mx.array(s.tokens[-1:], mx.int32), draft])
+                for s, draft in zip(sequences, drafts, strict=True)
+            ],
+            max(counts),
+        )
+        logits = self._rows.forward(tokens, counts)
+        is_nan = mx.isnan(logits[:, 0]).any(axis=-1) if self._is_first else None
+        samplers = [sequence.sampler for sequence in sequences]
+        seen = [s.sampler.counts_along(s.draft) for s in sequences]
+        positions = [len(sequence.tokens) for sequence in sequences]
+        samples = sample_rows(samplers, logits, positions, seen)
+        logprobs = self._logprobs(logits, samples, seen)
+        mx.eval(samples, tokens, logprobs, is_nan)
+        outputs, lengths, back = [], [], []
+        rows = zip(sequences, counts, tokens.tolist(), samples.tolist(), strict=True)
+        for row, (sequence, count, drafted, sampled) in enumerate(rows):
+            accepted = accepted_tokens(drafted[1:count], sampled)
+            lengths.append(accepted)
+            before = len(sequence.tokens)
+            if is_nan is not None and is_nan[row].item():
+                outputs.append(sequence.fail(nan_predictions("the model")))
+            for index, token in enumerate(sampled[: accepted + 1]):
+                if sequence.finished:
+                    break
+                score = None if logprobs is None else logprobs[row, index].item()
+                outputs.append(sequence.add(token, score))
+            new = sequence.tokens[before:]
+            sequence.sampler.advance(mx.array(new, mx.int32))
+            sequence.launched = sequence.emitted
+            back.append(count - len(new))
+        self._rows.rollback(back)
+        seconds = self._launch_seconds + time.perf_counter() - start
+        self._count_round([count - 1 for count in counts], lengths, seconds)
+        start = time.perf_counter()
+        for sequence in sequences:
+            sequence.draft = None
+        self._next_tokens = mx.array([s.tokens[-1] for s in sequences], mx.int32)
+        self._remove_finished()
+        if self._running and self._controller.next_length():
+            self._propose()
+        self._launch_seconds = time.perf_counter() - start
+        return outputs
+
+    def _count_round(
+        self, drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        for num_draft_tokens, num_accepted in zip(drafted, accepted, strict=True):
+            if num_draft_tokens:
+                self.stats.add_round(num_draft_tokens, num_accepted)
+            else:
+                self.stats.standard_tokens += 1
+        controller = self._controller
+        controller.record_round(drafted, accepted, seconds)
+        tokens = 1 + sum(accepted) / len(accepted)
+        self.stats.add_time(tokens, seconds, controller)
+
+
+@dataclass
+class _StandardSteps:
+    """Steps without a draft: those left before the next draft, and those timed."""
+
+    left: int = 0
+    count: int = 0
+    seconds: float = 0.0
+
+
+def _padded(rows: Sequence[mx.array], width: int) -> mx.array:
+    """Rows of tokens [B, width], padded on the right."""
+    return mx.stack([mx.pad(row, (0, width - len(row))) for row in rows])
+
+
+def _most_tokens(request: GenerationRequest) -> int:
+    return len(request.prompt) + request.max_tokens
+
+
+@contextmanager
+def wired_limit() -> Iterator[None]:
+    """Keep the weights resident on Apple GPUs. Decoding is slow when they page out."""
+    if not mx.metal.is_available():
+        yield
+        return
+    previous = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+    try:
+        yield
+    finally:
+        mx.synchronize()  # the limit must not change while a step is running
+        mx.set_wired_limit(previous)

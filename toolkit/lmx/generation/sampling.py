@@ -1,4 +1,4 @@
-"""Token sampling: argmax, or a sample from a filtered distribution.
+"""Sampling settings, and the filters of a distribution.
 
 All filters apply to the model's own distribution, and a token must pass every filter.
 The temperature is applied last. mlx-lm and LM Studio do the same, so equal settings
@@ -7,15 +7,12 @@ top_p to the result of top_k.)
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from dataclasses import dataclass
+from functools import reduce
 
 import mlx.core as mx
 
 from ..errors import UserError
-
-Sampler = Callable[[mx.array], mx.array]
 
 MIN_TEMPERATURE = 1e-6  # below it, dividing by the temperature overflows float32
 
@@ -76,35 +73,6 @@ class Sampling:
             if not is_valid:
                 value = getattr(self, name)
                 raise UserError(f"{name} is {value}, but must be {valid_range}")
-
-
-def make_sampler(sampling: Sampling) -> Sampler:
-    """A function from logits [B, V] to tokens [B].
-
-    The sampler counts its calls: the n-th sample depends only on the seed and n, not on
-    MLX's global random state. Make a new sampler for every generation.
-    """
-    if sampling.is_greedy:
-        return lambda logits: mx.argmax(logits, axis=-1)
-    key = mx.random.key(sampling.seed)
-    step = _compiled(replace(sampling, seed=0))
-
-    def sample(logits: mx.array) -> mx.array:
-        nonlocal key
-        token, key = step(logits, key)
-        return token
-
-    return sample
-
-
-@lru_cache(maxsize=16)  # mx.compile keeps every trace: one per setting, not per call
-def _compiled(sampling: Sampling) -> Callable:
-    def step(logits: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
-        key, subkey = mx.random.split(key)
-        tokens = mx.random.categorical(filter_logits(logits, sampling), key=subkey)
-        return tokens, key
-
-    return mx.compile(step)
 
 
 def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .proposer import NO_DRAFT, DraftTokens, HiddenStateProposer, TargetSampler
+from ..sampler import Sampler
+from .proposer import NO_DRAFT, HiddenStateProposer
 
 # Hidden states that the drafter processes at once.
 STEP_SIZE = 512
@@ -17,32 +18,31 @@ class DFlashProposer(HiddenStateProposer):
     the other ones.
     """
 
-    salt = 0xDF1A
     # Position of the next token whose hidden states are read. It only grows: the hidden
     # states of rejected draft tokens were removed before the next round.
     _end = 0
 
     def propose(
-        self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
-    ) -> DraftTokens:
+        self, context: Sequence[int], num_draft_tokens: int, sampler: Sampler
+    ) -> mx.array:
         """Launch the draft: at most as many tokens as the drafter's block has."""
         count = min(num_draft_tokens, self._drafter.max_draft_tokens)
         anchor = len(context) - 1
-        assert self._target_cache.recorded.end == anchor
+        assert self._recorded.end == anchor
         self._read_states()
         if not count or not self._end:
             return NO_DRAFT
         hidden = self._drafter.draft_block(context[-1], anchor, self._cache, count)
         logits = self._drafter.target_logits(self._drafter.head(hidden))
         rows = iter(mx.split(logits, count))
-        return self._sampler.draft(count, sampler, lambda _: next(rows))
+        return self._draft(context, count, sampler, lambda _: next(rows))
 
     def _read_states(self) -> None:
         """Process the hidden states of all tokens since the last round.
 
         Those of a prefix that was cached without them are left out.
         """
-        recorded = self._target_cache.recorded
+        recorded = self._recorded
         start = max(self._end, recorded.start)
         if start == recorded.end:
             return

@@ -5,7 +5,9 @@ longer than over one. The controller therefore uses the measured time of every k
 round and the measured acceptance rate at every draft position.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 # Decay of the acceptance counts per round.
 DECAY = 0.97
@@ -68,6 +70,10 @@ class DraftLengthController:
         self.accepted = [PRIOR] * self.max_draft_tokens
         self.proposed = [2 * PRIOR] * self.max_draft_tokens
 
+    def like(self) -> Self:
+        """A new controller with these settings."""
+        return type(self)(self.max_draft_tokens, self.fixed)
+
     @property
     def acceptance_rates(self) -> list[float]:
         """Acceptance rate by position, given that all positions before are accepted."""
@@ -121,22 +127,32 @@ class DraftLengthController:
         self.seconds += seconds
 
     def record_round(
-        self, num_draft_tokens: int, num_accepted: int, seconds: float
+        self, drafted: Sequence[int], accepted: Sequence[int], seconds: float
     ) -> None:
-        """Add a measurement of a round with at least one draft token."""
-        self.rounds.setdefault(num_draft_tokens, EMATimer()).add(seconds)
+        """Add a measurement of a round.
+
+        Args:
+            drafted, accepted: numbers of draft tokens of every row, at least one of
+                them not 0.
+        """
+        self.rounds.setdefault(max(drafted), EMATimer()).add(seconds)
         self.seconds += seconds
         # Time gained by drafting pays for exploration.
-        standard_seconds = (num_accepted + 1) * self.standard.mean
-        self.lost = max(0.0, self.lost + seconds - standard_seconds)
+        tokens = 1 + sum(accepted) / len(accepted)
+        self.lost = max(0.0, self.lost + seconds - tokens * self.standard.mean)
+        for num_draft_tokens, num_accepted in zip(drafted, accepted, strict=True):
+            self._record_row(num_draft_tokens, num_accepted)
+
+    def _record_row(self, num_draft_tokens: int, num_accepted: int) -> None:
         for position in range(min(num_accepted + 1, num_draft_tokens)):
             is_accepted = position < num_accepted
             self.accepted[position] = DECAY * self.accepted[position] + is_accepted
             self.proposed[position] = DECAY * self.proposed[position] + 1
         # Long drafts are rare, so later positions also learn from the one before.
         for position in range(num_accepted + 1, self.max_draft_tokens):
-            self.accepted[position] += 0.1 * self.acceptance_rates[position - 1]
-            self.proposed[position] += 0.1
+            if num_draft_tokens:
+                self.accepted[position] += 0.1 * self.acceptance_rates[position - 1]
+                self.proposed[position] += 0.1
 
     def _tokens_per_second(self, num_draft_tokens: int) -> float:
         seconds = self.round_seconds(num_draft_tokens)

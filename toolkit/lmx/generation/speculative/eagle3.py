@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .proposer import NO_DRAFT, DraftTokens, HiddenStateProposer, TargetSampler
+from ..sampler import Sampler
+from .proposer import NO_DRAFT, HiddenStateProposer
 
 READ_STEP_SIZE = 512
 """Rows of a long prompt that the drafter reads at once."""
@@ -13,17 +14,16 @@ READ_STEP_SIZE = 512
 class Eagle3Proposer(HiddenStateProposer):
     """Proposes one draft token after the other with an EAGLE-3 drafter."""
 
-    salt = 0xEA61
     # The next position to read; None = nothing was read.
     _position: int | None = None
 
     def propose(
-        self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
-    ) -> DraftTokens:
+        self, context: Sequence[int], num_draft_tokens: int, sampler: Sampler
+    ) -> mx.array:
         """Launch the draft. It waits for nothing."""
         limit = self._drafter.max_draft_tokens or num_draft_tokens
         num_draft_tokens = min(num_draft_tokens, limit)
-        recorded = self._target_cache.recorded
+        recorded = self._recorded
         if not num_draft_tokens or recorded.start == recorded.end:
             return NO_DRAFT
         if not self._can_draft(sampler):
@@ -36,13 +36,13 @@ class Eagle3Proposer(HiddenStateProposer):
                 hidden = self._drafter.step(token[None], hidden, self._cache)
             return self._drafter.target_logits(self._drafter.head(hidden[:, -1]))
 
-        draft = self._sampler.draft(num_draft_tokens, sampler, next_logits)
+        draft = self._draft(context, num_draft_tokens, sampler, next_logits)
         # Even if they are accepted: then their rows have the target's states.
         for layer_cache in self._cache:
             layer_cache.trim(num_draft_tokens - 1)
         return draft
 
-    def _can_draft(self, sampler: TargetSampler) -> bool:
+    def _can_draft(self, sampler: Sampler) -> bool:
         """Whether the draft vocabulary has a token that may be sampled."""
         allowed = sampler.sampling.allowed_tokens
         # The ids are made anew at every access, and few requests need them.
@@ -53,7 +53,7 @@ class Eagle3Proposer(HiddenStateProposer):
 
     def _read(self, context: Sequence[int]) -> mx.array:
         """Read all rows up to the end of the context; returns the last output."""
-        recorded = self._target_cache.recorded
+        recorded = self._recorded
         if self._position is None:
             self._position = recorded.start
         states = recorded.since(self._position)

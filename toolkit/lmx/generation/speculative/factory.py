@@ -11,35 +11,41 @@ from ...models.drafters.eagle3 import Eagle3Drafter
 from ...models.drafters.io import is_drafter, load_drafter
 from ...models.drafters.mtp import MTPHead, is_split_head
 from ...models.loader import LoadedModel
-from ..kv_cache import CacheState
+from ..kv_cache.sequence import CacheState
+from ..sampler import Sampler
 from .dflash import DFlashProposer
-from .draft_model import DraftModelProposer
+from .draft_model import draft_model_proposer
 from .eagle3 import Eagle3Proposer
 from .layer_skip import choose_skipped_layers, skip_layers
 from .mtp import MTPProposer
 from .prompt_lookup import NGramIndex, PromptLookupProposer
-from .proposer import NO_DRAFT, DraftTokens, MakeProposer, Proposer, TargetSampler
+from .proposer import NO_DRAFT, MakeProposer, Proposer
 
 PROMPT_LOOKUP, LAYER_SKIP, MTP = "prompt-lookup", "layer-skip", "mtp"
 LAYER_SKIP_TOKENS = 128
 """Tokens of the prompt on which the skipped layers are chosen."""
 
 
-class FallbackProposer:
+class FallbackProposer(Proposer):
     """Uses the first of several proposers that has draft tokens."""
 
     def __init__(self, *proposers: Proposer):
         self._proposers = proposers
 
     def propose(
-        self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
-    ) -> DraftTokens:
+        self, context: Sequence[int], num_draft_tokens: int, sampler: Sampler
+    ) -> mx.array:
         """The first non-empty proposal."""
         for proposer in self._proposers:
             draft = proposer.propose(context, num_draft_tokens, sampler)
             if len(draft):
                 return draft
         return NO_DRAFT
+
+    def close(self) -> None:
+        """Free what the request needed."""
+        for proposer in self._proposers:
+            proposer.close()
 
 
 PROPOSERS: dict[str, type] = {
@@ -48,12 +54,9 @@ PROPOSERS: dict[str, type] = {
 }
 
 
-def drafter_proposer(
-    drafter: Drafter, cache: CacheState, *, sampled: bool = True, seed: int = 0
-) -> Proposer:
+def drafter_proposer(drafter: Drafter, cache: CacheState) -> Proposer:
     """The proposer of a drafter on hidden states for the completion in this cache."""
-    proposer = PROPOSERS[drafter.architecture]
-    return proposer(drafter, cache, sampled=sampled, seed=seed)
+    return PROPOSERS[drafter.architecture](drafter, cache)
 
 
 def proposer_factory(
@@ -97,7 +100,7 @@ def proposer_factory(
         tokens = mx.array([sample[:LAYER_SKIP_TOKENS]], mx.int32)
         skipped = choose_skipped_layers(target.model, tokens)
         draft_model = skip_layers(target.model, skipped)
-        return (lambda _: DraftModelProposer(draft_model)) if skipped else None
+        return draft_model_proposer(draft_model) if skipped else None
     if name == MTP or is_split_head(name):
         head = MTPHead.load(target.path if name == MTP else name, target)
         return lambda cache: MTPProposer(head, cache)
@@ -106,4 +109,4 @@ def proposer_factory(
         return lambda cache: drafter_proposer(drafter, cache)
     draft = load_draft(name)
     require_same_tokenizer(target.tokenizer, draft.tokenizer, role="draft", place=name)
-    return lambda _: DraftModelProposer(draft.model)
+    return draft_model_proposer(draft.model)

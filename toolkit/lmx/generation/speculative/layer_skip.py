@@ -13,7 +13,7 @@ import mlx.core as mx
 from ...errors import UserError
 from ...models.hooks import TransformerBlocks, find_blocks
 from ...models.loader import make_cache
-from ..kv_cache import CacheState
+from ..kv_cache.sequence import CacheState
 from .draft_length import DraftLengthController
 
 # Shares of the layers that may be skipped.

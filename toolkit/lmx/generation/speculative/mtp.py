@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ...models.drafters.mtp import MTPHead
-from ..kv_cache import CacheState
-from .proposer import NO_DRAFT, DraftTokens, HiddenStateProposer, TargetSampler
+from ..kv_cache.sequence import CacheState
+from ..sampler import Sampler
+from .proposer import NO_DRAFT, HiddenStateProposer
 
 STEP_SIZE = 512
 """Positions per forward pass of the head."""
@@ -15,18 +16,17 @@ STEP_SIZE = 512
 class MTPProposer(HiddenStateProposer):
     """Proposes draft tokens with the head that a checkpoint carries."""
 
-    salt = 0x317B
     _last: mx.array | None = None
 
-    def __init__(self, head: MTPHead, cache: CacheState, **options):
-        super().__init__(head, cache, **options)
+    def __init__(self, head: MTPHead, cache: CacheState):
+        super().__init__(head, cache)
         # The head's caches contain the target's states up to this position. The states
         # of draft tokens are removed after every round.
         self._end = cache.recorded.start
 
     def propose(
-        self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
-    ) -> DraftTokens:
+        self, context: Sequence[int], num_draft_tokens: int, sampler: Sampler
+    ) -> mx.array:
         """Launch the draft, after the states of all positions since the last one."""
         self._read(context)
         if not num_draft_tokens or self._last is None:
@@ -39,14 +39,14 @@ class MTPProposer(HiddenStateProposer):
                 hidden = self._drafter(token[None], hidden, self._cache)
             return self._drafter.logits(hidden[:, -1])
 
-        draft = self._sampler.draft(num_draft_tokens, sampler, next_logits)
+        draft = self._draft(context, num_draft_tokens, sampler, next_logits)
         for cache in self._cache:
             cache.trim(num_draft_tokens - 1)
         return draft
 
     def _read(self, context: Sequence[int]) -> None:
         """Process the target's new states, each with the token after its own."""
-        recorded = self._target_cache.recorded
+        recorded = self._recorded
         assert recorded.end == len(context) - 1
         if self._end == recorded.end:
             return

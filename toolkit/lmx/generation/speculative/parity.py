@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..decode_loop import prefill
-from ..kv_cache import CacheState
+from ..kv_cache.sequence import CacheState
+from ..sampler import Sampler
 from ..sampling import Sampling
-from .proposer import TargetSampler
 
 ROUNDING_MARGIN = 0.25
 """Largest difference of logits that rounding alone can explain."""
@@ -76,10 +75,10 @@ def check_parity(
     assert sampling.is_greedy
     assert not cache.length
     mismatches, sampler, previous = [], None, prompt[-1]
-    prefill(cache, mx.array([prompt[:-1]], mx.int32), step_size=prefill_step_size)
+    cache.prefill(mx.array([prompt[:-1]], mx.int32), step_size=prefill_step_size)
     for position, token in enumerate(completion):
         logits = cache.forward(mx.array([[previous]], mx.int32))[:, -1]
-        sampler = sampler or TargetSampler(sampling, prompt, logits.shape[-1])
+        sampler = sampler or Sampler(sampling, prompt, logits.shape[-1])
         logits = sampler.process(logits, sampler.counts)[0]
         expected = mx.argmax(logits).item()
         if expected != token:
@@ -88,8 +87,6 @@ def check_parity(
             mismatches.append(
                 TokenMismatch(position, token, expected, first - second, in_top_two)
             )
-        sampler.counts = sampler.counts_after(
-            sampler.counts, mx.array([token], mx.int32)
-        )
+        sampler.advance(mx.array([token], mx.int32))
         previous = token
     return ParityReport(len(completion), mismatches)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .proposer import NO_DRAFT, DraftTokens, TargetSampler
+from ..sampler import Sampler
+from .proposer import NO_DRAFT, Proposer
 
 NGRAM_SIZE = 3
 MAX_INDEX_TOKENS = 1 << 20
@@ -12,7 +13,7 @@ MAX_INDEX_TOKENS = 1 << 20
 MAX_CANDIDATES, MAX_MATCH = 32, 64
 
 
-class PromptLookupProposer:
+class PromptLookupProposer(Proposer):
     """Looks up the last tokens in an n-gram index that includes the current text.
 
     The longest match wins; among equally long matches, the most recent one. Like
@@ -27,12 +28,12 @@ class PromptLookupProposer:
         self._text_id = self._index.add_text()
 
     def propose(
-        self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
-    ) -> DraftTokens:
+        self, context: Sequence[int], num_draft_tokens: int, sampler: Sampler
+    ) -> mx.array:
         """The continuation of the longest match, at most `num_draft_tokens` tokens."""
         self._index.extend(self._text_id, context)
         tokens = self._index.continuation(context, num_draft_tokens)
-        return DraftTokens(mx.array(tokens, mx.int32)) if tokens else NO_DRAFT
+        return mx.array(tokens, mx.int32) if tokens else NO_DRAFT
 
 
 class NGramIndex:

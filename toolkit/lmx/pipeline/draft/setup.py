@@ -20,8 +20,8 @@ from ...draft.dataset import DistillationBatches, Prompt, PromptSets, prompt_set
 from ...draft.pruning import most_important_blocks, prune, pruned_config
 from ...draft.report import require_servable
 from ...errors import UserError
-from ...generation.batching import GenerationRequest
 from ...generation.completions import CachedGenerator
+from ...generation.sequence import GenerationRequest
 from ...generation.speculative.layer_skip import rank_layers
 from ...models.checkpoint import config_int, read_config
 from ...models.loader import LoadedModel, compute_dtype, set_compute_dtype

@@ -15,7 +15,7 @@ from ...evaluation.exact_match import ExactMatch, measure_exact_match
 from ...evaluation.latency import measure_latency
 from ...evaluation.perplexity import Perplexity, measure_perplexity
 from ...evaluation.weight_error import measure_layers
-from ...generation.engine import Generator
+from ...generation.generator import Generator
 from ...generation.speculative.prompt_lookup import PromptLookupProposer
 from ...models.checkpoint import checkpoint_size
 from ...models.loader import LoadedModel

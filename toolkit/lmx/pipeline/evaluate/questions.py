@@ -8,9 +8,7 @@ from typing import Any
 
 from ...data.answer_filters import FILTERS
 from ...data.record_formats import DataRecord
-from ...generation.engine import Generator
-from ...generation.requests import generate_requests, make_request
-from ...generation.sampling import Sampling
+from ...generation.generator import Generator
 
 # Words of a text that the models continue.
 OPENING_WORDS = 24
@@ -134,11 +132,11 @@ class Questions:
         prompts = self.prompts(generator)
         fitting = {q: p for q, p in prompts.items() if fits(p, generator)}
         requests = [
-            make_request(generator, prompt, max_tokens, Sampling())
+            generator.request(prompt, max_tokens=max_tokens)
             for prompt in fitting.values()
         ]
         for question, request, result in zip(
-            fitting, requests, generate_requests(generator, requests), strict=True
+            fitting, requests, generator.generate_all(requests), strict=True
         ):
             question.answers[name] = result.text
             advance(len(request.prompt) + len(result.tokens))

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from ...config.train import TrainConfig
 from ...convert.importers.peft import resolve_adapter
 from ...evaluation.perplexity import measure_perplexity
-from ...generation.engine import Generator
+from ...generation.generator import Generator
 from ...models.loader import set_compute_dtype
 from ...models.lora import io as adapter_files
 from ...models.lora import lora_model

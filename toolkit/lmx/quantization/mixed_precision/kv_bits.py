@@ -18,7 +18,12 @@ from ...config.quantize import KVCacheConfig
 from ...data.calibration import CalibrationBatch
 from ...data.sequence_mean import mean_over_sequences
 from ...errors import UserError
-from ...generation.kv_cache import PLAIN, UNQUANTIZED, CacheState, kv_group_size
+from ...generation.kv_cache.sequence import (
+    PLAIN,
+    UNQUANTIZED,
+    CacheState,
+    kv_group_size,
+)
 from ...models.loader import make_cache
 from ...run.logger import RunLogger
 from . import knapsack

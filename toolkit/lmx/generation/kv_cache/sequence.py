@@ -1,15 +1,17 @@
 """The cache state of one sequence, with rollback for every kind of layer cache."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..errors import UserError
-from ..models.hooks import forward_with_hidden_states
-from ..models.loader import make_cache
+from ...errors import UserError
+from ...models.hooks import forward_with_hidden_states
+from ...models.loader import make_cache
 from .recorded_states import RecordedStates
+from .window import WindowCache
 
 GROWING = PLAIN, QUANTIZED = "KVCache", "QuantizedKVCache"
 KVBits = int | Sequence[int] | None
@@ -18,10 +20,6 @@ HIDDEN_STATES = "HiddenStates"
 GROUP_SIZES = (128, 64, 32)
 UNQUANTIZED = 16
 """As `kv_bits`: keys and values in the dtype of the model."""
-WINDOW_SLACK = 64
-"""Positions that a sliding-window cache keeps beyond its window, for rollback."""
-BUFFER_STEP = 256
-"""Positions by which the buffer of a sliding-window cache grows."""
 
 
 class CacheState:
@@ -51,11 +49,12 @@ class CacheState:
         self, model: Any, *, kv_bits: KVBits = None, quantized_kv_start: int = 0
     ):
         self.model = model
-        self.caches = [_with_window_cache(cache) for cache in make_cache(model)]
+        self.caches = self._plain_caches()
         self.length = 0
         self.recorded: RecordedStates | None = None
         self._layer_bits = _bits_of_layers(kv_bits, len(self.caches))
         self._quantized_kv_start = quantized_kv_start
+        self._quantized_caches: list = []
         if self._layer_bits:
             self._try_quantized()
         # Recurrent states at the checkpoint, and the tokens processed since then;
@@ -66,7 +65,17 @@ class CacheState:
     @property
     def layer_caches(self) -> list:
         """All caches in a flat list; nested cache lists are expanded."""
-        return [leaf for cache in self.caches for leaf in _flatten(cache)]
+        return flatten_caches(self.caches)
+
+    @property
+    def quantized_caches(self) -> list:
+        """Empty caches of the kinds that these have once they are quantized."""
+        return self._quantized_caches or self.caches
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer has a recurrent state, which cannot be trimmed."""
+        return bool(self._recurrent())
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +97,14 @@ class CacheState:
         arrays = tree_flatten([(c.keys, c.values) for c in growing])
         return sum(value.nbytes / value.shape[2] for _, value in arrays)
 
+    def empty_copy(self) -> "CacheState":
+        """An empty cache of the same kinds, quantized ones included."""
+        new = copy.copy(self)
+        new.caches = [*map(_like, self._plain_caches(), self.quantized_caches)]
+        new.length, new.recorded = 0, None
+        new.commit()
+        return new
+
     def forward(self, tokens: mx.array) -> mx.array:
         """Process tokens [B, L]; returns lazy logits [B, L, V]."""
         if self.recorded:
@@ -104,6 +121,16 @@ class CacheState:
             self._quantize()
         self._check_offsets()
         return logits
+
+    def prefill(self, tokens: mx.array, *, step_size: int) -> None:
+        """Process prompt tokens [B, L] in chunks of `step_size`.
+
+        The logits are never evaluated, so the LM head costs nothing.
+        """
+        for start in range(0, tokens.shape[1], step_size):
+            self.forward(tokens[:, start : start + step_size])
+            self.evaluate()
+            mx.clear_cache()
 
     def record_hidden_states(self, layer_ids: Sequence[int]) -> None:
         """Record the outputs of these blocks for all tokens processed from here on.
@@ -164,10 +191,11 @@ class CacheState:
         self._check_offsets()
         return True
 
-    def evaluate(self) -> None:
+    def evaluate(self, *, wait: bool = True) -> None:
         """Evaluate the caches and recorded hidden states only, not the logits."""
         recorded = self.recorded.arrays if self.recorded else []
-        mx.eval([cache.state for cache in self.layer_caches], recorded)
+        evaluate = mx.eval if wait else mx.async_eval
+        evaluate([cache.state for cache in self.layer_caches], recorded)
 
     @property
     def state(self) -> list[tuple[str, tuple]]:
@@ -189,8 +217,8 @@ class CacheState:
             self.recorded = RecordedStates.from_state(recorded)
         stored = iter(kind for kind, _ in state)
         self.caches = [
-            _as_quantized(cache, [next(stored, None) for _ in _flatten(cache)])
-            for cache in self.caches
+            _as_quantized(cache, [next(stored, None) for _ in flatten_caches([cache])])
+            for cache in self._plain_caches()
         ]
         kinds = [type(leaf).__name__ for leaf in self.layer_caches]
         if kinds != [kind for kind, _ in state]:
@@ -230,7 +258,14 @@ class CacheState:
                 f"this model's keys and values cannot be quantized: {error}",
                 hint="keep the model's dtype: kv_bits 16, or no kv_bits",
             ) from error
-        self.caches = [_with_window_cache(cache) for cache in make_cache(self.model)]
+        self._quantized_caches = [*map(_like, self._plain_caches(), self.caches)]
+        self.caches = self._plain_caches()
+        if not self._quantized_kv_start:
+            # From the first token on: then chunks of a prompt do not change a result.
+            self.caches = [*map(_like, self.caches, self._quantized_caches)]
+
+    def _plain_caches(self) -> list:
+        return [_with_window_cache(cache) for cache in make_cache(self.model)]
 
     def _quantize(self) -> None:
         self.caches = list(map(_quantized, self.caches, self._layer_bits))
@@ -266,118 +301,17 @@ def _bits_of_layers(kv_bits: KVBits, count: int) -> list[int]:
     return bits if any(bit != UNQUANTIZED for bit in bits) else []
 
 
+def _like(empty, cache):
+    """An empty cache, as quantized as another one of this layer."""
+    if not hasattr(cache, "bits"):
+        return empty
+    return type(cache)(group_size=cache.group_size, bits=cache.bits)
+
+
 def _quantized(cache, bits: int):
     if type(cache).__name__ != PLAIN or bits == UNQUANTIZED:
         return cache
     return cache.to_quantized(group_size=kv_group_size(cache), bits=bits)
-
-
-class WindowCache:
-    """Sliding-window KV cache that supports rollback.
-
-    It replaces mlx-lm's RotatingKVCache, which overwrites the oldest position in place.
-    Past the window that cache cannot be trimmed, and speculative decoding with it gives
-    wrong tokens without an error. Here the buffer is in temporal order and is moved
-    from time to time.
-
-    Args:
-        max_size: window size: the positions a token attends to, including itself.
-    """
-
-    def __init__(self, max_size: int):
-        self.max_size = max_size
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-        self.offset = 0
-        # Position of the first entry of the buffer, and the entries last attended to.
-        self._first = 0
-        self._visible = slice(0, 0)
-
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Append N positions [B, H, N, D]; returns all that they may attend to."""
-        count = keys.shape[2]
-        self._reserve(keys, values)
-        start = self.offset - self._first
-        self.keys[..., start : start + count, :] = keys
-        self.values[..., start : start + count, :] = values
-        self.offset += count
-        self._visible = slice(max(0, start - self.max_size + 1), start + count)
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The last result of `update_and_fetch`, for layers that share keys."""
-        return self.keys[..., self._visible, :], self.values[..., self._visible, :]
-
-    def make_mask(
-        self, length: int, window_size: int | None = None, return_array: bool = False
-    ) -> mx.array | str | None:
-        """Mask of the next `length` tokens over the result of `update_and_fetch`."""
-        window = window_size or self.max_size
-        before = min(self.offset, self.max_size - 1)
-        if before + length <= window and not return_array:
-            return None if length == 1 else "causal"
-        columns = mx.arange(before + length)
-        rows = mx.arange(before, before + length)[:, None]
-        return (columns <= rows) & (columns > rows - window)
-
-    def can_trim(self, count: int) -> bool:
-        """Whether the full window is still buffered after trimming `count` tokens."""
-        return self._first <= max(0, self.offset - count - self.max_size + 1)
-
-    def trim(self, count: int) -> int:
-        """Remove the last tokens; returns the number removed."""
-        count = min(count, self.offset)
-        assert self.can_trim(count), f"cannot trim {count} tokens"
-        self.offset -= count
-        return count
-
-    def size(self) -> int:
-        """Positions that the next token may attend to."""
-        return min(self.offset, self.max_size)
-
-    def empty(self) -> bool:
-        """Whether nothing was stored yet."""
-        return self.keys is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
-
-    @property
-    def state(self) -> tuple:
-        """Keys, values, offset and first position: enough to restore the cache."""
-        return self.keys, self.values, self.offset, self._first
-
-    @state.setter
-    def state(self, state: tuple) -> None:
-        self.keys, self.values, self.offset, self._first = state
-
-    def _reserve(self, keys: mx.array, values: mx.array) -> None:
-        """Make room for more positions, dropping those that left the window."""
-        used, end = self.offset - self._first, keys.shape[2]
-        if self.keys is not None and used + end <= self.keys.shape[2]:
-            return
-        drop = max(0, used - (self.max_size - 1 + WINDOW_SLACK))
-        end += used - drop
-        size = end + BUFFER_STEP
-        if end < self.max_size:
-            size = -(-end // BUFFER_STEP) * BUFFER_STEP
-        self.keys = _resize(self.keys, keys, drop, used, size)
-        self.values = _resize(self.values, values, drop, used, size)
-        self._first += drop
-
-
-def _resize(
-    buffer: mx.array | None, like: mx.array, start: int, end: int, size: int
-) -> mx.array:
-    """A buffer of `size` positions that begins with the old buffer's [start:end]."""
-    batch, heads, _, width = like.shape
-    old = [] if buffer is None else [buffer[..., start:end, :]]
-    new = mx.zeros((batch, heads, size - (end - start), width), like.dtype)
-    return mx.concatenate([*old, new], axis=2)
 
 
 def _with_window_cache(cache):
@@ -399,9 +333,15 @@ def _as_quantized(cache, kinds: list[str | None]):
     return cache.to_quantized() if is_quantized else cache
 
 
-def _flatten(cache) -> list:
-    inner = getattr(cache, "caches", None)
-    return [cache] if inner is None else [leaf for c in inner for leaf in _flatten(c)]
+def flatten_caches(caches: Sequence) -> list:
+    """All caches in a flat list; nested cache lists are expanded."""
+    return [
+        leaf
+        for cache in caches
+        for leaf in (
+            flatten_caches(cache.caches) if hasattr(cache, "caches") else [cache]
+        )
+    ]
 
 
 def _is_recurrent(leaf) -> bool:

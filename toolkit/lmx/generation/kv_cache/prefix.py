@@ -13,11 +13,11 @@ from annotated_types import Len
 from mlx.utils import tree_flatten, tree_unflatten
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
-from ..errors import UserError, error_detail, library_errors
-from ..models.safetensors_io import read_header
-from ..run.fs import atomic_folder, hash_file, read_json
-from .kv_cache import CacheState
-from .prompt import Messages
+from ...errors import UserError, error_detail, library_errors
+from ...models.safetensors_io import read_header
+from ...run.fs import atomic_folder, hash_file, read_json
+from ..prompt import Messages
+from .sequence import CacheState
 
 ARRAYS_FILE, METADATA_FILE = "cache.safetensors", "metadata.json"
 

@@ -1,0 +1,268 @@
+"""Caches of a batch: every row has the logits of its sequence, also after rollbacks."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.errors import UserError
+from lmx.generation.kv_cache import batch as batch_module
+from lmx.generation.kv_cache.batch import (
+    CacheBatch,
+    OneRow,
+    batch_error,
+    require_batchable,
+    takes_padding,
+)
+from lmx.generation.kv_cache.layer_rows import STEP, FullRows, WindowRows
+from lmx.generation.kv_cache.sequence import CacheState
+from lmx.generation.kv_cache.window import WINDOW_SLACK
+from test_kv_cache import tiny
+from tiny_families import FAMILIES, VOCABULARY, WINDOW, member
+from tiny_generators import tiny as tiny_generator_model
+from tiny_requests import noisy
+
+RING = WINDOW + WINDOW_SLACK
+KINDS = ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"]
+
+
+def texts_of(*lengths, longest=3 * RING):
+    draw = np.random.default_rng(0)
+    return [draw.integers(1, VOCABULARY, longest).tolist() for _ in lengths]
+
+
+def started(model, text, length):
+    state = CacheState(model)
+    if length:
+        state.forward(mx.array([text[:length]]))
+    return state
+
+
+class Rows:
+    """A batch, and what its rows must compute.
+
+    Args:
+        lengths: processed tokens of every row at the start.
+    """
+
+    def __init__(self, model, *lengths):
+        self.model, self.texts = model, texts_of(*lengths)
+        pairs = list(zip(self.texts, lengths, strict=True))
+        self.whole = dict(enumerate(model(mx.array(self.texts))))
+        self.order = list(range(len(lengths)))
+        self.batch = CacheBatch(started(model, *pairs[0]))
+        for text, length in pairs[1:]:
+            self.batch.join(started(model, text, length))
+        assert self.batch.lengths == list(lengths)
+
+    def step(self, counts=None):
+        """Process the next tokens of every row; returns the error of the logits.
+
+        Args:
+            counts: of every row; the others of the widest row are padding.
+        """
+        before = list(self.batch.lengths)
+        width = max(counts or [1])
+        tokens = [
+            self.texts[n][start : start + width]
+            for n, start in zip(self.order, before, strict=True)
+        ]
+        logits = self.batch.forward(mx.array(tokens), counts)
+        errors = []
+        for row, n in enumerate(self.order):
+            count = counts[row] if counts else 1
+            expected = self.whole[n][before[row] : before[row] + count]
+            if count:
+                error = mx.abs(logits[row, :count] - expected).max()
+                errors.append((error / mx.abs(expected).max()).item())
+        return max(errors)
+
+    def wrong_step(self, width):
+        """Process other tokens, and roll back all of them."""
+        rows = len(self.order)
+        tokens = mx.array(np.full((rows, width), 7))
+        self.batch.forward(tokens, [width] * rows)
+        self.batch.rollback([width] * rows)
+
+
+def rows_of(family, *lengths):
+    model = tiny(family, max_position_embeddings=4 * RING)
+    return Rows(noisy(model, 0.1), *lengths)
+
+
+CLOSE = 2e-5
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_rows_of_unequal_lengths(family):
+    """The ring wraps, the buffers grow, and rows with equal lengths meet."""
+    rows = rows_of(family, 1, WINDOW - 1, RING - 2, 40)
+    draw = np.random.default_rng(1)
+    for _ in range(12):
+        counts = draw.integers(0, 9, 4).tolist()
+        assert rows.step(counts) < CLOSE
+        back = [int(draw.integers(0, count + 1)) for count in counts]
+        rows.batch.rollback(back)
+        assert rows.step() < CLOSE
+    assert max(rows.batch.lengths) > RING
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_rollback_of_as_many_tokens_as_the_slack(family):
+    rows = rows_of(family, 3, RING + 3, 2 * RING - 1)
+    rows.wrong_step(WINDOW_SLACK)
+    assert rows.step() < CLOSE
+    # A prompt that is shorter than what is rolled back, and one after the other.
+    for width in (WINDOW_SLACK, 5):
+        rows.wrong_step(width)
+        assert rows.step() < CLOSE
+
+
+def test_a_ring_without_slack_loses_positions(monkeypatch):
+    """The control of the tests above."""
+    init = WindowRows.__init__
+
+    def short(self, lengths, like):
+        init(self, lengths, like)
+        self._size = like.max_size + 4
+
+    monkeypatch.setattr(WindowRows, "__init__", short)
+    rows = rows_of("gemma3_text", 3, RING + 3)
+    rows.wrong_step(9)
+    assert rows.step() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "wrong"),
+    [
+        (FullRows, "make_mask", lambda *_, **__: None),
+        (WindowRows, "make_mask", lambda *_, **__: None),
+        (FullRows, "_write", lambda self, buffer, new, count: None),
+    ],
+)
+def test_errors_are_found(kind, name, wrong, monkeypatch):
+    rows = rows_of("gemma3_text", 2, 30)
+    monkeypatch.setattr(kind, name, wrong)
+    assert max(rows.step(), rows.step()) > 1e-3
+
+
+def test_buffers_grow_by_steps_and_rows_double():
+    mlx_lm_step, rows = 256, rows_of("gemma3_text", 5, 9)
+    full, window = rows.batch.caches[-1], rows.batch.caches[0]
+    assert isinstance(full, FullRows)
+    assert isinstance(window, WindowRows)
+    for length in (STEP - 2, STEP + 5, 2 * RING):
+        rows.batch.join(started(rows.model, rows.texts[0], length))
+        # The first buffer is the one of the first sequence.
+        assert full.buffers[0].shape[2] < max(mlx_lm_step, length) + STEP
+        assert window.buffers[0].shape[2] < RING + STEP
+    assert full.buffers[0].shape[0] == 8
+    assert rows.batch.nbytes == full.nbytes + window.nbytes
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_rows_leave_join_and_are_extracted(family):
+    rows = rows_of(family, 3, RING + 9, 20, 11)
+    assert rows.step([4, 2, 1, 4]) < CLOSE
+    for row in (1, 0):
+        # A copy that goes on alone, and comes back.
+        state = rows.batch.extract(row)
+        n, length = rows.order[row], state.length
+        rows.batch.leave(row)
+        rows.order[row] = rows.order[-1]
+        rows.order.pop()
+        assert rows.step() < CLOSE
+        logits = state.forward(mx.array([rows.texts[n][length : length + 2]]))[0]
+        expected = rows.whole[n][length : length + 2]
+        assert mx.abs(logits - expected).max() < CLOSE * mx.abs(expected).max()
+        assert rows.step() < CLOSE
+        rows.batch.join(state)
+        rows.order.append(n)
+        assert rows.step() < CLOSE
+    assert rows.step([1, 3, 3, 2]) < CLOSE
+    for _ in range(3):
+        rows.batch.leave(0)
+        rows.order[0] = rows.order[-1]
+        rows.order.pop()
+    assert rows.step() < CLOSE
+
+
+def test_one_row_is_a_batch():
+    model = noisy(tiny("qwen3_next"), 0.1)
+    [text] = texts_of(1)
+    whole = model(mx.array([text]))[0]
+    one = OneRow(started(model, text, 5))
+    one.forward(mx.array([[7] * 4]), [4])
+    one.rollback([3])
+    assert one.lengths == [6]
+    other = started(model, [*text[:5], 7], 6)
+    step = mx.array([text[6:7]])
+    assert mx.allclose(one.forward(step), other.forward(step), atol=1e-5)
+    batch = CacheBatch.of(OneRow(started(model, text, 6)))
+    logits = batch.forward(step)
+    assert mx.abs(logits[0, 0] - whole[6]).max() < CLOSE * mx.abs(whole[6]).max()
+    assert batch.nbytes
+
+
+# Models that compute a batch in another way than its sequences.
+
+SHOWN = ("gemma2", "gemma3n", "plamo3", "rwkv7")
+
+
+@pytest.fixture
+def _uncompiled():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+WITHOUT_MASK = {
+    *("mamba", "nemotron_h", "jamba", "rwkv7", "recurrent_gemma", "baichuan_m1"),
+    "olmo_hybrid",
+}
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize(
+    "family",
+    [f if f in SHOWN else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
+)
+def test_ragged_batches_have_the_logits_of_their_sequences(family):
+    model = member(family).eval()
+    require_batchable(model)
+    assert takes_padding(model) == (family not in WITHOUT_MASK)
+    # As many as gemma2's heads, and more; prompts before, at and after the window.
+    for lengths in ([24], [24, 2], [24, 2, WINDOW - 1]):
+        pairs = list(zip(texts_of(*lengths), lengths, strict=True))
+        first, *others = [started(model, *pair) for pair in pairs]
+        batch = CacheBatch(first)
+        for state in others:
+            batch.join(state)
+        alone = [started(model, *pair) for pair in pairs]
+        for step in range(2 * WINDOW):
+            tokens = [mx.array([[text[n + step]]]) for text, n in pairs]
+            together = batch.forward(mx.concatenate(tokens))
+            expected = mx.concatenate([*map(CacheState.forward, alone, tokens)])
+            error = mx.abs(together - expected).max()
+            assert error <= 1e-4 * mx.abs(expected).max()
+
+
+@pytest.mark.parametrize("family", ["afm7", "gemma2"])
+def test_batches_that_differ_from_their_sequences_are_refused(family, monkeypatch):
+    """AFM reads one offset for all rows; gemma2 as mlx-lm has it mixes up its mask."""
+    model = member(family).eval()
+    if family == "gemma2":
+        attention = type(model.layers[0].self_attn)
+        monkeypatch.setattr(attention, "__call__", attention.__call__.__wrapped__)
+    with pytest.raises(UserError, match="cannot decode several sequences together"):
+        require_batchable(model)
+
+
+def test_caches_that_hold_one_sequence_are_refused(monkeypatch):
+    from mlx_lm.models.cache import ChunkedKVCache
+
+    model = tiny_generator_model("llama")
+    model.make_cache = lambda: [ChunkedKVCache(8) for _ in model.layers]
+    with pytest.raises(UserError, match="a ChunkedKVCache holds one sequence only"):
+        require_batchable(model)
+    # The answer is kept with the model.
+    monkeypatch.setattr(batch_module, "_batch_error", None)
+    assert batch_error(model)

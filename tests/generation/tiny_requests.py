@@ -1,0 +1,111 @@
+"""Requests, and the tokens that an engine or a generator gives them."""
+
+import mlx.core as mx
+import numpy as np
+from lmx.generation.engine import Engine
+from lmx.generation.generator import Generator
+from lmx.generation.sampling import Sampling
+from lmx.generation.sequence import GenerationRequest
+from lmx.generation.speculative.draft_length import DraftLengthController
+from mlx.utils import tree_map
+from test_kv_cache import tiny as family_model
+from tiny_families import VOCABULARY, WINDOW
+from tiny_generators import byte_tokenizer
+
+LONG = 5 * WINDOW
+PROMPT = [5, 9, 11, 5, 9, 2, 7, 5, 9]
+PENALTIES = {
+    "plain": Sampling(),
+    "repetition": Sampling(repetition_penalty=1.3),
+    "presence": Sampling(presence_penalty=0.4),
+    "frequency": Sampling(frequency_penalty=0.3),
+    "bias": Sampling(logit_bias=((5, 20.0), (7, -9.0))),
+}
+
+
+def noisy(model, scale, seed=1):
+    """The model with noise on its weights."""
+    mx.random.seed(seed)
+
+    def changed(weight):
+        return weight + scale * mx.random.normal(weight.shape).astype(weight.dtype)
+
+    model.update(tree_map(changed, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def sharpened(family, seed=0, **changes):
+    """Random weights, scaled up so that the next token varies."""
+    return noisy(family_model(family, **changes), 0.25, seed + 1)
+
+
+def tokens_of(generator, prompt=PROMPT, **options):
+    options = {"max_tokens": LONG, "stop_tokens": ()} | options
+    return generator.generate(prompt, **options).tokens
+
+
+def speculative(model, make_proposer, length=None, **options):
+    """A generator with draft tokens; None = of adaptive number."""
+    return Generator(
+        model,
+        byte_tokenizer(),
+        make_proposer=make_proposer,
+        draft_length=DraftLengthController(max_draft_tokens=8, fixed=length),
+        **options,
+    )
+
+
+class Noisy:
+    """Drafts the correct tokens, except for every third."""
+
+    def __init__(self, expected_tokens):
+        self.right = expected_tokens
+
+    def propose(self, context, count, sampler):
+        draft = list(self.right[len(context) : len(context) + count])
+        for position, _ in enumerate(draft):
+            if (len(context) + position) % 3 == 2:
+                draft[position] = (draft[position] + 1) % VOCABULARY
+        return mx.array(draft, mx.int32)
+
+
+def some_requests(count, settings, vocabulary=VOCABULARY, seed=0, longest=60):
+    draw = np.random.default_rng(seed)
+    return [
+        GenerationRequest(
+            draw.integers(1, vocabulary, int(draw.integers(1, longest))).tolist(),
+            max_tokens=int(draw.integers(1, 24)),
+            sampling=settings[int(draw.integers(0, len(settings)))],
+            stop_tokens=frozenset(draw.integers(0, vocabulary, 5).tolist()),
+        )
+        for _ in range(count)
+    ]
+
+
+def run(engine, requests, *, seed=None, aborted=()):
+    """Tokens by request. New requests come at random steps, by default three at each.
+
+    Args:
+        aborted: indices of requests that are dropped at random steps.
+    """
+    draw = np.random.default_rng(seed or 0)
+    tokens = {request: [] for request in requests}
+    waiting, doomed = list(requests), [requests[index] for index in aborted]
+    while waiting or not engine.idle:
+        for _ in range(3 if seed is None else int(draw.integers(0, 4))):
+            if waiting:
+                engine.add_request(waiting.pop(0))
+        for output in engine.step():
+            assert not output.error, output.error
+            tokens[output.request].append(output.token)
+        for request in doomed:
+            if draw.random() < 0.2:
+                engine.abort(request)
+    return [tokens[request] for request in requests]
+
+
+def alone(model, requests, **options):
+    """Tokens by request, each in an engine of its own without drafts."""
+    engines = [Engine(model, prefill_step_size=16, **options) for _ in requests]
+    return [run(e, [r])[0] for e, r in zip(engines, requests, strict=True)]

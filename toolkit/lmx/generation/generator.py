@@ -1,0 +1,270 @@
+"""The generator: prompts in, text out, whole or streamed."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .. import cpu
+from ..errors import UserError
+from ..models.token_ids import check_ids
+from .detokenizer import StreamingDetokenizer
+from .engine import Engine
+from .outputs import CompletionOutput, GenerationResponse, GenerationResult
+from .prompt import Messages, encode_chat, encode_text
+from .sampling import Sampling
+from .sequence import GenerationRequest, TokenOutput
+from .speculative.draft_length import DraftLengthController
+from .speculative.proposer import MakeProposer
+from .speculative.stats import SpeculativeStats
+
+GREEDY = Sampling()
+
+
+class Generator:
+    """Generates text with an mlx-lm model.
+
+    Streams of one generator that are read by turns are decoded together.
+
+    Args:
+        model: maps tokens [B, L] and a list of caches to logits [B, L, V].
+        tokenizer: mlx-lm's TokenizerWrapper.
+        keep_dequantized: on a Linux CPU, keep the weights of quantized layers in
+            float32, if memory allows; see `cpu.keep_dequantized`.
+        options: those of `Engine`.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, keep_dequantized: bool = True, **options
+    ):
+        if keep_dequantized:
+            cpu.keep_dequantized(model)
+        self.engine = Engine(model, **options)
+        self.model = model
+        self.tokenizer = tokenizer
+        self._completions: dict[GenerationRequest, _Completion] = {}
+        config = getattr(model, "args", None)
+        self.max_positions = getattr(config, "max_position_embeddings", None)
+        text = getattr(config, "text_config", None) or {}
+        self.vocab_size = getattr(config, "vocab_size", None) or text.get("vocab_size")
+
+    @property
+    def speculative_stats(self) -> SpeculativeStats | None:
+        """Statistics since the generator was last idle; None without a proposer."""
+        return self.engine.stats if self.engine.make_proposer else None
+
+    def set_proposer(
+        self, make_proposer: MakeProposer | None, draft_length: DraftLengthController
+    ) -> None:
+        """Draft tokens with this proposer from here on; see `Engine`."""
+        self.engine.make_proposer = make_proposer
+        self.engine.draft_length = draft_length
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling = GREEDY,
+        stop_tokens: Collection[int] | None = None,
+        logprobs: bool = False,
+    ) -> GenerationRequest:
+        """A request that ends at the model's positions. Options are those of `stream`.
+
+        Raises:
+            UserError: the prompt is empty, or longer than the model's positions.
+        """
+        count = self.clamp_max_tokens(prompt, max_tokens)
+        stop_tokens = self.resolve_stop_tokens(stop_tokens)
+        kind = "raw" if logprobs else None
+        return GenerationRequest(prompt, count, sampling, stop_tokens, kind)
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling = GREEDY,
+        stop_tokens: Collection[int] | None = None,
+        stop: Sequence[str] = (),
+        logprobs: bool = False,
+    ) -> Iterator[GenerationResponse]:
+        """Yield the completion token by token.
+
+        Args:
+            stop_tokens: tokens that end the completion; None = all end-of-sequence
+                tokens of the tokenizer. The stop token comes last, with empty text.
+            stop: strings that end the completion and are not part of it.
+
+        Raises:
+            UserError: the prompt is empty, or longer than the model's positions, or
+                the KV cache of `max_tokens` does not fit in memory.
+        """
+        request = self.request(
+            prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_tokens=stop_tokens,
+            logprobs=logprobs,
+        )
+        self.engine.require_memory(request)
+        if self.engine.idle:
+            self.engine.stats = SpeculativeStats()
+        return self.submit(request, stop=stop)
+
+    def submit(
+        self, request: GenerationRequest, *, stop: Sequence[str] = ()
+    ) -> Iterator[GenerationResponse]:
+        """Start a request; returns its stream. The request ends if that is closed.
+
+        Raises:
+            UserError: from the stream, when the request fails.
+        """
+        completion = _Completion(
+            StreamingDetokenizer(
+                self.tokenizer, request.prompt, request.stop_tokens, stop
+            )
+        )
+        if request.max_tokens < 1:
+            return iter(())
+        self._completions[request] = completion
+        self.engine.add_request(request)
+        return self._responses(request, completion)
+
+    def _responses(
+        self, request: GenerationRequest, completion: "_Completion"
+    ) -> Iterator[GenerationResponse]:
+        try:
+            while True:
+                while not completion.responses:
+                    if completion.error:
+                        raise completion.error
+                    self._step()
+                response = completion.responses.popleft()
+                yield response
+                if response.finish_reason:
+                    return
+        finally:
+            if self._completions.pop(request, None):
+                self.engine.abort(request)
+
+    def _step(self) -> None:
+        """One step of the engine. A stop string ends its request at once."""
+        try:
+            outputs = self.engine.step()
+        except BaseException:
+            for completion in self._completions.values():
+                completion.error = UserError("the request was interrupted")
+            self._completions.clear()
+            raise
+        for output in outputs:
+            if completion := self._completions.get(output.request):
+                completion.add(output)
+                if completion.is_finished:
+                    self.engine.abort(output.request)
+                    del self._completions[output.request]
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        on_token: Callable[[GenerationResponse], object] = lambda response: None,
+        **options,
+    ) -> GenerationResult:
+        """Generate a whole completion. `options` are those of `stream`."""
+        stop_tokens = self.resolve_stop_tokens(options.get("stop_tokens"))
+        output = CompletionOutput(len(prompt), stop_tokens)
+        for response in self.stream(prompt, **options):
+            output.add(response)
+            on_token(response)
+        return output.result()
+
+    def generate_all(
+        self, requests: Sequence[GenerationRequest], *, stop: Sequence[str] = ()
+    ) -> Iterator[GenerationResult]:
+        """Yield the completions of requests in their order, each as soon as possible.
+
+        Args:
+            stop: strings that end a completion and are not part of it.
+
+        Raises:
+            UserError: the KV cache of a request does not fit in memory, or one failed.
+        """
+        for request in requests:
+            self.engine.require_memory(request)
+        streams = [(request, self.submit(request, stop=stop)) for request in requests]
+        for request, responses in streams:
+            output = CompletionOutput(len(request.prompt), request.stop_tokens)
+            for response in responses:
+                output.add(response)
+            # Requests that are decoded together are not timed.
+            yield replace(
+                output.result(),
+                ttft_ms=None,
+                prefill_tokens_per_second=None,
+                decode_tokens_per_second=None,
+            )
+
+    def chat(self, prompt: str | Messages, **options) -> GenerationResult:
+        """Reply to a chat: `generate` on the encoded messages."""
+        return self.generate(self.encode_chat(prompt), **options)
+
+    def encode_chat(self, prompt: str | Messages, **options: Any) -> list[int]:
+        """Token ids of a chat with the generation prompt; see `prompt.encode_chat`."""
+        return encode_chat(self.tokenizer, prompt, **options)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of raw text; see `prompt.encode_text`."""
+        return encode_text(self.tokenizer, text)
+
+    def clamp_max_tokens(self, prompt: Sequence[int], max_tokens: int) -> int:
+        """`max_tokens`, limited by the model's positions. The last needs no position.
+
+        Raises:
+            UserError: the prompt is empty, longer than the model's positions, or has an
+                id that the model does not have.
+        """
+        if not len(prompt):
+            raise UserError("the prompt is empty", hint="give at least one token")
+        if self.vocab_size:
+            check_ids(prompt, self.vocab_size, lambda i: self.tokenizer.decode([i]))
+        room = max_tokens
+        if self.max_positions is not None:
+            room = self.max_positions - len(prompt) + 1
+        if room < 1 <= max_tokens:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens, but the model supports "
+                f"{self.max_positions} positions",
+                hint="shorten the prompt",
+            )
+        return min(max_tokens, room)
+
+    def resolve_stop_tokens(
+        self, stop_tokens: Collection[int] | None
+    ) -> frozenset[int]:
+        """The given stop tokens, or the tokenizer's end-of-sequence tokens if None."""
+        return frozenset(
+            self.tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
+        )
+
+
+@dataclass
+class _Completion:
+    """The responses of a request that were not read yet."""
+
+    detokenizer: StreamingDetokenizer
+    responses: deque[GenerationResponse] = field(default_factory=deque)
+    is_finished: bool = False
+    error: UserError | None = None
+
+    def add(self, output: TokenOutput) -> None:
+        """Detokenize the next token. Tokens after a stop string are dropped."""
+        if output.error:
+            self.error, self.is_finished = output.error, True
+        if self.is_finished:
+            return
+        text, reason = self.detokenizer.add(output.token, last=output.is_last)
+        self.responses.append(
+            GenerationResponse(text, output.token, output.logprob, reason)
+        )
+        self.is_finished = reason is not None

@@ -1,0 +1,1 @@
+"""KV caches: of one sequence, of a batch, of prompt prefixes."""

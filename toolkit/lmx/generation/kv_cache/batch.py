@@ -1,0 +1,301 @@
+"""The caches of a batch: every sequence is a row with a length of its own.
+
+New positions are written at the length of each row, and masks hide what is behind it.
+So a rollback is a smaller length, and rows join and leave without a copy of the others.
+(mlx-lm pads rows on the left, and must move them when they fall back unequally.)
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import mlx.core as mx
+
+from ...errors import UserError
+from ...models.hooks import forward_with_hidden_states
+from ...models.logit_errors import more_than_rounding
+from .layer_rows import FullRows, RecurrentRows, RowLengths, WindowRows
+from .recorded_states import RecordedStates
+from .sequence import CacheState
+
+PROMPTS = [1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12]
+"""Two prompts of a check, whose rows have unequal lengths in a batch."""
+CHECKED = "_batch_errors"
+
+
+class OneRow:
+    """The cache of one sequence, as a batch of one row. It serves every kind of cache.
+
+    Args:
+        state: of the sequence.
+    """
+
+    def __init__(self, state: CacheState):
+        self._state = state
+
+    @property
+    def model(self) -> Any:
+        """The model of the cache."""
+        return self._state.model
+
+    @property
+    def lengths(self) -> list[int]:
+        """Processed tokens of the row."""
+        return [self._state.length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers and recorded hidden states."""
+        return self._state.nbytes
+
+    @property
+    def recorded(self) -> list[RecordedStates | None]:
+        """Hidden states of the row."""
+        return [self._state.recorded]
+
+    def forward(self, tokens: mx.array, counts: Sequence[int] | None = None):
+        """As `CacheBatch.forward`."""
+        if counts is None:
+            self._state.commit()
+        else:
+            self._state.checkpoint()
+        return self._state.forward(tokens)
+
+    def rollback(self, counts: Sequence[int]) -> None:
+        """As `CacheBatch.rollback`."""
+        self._state.rollback(*counts)
+
+    def trim(self, counts: Sequence[int]) -> None:
+        """As `CacheBatch.trim`."""
+        assert self._state.trim(*counts)
+
+    def extract(self, row: int) -> CacheState:
+        """The cache of the row."""
+        assert not row
+        return self._state
+
+
+class CacheBatch:
+    """Caches of B sequences that a model processes together.
+
+    Args:
+        first: the first sequence.
+
+    Attributes:
+        recorded: hidden states of every row, for drafters; None = not recorded.
+
+    Raises:
+        UserError: a layer has a kind of cache that holds one sequence only.
+    """
+
+    def __init__(self, first: CacheState):
+        self.model = first.model
+        self._empty = first.empty_copy()
+        self._rows = RowLengths()
+        self._layers: list[FullRows | RecurrentRows] = []
+        self.caches = [self._of(cache) for cache in first.quantized_caches]
+        self.recorded: list[RecordedStates | None] = []
+        # Tokens, lengths and recurrent states before the last pass, for `rollback`.
+        self._last: tuple[mx.array, list[int], list] | None = None
+        self.join(first)
+
+    @classmethod
+    def of(cls, rows: OneRow) -> Self:
+        """A batch whose first row was alone before."""
+        return cls(rows.extract(0))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Processed tokens of every row."""
+        return self._rows.values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers and recorded hidden states."""
+        recorded = sum(states.nbytes for states in self.recorded if states)
+        return sum(layer.nbytes for layer in self._layers) + recorded
+
+    def join(self, state: CacheState) -> None:
+        """Add a sequence as the last row. Its state must not be used any more."""
+        for layer, leaf in zip(self._layers, state.layer_caches, strict=True):
+            layer.join(leaf)
+        self._rows.set([*self._rows.values, state.length])
+        self.recorded.append(state.recorded)
+        self._last = None
+
+    def leave(self, row: int) -> None:
+        """Remove a row; the last row takes its place."""
+        for layer in self._layers:
+            layer.leave(row)
+        values, recorded = list(self._rows.values), self.recorded
+        values[row], recorded[row] = values[-1], recorded[-1]
+        recorded.pop()
+        self._rows.set(values[:-1])
+        self._last = None
+
+    def extract(self, row: int) -> CacheState:
+        """A copy of a row as the cache of one sequence."""
+        state = self._empty.empty_copy()
+        length = self._rows.values[row]
+        for layer, leaf in zip(self._layers, state.layer_caches, strict=True):
+            layer.extract(row, leaf, length)
+        state.length, state.recorded = length, self.recorded[row]
+        return state
+
+    def forward(
+        self, tokens: mx.array, counts: Sequence[int] | None = None
+    ) -> mx.array:
+        """Process tokens [B, N]; returns lazy logits [B, N, V].
+
+        Args:
+            counts: the tokens of every row, which are the first ones; the others are
+                padding. None = all, and they cannot be rolled back.
+        """
+        states = [list(layer.arrays.cache) for layer in self._recurrent]
+        self._last = None if counts is None else (tokens, list(self.lengths), states)
+        counts = [tokens.shape[1]] * len(self.lengths) if counts is None else counts
+        self._begin(tokens, counts)
+        if any(self.recorded):
+            layer_ids = next(r.layer_ids for r in self.recorded if r)
+            logits, hidden = forward_with_hidden_states(
+                self.model, tokens, layer_ids, cache=self.caches
+            )
+            for row, recorded in enumerate(self.recorded):
+                recorded.append(hidden[row : row + 1, : counts[row]])
+        else:
+            logits = self.model(tokens, cache=self.caches)
+        self._end(counts)
+        return logits
+
+    def rollback(self, counts: Sequence[int]) -> None:
+        """Remove the last `counts` tokens of every row, all of the last pass."""
+        if not any(counts):
+            return
+        tokens, before, states = self._last
+        after = [n - count for n, count in zip(self.lengths, counts, strict=True)]
+        for recorded, count in zip(self.recorded, counts, strict=True):
+            if recorded:
+                recorded.trim(count)
+        if not states:
+            self._rows.set(after)
+            return
+        # A recurrent state cannot be cut: the kept tokens are processed again.
+        for layer, state in zip(self._recurrent, states, strict=True):
+            layer.arrays.cache = list(state)
+        kept = [new - old for new, old in zip(after, before, strict=True)]
+        tokens = tokens[:, : max(kept)]
+        self._rows.set(before)
+        if not tokens.size:
+            return
+        self._begin(tokens, kept)
+        self.model(tokens, cache=self.caches)
+        self._end(kept)
+        mx.async_eval([layer.arrays.cache for layer in self._recurrent])
+
+    @property
+    def _recurrent(self) -> list[RecurrentRows]:
+        return [layer for layer in self._layers if layer.is_recurrent]
+
+    def trim(self, counts: Sequence[int]) -> None:
+        """Remove the last `counts` tokens of every row, of a model without states."""
+        assert not self._recurrent
+        self._rows.set(
+            [n - count for n, count in zip(self.lengths, counts, strict=True)]
+        )
+
+    def _begin(self, tokens: mx.array, counts: Sequence[int]) -> None:
+        for layer in self._layers:
+            layer.begin(tokens.shape[1], counts)
+
+    def _end(self, counts: Sequence[int]) -> None:
+        before = self._rows.values
+        self._rows.set([n + count for n, count in zip(before, counts, strict=True)])
+        for layer in self._layers:
+            layer.end()
+
+    def _of(self, cache: Any) -> Any:
+        """What the model sees of a layer: its rows, in the nesting of its cache."""
+        if hasattr(cache, "caches"):
+            nested = copy.copy(cache)
+            nested.caches = tuple(self._of(inner) for inner in cache.caches)
+            return nested
+        kinds = {
+            "KVCache": FullRows,
+            "QuantizedKVCache": FullRows,
+            "WindowCache": WindowRows,
+            "ArraysCache": RecurrentRows,
+        }
+        kind = type(cache).__name__
+        if kind not in kinds:
+            raise UserError(f"a {kind} holds one sequence only")
+        layer = kinds[kind](self._rows, cache)
+        self._layers.append(layer)
+        return layer.arrays if layer.is_recurrent else layer
+
+
+def is_batchable(model: Any) -> bool:
+    """Whether a model computes the same for a sequence in a batch as alone."""
+    return batch_error(model) is None
+
+
+def require_batchable(model: Any) -> None:
+    """Refuse a model that does not.
+
+    Raises:
+        UserError: what differs.
+    """
+    if error := batch_error(model):
+        raise UserError(
+            f"this model cannot decode several sequences together: {error}",
+            hint="generate one completion at a time",
+        )
+
+
+def takes_padding(model: Any) -> bool:
+    """Whether a batchable model also leaves padding out of its recurrent states.
+
+    Rounds of drafts have unequal lengths. Some architectures of mlx-lm apply no mask.
+    """
+    return _errors(model) == (None, None)
+
+
+def batch_error(model: Any) -> str | None:
+    """What differs when a model computes two sequences together; None = nothing.
+
+    Some architectures of mlx-lm apply masks or positions of one sequence to a batch.
+    Two prompts of unequal lengths are processed alone and together, with a rollback.
+    """
+    return _errors(model)[0]
+
+
+def _errors(model: Any) -> tuple[str | None, str | None]:
+    """The errors without and with padding. They are kept with the model."""
+    if CHECKED not in model.__dict__:
+        errors = tuple(_batch_error(model, padded) for padded in (False, True))
+        object.__setattr__(model, CHECKED, errors)
+    return model.__dict__[CHECKED]
+
+
+def _batch_error(model: Any, padded: bool) -> str | None:
+    alone, states = [], []
+    for prompt in PROMPTS:
+        tokens = mx.array([prompt])
+        alone.append(CacheState(model).forward(tokens)[:, -1])
+        states.append(CacheState(model))
+        states[-1].forward(tokens[:, :-2])
+    try:
+        batch = CacheBatch(states[0])
+        batch.join(states[1])
+        # The first row has a token and padding; of the second one a token is removed.
+        # Recurrent layers then process one token of each again, without padding.
+        tokens = mx.array([[prompt[-2], prompt[-1]] for prompt in PROMPTS])
+        batch.forward(tokens, [1, 2])
+        if not padded:
+            batch.rollback([0, 1])
+        together = batch.forward(mx.array([prompt[-1:] for prompt in PROMPTS]))[:, -1]
+        if padded:
+            together, alone = together[:1], alone[:1]
+        error = more_than_rounding(together, mx.concatenate(alone))
+        return error and f"the logits of one of them are {error}"
+    except (AttributeError, TypeError, ValueError, UserError) as broken:
+        return f"not computed: {broken}"

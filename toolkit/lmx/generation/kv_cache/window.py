@@ -1,0 +1,119 @@
+"""A sliding-window KV cache of one sequence that supports rollback."""
+
+import mlx.core as mx
+
+WINDOW_SLACK = 64
+"""Positions that a sliding-window cache keeps beyond its window, for rollback."""
+BUFFER_STEP = 256
+"""Positions by which the buffer of a sliding-window cache grows."""
+
+
+class WindowCache:
+    """Sliding-window KV cache that supports rollback.
+
+    It replaces mlx-lm's RotatingKVCache, which overwrites the oldest position in place.
+    Past the window that cache cannot be trimmed, and speculative decoding with it gives
+    wrong tokens without an error. Here the buffer is in temporal order and is moved
+    from time to time.
+
+    Args:
+        max_size: window size: the positions a token attends to, including itself.
+
+    Attributes:
+        first: position of the first entry of the buffers.
+    """
+
+    def __init__(self, max_size: int):
+        self.max_size = max_size
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset = 0
+        self.first = 0
+        # The entries that were last attended to.
+        self._visible = slice(0, 0)
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Append N positions [B, H, N, D]; returns all that they may attend to."""
+        count = keys.shape[2]
+        self._reserve(keys, values)
+        start = self.offset - self.first
+        self.keys[..., start : start + count, :] = keys
+        self.values[..., start : start + count, :] = values
+        self.offset += count
+        self._visible = slice(max(0, start - self.max_size + 1), start + count)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The last result of `update_and_fetch`, for layers that share keys."""
+        return self.keys[..., self._visible, :], self.values[..., self._visible, :]
+
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        """Mask of the next `length` tokens over the result of `update_and_fetch`."""
+        window = window_size or self.max_size
+        before = min(self.offset, self.max_size - 1)
+        if before + length <= window and not return_array:
+            return None if length == 1 else "causal"
+        columns = mx.arange(before + length)
+        rows = mx.arange(before, before + length)[:, None]
+        return (columns <= rows) & (columns > rows - window)
+
+    def can_trim(self, count: int) -> bool:
+        """Whether the full window is still buffered after trimming `count` tokens."""
+        return self.first <= max(0, self.offset - count - self.max_size + 1)
+
+    def trim(self, count: int) -> int:
+        """Remove the last tokens; returns the number removed."""
+        count = min(count, self.offset)
+        assert self.can_trim(count), f"cannot trim {count} tokens"
+        self.offset -= count
+        return count
+
+    def size(self) -> int:
+        """Positions that the next token may attend to."""
+        return min(self.offset, self.max_size)
+
+    def empty(self) -> bool:
+        """Whether nothing was stored yet."""
+        return self.keys is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+    @property
+    def state(self) -> tuple:
+        """Keys, values, offset and first position: enough to restore the cache."""
+        return self.keys, self.values, self.offset, self.first
+
+    @state.setter
+    def state(self, state: tuple) -> None:
+        self.keys, self.values, self.offset, self.first = state
+
+    def _reserve(self, keys: mx.array, values: mx.array) -> None:
+        """Make room for more positions, dropping those that left the window."""
+        used, end = self.offset - self.first, keys.shape[2]
+        if self.keys is not None and used + end <= self.keys.shape[2]:
+            return
+        drop = max(0, used - (self.max_size - 1 + WINDOW_SLACK))
+        end += used - drop
+        size = end + BUFFER_STEP
+        if end < self.max_size:
+            size = -(-end // BUFFER_STEP) * BUFFER_STEP
+        self.keys = _resize(self.keys, keys, drop, used, size)
+        self.values = _resize(self.values, values, drop, used, size)
+        self.first += drop
+
+
+def _resize(
+    buffer: mx.array | None, like: mx.array, start: int, end: int, size: int
+) -> mx.array:
+    """A buffer of `size` positions that begins with the old buffer's [start:end]."""
+    batch, heads, _, width = like.shape
+    old = [] if buffer is None else [buffer[..., start:end, :]]
+    new = mx.zeros((batch, heads, size - (end - start), width), like.dtype)
+    return mx.concatenate([*old, new], axis=2)

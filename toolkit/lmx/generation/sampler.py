@@ -1,0 +1,156 @@
+"""Samples of requests that depend on nothing but their own text and seed.
+
+A sample is the argmax of the logits plus Gumbel noise, and the noise depends on the
+seed and the position only. So a request gets the same tokens alone, among other
+requests, and with draft tokens: a draft token is accepted when it equals the sample
+(drafter-invariant speculative decoding, arXiv 2408.07978). Draft models use the same
+noise, which makes them agree with the target as often as their distributions allow.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from .logits_processors import LogitsProcessor
+from .sampling import Sampling, filter_logits
+
+
+class Sampler:
+    """Samples the tokens of one request.
+
+    Args:
+        sampling: settings of the request.
+        context: tokens of the prompt, for the penalties.
+        vocab_size: rows of the target's LM head.
+
+    Attributes:
+        counts: occurrences [1, V] of every token so far; empty without penalties.
+    """
+
+    def __init__(self, sampling: Sampling, context: Sequence[int], vocab_size: int):
+        self.sampling = sampling
+        self.vocab_size = vocab_size
+        self._processor = LogitsProcessor.create(sampling, vocab_size)
+        self.counts = mx.zeros((1, 0))
+        if self._processor:
+            self.counts = self._processor.count_prompts([context])
+        self._seed = np.random.SeedSequence(sampling.seed).generate_state(2)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always chosen."""
+        return self.sampling.is_greedy
+
+    @property
+    def batch_key(self) -> Sampling | None:
+        """Samplers with equal keys can sample together; None = this one cannot."""
+        return None if self._processor else replace(self.sampling, seed=0)
+
+    def noise_keys(self, positions: Sequence[int]) -> np.ndarray:
+        """Keys of the noise at positions [k], uint32 [k, 2]."""
+        # Two keys that differ give independent noise (Threefry, Salmon et al. 2011).
+        low = self._seed[1] + np.asarray(positions, np.uint32)
+        return np.stack([np.full_like(low, self._seed[0]), low], axis=1)
+
+    def sample(
+        self,
+        logits: mx.array,
+        positions: Sequence[int],
+        counts: mx.array | None = None,
+    ) -> mx.array:
+        """Tokens int32 [k] at positions.
+
+        Args:
+            logits: [k, W]. The LM head of a draft model may have more or fewer rows
+                than the target's (padding): tokens that are not in both are never
+                sampled.
+            positions: k of them, counted from the start of the prompt.
+            counts: [k, V], for the penalties; None = those of the sampler.
+        """
+        logits = self._process(logits, self.counts if counts is None else counts)
+        draw = _draw(replace(self.sampling, seed=0))
+        return draw(logits, mx.array(self.noise_keys(positions)))
+
+    def process(self, logits: mx.array, counts: mx.array | None = None) -> mx.array:
+        """Logits [k, W] of a model as float32 [k, V], softmax = what is sampled from.
+
+        Arguments are those of `sample`.
+        """
+        logits = self._process(logits, self.counts if counts is None else counts)
+        return logits if self.is_greedy else filter_logits(logits, self.sampling)
+
+    def advance(self, tokens: mx.array) -> None:
+        """Count the tokens [k] that were chosen."""
+        self.counts = self.counts_after(self.counts, tokens)
+
+    def counts_after(self, counts: mx.array, tokens: mx.array) -> mx.array:
+        """Counts [1, V] after tokens [k]."""
+        for token in tokens if self._processor else []:
+            counts = self._processor.update(counts, token[None])
+        return counts
+
+    def counts_along(self, tokens: mx.array) -> mx.array:
+        """Counts [k + 1, V] after the first 0 to k of the tokens [k]."""
+        counts = [self.counts]
+        for token in tokens if self._processor else []:
+            counts.append(self.counts_after(counts[-1], token[None]))
+        return mx.concatenate(counts)
+
+    def _process(self, logits: mx.array, counts: mx.array) -> mx.array:
+        width = min(logits.shape[-1], self.vocab_size)
+        logits = logits[:, :width].astype(mx.float32)
+        if width < self.vocab_size:
+            missing = self.vocab_size - width
+            logits = mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
+        return self._processor(logits, counts) if self._processor else logits
+
+
+def sample_rows(
+    samplers: Sequence[Sampler],
+    logits: mx.array,
+    positions: Sequence[int],
+    counts: Sequence[mx.array] | None = None,
+) -> mx.array:
+    """Samples int32 [B, N] of B requests at N consecutive positions each.
+
+    Args:
+        logits: [B, N, W] of the target or of a draft model; see `Sampler.sample`.
+        positions: of the first sample of every request.
+        counts: [k_i, V], k_i <= N, for the penalties of each request, which has k_i
+            positions; None = those of the samplers.
+    """
+    key = samplers[0].batch_key
+    rows, width, vocab_size = logits.shape
+    is_whole = vocab_size == samplers[0].vocab_size
+    if is_whole and key and all(sampler.batch_key == key for sampler in samplers):
+        pairs = zip(samplers, positions, strict=True)
+        keys = [s.noise_keys(range(start, start + width)) for s, start in pairs]
+        flat = logits.reshape(rows * width, vocab_size)
+        tokens = _draw(key)(flat, mx.array(np.concatenate(keys)))
+        return tokens.reshape(rows, width)
+    sampled = []
+    for row, (sampler, position) in enumerate(zip(samplers, positions, strict=True)):
+        seen = counts[row] if counts else sampler.counts
+        used = logits[row, : len(seen)] if seen.size else logits[row]
+        places = range(position, position + len(used))
+        tokens = sampler.sample(used, places, seen)
+        sampled.append(mx.pad(tokens, (0, width - len(tokens))))
+    return mx.stack(sampled)
+
+
+@lru_cache(maxsize=16)  # mx.compile keeps every trace: one per setting, not per call
+def _draw(sampling: Sampling) -> Callable[[mx.array, mx.array], mx.array]:
+    """A function of logits [M, V] and noise keys [M, 2] to tokens int32 [M]."""
+    if sampling.is_greedy:
+        return lambda logits, _: mx.argmax(logits, axis=-1).astype(mx.int32)
+
+    def draw(logits: mx.array, keys: mx.array) -> mx.array:
+        shape = logits.shape[-1:]
+        noise = mx.vmap(lambda key: mx.random.gumbel(shape, key=key))(keys)
+        logits = filter_logits(logits, sampling) + noise
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
+
+    return mx.compile(draw)

@@ -1,0 +1,97 @@
+"""A request, and its state in the engine."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import mlx.core as mx
+
+from ..errors import UserError
+from .kv_cache.sequence import CacheState
+from .sampler import Sampler
+from .sampling import Sampling
+from .speculative.proposer import Proposer
+
+
+@dataclass(eq=False)
+class GenerationRequest:
+    """A prompt with its generation settings.
+
+    Attributes:
+        prompt: token ids, at least one.
+        stop_tokens: tokens that end the completion.
+        logprobs: which log-probabilities of its tokens are wanted: "raw" under the
+            distribution of the model, "processed" under the one that is sampled.
+        priority: requests with a smaller number start first.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_tokens: Collection[int] = frozenset()
+    logprobs: Literal["raw", "processed"] | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """The next token of a request, or the error that ended it.
+
+    Attributes:
+        logprob: see `GenerationRequest.logprobs`; None = not requested.
+    """
+
+    request: GenerationRequest
+    token: int
+    is_last: bool
+    logprob: float | None = None
+    error: UserError | None = None
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """A request in the engine.
+
+    Attributes:
+        state: its cache until it joins the batch.
+        tokens: of the prompt and the completion so far.
+        sampler: None before the first step.
+        prefilled: prompt tokens in the cache.
+        launched: tokens that are computed, read or not.
+        draft: draft tokens of the next round; None = not proposed yet.
+    """
+
+    request: GenerationRequest
+    state: CacheState | None = None
+    proposer: Proposer | None = None
+    sampler: Sampler | None = None
+    tokens: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    launched: int = 0
+    draft: mx.array | None = None
+    finished: bool = False
+
+    def __post_init__(self):
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens of the completion so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that the completion may still have."""
+        return self.request.max_tokens - self.emitted
+
+    def add(self, token: int, logprob: float | None) -> TokenOutput:
+        """Append the next token of the completion."""
+        self.tokens.append(token)
+        is_stop = token in self.request.stop_tokens
+        self.finished = is_stop or not self.remaining
+        return TokenOutput(self.request, token, self.finished, logprob)
+
+    def fail(self, error: UserError) -> TokenOutput:
+        """End the request with an error."""
+        self.finished = True
+        return TokenOutput(self.request, -1, True, error=error)
