@@ -124,7 +124,7 @@ def test_equal_prompts_are_prefilled_once(llama):
 def test_requests_wait_for_memory(llama):
     requests = [request(n + 1, max_tokens=10) for n in range(4)]
     engine = Engine(llama)
-    per_token = engine.new_cache().bytes_per_token()
+    per_token = engine.scheduler.new_cache().bytes_per_token()
     for tokens, most in (11, 1), (23, 2), (1000, 4):
         engine = Engine(llama, kv_memory=int(tokens * per_token))
         for each in requests:
@@ -335,7 +335,7 @@ def test_a_proposer_may_come_while_requests_run(llama):
     for each in requests[:3]:
         engine.add_request(each)
     first = [output for _ in range(3) for output in engine.step()]
-    engine.make_proposer = lookup
+    engine.scheduler.make_proposer = lookup
     for each in requests[3:]:
         engine.add_request(each)
     outputs = first + [output for step in rounds(engine) for output in step]

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.errors import WILL_NOT_FIT, UserError
-from lmx.generation import engine as engine_module
+from lmx.generation import scheduler as scheduler_module
 from lmx.generation.generator import Generator
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
@@ -232,7 +232,7 @@ def test_stream_launches_next_step_early():
 
 def test_prefill_is_chunked():
     generator, _ = scripted("a")
-    generator.engine.prefill_step_size = 8
+    generator.engine.scheduler.prefill_step_size = 8
     list(generator.stream([1] * 20, max_tokens=1))
     assert [width for _, width in generator.model.calls] == [8, 8, 3, 1]
 
@@ -371,7 +371,7 @@ def test_completions_that_do_not_fit_in_memory_are_refused(
     model = build_model(settings | {"max_position_embeddings": 10**9})
     generator = Generator(model, tokenizer, **options)
     generator.max_positions = None
-    monkeypatch.setattr(engine_module, "available_memory", lambda: 10**7)
+    monkeypatch.setattr(scheduler_module, "available_memory", lambda: 10**7)
     fitting = 10**7 // per_token if per_token else 10**9
     next(generator.stream([1, 2, 3], max_tokens=fitting - 3))
     if per_token:

@@ -280,9 +280,12 @@ class InteractiveSession:
         if args.prompt_cache_file:
             from ..generation.kv_cache.prefix import load_prompt_cache
 
-            cache, folder = generator.engine.new_cache(), args.prompt_cache_file
+            cache, folder = (
+                generator.engine.scheduler.new_cache(),
+                args.prompt_cache_file,
+            )
             saved = load_prompt_cache(cache, folder, digest=self._digest())
-            generator.engine.prefix_cache.insert(saved.tokens, cache)
+            generator.engine.scheduler.prefix_cache.insert(saved.tokens, cache)
             self._messages = saved.messages if args.chat else []
         if args.system is not None and not self._messages:
             self._messages = [{"role": "system", "content": utf8_text(args.system)}]
@@ -357,7 +360,7 @@ class InteractiveSession:
         from ..generation.kv_cache.prefix import save_prompt_cache
 
         engine = self._generator.engine
-        latest = engine.prefix_cache.most_recent(engine.new_cache)
+        latest = engine.scheduler.prefix_cache.most_recent(engine.scheduler.new_cache)
         if not latest:
             raise UserError("no prompt was processed, so there is no cache to save")
         cache, tokens = latest
@@ -401,7 +404,7 @@ class InteractiveSession:
         if self._args.check_parity:
             from ..generation.speculative.parity import check_parity
 
-            cache = self._generator.engine.new_cache()
+            cache = self._generator.engine.scheduler.new_cache()
             report = check_parity(cache, prompt, result.tokens, self._sampling)
             stats["parity"] = report.to_json()
         if self._args.json:

@@ -8,17 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
-from ..cpu.memory import available_memory
-from ..errors import WILL_NOT_FIT, UserError, nan_predictions
-from .kv_cache.batch import CacheBatch, OneRow, is_batchable, takes_padding
-from .kv_cache.prefix import PrefixCache
-from .kv_cache.sequence import CacheState, KVBits
-from .sampler import Sampler, sample_rows
+from ..errors import nan_predictions
+from .kv_cache.batch import CacheBatch, OneRow
+from .sampler import sample_rows
+from .scheduler import Scheduler
 from .sequence import GenerationRequest, RunningSequence, TokenOutput
 from .speculative.draft_length import DraftLengthController
 from .speculative.proposer import (
@@ -34,8 +31,6 @@ CLEAR_CACHE_INTERVAL = 256
 """Steps between releases of MLX's buffer cache, which grows with the context."""
 STANDARD_STEPS = 16
 """Steps without a draft in a row, when the draft length is 0."""
-MIN_CHECKED = 4096
-"""Fewer tokens take less memory than the model itself."""
 RETRY_STEPS = 4
 """The same when no proposer had draft tokens, so that they are tried again soon."""
 
@@ -47,17 +42,11 @@ class Engine:
 
     Args:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
-        max_batch_size: requests decoded together; further requests wait in order.
-        prefill_step_size: prompt tokens processed in a step.
-        prefix_cache: reuses prompt prefixes of earlier requests; None = no reuse.
         make_proposer: makes a proposer of draft tokens for every request from its
             cache, for speculative decoding.
         draft_length: chooses the number of draft tokens for one request; batches get
             their own like it.
-        kv_bits, quantized_kv_start: as for `CacheState`. With a start above 0,
-            requests are decoded one by one.
-        kv_memory: bytes for the keys and values of the requests that run; others
-            wait. None = what is available when the first one starts.
+        options: those of `Scheduler`.
 
     Attributes:
         stats: counts of speculative decoding.
@@ -67,27 +56,14 @@ class Engine:
         self,
         model: Any,
         *,
-        max_batch_size: int = 32,
-        prefill_step_size: int = 512,
-        prefix_cache: PrefixCache | None = None,
         make_proposer: MakeProposer | None = None,
         draft_length: DraftLengthController | None = None,
-        kv_bits: KVBits = None,
-        quantized_kv_start: int = 0,
-        kv_memory: int | None = None,
+        **options: Any,
     ):
         self.model = model
-        self.max_batch_size = max_batch_size
-        self.prefill_step_size = prefill_step_size
-        self.prefix_cache = prefix_cache
-        self.make_proposer = make_proposer
+        self.scheduler = Scheduler(model, make_proposer=make_proposer, **options)
         self.draft_length = draft_length or DraftLengthController()
-        self.kv_bits = kv_bits
-        self.quantized_kv_start = quantized_kv_start
-        self.kv_memory = kv_memory
         self.stats = SpeculativeStats()
-        self._memory = 0
-        self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
         self._rows: OneRow | CacheBatch | None = None
         self._next_tokens = mx.zeros(0, mx.int32)
@@ -101,21 +77,13 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether all requests are finished."""
-        return not (self._waiting or self._running or self._in_flight)
+        return not (self.scheduler.waiting or self._running or self._in_flight)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all caches."""
-        states = [s.state for s in self._waiting if s.state]
+        states = [s.state for s in self.scheduler.waiting if s.state]
         return sum(x.nbytes for x in [*states, *([self._rows] if self._rows else [])])
-
-    def new_cache(self) -> CacheState:
-        """An empty cache of one sequence."""
-        return CacheState(
-            self.model,
-            kv_bits=self.kv_bits,
-            quantized_kv_start=self.quantized_kv_start,
-        )
 
     def add_request(self, request: GenerationRequest) -> None:
         """Add a request to the queue."""
@@ -124,33 +92,15 @@ class Engine:
             return
         if self.idle:
             self._wired.enter_context(wired_limit())
-            self._memory = self.kv_memory or available_memory()
-        self._waiting.append(RunningSequence(request))
-        self._waiting.sort(key=lambda sequence: sequence.request.priority)
-
-    def require_memory(self, request: GenerationRequest) -> None:
-        """Refuse a request whose keys and values do not fit in memory alone.
-
-        Raises:
-            UserError: with the bytes.
-        """
-        tokens, memory = _most_tokens(request), self.kv_memory or available_memory()
-        if tokens < MIN_CHECKED or (needed := self._bytes(request)) <= memory:
-            return
-        raise UserError(
-            f"the KV cache of {tokens:,} tokens takes {needed / 1e9:,.1f} GB, and "
-            f"{memory / 1e9:,.1f} GB of memory are available",
-            hint=f"{int(memory / self._bytes_per_token):,} tokens fit: lower "
-            "max_tokens, or quantize the cache (kv_bits)",
-            code=WILL_NOT_FIT,
-        )
+            self.scheduler.measure_memory()
+        self.scheduler.add(request)
 
     def abort(self, request: GenerationRequest) -> None:
         """Drop a request, at any time between two steps."""
-        for sequence in (*self._waiting, *self._running):
+        for sequence in (*self.scheduler.waiting, *self._running):
             if sequence.request is request:
                 sequence.finished = True
-        if all(s.finished for s in (*self._waiting, *self._running)):
+        if all(s.finished for s in (*self.scheduler.waiting, *self._running)):
             self._in_flight = None
             self._remove_finished()
             self._rest()
@@ -166,7 +116,7 @@ class Engine:
             outputs = self._step()
         except BaseException:
             # Layers of the caches may have different lengths.
-            self._waiting, self._running, self._in_flight = [], [], None
+            self.scheduler.waiting, self._running, self._in_flight = [], [], None
             self._rest()
             raise
         if self.idle:
@@ -175,7 +125,9 @@ class Engine:
 
     def _step(self) -> list[TokenOutput]:
         self._remove_finished()
-        outputs = self._prefill()
+        outputs, ready = self.scheduler.prefill(self._running)
+        for sequence in ready:
+            self._join(sequence)
         self._steps += 1
         if self._steps % CLEAR_CACHE_INTERVAL == 0:
             mx.clear_cache()
@@ -201,8 +153,7 @@ class Engine:
 
     def _remove_finished(self) -> None:
         """Take requests out that are finished or whose last token is launched."""
-        for sequence in [s for s in self._waiting if s.finished]:
-            self._waiting.remove(sequence)
+        self.scheduler.remove_finished()
         for row in reversed(range(len(self._running))):
             sequence = self._running[row]
             is_launched = sequence.launched >= sequence.request.max_tokens
@@ -213,11 +164,11 @@ class Engine:
         sequence, last = self._running[row], len(self._running) - 1
         if sequence.proposer:
             sequence.proposer.close()
-        if self.prefix_cache:
+        if prefix_cache := self.scheduler.prefix_cache:
             length = min(self._rows.lengths[row], len(sequence.tokens))
             state = self._rows.extract(row)
             if state.trim(state.length - length):
-                self.prefix_cache.insert(sequence.tokens[:length], state)
+                prefix_cache.insert(sequence.tokens[:length], state)
         self._running[row] = self._running[last]
         self._running.pop()
         if not last:
@@ -228,92 +179,6 @@ class Engine:
         if row < last:
             order[row] = last
         self._next_tokens = self._next_tokens[mx.array(order)]
-
-    def _prefill(self) -> list[TokenOutput]:
-        """Process one chunk of the first waiting prompt, or several short prompts.
-
-        Returns:
-            The errors of requests that cannot start.
-        """
-        budget, errors = self.prefill_step_size, []
-        while self._waiting and budget > 0 and self._has_room():
-            sequence = self._waiting[0]
-            try:
-                self._start(sequence)
-            except UserError as error:
-                errors.append(sequence.fail(error))
-                self._waiting.pop(0)
-                continue
-            prompt, start = sequence.request.prompt, sequence.prefilled
-            chunk = prompt[start : min(start + budget, len(prompt) - 1)]
-            if len(chunk):
-                sequence.state.forward(mx.array([chunk]))
-                # Rows that run wait for nothing; without them, memory is kept small.
-                sequence.state.evaluate(wait=not self._running)
-            sequence.prefilled += len(chunk)
-            # A prompt of one token still takes some time.
-            budget -= max(1, len(chunk))
-            if sequence.prefilled == len(prompt) - 1:
-                self._join(self._waiting.pop(0))
-                self._share_prompt(sequence)
-        return errors
-
-    def _has_room(self) -> bool:
-        """Whether the next request can run beside the others to its last token."""
-        if not self._running:
-            return True
-        requests = [s.request for s in (*self._running, self._waiting[0])]
-        return (
-            len(requests) <= self.max_batch_size
-            and not self.quantized_kv_start
-            and sum(map(self._bytes, requests)) <= self._memory
-            and is_batchable(self.model)
-            and (not self.make_proposer or takes_padding(self.model))
-        )
-
-    def _bytes(self, request: GenerationRequest) -> float:
-        return self._bytes_per_token * _most_tokens(request)
-
-    @cached_property
-    def _bytes_per_token(self) -> float:
-        return self.new_cache().bytes_per_token()
-
-    def _start(self, sequence: RunningSequence) -> None:
-        """Give a request what it needs, at its first step.
-
-        Raises:
-            UserError: a token of its settings is outside the vocabulary.
-        """
-        if sequence.sampler is not None:
-            return
-        sequence.sampler = Sampler(
-            sequence.request.sampling, sequence.tokens, self._vocab_size
-        )
-        if sequence.state is not None:
-            return
-        if self.prefix_cache:
-            prompt = sequence.request.prompt
-            sequence.state, _ = self.prefix_cache.fetch(prompt, self.new_cache)
-        else:
-            sequence.state = self.new_cache()
-        sequence.prefilled = sequence.state.length
-        if self.make_proposer:
-            sequence.proposer = self.make_proposer(sequence.state)
-
-    @cached_property
-    def _vocab_size(self) -> int:
-        # Only the shape is used, so nothing is computed.
-        return self.model(mx.zeros((1, 1), mx.int32)).shape[-1]
-
-    def _share_prompt(self, sequence: RunningSequence) -> None:
-        """Copy the cache of a request that joined, if the next has the same prompt."""
-        if not self._waiting or self.make_proposer:
-            return
-        other = self._waiting[0]
-        is_same = other.request.prompt is sequence.request.prompt
-        if is_same and other.state is None and self._has_room():
-            other.state = self._rows.extract(self._running.index(sequence))
-            other.prefilled = sequence.prefilled
 
     def _join(self, sequence: RunningSequence) -> None:
         """Add a prefilled request to the batch."""
@@ -404,7 +269,7 @@ class Engine:
 
     def _count_standard(self, seconds: float) -> None:
         """Count a step without a draft, for the choice of the draft length."""
-        if not self.make_proposer:
+        if not self.scheduler.make_proposer:
             return
         steps = self._standard
         steps.count, steps.seconds = steps.count + 1, steps.seconds + seconds
@@ -429,7 +294,10 @@ class Engine:
 
     def _wants_draft(self) -> bool:
         """Whether this step may be a round of draft tokens."""
-        if not (self.make_proposer and self._running) or self._standard.left > 0:
+        if (
+            not (self.scheduler.make_proposer and self._running)
+            or self._standard.left > 0
+        ):
             return False
         if any(s.draft is not None for s in self._running):
             return True
@@ -542,10 +410,6 @@ class _StandardSteps:
 def _padded(rows: Sequence[mx.array], width: int) -> mx.array:
     """Rows of tokens [B, width], padded on the right."""
     return mx.stack([mx.pad(row, (0, width - len(row))) for row in rows])
-
-
-def _most_tokens(request: GenerationRequest) -> int:
-    return len(request.prompt) + request.max_tokens
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class Generator:
         tokenizer: mlx-lm's TokenizerWrapper.
         keep_dequantized: on a Linux CPU, keep the weights of quantized layers in
             float32, if memory allows; see `cpu.keep_dequantized`.
-        options: those of `Engine`.
+        options: those of `Engine` and `Scheduler`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Generator:
         self.engine = Engine(model, **options)
         self.model = model
         self.tokenizer = tokenizer
-        self._completions: dict[GenerationRequest, _Completion] = {}
+        self._streams: dict[GenerationRequest, _Stream] = {}
         config = getattr(model, "args", None)
         self.max_positions = getattr(config, "max_position_embeddings", None)
         text = getattr(config, "text_config", None) or {}
@@ -51,13 +51,13 @@ class Generator:
     @property
     def speculative_stats(self) -> SpeculativeStats | None:
         """Statistics since the generator was last idle; None without a proposer."""
-        return self.engine.stats if self.engine.make_proposer else None
+        return self.engine.stats if self.engine.scheduler.make_proposer else None
 
     def set_proposer(
         self, make_proposer: MakeProposer | None, draft_length: DraftLengthController
     ) -> None:
         """Draft tokens with this proposer from here on; see `Engine`."""
-        self.engine.make_proposer = make_proposer
+        self.engine.scheduler.make_proposer = make_proposer
         self.engine.draft_length = draft_length
 
     def request(
@@ -107,7 +107,7 @@ class Generator:
             stop_tokens=stop_tokens,
             logprobs=logprobs,
         )
-        self.engine.require_memory(request)
+        self.engine.scheduler.require_memory(request)
         if self.engine.idle:
             self.engine.stats = SpeculativeStats()
         return self.submit(request, stop=stop)
@@ -120,19 +120,19 @@ class Generator:
         Raises:
             UserError: from the stream, when the request fails.
         """
-        completion = _Completion(
+        completion = _Stream(
             StreamingDetokenizer(
                 self.tokenizer, request.prompt, request.stop_tokens, stop
             )
         )
         if request.max_tokens < 1:
             return iter(())
-        self._completions[request] = completion
+        self._streams[request] = completion
         self.engine.add_request(request)
         return self._responses(request, completion)
 
     def _responses(
-        self, request: GenerationRequest, completion: "_Completion"
+        self, request: GenerationRequest, completion: "_Stream"
     ) -> Iterator[GenerationResponse]:
         try:
             while True:
@@ -145,7 +145,7 @@ class Generator:
                 if response.finish_reason:
                     return
         finally:
-            if self._completions.pop(request, None):
+            if self._streams.pop(request, None):
                 self.engine.abort(request)
 
     def _step(self) -> None:
@@ -153,16 +153,16 @@ class Generator:
         try:
             outputs = self.engine.step()
         except BaseException:
-            for completion in self._completions.values():
+            for completion in self._streams.values():
                 completion.error = UserError("the request was interrupted")
-            self._completions.clear()
+            self._streams.clear()
             raise
         for output in outputs:
-            if completion := self._completions.get(output.request):
+            if completion := self._streams.get(output.request):
                 completion.add(output)
                 if completion.is_finished:
                     self.engine.abort(output.request)
-                    del self._completions[output.request]
+                    del self._streams[output.request]
 
     def generate(
         self,
@@ -191,7 +191,7 @@ class Generator:
             UserError: the KV cache of a request does not fit in memory, or one failed.
         """
         for request in requests:
-            self.engine.require_memory(request)
+            self.engine.scheduler.require_memory(request)
         streams = [(request, self.submit(request, stop=stop)) for request in requests]
         for request, responses in streams:
             output = CompletionOutput(len(request.prompt), request.stop_tokens)
@@ -249,7 +249,7 @@ class Generator:
 
 
 @dataclass
-class _Completion:
+class _Stream:
     """The responses of a request that were not read yet."""
 
     detokenizer: StreamingDetokenizer

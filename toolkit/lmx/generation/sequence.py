@@ -32,6 +32,11 @@ class GenerationRequest:
     logprobs: Literal["raw", "processed"] | None = None
     priority: int = 0
 
+    @property
+    def max_length(self) -> int:
+        """Tokens of the prompt and of the longest completion."""
+        return len(self.prompt) + self.max_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
