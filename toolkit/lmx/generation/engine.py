@@ -211,9 +211,17 @@ class Engine:
             # A prompt of one token still takes some time.
             budget -= max(1, len(chunk))
             if sequence.prefilled == len(prompt) - 1:
-                self._join(self._waiting.pop(0))
-                while self._shares(sequence) and self._has_room():
-                    self._join(self._waiting.pop(0), sequence)
+                self._join(self._waiting.pop(0), sequence.state)
+                sequence.state = None
+                self._join_twins(sequence)
+
+    def _join_twins(self, sequence: RunningSequence) -> None:
+        """Add the next requests, if they have the prompt of one that just joined."""
+        state = None
+        while self._shares(sequence) and self._has_room():
+            # No step ran since the first one joined.
+            state = state or self._as_batch().extract(self._running.index(sequence))
+            self._join(self._waiting.pop(0), state)
 
     def _has_room(self) -> bool:
         running = len(self._running)
@@ -233,6 +241,9 @@ class Engine:
         sequence.prefilled = sequence.state.length
         if self.make_proposer:
             sequence.proposer = self.make_proposer(sequence.state)
+        else:
+            # A prefix may have hidden states, which only a drafter reads.
+            sequence.state.recorded = None
 
     @cached_property
     def _vocab_size(self) -> int:
@@ -245,26 +256,17 @@ class Engine:
             return False
         return self._waiting[0].request.prompt is sequence.request.prompt
 
-    def _join(
-        self, sequence: RunningSequence, twin: RunningSequence | None = None
-    ) -> None:
-        """Add a prefilled request to the batch.
+    def _as_batch(self) -> CacheBatch:
+        if isinstance(self._rows, OneRow):
+            self._rows = CacheBatch.of(self._rows)
+        return self._rows
 
-        Args:
-            twin: the last request that joined, if it has the same prompt. No step ran
-                since then.
-        """
-        if twin:
-            if isinstance(self._rows, OneRow):
-                self._rows = CacheBatch.of(self._rows)
-            self._rows.join(self._rows.extract(self._running.index(twin)))
-        elif self._rows is None:
-            self._rows = OneRow(sequence.state)
+    def _join(self, sequence: RunningSequence, state: CacheState) -> None:
+        """Add a request to the batch, with the cache of its prefilled prompt."""
+        if self._rows is None:
+            self._rows = OneRow(state)
         else:
-            if isinstance(self._rows, OneRow):
-                self._rows = CacheBatch.of(self._rows)
-            self._rows.join(sequence.state)
-        sequence.state = None
+            self._as_batch().join(state)
         sequence.sampler = Sampler(
             sequence.request.sampling, sequence.tokens, self._vocab_size
         )
