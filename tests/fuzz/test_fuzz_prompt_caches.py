@@ -19,7 +19,6 @@ from json_mutations import damage_bytes, dump_json, mutate_json, replace_file
 sys.path.append(str(TESTS / "generation"))
 from lmx.errors import UserError
 from lmx.generation.generator import Generator
-from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.kv_cache.prefix import (
     ARRAYS_FILE,
     METADATA_FILE,
@@ -28,6 +27,7 @@ from lmx.generation.kv_cache.prefix import (
     load_prompt_cache,
     save_prompt_cache,
 )
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.run.fs import hash_file
 from tiny_families import VOCABULARY, member
 from tiny_generators import byte_tokenizer

@@ -46,7 +46,7 @@ class Generator:
         self.engine = Engine(model, **options)
         self.model = model
         self.tokenizer = tokenizer
-        self._completions: dict[GenerationRequest, _Completion] = {}
+        self._completions: dict[GenerationRequest, _Stream] = {}
         config = getattr(model, "args", None)
         self.max_positions = getattr(config, "max_position_embeddings", None)
         text = getattr(config, "text_config", None) or {}
@@ -124,7 +124,7 @@ class Generator:
         Raises:
             UserError: from the stream, when the request fails.
         """
-        completion = _Completion(
+        completion = _Stream(
             StreamingDetokenizer(
                 self.tokenizer, request.prompt, request.stop_tokens, stop
             )
@@ -136,7 +136,7 @@ class Generator:
         return self._responses(request, completion)
 
     def _responses(
-        self, request: GenerationRequest, completion: "_Completion"
+        self, request: GenerationRequest, completion: "_Stream"
     ) -> Iterator[GenerationResponse]:
         try:
             while True:
@@ -275,7 +275,7 @@ class Generator:
 
 
 @dataclass
-class _Completion:
+class _Stream:
     """The responses of a request that were not read yet."""
 
     detokenizer: StreamingDetokenizer
