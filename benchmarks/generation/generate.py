@@ -213,11 +213,11 @@ def _print_speculation(lmx: dict, mlx_lm: dict, arguments) -> None:
         f"\nTokens per forward pass of the target at temperature 1 "
         f"({arguments.sampled_tokens} tokens); the draft is the target\nwith noise of "
         f"{arguments.noise} standard deviations. Expected: a draft token is accepted "
-        "with probability\nsum min(p, q) by rejection sampling (lmx), sum pq by "
+        "with probability\nsum min(p, q) at most by shared noise (lmx), sum pq by "
         "matching (mlx-lm)."
     )
     form = "{:>8}{:>8}{:>9}{:>8}{:>14}{:>8}{:>11}{:>8}"
-    names = ("draft", "lmx", "mlx-lm", "ratio", "sum min(p,q)", "expect")
+    names = ("draft", "lmx", "mlx-lm", "ratio", "sum min(p,q)", "<=")
     print(form.format(*names, "sum pq", "expect"))
     for count in NUM_DRAFT_TOKENS:
         run = lmx[str(count)]

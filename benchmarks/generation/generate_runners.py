@@ -1,11 +1,12 @@
 """The generators that `generate.py` compares: lmx and mlx-lm, with token ids."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 
 class Lmx:
-    """The decoder and the batch generator of `lmx generate`."""
+    """The engine of `lmx generate`."""
 
     def __init__(self, folder: Path):
         from lmx import cpu
@@ -18,58 +19,57 @@ class Lmx:
 
     def generate(self, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
         """Seconds to the first and to the last token, and the tokens."""
-        from lmx.generation.decode_loop import BatchSampler, decode
-        from lmx.generation.engine import GREEDY
-        from lmx.generation.kv_cache import CacheState
+        from lmx.generation.sequence import GenerationRequest
 
         start = time.perf_counter()
-        sampler = BatchSampler(GREEDY, [prompt])
-        steps = decode(
-            CacheState(self._model), prompt, count, sampler, prefill_step_size=512
-        )
-        return _timed((token for token, _ in steps), start)
+        steps = self._outputs([GenerationRequest(prompt, count)])
+        return _timed((output.token for output in steps), start)
 
     def generate_batch(
         self, prompts: list[list[int]], count: int
     ) -> tuple[float, list]:
         """Seconds of the batch, and the tokens of each request."""
-        from lmx.generation.batching import BatchGenerator, GenerationRequest
+        from lmx.generation.sequence import GenerationRequest
 
         start = time.perf_counter()
-        generator = BatchGenerator(self._model)
         requests = [GenerationRequest(prompt, count) for prompt in prompts]
-        outputs: dict = {request: [] for request in requests}
+        tokens: dict = {request: [] for request in requests}
+        for output in self._outputs(requests):
+            tokens[output.request].append(output.token)
+        return time.perf_counter() - start, list(tokens.values())
+
+    def _outputs(self, requests: list, engine=None) -> Iterator:
+        """The outputs of an engine; None = of a new one."""
+        from lmx.generation.engine import Engine
+
+        engine = engine or Engine(self._model)
         for request in requests:
-            generator.submit(request)
-        while not generator.idle:
-            for request, token, _ in generator.step():
-                outputs[request].append(token)
-        return time.perf_counter() - start, list(outputs.values())
+            engine.add_request(request)
+        while not engine.idle:
+            yield from engine.step()
 
     def speculate(self, prompt: list[int], count: int, num_draft_tokens: int) -> dict:
         """Tokens per forward pass of the target, and the overlap of the models."""
         import mlx.core as mx
-        from lmx.generation.kv_cache import CacheState
+        from lmx.generation.engine import Engine
         from lmx.generation.sampling import Sampling
-        from lmx.generation.speculative.decoder import SpeculativeDecoder
+        from lmx.generation.sequence import GenerationRequest
         from lmx.generation.speculative.draft_length import DraftLengthController
-        from lmx.generation.speculative.draft_model import DraftModelProposer
+        from lmx.generation.speculative.draft_model import draft_model_proposer
         from lmx.models.loader import load
 
         draft = load(self._folder / "draft").model
-        decoder = SpeculativeDecoder(
-            CacheState(self._model),
-            DraftModelProposer(draft),
-            draft_length=DraftLengthController(
-                max_draft_tokens=num_draft_tokens, fixed=num_draft_tokens
-            ),
-            sampling=Sampling(temperature=1.0),
+        engine = Engine(
+            self._model,
+            make_proposer=draft_model_proposer(draft),
+            draft_length=DraftLengthController(fixed=num_draft_tokens),
         )
-        output = list(decoder.decode(prompt, count))
+        request = GenerationRequest(prompt, count, Sampling(temperature=1.0))
+        output = [output.token for output in self._outputs([request], engine)]
         text = mx.array([[*prompt, *output]])
         p, q = (mx.softmax(m(text)[0, 16:], axis=-1) for m in (self._model, draft))
         return {
-            "tokens_per_pass": decoder.stats.accepted_length,
+            "tokens_per_pass": engine.stats.accepted_length,
             "sum_min": mx.minimum(p, q).sum(axis=-1).mean().item(),
             "sum_product": (p * q).sum(axis=-1).mean().item(),
         }

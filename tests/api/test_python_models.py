@@ -90,7 +90,6 @@ def test_draft_gives_the_same_text(run, model):
         ("x", {"stop": [""]}, "stop.0: string should have at least 1 character"),
         ("x", {"temperature": -1.0}, "temperature is -1.0"),
         ("x", {"system": "s", "ignore_chat_template": True}, "needs the chat template"),
-        (["x"], {"draft": "prompt-lookup"}, "draft works with one prompt"),
         (["x"], {"stream": True}, "stream works with one prompt"),
         ([1, 2], {}, "prompt.0: expected a dict or text or a list, got 1"),
         ([{"content": "x"}], {}, "prompt.0: a message needs role"),

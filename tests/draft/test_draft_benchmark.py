@@ -1,6 +1,5 @@
 """A draft learns its target's distribution, and the predicted lengths are measured."""
 
-from itertools import count
 from typing import ClassVar
 
 import mlx.core as mx
@@ -10,7 +9,6 @@ from lmx.data.tokenization import Example
 from lmx.draft.acceptance import (
     ReferenceCompletion,
     predict_accepted_length,
-    predict_accepted_lengths,
 )
 from lmx.draft.benchmark import (
     DRAFT,
@@ -18,15 +16,12 @@ from lmx.draft.benchmark import (
     DraftBenchmark,
     MeasuredCandidate,
 )
-from lmx.draft.candidates import ModelCandidate, all_acceptance_probs
+from lmx.draft.candidates import ModelCandidate
 from lmx.draft.cost_model import SpeculationCosts
 from lmx.draft.dataset import DistillationBatches
 from lmx.draft.losses import DraftLoss, acceptance_bounds
 from lmx.generation.generator import Generator
 from lmx.generation.sampling import Sampling
-from lmx.generation.speculative.draft_length import DraftLengthController
-from lmx.generation.speculative.draft_model import DraftModelProposer
-from lmx.generation.speculative.stats import SpeculativeStats
 from lmx.models.loader import build_model
 from lmx.run.logger import RunLogger
 from lmx.training.optimizers import OptimizerConfig
@@ -172,14 +167,13 @@ def model_config():
     return LLAMA | sizes | {"tie_word_embeddings": False}
 
 
-# Greedy decoding is exact, so few prompts are enough.
-@pytest.mark.parametrize(("temperature", "count"), [(0.0, 3), (0.8, 8)])
-def test_draft_benchmark_matches_predicted_accepted_length(temperature, count):
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_draft_benchmark_matches_predicted_accepted_length(temperature):
     mx.random.seed(3)
     target = build_model(model_config())
     target.lm_head.weight *= 25
     draft = noisy(target, 0.01)
-    prompts = [[5, 9, 11, number] for number in range(count)]
+    prompts = [[5, 9, 11, number] for number in range(3)]
     candidate = MeasuredCandidate(ModelCandidate(draft), FREE)
     benchmark = DraftBenchmark(
         target, candidate, NullTokenizer(), {"all": prompts}, max_tokens=70
@@ -189,9 +183,10 @@ def test_draft_benchmark_matches_predicted_accepted_length(temperature, count):
     stats = result.stats[DRAFT]
     assert 0.3 < stats.acceptance_rate < 0.99
     assert 1 < stats.accepted_length < result.num_draft_tokens + 1
-    # With few samples the length varies by some percent; a larger test follows.
+    # The draft model has the noise of the completions. Only where the first round ends
+    # is not predicted: it drafts the first token too.
     assert stats.accepted_length == pytest.approx(
-        result.predicted_accepted_length, rel=0.12 if temperature else 1e-9
+        result.predicted_accepted_length, rel=0.08
     )
     assert result.stats[PROMPT_LOOKUP].speedup > 0
     assert result.predicted_speedup == FREE.speedup(
@@ -199,77 +194,31 @@ def test_draft_benchmark_matches_predicted_accepted_length(temperature, count):
     )
 
 
-@pytest.mark.slow
-def test_other_completions_predict_accepted_length():
-    """As in training. Control: the overlap without the temperature does not."""
+def test_predictions_need_the_noise_of_the_completions():
+    """The control: with another seed, no completion is sampled from a perfect draft."""
     mx.random.seed(3)
     target = build_model(model_config())
-    target.lm_head.weight *= 25
-    draft = noisy(target, 0.01)
-    # Flatter than the target: a lower temperature makes both more similar.
-    draft.lm_head.weight *= 0.2
-    prompts = [[5, 9, 11, number] for number in range(45)]
-    cold, num_draft_tokens = Sampling(temperature=0.6), 3
-    references = [
-        ReferenceCompletion(target, *pair, cold)
-        for pair in complete(prompts, target, 400)[0]
-    ]
-    curve = predict_accepted_lengths(
-        all_acceptance_probs(references, ModelCandidate(draft))
-    )
-    seeds = count()
-    pairs, rounds = complete(
-        prompts,
-        target,
-        0,
-        lambda _: DraftModelProposer(draft, seed=next(seeds)),
-        num_draft_tokens,
-    )
-    # The last tokens of a completion may have no round.
-    tokens = sum(len(result) - 1 for _, result in pairs)
-    measured = tokens / (rounds.rounds + rounds.standard_tokens)
-    assert curve[num_draft_tokens - 1] == pytest.approx(measured, rel=0.05)
-    shared = [
-        by_position(overlaps(target, draft, ref.prompt, ref.tokens))
-        for ref in references
-    ]
-    without_temperature = predict_accepted_length(shared, num_draft_tokens)
-    assert without_temperature != pytest.approx(measured, rel=0.05)
-
-
-def complete(prompts, target, seed, make_proposer=None, num_draft_tokens=1):
-    """Pairs of prompt and completion, and the statistics of all rounds."""
-    controller = DraftLengthController(fixed=num_draft_tokens)
-    generator = Generator(
-        target, NullTokenizer(), make_proposer=make_proposer, draft_length=controller
-    )
-    pairs, rounds = [], SpeculativeStats()
-    for number, prompt in enumerate(prompts):
-        sampling = Sampling(temperature=0.6, seed=seed + number)
-        result = generator.generate(prompt, max_tokens=30, sampling=sampling)
-        pairs.append((prompt, result.tokens))
-        if make_proposer:
-            rounds.merge(generator.speculative_stats)
-    return pairs, rounds
-
-
-def by_position(probs):
-    """Probabilities [L] of tokens as those [L, 3] of three draft tokens."""
-    return np.stack([np.pad(probs[j:], (0, j)) for j in range(3)], axis=1)
-
-
-def overlaps(target, draft, prompt, tokens):
-    """sum min(p, q) at every token but the first."""
-    tokens = mx.array([[*prompt, *tokens]])[:, :-1]
-    laws = [mx.softmax(model(tokens)[0], axis=-1) for model in (target, draft)]
-    return np.array(mx.minimum(*laws).sum(axis=-1))[len(prompt) :].astype(float)
+    sampling = Sampling(temperature=0.9, seed=2)
+    for draft in (target, noisy(target, 0.01)):
+        generator = Generator(target, NullTokenizer())
+        result = generator.generate([1, 2], max_tokens=40, sampling=sampling)
+        rates = [
+            ReferenceCompletion(target, [1, 2], result.tokens, each)
+            .acceptance_probs(draft)[:, 0]
+            .mean()
+            for each in (sampling, Sampling(temperature=0.9, seed=3))
+        ]
+        assert rates[0] > rates[1] + 0.3
+        assert rates[1] < 0.2
 
 
 def test_acceptance_probs_of_target_itself_are_one():
     mx.random.seed(3)
     target = build_model(model_config())
-    text = [7, 250, 3, 9, 9]
-    for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=1.0)):
+    generator = Generator(target, NullTokenizer())
+    for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=0.9)):
+        result = generator.generate([1, 2], max_tokens=5, sampling=sampling)
+        text = result.tokens
         probs = ReferenceCompletion(target, [1, 2], text, sampling).acceptance_probs(
             target
         )

@@ -14,30 +14,20 @@ from lmx.generation.kv_cache.prefix import (
     load_prompt_cache,
     save_prompt_cache,
 )
-from lmx.generation.kv_cache.recorded_states import RecordedStates
 from lmx.generation.kv_cache.sequence import CacheState
-from lmx.generation.sampling import Sampling, filter_logits
+from lmx.generation.sampler import Sampler
+from lmx.generation.sampling import Sampling
 from lmx.generation.speculative import dflash
-from lmx.generation.speculative.decoder import rejection_sample
 from lmx.generation.speculative.dflash import DFlashProposer
 from lmx.generation.speculative.factory import FallbackProposer
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
-from lmx.generation.speculative.proposer import DraftTokens, TargetSampler
-from test_rejection_sampling import (
-    SETTINGS,
-    VOCAB,
-    chi_square_ratio,
-    distributions,
-    logits_after,
-    ratio_to_critical_value,
-)
-from test_speculative_decoder import LONG, PROMPT, speculative, tokens_of
 from tiny_dflash import random_drafter, random_target, trained_drafter
 from tiny_families import VOCABULARY
 from tiny_generators import byte_tokenizer
+from tiny_requests import LONG, PROMPT, speculative, tokens_of
 
 FAMILIES = ["llama", "qwen3", "gemma3", "qwen3_next"]
-STEPS, SAMPLES = 100, 2000
+STEPS = 100
 
 
 @cache
@@ -155,7 +145,7 @@ def test_the_prefix_cache_keeps_hidden_states(family):
         caches.append((cache.length, cache.recorded.start, cache.recorded.end))
         return DFlashProposer(drafter, cache)
 
-    generator.make_proposer = make_proposer
+    generator.engine.scheduler.make_proposer = make_proposer
     prompt = [*PROMPT, *plain[:9]]
     assert tokens_of(generator, prompt, max_tokens=LONG - 9) == plain[9:]
     [(length, start, end)] = caches
@@ -177,9 +167,9 @@ def test_a_saved_session_keeps_hidden_states(tmp_path):
     Recorder.reads.clear()
     proposer = DFlashProposer(Recorder(drafter), loaded)
     context = [*prompt, plain[8]]
-    sampler = TargetSampler(Sampling(), context, VOCABULARY)
+    sampler = Sampler(Sampling(), context, VOCABULARY)
     draft = proposer.propose(context, 4, sampler)
-    assert draft.tokens.tolist() == plain[9:13]
+    assert draft.tolist() == plain[9:13]
     assert Recorder.reads == [(0, len(prompt))]
 
 
@@ -226,7 +216,7 @@ def draft_after(model, drafter, prompt, count, sampling=None):
     state = CacheState(model)
     proposer = DFlashProposer(drafter, state)
     state.forward(mx.array([prompt[:-1]]))
-    sampler = TargetSampler(sampling or Sampling(), prompt, VOCABULARY)
+    sampler = Sampler(sampling or Sampling(), prompt, VOCABULARY)
     return proposer.propose(prompt, count, sampler)
 
 
@@ -236,158 +226,39 @@ def test_long_prompts_are_read_in_pieces(monkeypatch):
     monkeypatch.setattr(dflash, "STEP_SIZE", 5)
     Recorder.reads.clear()
     draft = draft_after(model, Recorder(drafter), prompt, 4)
-    assert draft.tokens.tolist() == plain[20:24]
+    assert draft.tolist() == plain[20:24]
     assert [count for _, count in Recorder.reads] == [5, 5, 5, 5, 5, 3]
 
 
 def test_a_round_has_at_most_the_draft_tokens_of_a_block():
     model, _, drafter = case()
     prompt = PROMPT * 2
-    block = draft_after(model, drafter, prompt, 4).tokens.tolist()
+    block = draft_after(model, drafter, prompt, 4).tolist()
     for count, expected in (0, []), (1, block[:1]), (3, block[:3]), (9, block):
-        assert draft_after(model, drafter, prompt, count).tokens.tolist() == expected
+        assert draft_after(model, drafter, prompt, count).tolist() == expected
 
 
-def test_penalties_depend_on_the_draft_tokens_before():
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_draft_tokens_are_sampled_as_the_target_samples(temperature):
+    """With the noise of the request; penalties depend on the draft tokens before."""
     model, _, drafter = case()
-    sampling = Sampling(temperature=0.8, presence_penalty=3.0)
-    draft = draft_after(model, drafter, PROMPT, 4, sampling)
-    plain = Sampling(temperature=1.0)
-    logits = draft_after(model, drafter, PROMPT, 4, plain).logits
-    sampler = TargetSampler(sampling, PROMPT, VOCABULARY)
-    counts = sampler.counts_along(draft.tokens)[:4]
-    assert mx.allclose(draft.logits, sampler.process(logits, counts), atol=1e-4)
-    # The control: without those of the draft tokens.
+    sampling = Sampling(temperature, presence_penalty=3.0, seed=5)
+    slots = []
+
+    class Seen(Changed):
+        def target_logits(self, logits):
+            slots.append(self.drafter.target_logits(logits))
+            return slots[-1]
+
+    draft = draft_after(model, Seen(drafter), PROMPT, 4, sampling)
+    sampler = Sampler(sampling, PROMPT, VOCABULARY)
+    counts = sampler.counts_along(draft)[:4]
+    positions = range(len(PROMPT), len(PROMPT) + 4)
+    assert sampler.sample(slots[0], positions, counts).tolist() == draft.tolist()
+    assert len(set(draft.tolist())) == 4
+    # The control: without the penalties of the draft tokens, with other noise.
     first = mx.repeat(counts[:1], 4, axis=0)
-    assert not mx.allclose(draft.logits, sampler.process(logits, first), atol=1e-2)
-    for temperature in (0.0, 0.8):
-        drafter_of = with_drafter(model, drafter, 4)
-        sampling = Sampling(temperature=temperature, presence_penalty=3.0)
-        tokens = tokens_of(drafter_of, sampling=sampling)
-        if not temperature:
-            plain = Generator(model, byte_tokenizer())
-            assert tokens == tokens_of(plain, sampling=sampling)
-
-
-class TwoSlots:
-    """A drafter without weights: the logits of both slots are always the same."""
-
-    layer_ids, max_draft_tokens = (0,), 2
-
-    def __init__(self, logits):
-        self._logits = logits
-
-    def make_cache(self):
-        return []
-
-    def extend_context(self, states, start, cache):
-        pass
-
-    def draft_block(self, anchor, position, cache, count):
-        return self._logits[:count]
-
-    def head(self, hidden):
-        return hidden
-
-    target_logits = head
-
-
-class OneState:
-    """The cache of a text of one token before the anchor."""
-
-    def record_hidden_states(self, layer_ids):
-        self.recorded = RecordedStates(layer_ids, 0)
-        self.recorded.append(mx.zeros((1, 1, 4)))
-
-
-@cache
-def proposals(name):
-    """Draft tokens [N, 2], and the logits [2, 8] that they were sampled from."""
-    _, raw = distributions(SETTINGS["plain"])
-    slots = TwoSlots(mx.stack([raw[0, 0, 0, 0], raw[3, 0, 0, 0]]))
-    proposer = DFlashProposer(slots, OneState(), seed=1)
-    sampler = TargetSampler(SETTINGS[name], [0, 0], VOCAB)
-    drafts = [proposer.propose([0, 0], 2, sampler) for _ in range(SAMPLES)]
-    return mx.stack([draft.tokens for draft in drafts]), drafts[0].logits
-
-
-def round_tokens(name, rule=lambda logits: logits):
-    """The first three tokens [N, 3] of completions that start with one round.
-
-    Args:
-        rule: makes the logits that are verified from those that were sampled from.
-    """
-    target, _ = distributions(SETTINGS[name])
-    tokens, draft_logits = proposals(name)
-    logits = mx.stack([logits_after(target, tokens, n) for n in range(3)], axis=1)
-    keys = mx.random.split(mx.random.key(2), SAMPLES + 1)
-
-    def verify(logits, tokens, key):
-        return rejection_sample(logits, DraftTokens(tokens, rule(draft_logits)), key)
-
-    accepted, token = mx.vmap(verify)(logits, tokens, keys[1:])
-    accepted, tokens = np.array(accepted), np.pad(np.array(tokens), [(0, 0), (0, 1)])
-    tokens[np.arange(SAMPLES), accepted] = np.array(token)
-    for position, key in enumerate(mx.random.split(keys[0], 3)):
-        # The target samples the tokens after the round.
-        logits = logits_after(target, mx.array(tokens), position)
-        drawn = np.array(mx.random.categorical(logits, key=key))
-        after = position > accepted
-        tokens[after, position] = drawn[after]
-    return tokens
-
-
-@pytest.mark.parametrize("name", ["plain", "top_k"])
-def test_sampled_draft_tokens_keep_the_distribution(name):
-    assert chi_square_ratio(round_tokens(name), SETTINGS[name]) < 1
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        lambda logits: logits[::-1],  # of the wrong slot
-        lambda logits: mx.broadcast_to(logits[:1], logits.shape),  # of the first slot
-        lambda logits: 0.3 * logits,  # before the temperature
-    ],
-    ids=["other slot", "first slot", "raw"],
-)
-def test_chi_square_detects_wrong_distributions(rule):
-    tokens = round_tokens("plain", rule)
-    assert chi_square_ratio(tokens, SETTINGS["plain"]) > 1.5
-
-
-@pytest.mark.slow
-def test_sampled_text_of_the_generator_keeps_the_distribution():
-    """The first three of four tokens, so that the first round has two draft tokens."""
-    model, _, drafter = case()
-    options = {"max_tokens": 4, "stop_tokens": ()}
-    tokens, rounds = [], 0
-    for seed in range(1000):
-        generator = speculative(
-            model, lambda c, seed=seed: DFlashProposer(drafter, c, seed=seed), 2
-        )
-        sampling = Sampling(temperature=1.0, top_k=3, seed=seed)
-        result = generator.generate(PROMPT, sampling=sampling, **options)
-        tokens.append(result.tokens[:3])
-        rounds += generator.speculative_stats.rounds
-    assert rounds >= 1000
-    expected = np.zeros((VOCABULARY,) * 3)
-    for first, p in next_tokens(model, ()):
-        for second, q in next_tokens(model, (first,)):
-            for third, r in next_tokens(model, (first, second)):
-                expected[first, second, third] = p * q * r
-    assert ratio_to_critical_value(np.array(tokens), expected) < 1
-    # The control: a temperature of 2/3.
-    colder = expected**1.5 / (expected**1.5).sum()
-    assert ratio_to_critical_value(np.array(tokens), colder) > 1.5
-
-
-def next_tokens(model, tokens):
-    """The three most probable tokens after the prompt, with their probabilities."""
-    logits = model(mx.array([[*PROMPT, *tokens]]))[:, -1].astype(mx.float32)
-    logits = filter_logits(logits, Sampling(temperature=1.0, top_k=3))[0]
-    probabilities = np.array(mx.softmax(logits))
-    return [
-        (token, probabilities[token])
-        for token in np.flatnonzero(probabilities).tolist()
-    ]
+    before = sampler.process(slots[0], first)
+    assert not mx.allclose(sampler.process(slots[0], counts), before, atol=1e-2)
+    plain = tokens_of(Generator(model, byte_tokenizer()), sampling=sampling)
+    assert tokens_of(with_drafter(model, drafter, 4), sampling=sampling) == plain

@@ -1,33 +1,21 @@
 """The EAGLE-3 proposer: lossless with every kind of cache, sampler and prefix."""
 
-from dataclasses import replace
-from itertools import product
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.generation.generator import Generator
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.sequence import CacheState
+from lmx.generation.sampler import Sampler
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative import eagle3
-from lmx.generation.speculative.decoder import SpeculativeDecoder
-from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.eagle3 import Eagle3Proposer
 from lmx.generation.speculative.factory import FallbackProposer
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
-from lmx.generation.speculative.proposer import DraftTokens, TargetSampler
-from test_rejection_sampling import ratio_to_critical_value
-from test_speculative_decoder import (
-    PROMPT,
-    SETTINGS,
-    sharpened,
-    speculative,
-    tokens_of,
-)
-from tiny_eagle3 import DRAFT_VOCABULARY, fitted_drafter, states_of, tiny_drafter
+from tiny_eagle3 import DRAFT_VOCABULARY, fitted_drafter, states_of
 from tiny_families import VOCABULARY, WINDOW
 from tiny_generators import byte_tokenizer
+from tiny_requests import PENALTIES, PROMPT, sharpened, speculative, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +76,9 @@ def test_greedy_text_of_200_prompts(llama, plain):
     assert total > 50
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", PENALTIES)
 def test_penalties_and_biases_are_applied_exactly(llama, plain, drafter, name):
-    options = {"sampling": SETTINGS[name], "max_tokens": 3 * WINDOW}
+    options = {"sampling": PENALTIES[name], "max_tokens": 3 * WINDOW}
     expected = tokens_of(Generator(llama, byte_tokenizer()), **options)
     generator = speculative(llama, lambda c: Eagle3Proposer(drafter, c), 3)
     assert tokens_of(generator, **options) == expected
@@ -112,15 +100,16 @@ def test_allowed_tokens_that_cannot_be_drafted_give_no_draft(llama, drafter):
 
 # The draft itself
 
+GREEDY = Sampling()
 
-def proposal(model, drafter, tokens, count, *, pieces=(), **options):
+
+def proposal(model, drafter, tokens, count, *, pieces=(), sampling=GREEDY):
     """The draft after `tokens`; the proposer also drafted after earlier prefixes."""
-    sampling = options.pop("sampling", Sampling())
     cache = CacheState(model)
-    proposer = Eagle3Proposer(drafter, cache, **options)
+    proposer = Eagle3Proposer(drafter, cache)
     for end in (*pieces, len(tokens)):
         cache.forward(mx.array([tokens[cache.length : end - 1]]))
-        sampler = TargetSampler(sampling, tokens[:end], VOCABULARY)
+        sampler = Sampler(sampling, tokens[:end], VOCABULARY)
         draft = proposer.propose(tokens[:end], count, sampler)
     return draft
 
@@ -131,20 +120,18 @@ def test_the_draft_is_the_one_of_the_training_forward_pass(
     """Also if the proposer catches up over several rounds, and in small pieces."""
     text = PROMPT + plain
     for end in (2, 9, 23):
-        draft = proposal(llama, drafter, text[:end], 3).tokens.tolist()
+        draft = proposal(llama, drafter, text[:end], 3).tolist()
         tokens = mx.array([text[:end] + draft])
         states = states_of(llama, tokens, drafter)
         hidden = drafter.draft_hidden(tokens, states, mx.array([[end - 1]]), 3)
         logits = drafter.target_logits(drafter.head(hidden))
         assert mx.argmax(logits, axis=-1).flatten().tolist() == draft
-    assert proposal(
-        llama, drafter, text[:23], 3, pieces=(4, 5, 11)
-    ).tokens.tolist() == (draft)
+    assert proposal(llama, drafter, text[:23], 3, pieces=(4, 5, 11)).tolist() == (draft)
     monkeypatch.setattr(eagle3, "READ_STEP_SIZE", 4)
-    assert proposal(llama, drafter, text[:23], 3).tokens.tolist() == draft
+    assert proposal(llama, drafter, text[:23], 3).tolist() == draft
     # Control: other hidden states give another draft.
     layer_ids, drafter.layer_ids = drafter.layer_ids, (1, 1)
-    assert proposal(llama, drafter, text[:23], 3).tokens.tolist() != draft
+    assert proposal(llama, drafter, text[:23], 3).tolist() != draft
     drafter.layer_ids = layer_ids
 
 
@@ -155,25 +142,22 @@ def test_a_drafter_drafts_at_most_what_it_was_trained_for(llama, drafter):
     assert len(proposal(llama, drafter, PROMPT, 0)) == 0
 
 
-def test_the_logits_are_those_that_were_sampled_from(llama, drafter, monkeypatch):
-    sampling, seen = Sampling(temperature=0.7, top_k=9), []
-    sample = mx.random.categorical
-
-    def categorical(logits, **options):
-        seen.append(logits)
-        return sample(logits, **options)
-
-    monkeypatch.setattr(mx.random, "categorical", categorical)
-    draft = proposal(llama, drafter, PROMPT, 4, sampling=sampling)
-    assert mx.array_equal(draft.logits, mx.concatenate(seen))
-    assert draft.logits.shape == (4, VOCABULARY)
-    assert mx.isfinite(draft.logits).sum(axis=-1).tolist() == [9] * 4
-    chosen = mx.take_along_axis(draft.logits, draft.tokens[:, None], axis=-1)
-    assert mx.isfinite(chosen).all()
-    others = proposal(llama, drafter, PROMPT, 4, sampling=sampling, seed=1)
-    assert others.tokens.tolist() != draft.tokens.tolist()
-    greedy = proposal(llama, drafter, PROMPT, 4, sampling=sampling, sampled=False)
-    assert greedy.logits is None
+def test_a_draft_has_the_noise_of_the_request(llama, drafter):
+    """Sampled as the target samples: from the drafter's logits, with its settings."""
+    drafts = []
+    for seed in (0, 1):
+        sampling = Sampling(temperature=0.7, top_k=9, seed=seed)
+        draft = proposal(llama, drafter, PROMPT, 4, sampling=sampling).tolist()
+        text = mx.array([PROMPT + draft])
+        hidden = drafter.draft_hidden(
+            text, states_of(llama, text, drafter), mx.array([[len(PROMPT) - 1]]), 4
+        )
+        logits = drafter.target_logits(drafter.head(hidden)).reshape(4, -1)
+        sampler = Sampler(sampling, PROMPT, VOCABULARY)
+        positions = range(len(PROMPT), len(PROMPT) + 4)
+        assert sampler.sample(logits, positions).tolist() == draft
+        drafts.append(draft)
+    assert drafts[0] != drafts[1]
 
 
 # Prefixes
@@ -235,96 +219,3 @@ def test_fallback_after_prompt_lookup_catches_up(llama, plain, drafter):
     assert tokens_of(generator) == plain
     # Both proposers were used.
     assert 0 < len(calls) < generator.speculative_stats.rounds
-
-
-# Sampled text: the joint distribution of the second and third tokens, which one round
-# drafts.
-
-SMALL, SMALL_DRAFT, SAMPLES = 6, 4, 600
-SAMPLINGS = {
-    "plain": Sampling(temperature=1.0),
-    "cold_top_k": Sampling(temperature=0.7, top_k=4),
-}
-
-
-@pytest.fixture(scope="module")
-def small():
-    """A target of six tokens, and a drafter that can draft four of them."""
-    model = sharpened("llama", vocab_size=SMALL)
-    drafter = tiny_drafter(
-        model,
-        vocab_size=SMALL,
-        counts=np.array([0, 3, 0, 2, 1, 4]),
-        draft_vocab_size=SMALL_DRAFT,
-        num_draft_tokens=3,
-    )
-    # Confident, and often wrong.
-    drafter.lm_head.weight = 2 * drafter.lm_head.weight
-    return model, drafter
-
-
-def joint_probs(model, sampling):
-    """Probabilities [6, 6] of the second and third tokens after the prompt [0]."""
-    tokens = np.array(list(product(range(SMALL), repeat=3)))
-    logits = model(mx.array(np.pad(tokens, ((0, 0), (1, 0)))))[:, :-1]
-    sampler = TargetSampler(sampling, [0], SMALL)
-    logits = sampler.process(logits.reshape(-1, SMALL), sampler.counts)
-    probs = np.array(mx.softmax(logits, axis=-1), np.float64).reshape(-1, 3, SMALL)
-    chosen = np.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
-    return chosen.prod(axis=-1).reshape((SMALL,) * 3).sum(axis=0)
-
-
-def sampled_ratio(model, proposer, drafter, sampling):
-    """Chi-square of sampled text relative to the critical value."""
-    completions = np.zeros((SAMPLES, 2), int)
-    for seed in range(SAMPLES):
-        cache = CacheState(model)
-        decoder = SpeculativeDecoder(
-            cache,
-            proposer(drafter, cache, seed=seed),
-            draft_length=DraftLengthController(max_draft_tokens=2, fixed=2),
-            sampling=replace(sampling, seed=seed),
-        )
-        completions[seed] = list(decoder.decode([0], 4))[1:3]
-    return ratio_to_critical_value(completions, joint_probs(model, sampling))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_sampled_text_keeps_the_distribution(small, name):
-    model, drafter = small
-    assert sampled_ratio(model, Eagle3Proposer, drafter, SAMPLINGS[name]) < 1
-
-
-class Unscattered(Eagle3Proposer):
-    """Wrong: the logits of draft ids stand at the tokens with the same numbers."""
-
-    def propose(self, context, count, sampler):
-        draft = super().propose(context, count, sampler)
-        ids = self._drafter.target_tokens(mx.arange(SMALL_DRAFT))
-        widths = [(0, 0), (0, SMALL - SMALL_DRAFT)]
-        logits = mx.pad(draft.logits[:, ids], widths, constant_values=-mx.inf)
-        return DraftTokens(draft.tokens, logits)
-
-
-class Unprocessed(Eagle3Proposer):
-    """Wrong: the logits of another temperature than the one that was sampled with."""
-
-    def propose(self, context, count, sampler):
-        draft = super().propose(context, count, sampler)
-        return DraftTokens(draft.tokens, 0.25 * draft.logits)
-
-
-class Ids(Eagle3Proposer):
-    """Wrong: draft ids in place of tokens."""
-
-    def propose(self, context, count, sampler):
-        draft = super().propose(context, count, sampler)
-        return DraftTokens(self._drafter.draft_ids[draft.tokens], draft.logits)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", [Unscattered, Unprocessed, Ids])
-def test_chi_square_detects_wrong_proposers(small, wrong):
-    model, drafter = small
-    assert sampled_ratio(model, wrong, drafter, SAMPLINGS["plain"]) > 1.5

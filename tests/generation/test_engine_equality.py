@@ -216,7 +216,7 @@ def first_row(rows, row, make):
         ("gemma3_text", WindowRows, "make_mask", without_mask),
         ("qwen3_next", RecurrentRows, "leave", first_row),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_errors_of_a_cache_are_found(family, kind, name, wrong, monkeypatch):
     model = model_of(family)

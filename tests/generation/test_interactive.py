@@ -160,7 +160,7 @@ def test_interrupted_forward_pass_leaves_no_cache(generator, monkeypatch):
         patch.setattr(CacheState, "forward", fail)
         with pytest.raises(KeyboardInterrupt):
             cached.generate([1, 2, 3], max_tokens=9)
-    assert cached.prefix_cache.nbytes == 0
+    assert cached.engine.scheduler.prefix_cache.nbytes == 0
     expected = generator.generate([1, 2, 3], max_tokens=9).tokens
     assert cached.generate([1, 2, 3], max_tokens=9).tokens == expected
 
@@ -225,14 +225,14 @@ def test_saved_prompt_cache_is_reused(folder, run_json, tmp_path, monkeypatch):
 
     def counting_generator(args, loaded):
         session = original(args, loaded)
-        fetch = session.prefix_cache.fetch
+        fetch = session.engine.scheduler.prefix_cache.fetch
 
         def counted(*arguments):
             output = fetch(*arguments)
             reused.append(output[1])
             return output
 
-        session.prefix_cache.fetch = counted
+        session.engine.scheduler.prefix_cache.fetch = counted
         return session
 
     monkeypatch.setattr(generate, "make_generator", counting_generator)
@@ -455,49 +455,6 @@ def test_adapter_changes_text_and_prompt_cache(generator, folder, run_json, tmp_
         )
 
 
-def test_sequential_verify_uses_single_token_passes(
-    folder, draft, run_json, monkeypatch
-):
-    """Except for the prompt, no forward pass of the target has two tokens."""
-    from lmx.generation.kv_cache.sequence import CacheState
-
-    widths, original = [], CacheState.forward
-
-    def forward(self, tokens):
-        if self.model is not draft_models[0]:
-            widths.append(tokens.shape[1])
-        return original(self, tokens)
-
-    draft_models, make = [], factory.DraftModelProposer
-    monkeypatch.setattr(
-        factory,
-        "DraftModelProposer",
-        lambda model: draft_models.append(model) or make(model),
-    )
-    words = [
-        folder,
-        "--json",
-        "--prompt",
-        "x",
-        "--max-tokens",
-        20,
-        "--draft-model",
-        draft,
-    ]
-    words += ["--num-draft-tokens", 3]
-    (baseline,) = run_json(*words)
-    monkeypatch.setattr(CacheState, "forward", forward)
-    draft_models.clear()
-    (output,) = run_json(*words, "--sequential-verify")
-    assert output["tokens"] == baseline["tokens"]
-    assert output["speculation"]["rounds"] > 2
-    assert set(widths[1:]) == {1}
-    widths.clear()
-    draft_models.clear()
-    run_json(*words)
-    assert 4 in widths
-
-
 def test_kv_bits_quantizes_the_cache(run_json):
     from lmx.models.loader import load
 
@@ -551,7 +508,7 @@ def test_kv_bits_of_the_checkpoint_are_used_unless_named(run_json, tmp_path):
     with pytest.raises(UserError, match="for 5 layers, and the model has 6"):
         Generator(
             loaded.model, loaded.tokenizer, kv_bits=load(folder).kv_bits
-        ).new_cache()
+        ).engine.scheduler.new_cache()
 
 
 def test_chat_prompts_on_a_terminal(folder, capsys, monkeypatch):

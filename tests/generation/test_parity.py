@@ -2,13 +2,15 @@
 
 import mlx.core as mx
 import pytest
+from lmx.generation.engine import Engine
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
-from lmx.generation.speculative.decoder import SpeculativeDecoder
+from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import DraftModelProposer
 from lmx.generation.speculative.parity import check_parity
 from tiny_generators import tiny
+from tiny_requests import run
 
 PROMPT = [5, 9, 200, 31, 5, 9]
 GREEDY = Sampling()
@@ -29,15 +31,13 @@ class WrongInBatches:
         return logits + self.noise * mx.random.normal(logits.shape)
 
 
-def decode_speculatively(model, sampling=GREEDY, **options):
-    decoder = SpeculativeDecoder(
-        CacheState(model),
-        DraftModelProposer(model),
+def decode_speculatively(model):
+    engine = Engine(
+        model,
+        make_proposer=lambda _: DraftModelProposer(model),
         draft_length=DraftLengthController(fixed=4),
-        sampling=sampling,
-        **options,
     )
-    return list(decoder.decode(PROMPT, 200))
+    return run(engine, [GenerationRequest(PROMPT, 200)])[0]
 
 
 def test_check_parity_reports_mismatches_with_margins():
@@ -70,19 +70,3 @@ def test_check_parity_separates_errors_from_rounding():
     assert not check_parity(CacheState(model), PROMPT, wrong, GREEDY).to_json()[
         "all_from_rounding"
     ]
-
-
-def test_sequential_verify_has_no_mismatches():
-    """Only forward passes over several tokens are wrong, so none may be used."""
-    for sampling in (GREEDY, Sampling(repetition_penalty=1.2)):
-        model = tiny("llama")
-        completion = decode_speculatively(
-            WrongInBatches(model, 0.5),
-            sampling,
-            sequential_verify=True,
-            prefill_step_size=1,
-        )
-        assert (
-            check_parity(CacheState(model), PROMPT, completion, sampling).mismatches
-            == []
-        )

@@ -6,8 +6,8 @@ import os
 import mlx.core as mx
 import pytest
 from lmx.errors import UserError
-from lmx.generation import prefix_cache
 from lmx.generation.generator import Generator
+from lmx.generation.kv_cache import prefix as prefix_cache
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.sequence import CacheState
 from test_kv_cache import LONG, assert_close, random_tokens, tiny

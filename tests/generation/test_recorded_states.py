@@ -13,7 +13,7 @@ from lmx.models.hooks import (
     forward_with_hidden_states,
     require_hidden_states,
 )
-from test_speculative_decoder import sharpened
+from tiny_requests import sharpened
 
 LAYERS = (0, 1)
 TOKENS = [5, 9, 2, 7, 1, 8, 3, 3, 6, 4, 2, 9]

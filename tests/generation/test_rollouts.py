@@ -3,7 +3,6 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.generation.kv_cache.batch import require_batchable
 from lmx.generation.rollouts import sample_completions
 from test_kv_cache import tiny as family
 from tiny_generators import tiny
@@ -42,28 +41,6 @@ def test_log_probabilities_equal_those_of_a_forward_pass(name, temperature):
         for completion in group:
             expected = logps_of(model, prompt, completion, temperature)
             np.testing.assert_allclose(completion.logps, expected, atol=1e-4)
-
-
-def test_caches_are_not_larger_than_the_completions_may_need():
-    class Watched:
-        def __init__(self, model):
-            self.model, self.sizes = model, set()
-
-        def __getattr__(self, name):
-            return getattr(self.model, name)
-
-        def __call__(self, tokens, cache):
-            logits = self.model(tokens, cache=cache)
-            if len(tokens) > 1:
-                self.sizes.add(cache[0].keys.shape[2])
-            return logits
-
-    model = Watched(tiny("llama"))
-    require_batchable(model)
-    model.sizes.clear()
-    sample(model)
-    longest = max(map(len, PROMPTS)) - 1
-    assert max(model.sizes) == longest + 10
 
 
 def test_completion_ends_with_the_first_stop_token():

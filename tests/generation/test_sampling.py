@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.errors import UserError
-from lmx.generation.sampling import Sampling, filter_logits, make_sampler
+from lmx.generation.sampler import Sampler
+from lmx.generation.sampling import Sampling, filter_logits
 
 LOGITS = np.array([2.0, 1.4, 1.1, 0.9, 0.2, -0.3, -1.0, -2.5, -4.0, 0.7])
 NUM_SAMPLES = 40_000
@@ -39,9 +40,9 @@ def chi_square(samples, expected):
 
 
 def sample(seed=0, **settings):
-    sampler = make_sampler(Sampling(seed=seed, **settings))
+    sampler = Sampler(Sampling(seed=seed, **settings), [0], len(LOGITS))
     logits = mx.broadcast_to(mx.array(LOGITS, mx.float32), (NUM_SAMPLES, len(LOGITS)))
-    return np.array(sampler(logits))
+    return np.array(sampler.sample(logits, range(NUM_SAMPLES)))
 
 
 SETTINGS = [
@@ -65,18 +66,6 @@ def test_chi_square_detects_wrong_temperature():
     samples = sample(temperature=1.0)
     statistic, critical = chi_square(samples, reference(LOGITS, temperature=1.05))
     assert statistic > critical
-
-
-def test_sampler_steps_are_independent():
-    sampler = make_sampler(Sampling(temperature=1.0, seed=5))
-    logits = mx.array(LOGITS[None, :3], mx.float32)
-    samples = np.concatenate([np.array(sampler(logits)) for _ in range(3000)])
-    p = reference(LOGITS[:3])
-    statistic, critical = chi_square(samples, p)
-    assert statistic < critical
-    pairs = samples[:-1] * 3 + samples[1:]
-    statistic, _ = chi_square(pairs, np.outer(p, p).ravel())
-    assert statistic < 40  # 8 degrees of freedom; a larger limit, as pairs overlap
 
 
 HALVES, UNEQUAL = [0.5, 0.25, 0.125, 0.125], [0.4, 0.3, 0.2, 0.1]
@@ -146,8 +135,8 @@ def test_sampler_keeps_global_random_state():
 def test_filter_logits_handles_extreme_values(dtype):
     logits = mx.array([[-1e4, 6e4, 0.0, -mx.inf]]).astype(dtype)
     settings = Sampling(temperature=1e-5, top_p=0.5, top_k=2, min_p=0.9)
-    assert make_sampler(settings)(logits).tolist() == [1]
-    assert make_sampler(Sampling())(logits).tolist() == [1]
+    for each in (settings, Sampling()):
+        assert Sampler(each, [0], 4).sample(logits, [3]).tolist() == [1]
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,14 @@ class DraftBenchmark:
         """Decode all prompts with every decoder; the output is the target's in each."""
         completions = {STANDARD: self._decode(None, 0, sampling)}
         references = [
-            ReferenceCompletion(self.target, prompt, completion.tokens, sampling)
-            for prompt, completion in zip(
-                self.prompts, completions[STANDARD], strict=True
+            ReferenceCompletion(
+                self.target,
+                prompt,
+                completion.tokens,
+                with_seed_offset(sampling, index),
+            )
+            for index, (prompt, completion) in enumerate(
+                zip(self.prompts, completions[STANDARD], strict=True)
             )
         ]
         mean = np.mean([len(reference.tokens) - 1 for reference in references])

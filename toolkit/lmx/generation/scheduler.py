@@ -173,6 +173,9 @@ class Scheduler:
         sequence.prefilled = sequence.state.length
         if self.make_proposer:
             sequence.proposer = self.make_proposer(sequence.state)
+        else:
+            # A prefix may have hidden states, which only a drafter reads.
+            sequence.state.recorded = None
 
     def _share_prompt(self, sequence: RunningSequence) -> None:
         """Copy the cache of a prompt for the next request, if it has the same one."""

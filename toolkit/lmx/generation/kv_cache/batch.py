@@ -161,7 +161,8 @@ class CacheBatch:
                 self.model, tokens, layer_ids, cache=self.caches
             )
             for row, recorded in enumerate(self.recorded):
-                recorded.append(hidden[row : row + 1, : counts[row]])
+                if recorded:
+                    recorded.append(hidden[row : row + 1, : counts[row]])
         else:
             logits = self.model(tokens, cache=self.caches)
         self._end(counts)

@@ -90,10 +90,10 @@ class DraftData:
             ]
             completions = generator.generate(requests)
             references[name] = [
-                ReferenceCompletion(self.target.model, prompt.tokens, tokens, sampling)
-                for prompt, tokens in zip(
-                    self.benchmark_prompts, completions, strict=True
+                ReferenceCompletion(
+                    self.target.model, request.prompt, tokens, request.sampling
                 )
+                for request, tokens in zip(requests, completions, strict=True)
             ]
         return references
 
