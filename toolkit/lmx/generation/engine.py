@@ -7,7 +7,6 @@ request, or a round of draft tokens. So a long prompt does not block the others.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +20,7 @@ from .sampler import Sampler, sample_rows
 from .sequence import GenerationRequest, RunningSequence, TokenOutput
 from .speculative.draft_length import DraftLengthController
 from .speculative.proposer import NO_DRAFT, MakeProposer
-from .speculative.stats import SpeculativeStats
+from .speculative.stats import SpeculativeStats, StandardSteps
 
 CLEAR_CACHE_INTERVAL = 256
 """Steps between releases of MLX's buffer cache, which grows with the context."""
@@ -79,7 +78,7 @@ class Engine:
         self._next_tokens = mx.zeros(0, mx.int32)
         self._in_flight: tuple | None = None
         self._controllers: dict[int, DraftLengthController] = {}
-        self._standard = _StandardSteps()
+        self._standard = StandardSteps()
         self._launch_seconds = 0.0
         self._steps = 0
         self._wired = ExitStack()
@@ -273,7 +272,7 @@ class Engine:
         self._running.append(sequence)
         last = mx.array([sequence.tokens[-1]], mx.int32)
         self._next_tokens = mx.concatenate([self._next_tokens, last])
-        self._standard = _StandardSteps(self._standard.left)
+        self._standard = StandardSteps(self._standard.left)
 
     # Standard steps
 
@@ -378,7 +377,7 @@ class Engine:
             return True
         if self._controller.next_length():
             return True
-        self._standard = _StandardSteps(STANDARD_STEPS)
+        self._standard = StandardSteps(STANDARD_STEPS)
         return False
 
     def _propose(self) -> bool:
@@ -400,7 +399,7 @@ class Engine:
             return True
         for sequence in self._running:
             sequence.draft = None
-        self._standard = _StandardSteps(RETRY_STEPS)
+        self._standard = StandardSteps(RETRY_STEPS)
         return False
 
     def _round(self) -> list[TokenOutput]:
@@ -466,15 +465,6 @@ class Engine:
         controller.record_round(drafted, accepted, seconds)
         tokens = 1 + sum(accepted) / len(accepted)
         self.stats.add_time(tokens, seconds, controller)
-
-
-@dataclass
-class _StandardSteps:
-    """Steps without a draft: those left before the next draft, and those timed."""
-
-    left: int = 0
-    count: int = 0
-    seconds: float = 0.0
 
 
 def _accepted(draft: Sequence[int], sampled: Sequence[int]) -> int:
