@@ -158,7 +158,7 @@ class Engine:
         previous, self._in_flight = self._in_flight, self._launch()
         if previous:
             outputs += self._collect(previous)
-            self._count_standard(time.perf_counter() - start)
+            self._time_standard(time.perf_counter() - start)
         return outputs
 
     def _rest(self) -> None:
@@ -342,16 +342,17 @@ class Engine:
                 outputs.append(sequence.fail(nan_predictions("the model")))
             else:
                 outputs.append(sequence.add(token, score))
+        if self.make_proposer:
+            self.stats.standard_tokens += len(outputs)
         return outputs
 
-    def _count_standard(self, seconds: float) -> None:
-        """Count a step without a draft, for the choice of the draft length."""
+    def _time_standard(self, seconds: float) -> None:
+        """Time a step without a draft, for the choice of the draft length."""
         if not self.make_proposer:
             return
         steps = self._standard
         steps.count, steps.seconds = steps.count + 1, steps.seconds + seconds
         steps.left -= 1
-        self.stats.standard_tokens += len(self._running)
         if steps.left <= 0:
             controller = self._controller
             controller.record_standard(steps.count, steps.seconds)
