@@ -400,7 +400,9 @@ class Engine:
             return True
         for sequence in self._running:
             sequence.draft = None
-        self._standard = StandardSteps(RETRY_STEPS)
+        # Not after a last token, which needs no draft: the next request may have one.
+        if any(s.remaining > 1 for s in self._running):
+            self._standard = StandardSteps(RETRY_STEPS)
         return False
 
     def _round(self) -> list[TokenOutput]:
