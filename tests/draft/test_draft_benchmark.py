@@ -183,11 +183,8 @@ def test_draft_benchmark_matches_predicted_accepted_length(temperature):
     stats = result.stats[DRAFT]
     assert 0.3 < stats.acceptance_rate < 0.99
     assert 1 < stats.accepted_length < result.num_draft_tokens + 1
-    # The draft model has the noise of the completions. Only where the first round ends
-    # is not predicted: it drafts the first token too.
-    assert stats.accepted_length == pytest.approx(
-        result.predicted_accepted_length, rel=0.08
-    )
+    # The draft model has the noise of the completions, so the prediction is exact.
+    assert stats.accepted_length == pytest.approx(result.predicted_accepted_length)
     assert result.stats[PROMPT_LOOKUP].speedup > 0
     assert result.predicted_speedup == FREE.speedup(
         result.predicted_accepted_length, result.num_draft_tokens
@@ -217,7 +214,7 @@ def test_acceptance_probs_of_target_itself_are_one():
     target = build_model(model_config())
     generator = Generator(target, NullTokenizer())
     for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=0.9)):
-        result = generator.generate([1, 2], max_tokens=5, sampling=sampling)
+        result = generator.generate([1, 2], max_tokens=8, sampling=sampling)
         text = result.tokens
         probs = ReferenceCompletion(target, [1, 2], text, sampling).acceptance_probs(
             target

@@ -367,3 +367,15 @@ def test_wired_limit_is_restored(llama, monkeypatch):
         [*rounds(engine)]
         assert limits == [111, 1 << 40, 111]
         del limits[1:]
+
+
+def test_every_request_of_an_engine_is_drafted_from_its_start():
+    """The last token of the request before, which needs no draft, is no reason."""
+    model = sharpened("llama")
+    engine = Engine(
+        model, make_proposer=lambda _: DraftModelProposer(model), draft_length=FIXED
+    )
+    for number in range(1, 4):
+        run(engine, [request(*PROMPT, number, max_tokens=21)])
+        assert engine.stats.accepted == [5 * number] * 3
+        assert engine.stats.standard_tokens == number

@@ -8,7 +8,7 @@ import os
 import pytest
 from lmx.cli import generate, main
 from lmx.errors import WILL_NOT_FIT, UserError
-from lmx.generation import generator as generator_module
+from lmx.generation import scheduler as scheduler_module
 from lmx.generation.generator import Generator
 from lmx.generation.outputs import GenerationResponse, GenerationResult
 from lmx.generation.sampling import Sampling
@@ -50,7 +50,7 @@ def test_generate_streams_text_and_reports_on_stderr(generator, run_folder, caps
 def test_more_tokens_than_fit_in_memory_are_refused(
     generator, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(generator_module, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(scheduler_module, "available_memory", lambda: 10**9)
     write_folder(generator, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["max_position_embeddings"] = 10**9

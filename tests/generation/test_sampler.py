@@ -124,8 +124,10 @@ def test_rows_are_sampled_as_alone(mixed):
     logits = mx.array(draw.normal(size=(count, 4, VOCAB)), mx.float32)
     drafts = [mx.array(draw.integers(0, VOCAB, 1 + n % 3)) for n in range(count)]
     positions = draw.integers(2, 90, count).tolist()
-    together = sample_rows(samplers, logits, positions, drafts).tolist()
-    for row, (sampler, draft) in enumerate(zip(samplers, drafts, strict=True)):
+    pairs = list(zip(samplers, drafts, strict=True))
+    counts = [sampler.counts_along(draft) for sampler, draft in pairs]
+    together = sample_rows(samplers, logits, positions, counts).tolist()
+    for row, (sampler, draft) in enumerate(pairs):
         for index in range(len(draft) + 1):
             assert together[row][index] == (
                 sampler.sample(

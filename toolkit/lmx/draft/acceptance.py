@@ -34,12 +34,12 @@ class ReferenceCompletion:
     sampling: Sampling
 
     def acceptance_probs(self, draft: Any) -> np.ndarray:
-        """Acceptance probabilities [L - 1, K] of the draft tokens of a draft model.
+        """Acceptance probabilities [L, K] of the draft tokens of a draft model.
 
         See `probs_of_logits`. K is `MAX_DRAFT_TOKENS`. A draft model that has accepted
         draft tokens predicts the next one as if it had not drafted them.
         """
-        logits = draft(self._all_tokens)[0, len(self.prompt) : -1]
+        logits = draft(self._all_tokens)[0, len(self.prompt) - 1 : -1]
         probs = self.probs_of_logits(logits[:, None])[:, 0]
         padded = np.pad(probs, (0, MAX_DRAFT_TOKENS))
         columns = np.arange(MAX_DRAFT_TOKENS)
@@ -52,28 +52,30 @@ class ReferenceCompletion:
         _, states = forward_with_hidden_states(
             self.target, tokens[:, :-1], drafter.layer_ids
         )
-        starts = mx.arange(len(self.prompt), tokens.shape[1] - 1)
-        probs = []
+        # A prompt of one token has no hidden states to read, so nothing is drafted.
+        unread = int(len(self.prompt) == 1)
+        starts = mx.arange(len(self.prompt) - 1 + unread, tokens.shape[1] - 1)
+        probs = [np.zeros((unread, count))]
         for first in range(0, len(starts), ROUNDS_PER_CHUNK):
             chunk = starts[first : first + ROUNDS_PER_CHUNK]
             hidden = drafter.draft_hidden(tokens, states, chunk[None], count)[0]
             logits = drafter.target_logits(drafter.head(hidden))
-            probs.append(self.probs_of_logits(logits, first))
+            probs.append(self.probs_of_logits(logits, first + unread))
         return np.concatenate(probs)
 
     def probs_of_logits(self, logits: mx.array, first: int = 0) -> np.ndarray:
         """The acceptance probabilities [M, K] of rounds with these logits [M, K, V].
 
-        The last token before round m is token first + m of the completion. A draft
-        token is sampled with the noise of its position, as the completion was, and is
-        accepted if both are equal: the probability is 0 or 1. It is 0 past the end.
+        The first draft token of round m is for token first + m of the completion. Draft
+        tokens are sampled with the noise of their position, as the completion was, and
+        are accepted if both are equal: the probability is 0 or 1. It is 0 past the end.
         """
         rounds, count, _ = logits.shape
         places = first + mx.arange(rounds)[:, None] + mx.arange(count)
-        is_inside = places < len(self.tokens) - 1
-        places = mx.minimum(places, len(self.tokens) - 2)
-        drafted = mx.array(self.tokens[1:], mx.int32)[places]
-        positions = np.array(len(self.prompt) + 1 + places).reshape(-1)
+        is_inside = places < len(self.tokens)
+        places = mx.minimum(places, len(self.tokens) - 1)
+        drafted = mx.array(self.tokens, mx.int32)[places]
+        positions = np.array(len(self.prompt) + places).reshape(-1)
         sampled = self._sampler.sample(logits.flatten(0, 1), positions)
         accepted = sampled.reshape(rounds, count) == drafted
         return np.array(mx.where(is_inside, accepted, 0.0)).astype(float)
@@ -107,8 +109,8 @@ def predict_accepted_length(
     is propagated through the positions of a completion.
 
     Args:
-        acceptance_probs: [L - 1, K] per completion, for all tokens but the first: of
-            the draft tokens of a round that starts there.
+        acceptance_probs: [L, K] per completion, of the draft tokens of a round that
+            starts at each of its tokens.
     """
     tokens, rounds = 0, 0.0
     for probs in acceptance_probs:

@@ -252,6 +252,6 @@ def _decoding_stats(
         speedup=rate / (standard.tokens_per_second or math.inf),
         acceptance_rate=total.acceptance_rate,
         acceptance_rate_by_position=tuple(total.acceptance_rate_by_position),
-        accepted_length=tokens / passes if passes else None,
+        accepted_length=(tokens + len(completions)) / passes if passes else None,
         num_draft_tokens=num_draft_tokens,
     )

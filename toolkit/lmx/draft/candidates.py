@@ -35,7 +35,7 @@ class Candidate(Protocol):
         ...
 
     def acceptance_probs(self, completion: ReferenceCompletion) -> np.ndarray:
-        """Acceptance probabilities [L - 1, K], K >= `max_draft_tokens`."""
+        """Acceptance probabilities [L, K], K >= `max_draft_tokens`."""
         ...
 
     def prefill(self, num_tokens: int) -> None:

@@ -7,7 +7,6 @@ request, or a round of draft tokens. So a long prompt does not block the others.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +24,7 @@ from .speculative.proposer import (
     accepted_tokens,
     propose,
 )
-from .speculative.stats import SpeculativeStats
+from .speculative.stats import SpeculativeStats, StandardSteps
 
 CLEAR_CACHE_INTERVAL = 256
 """Steps between releases of MLX's buffer cache, which grows with the context."""
@@ -69,7 +68,7 @@ class Engine:
         self._next_tokens = mx.zeros(0, mx.int32)
         self._in_flight: tuple | None = None
         self._controllers: dict[int, DraftLengthController] = {}
-        self._standard = _StandardSteps()
+        self._standard = StandardSteps()
         self._launch_seconds = 0.0
         self._steps = 0
         self._wired = ExitStack()
@@ -142,7 +141,7 @@ class Engine:
         previous, self._in_flight = self._in_flight, self._launch()
         if previous:
             outputs += self._collect(previous)
-            self._count_standard(time.perf_counter() - start)
+            self._time_standard(time.perf_counter() - start)
         return outputs
 
     def _rest(self) -> None:
@@ -192,7 +191,7 @@ class Engine:
         self._running.append(sequence)
         last = mx.array([sequence.tokens[-1]], mx.int32)
         self._next_tokens = mx.concatenate([self._next_tokens, last])
-        self._standard = _StandardSteps(self._standard.left)
+        self._standard = StandardSteps(self._standard.left)
 
     # Standard steps
 
@@ -265,16 +264,17 @@ class Engine:
                 outputs.append(sequence.fail(nan_predictions("the model")))
             else:
                 outputs.append(sequence.add(token, score))
+        if self.scheduler.make_proposer:
+            self.stats.standard_tokens += len(outputs)
         return outputs
 
-    def _count_standard(self, seconds: float) -> None:
-        """Count a step without a draft, for the choice of the draft length."""
+    def _time_standard(self, seconds: float) -> None:
+        """Time a step without a draft, for the choice of the draft length."""
         if not self.scheduler.make_proposer:
             return
         steps = self._standard
         steps.count, steps.seconds = steps.count + 1, steps.seconds + seconds
         steps.left -= 1
-        self.stats.standard_tokens += len(self._running)
         if steps.left <= 0:
             controller = self._controller
             controller.record_standard(steps.count, steps.seconds)
@@ -303,7 +303,7 @@ class Engine:
             return True
         if self._controller.next_length():
             return True
-        self._standard = _StandardSteps(STANDARD_STEPS)
+        self._standard = StandardSteps(STANDARD_STEPS)
         return False
 
     def _propose(self) -> bool:
@@ -330,7 +330,9 @@ class Engine:
             return True
         for sequence in self._running:
             sequence.draft = None
-        self._standard = _StandardSteps(RETRY_STEPS)
+        # Not after a last token, which needs no draft: the next request may have one.
+        if any(s.remaining > 1 for s in self._running):
+            self._standard = StandardSteps(RETRY_STEPS)
         return False
 
     def _round(self) -> list[TokenOutput]:
@@ -396,15 +398,6 @@ class Engine:
         controller.record_round(drafted, accepted, seconds)
         tokens = 1 + sum(accepted) / len(accepted)
         self.stats.add_time(tokens, seconds, controller)
-
-
-@dataclass
-class _StandardSteps:
-    """Steps without a draft: those left before the next draft, and those timed."""
-
-    left: int = 0
-    count: int = 0
-    seconds: float = 0.0
 
 
 def _padded(rows: Sequence[mx.array], width: int) -> mx.array:

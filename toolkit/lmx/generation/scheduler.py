@@ -64,7 +64,7 @@ class Scheduler:
     @cached_property
     def _vocab_size(self) -> int:
         # Only the shape is used, so nothing is computed.
-        return self.new_cache().forward(mx.zeros((1, 1), mx.int32)).shape[-1]
+        return self.model(mx.zeros((1, 1), mx.int32)).shape[-1]
 
     def new_cache(self) -> CacheState:
         """An empty cache of one sequence."""

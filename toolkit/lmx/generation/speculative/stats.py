@@ -6,6 +6,15 @@ from .draft_length import DraftLengthController
 
 
 @dataclass
+class StandardSteps:
+    """Steps without a draft: those left before the next draft, and those timed."""
+
+    left: int = 0
+    count: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
 class SpeculativeStats:
     """Statistics of speculative decoding.
 
