@@ -209,7 +209,8 @@ class Engine:
         self._next_tokens = tokens[:, 0]
         for row, sequence in enumerate(self._running):
             sequence.launched += 1
-            sequence.sampler.advance(tokens[row])
+            if sequence.sampler.has_counts:
+                sequence.sampler.advance(tokens[row])
         return list(self._running), tokens, logprobs, is_nan
 
     @property
@@ -228,20 +229,35 @@ class Engine:
         Args:
             counts: those of `sample_rows`.
         """
-        if not any(sequence.request.logprobs for sequence in self._running):
+        kinds = {sequence.request.logprobs for sequence in self._running}
+        if kinds == {None}:
             return None
-        width, rows = logits.shape[1], []
-        for row, (sequence, values) in enumerate(
-            zip(self._running, logits, strict=True)
-        ):
-            if sequence.request.logprobs == "processed":
-                seen = counts[row] if counts else sequence.sampler.counts
-                used = sequence.sampler.process(values[: len(seen)], seen)
-                values = mx.pad(used, [(0, width - len(used)), (0, 0)])
-            rows.append(values)
-        logits = mx.stack(rows).astype(mx.float32)
+        if "processed" in kinds:
+            logits = self._processed(logits, counts)
+        logits = logits.astype(mx.float32)
         chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
         return chosen - mx.logsumexp(logits, axis=-1)
+
+    def _processed(
+        self, logits: mx.array, counts: Sequence[mx.array] | None
+    ) -> mx.array:
+        """The logits [B, N, V] that are sampled from, where a request wants them."""
+        samplers = [sequence.sampler for sequence in self._running]
+        key, shape = samplers[0].batch_key, logits.shape
+        wants = [s.request.logprobs == "processed" for s in self._running]
+        if all(wants) and key and all(s.batch_key == key for s in samplers):
+            return samplers[0].process(logits.reshape(-1, shape[-1])).reshape(shape)
+        rows = []
+        for row, (sampler, values) in enumerate(zip(samplers, logits, strict=True)):
+            if wants[row]:
+                seen = counts[row] if counts else sampler.counts
+                # Without penalties, the logits of all positions are processed alike.
+                used = sampler.process(
+                    values[: len(seen)] if seen.size else values, seen
+                )
+                values = mx.pad(used, [(0, shape[1] - len(used)), (0, 0)])
+            rows.append(values.astype(mx.float32))
+        return mx.stack(rows)
 
     def _collect(self, step: tuple | None = None) -> list[TokenOutput]:
         """Read the tokens of a step; None = of the one in flight, if any."""

@@ -28,6 +28,7 @@ class Sampler:
 
     Attributes:
         counts: occurrences [1, V] of every token so far; empty without penalties.
+        batch_key: samplers with equal keys can sample together; None = this one cannot.
     """
 
     def __init__(self, sampling: Sampling, context: Sequence[int], vocab_size: int):
@@ -37,6 +38,8 @@ class Sampler:
         self.counts = mx.zeros((1, 0))
         if self._processor:
             self.counts = self._processor.count_prompts([context])
+        self._settings = replace(sampling, seed=0)
+        self.batch_key = None if self._processor else self._settings
         self._seed = np.random.SeedSequence(sampling.seed).generate_state(2)
 
     @property
@@ -45,9 +48,9 @@ class Sampler:
         return self.sampling.is_greedy
 
     @property
-    def batch_key(self) -> Sampling | None:
-        """Samplers with equal keys can sample together; None = this one cannot."""
-        return None if self._processor else replace(self.sampling, seed=0)
+    def has_counts(self) -> bool:
+        """Whether `counts` or a bias change the logits."""
+        return self._processor is not None
 
     def noise_keys(self, positions: Sequence[int]) -> np.ndarray:
         """Keys of the noise at positions [k], uint32 [k, 2]."""
@@ -71,8 +74,7 @@ class Sampler:
             counts: [k, V], for the penalties; None = those of the sampler.
         """
         logits = self._process(logits, self.counts if counts is None else counts)
-        draw = _draw(replace(self.sampling, seed=0))
-        return draw(logits, mx.array(self.noise_keys(positions)))
+        return _draw(self._settings)(logits, mx.array(self.noise_keys(positions)))
 
     def process(self, logits: mx.array, counts: mx.array | None = None) -> mx.array:
         """Logits [k, W] of a model as float32 [k, V], softmax = what is sampled from.
