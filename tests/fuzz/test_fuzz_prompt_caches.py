@@ -132,7 +132,7 @@ def outcome(family: str, folder: Path, *, is_signed: bool) -> str:
     prefixes = PrefixCache(1 << 30)
     tokenizer = byte_tokenizer(template=TEMPLATE)
     generator = Generator(model_of(family), tokenizer, prefix_cache=prefixes)
-    state = generator.new_cache()
+    state = generator.engine.scheduler.new_cache()
     try:
         saved = load_prompt_cache(state, folder, digest="d")
         prefixes.insert(saved.tokens, state)

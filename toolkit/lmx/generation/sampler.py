@@ -128,6 +128,8 @@ def sample_rows(
     rows, width, vocab_size = logits.shape
     is_whole = vocab_size == samplers[0].vocab_size
     if is_whole and key and all(sampler.batch_key == key for sampler in samplers):
+        if key.is_greedy:
+            return mx.argmax(logits, axis=-1).astype(mx.int32)
         pairs = zip(samplers, positions, strict=True)
         keys = [s.noise_keys(range(start, start + width)) for s, start in pairs]
         flat = logits.reshape(rows * width, vocab_size)
