@@ -26,7 +26,7 @@ def main() -> None:
     prompts = _prompts(settings, target.tokenizer)
     sources = {PROMPT_LOOKUP: PROMPT_LOOKUP} | settings["drafts"]
     proposers = {"plain": None} | {
-        name: proposer_factory(source, target, [], load_draft=load)
+        name: proposer_factory(source, target, load_draft=load)
         for name, source in sources.items()
     }
     results = {}

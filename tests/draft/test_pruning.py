@@ -2,12 +2,18 @@
 
 import mlx.core as mx
 import pytest
-from lmx.draft.pruning import most_important_blocks, prune, pruned_config
+from lmx.draft.pruning import (
+    most_important_blocks,
+    prune,
+    pruned_config,
+    rank_layers,
+    skip_layers,
+)
 from lmx.draft.report import require_servable
 from lmx.errors import UserError
-from lmx.generation.speculative.layer_skip import skip_layers
 from lmx.models.loader import build_model
 from mlx.utils import tree_flatten
+from tiny_families import member
 
 CONFIG = {
     "model_type": "qwen3",
@@ -86,3 +92,18 @@ def test_require_servable_rejects_sliding_windows():
     }
     with pytest.raises(UserError, match="full attention"):
         require_servable(window, CONFIG, 50, place="here")
+
+
+def test_blocks_that_do_nothing_are_the_least_important():
+    model = build_model(CONFIG | {"num_hidden_layers": 6})
+    for index in (2, 4):
+        idle = model.model.layers[index]
+        idle.self_attn.o_proj.weight *= 0
+        idle.mlp.down_proj.weight *= 0
+    assert set(rank_layers(model, TOKENS)[:2]) == {2, 4}
+
+
+def test_a_model_that_needs_its_blocks_is_refused():
+    model = member("gemma3_text")
+    with pytest.raises(UserError, match="with fewer layers"):
+        skip_layers(model, [1])

@@ -18,7 +18,7 @@ from lmx.generation.generator import Generator
 from lmx.generation.kv_cache.prefix import METADATA_FILE, PrefixCache
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
-from lmx.generation.speculative import factory
+from lmx.generation.speculative.prompt_lookup import PromptLookupProposer
 from lmx.run.terminal import StreamedText, printable
 from mlx.utils import tree_map
 from tiny_generators import byte_tokenizer, chatting, tiny, write_folder
@@ -262,12 +262,8 @@ def test_prompt_cache_of_another_model_is_rejected(folder, draft, run_json, tmp_
         lmx(draft, "--prompt", "x", "--prompt-cache-file", cache_folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["prompt-lookup", "layer-skip", "model", "prompt-lookup+model"]
-)
-def test_draft_does_not_change_text(name, folder, draft, run_json, monkeypatch):
-    # The choice depends on measured times, so it is fixed here.
-    monkeypatch.setattr(factory, "choose_skipped_layers", lambda model, tokens: [1])
+@pytest.mark.parametrize("name", ["prompt-lookup", "model", "prompt-lookup+model"])
+def test_draft_does_not_change_text(name, folder, draft, run_json):
     name = name.replace("model", str(draft))
     words = [folder, "--json", "--prompt", "abcabcabcabc", "--max-tokens", 60]
     (baseline,) = run_json(*words)
@@ -303,15 +299,6 @@ def test_summary_reports_speculation(folder, draft, capsys):
     assert err.endswith(
         "0 of 30 tokens differ from standard decoding (0.00 per 1,000)\n"
     )
-
-
-def test_no_speedup_disables_draft(folder, capsys, monkeypatch):
-    monkeypatch.setattr(factory, "choose_skipped_layers", lambda model, tokens: [])
-    assert (
-        lmx(folder, "--prompt", "x", "--draft-model", "layer-skip", "--max-tokens", 3)
-        == 0
-    )
-    assert "no speed-up from drafting on this machine" in capsys.readouterr().err
 
 
 def test_draft_with_other_tokenizer_is_rejected(folder, tmp_path):
@@ -359,6 +346,25 @@ def test_input_file_completions_keep_order(generator, folder, run_json, tmp_path
         assert result["tokens"] == len(one.tokens)
         assert result["prompt_tokens"] == one.prompt_tokens
         assert result["finish_reason"] == one.finish_reason
+
+
+def test_input_file_is_answered_with_drafts(folder, run_json, tmp_path, monkeypatch):
+    proposed = []
+    propose = PromptLookupProposer.propose
+
+    def record(self, *args):
+        proposed.append(propose(self, *args))
+        return proposed[-1]
+
+    monkeypatch.setattr(PromptLookupProposer, "propose", record)
+    file = tmp_path / "requests.jsonl"
+    file.write_text("".join(f'{{"prompt": "abcabc{n}abcabc"}}\n' for n in range(3)))
+    words = [folder, "--input-file", file, "--max-tokens", 24]
+    expected = run_json(*words)
+    assert not proposed
+    options = ["--draft-model", "prompt-lookup", "--num-draft-tokens", 2]
+    assert run_json(*words, *options) == expected
+    assert proposed
 
 
 def test_input_file_completion_ends_at_stop_string(

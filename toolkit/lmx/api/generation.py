@@ -136,15 +136,14 @@ def generate(
         if stream:
             raise UserError("stream works with one prompt, not with a list")
         prompts = [_encode(loaded, each, settings) for each in prompt]
-        sample = prompts[0] if prompts else []
-        generator = loaded.generator(name, count, kv_bits=kv_bits, sample=sample)
+        generator = loaded.generator(name, count, kv_bits=kv_bits)
         requests = [
             generator.request(tokens, max_tokens=max_tokens, sampling=sampling)
             for tokens in prompts
         ]
         return list(generator.generate_all(requests, stop=stop))
     tokens = _encode(loaded, prompt, settings)
-    generator = loaded.generator(name, count, kv_bits=kv_bits, sample=tokens)
+    generator = loaded.generator(name, count, kv_bits=kv_bits)
     wanted = {"max_tokens": max_tokens, "sampling": sampling, "stop": stop}
     if stream:
         return generator.stream(tokens, **wanted)

@@ -1,7 +1,6 @@
 """`lmx.load` and `lmx.Model`: a loaded model with its tokenizer."""
 
 import os
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -61,7 +60,6 @@ class Model:
         num_draft_tokens: int | None = None,
         *,
         kv_bits: int | None = None,
-        sample: list[int] | None = None,
     ) -> Generator:
         """The engine behind `lmx.generate`, kept for the next call.
 
@@ -70,7 +68,6 @@ class Model:
             num_draft_tokens: draft tokens per step; None = adapted to the speed-up.
             kv_bits: 2, 4 or 8 = quantize the KV cache, 16 = not; None = as the model's
                 config.json says.
-            sample: tokens of a typical prompt, for `layer-skip`.
 
         Raises:
             UserError: the draft model does not load, or has another tokenizer.
@@ -80,15 +77,14 @@ class Model:
             generator = Generator(
                 self.module, self.tokenizer, kv_bits=kv_bits or self.loaded.kv_bits
             )
-            if key[0] and not set_draft(
-                generator,
-                key[0],
-                self.loaded,
-                sample or [],
-                num_draft_tokens=num_draft_tokens,
-                trust_remote_code=self._trust_remote_code,
-            ):
-                warnings.warn(NO_SPEEDUP, stacklevel=3)
+            if key[0]:
+                set_draft(
+                    generator,
+                    key[0],
+                    self.loaded,
+                    num_draft_tokens=num_draft_tokens,
+                    trust_remote_code=self._trust_remote_code,
+                )
             self._generators[key] = generator
         return self._generators[key]
 
@@ -96,22 +92,18 @@ class Model:
         return f"<lmx.Model {self.config.get('model_type')}: {self.path}>"
 
 
-NO_SPEEDUP = "no speed-up from drafting on this machine; using standard decoding"
-
-
 def set_draft(
     generator: Generator,
     name: str,
     target: LoadedModel,
-    sample: list[int],
     *,
     num_draft_tokens: int | None,
     trust_remote_code: bool,
-) -> bool:
-    """Let a generator decode speculatively; returns whether a speed-up is expected.
+) -> None:
+    """Let a generator decode speculatively.
 
     Args:
-        name, sample: those of `proposer_factory`.
+        name: that of `proposer_factory`.
 
     Raises:
         UserError: the draft model does not load, or has another tokenizer.
@@ -119,11 +111,9 @@ def set_draft(
     make_proposer = proposer_factory(
         name,
         target,
-        sample,
         load_draft=partial(load_model, trust_remote_code=trust_remote_code),
     )
     generator.set_proposer(make_proposer, DraftLengthController(fixed=num_draft_tokens))
-    return make_proposer is not None
 
 
 @checked
@@ -143,7 +133,7 @@ def load(
         adapter: folder of a LoRA or DoRA adapter of mlx-lm or peft.
         draft: draft tokens for speculative decoding, which gives the same output
             faster: a model folder, a Hub id, a `Run` with a draft model,
-            "prompt-lookup", "layer-skip", "mtp", or "prompt-lookup+" one of these.
+            "prompt-lookup", "mtp", or "prompt-lookup+" one of these.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run Python code from the checkpoint.
         compute: "auto" (float32 on a CPU, else as stored), "stored", or the name of a

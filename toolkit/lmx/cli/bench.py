@@ -100,7 +100,7 @@ def _corpus_tokens(args: argparse.Namespace, loaded: "LoadedModel") -> list[int]
 
 
 def _proposers(
-    args: argparse.Namespace, loaded: "LoadedModel", tokens: list[int]
+    args: argparse.Namespace, loaded: "LoadedModel"
 ) -> dict[str, "MakeProposer"]:
     """Factories of the proposers to compare, by decoder name."""
     from ..convert.importers import load_model
@@ -109,22 +109,15 @@ def _proposers(
 
     proposers = {PROMPT_LOOKUP: lambda _: PromptLookupProposer()}
     if args.draft_model and args.draft_model != PROMPT_LOOKUP:
-        make = proposer_factory(
+        proposers[f"draft {Path(args.draft_model).name}"] = proposer_factory(
             args.draft_model,
             loaded,
-            tokens,
             load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
         )
-        if make:
-            proposers[f"draft {Path(args.draft_model).name}"] = make
-        else:
-            terminal.write_err("no speed-up from drafting on this machine\n")
     return proposers
 
 
-def _decoders(
-    args: argparse.Namespace, loaded: "LoadedModel", tokens: list[int]
-) -> "BenchmarkArms":
+def _decoders(args: argparse.Namespace, loaded: "LoadedModel") -> "BenchmarkArms":
     from ..generation.generator import Generator
     from ..generation.speculative.draft_length import DraftLengthController
 
@@ -136,7 +129,7 @@ def _decoders(
             draft_length=DraftLengthController(fixed=args.num_draft_tokens),
         )
 
-    proposers = _proposers(args, loaded, tokens).items()
+    proposers = _proposers(args, loaded).items()
     standard = {STANDARD: lambda: Generator(loaded.model, loaded.tokenizer)}
     return standard | {name: speculative(make) for name, make in proposers}
 
@@ -150,7 +143,7 @@ def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
         require_batchable(loaded.model)
 
     tokens = _corpus_tokens(args, loaded)
-    decoders = _decoders(args, loaded, tokens)
+    decoders = _decoders(args, loaded)
     lengths, sizes = args.prompt_lengths, args.batch_sizes
     amounts = (lengths, sizes, args.tokens, args.repeats)
     plan = BenchmarkPlan(*amounts, check_parity=args.check_parity)

@@ -86,9 +86,8 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-model",
         metavar="DRAFT",
         help="speculative decoding with the same output: prompt-lookup "
-        "(n-grams of the context), layer-skip (some of the model's blocks), mtp (the "
-        "model's own multi-token-prediction head), a model folder or Hub id, or "
-        "prompt-lookup+ one of these",
+        "(n-grams of the context), mtp (the model's own multi-token-prediction head), "
+        "a model folder or Hub id, or prompt-lookup+ one of these",
     )
     add(
         "--num-draft-tokens",
@@ -155,18 +154,28 @@ def draft_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
 
 
 def make_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generator":
-    """The generator, with a prefix cache if a later turn may use it."""
+    """The generator, with a prefix cache if a later turn may use it.
+
+    Raises:
+        UserError: the draft model does not load, or has another tokenizer.
+    """
+    from ..api.model import set_draft
     from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
 
     reuses = args.chat or args.save_prompt_cache or args.prompt_cache_file
-    return Generator(
+    generator = Generator(
         loaded.model,
         loaded.tokenizer,
         prefix_cache=PrefixCache(PREFIX_CACHE_BYTES) if reuses else None,
         kv_bits=args.kv_bits or loaded.kv_bits,
         quantized_kv_start=args.quantized_kv_start,
     )
+    if args.draft_model:
+        names = ("num_draft_tokens", "trust_remote_code")
+        options = {name: getattr(args, name) for name in names}
+        set_draft(generator, args.draft_model, loaded, **options)
+    return generator
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -310,8 +319,6 @@ class InteractiveSession:
     def respond(self, text: str) -> None:
         """Generate the response to one prompt and print it."""
         prompt = self._encode(text)
-        if self._args.draft_model and not self._generator.speculative_stats:
-            self._set_draft(prompt)
         texts: list[str] = []
         try:
             result = self._answer(prompt, texts)
@@ -385,15 +392,6 @@ class InteractiveSession:
             return self._generator.encode_text(text)
         self._messages.append({"role": "user", "content": utf8_text(text)})
         return self._generator.encode_chat(self._messages)
-
-    def _set_draft(self, prompt: list[int]) -> None:
-        from ..api.model import NO_SPEEDUP, set_draft
-
-        names = ("num_draft_tokens", "trust_remote_code")
-        options = {name: getattr(self._args, name) for name in names}
-        draft = self._args.draft_model
-        if not set_draft(self._generator, draft, self._loaded, prompt, **options):
-            terminal.write_err(f"{NO_SPEEDUP}\n")
 
     def _report(self, prompt: list[int], result: "GenerationResult") -> None:
         import mlx.core as mx

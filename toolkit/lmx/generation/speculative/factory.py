@@ -16,14 +16,11 @@ from ..sampler import Sampler
 from .dflash import DFlashProposer
 from .draft_model import draft_model_proposer
 from .eagle3 import Eagle3Proposer
-from .layer_skip import choose_skipped_layers, skip_layers
 from .mtp import MTPProposer
 from .prompt_lookup import NGramIndex, PromptLookupProposer
 from .proposer import NO_DRAFT, MakeProposer, Proposer
 
-PROMPT_LOOKUP, LAYER_SKIP, MTP = "prompt-lookup", "layer-skip", "mtp"
-LAYER_SKIP_TOKENS = 128
-"""Tokens of the prompt on which the skipped layers are chosen."""
+PROMPT_LOOKUP, MTP = "prompt-lookup", "mtp"
 
 
 class FallbackProposer(Proposer):
@@ -60,23 +57,15 @@ def drafter_proposer(drafter: Drafter, cache: CacheState) -> Proposer:
 
 
 def proposer_factory(
-    name: str,
-    target: LoadedModel,
-    sample: Sequence[int],
-    *,
-    load_draft: Callable[[str], LoadedModel],
-) -> MakeProposer | None:
+    name: str, target: LoadedModel, *, load_draft: Callable[[str], LoadedModel]
+) -> MakeProposer:
     """A function that makes a proposer for every completion.
 
     Args:
-        name: `prompt-lookup`, `layer-skip`, `mtp`, the folder of a drafter on hidden
-            states or of an MTP head alone, a model folder or Hub id, or
-            `prompt-lookup+` followed by one of these.
-        sample: tokens typical of the prompts.
+        name: `prompt-lookup`, `mtp`, the folder of a drafter on hidden states or of an
+            MTP head alone, a model folder or Hub id, or `prompt-lookup+` followed by
+            one of these.
         load_draft: loads the model of a folder or Hub id.
-
-    Returns:
-        None if no speed-up is expected from `layer-skip` on this machine.
 
     Raises:
         UserError: the model does not exist or has a different tokenizer, the drafter
@@ -92,15 +81,8 @@ def proposer_factory(
     if name == PROMPT_LOOKUP:
         return lookup
     if first == PROMPT_LOOKUP and plus:
-        second = proposer_factory(second_name, target, sample, load_draft=load_draft)
-        if second is None:
-            return lookup
+        second = proposer_factory(second_name, target, load_draft=load_draft)
         return lambda cache: FallbackProposer(lookup(cache), second(cache))
-    if name == LAYER_SKIP:
-        tokens = mx.array([sample[:LAYER_SKIP_TOKENS]], mx.int32)
-        skipped = choose_skipped_layers(target.model, tokens)
-        draft_model = skip_layers(target.model, skipped)
-        return draft_model_proposer(draft_model) if skipped else None
     if name == MTP or is_split_head(name):
         head = MTPHead.load(target.path if name == MTP else name, target)
         return lambda cache: MTPProposer(head, cache)

@@ -17,12 +17,16 @@ from ...draft import dataset
 from ...draft.acceptance import ReferenceCompletion
 from ...draft.benchmark import decoding_modes, with_seed_offset
 from ...draft.dataset import DistillationBatches, Prompt, PromptSets, prompt_sets
-from ...draft.pruning import most_important_blocks, prune, pruned_config
+from ...draft.pruning import (
+    most_important_blocks,
+    prune,
+    pruned_config,
+    rank_layers,
+)
 from ...draft.report import require_servable
 from ...errors import UserError
 from ...generation.completions import CachedGenerator
 from ...generation.sequence import GenerationRequest
-from ...generation.speculative.layer_skip import rank_layers
 from ...models.checkpoint import config_int, read_config
 from ...models.loader import LoadedModel, compute_dtype, set_compute_dtype
 from ...quantization.packing import dequantized_model
