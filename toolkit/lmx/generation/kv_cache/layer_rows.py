@@ -12,20 +12,21 @@ STEP = 64
 
 
 class RowLengths:
-    """The processed tokens of every row, shared by all layers."""
+    """The processed tokens of every row, shared by all layers.
+
+    Attributes:
+        values: the lengths [B].
+        common: the length of all rows; None = they differ.
+    """
 
     def __init__(self):
-        self.values: list[int] = []
-        self._array: mx.array | None = None
+        self.set([])
 
     def set(self, values: Sequence[int]) -> None:
         """Set the lengths of all rows."""
-        self.values, self._array = list(values), None
-
-    @property
-    def common(self) -> int | None:
-        """The length of all rows; None = they differ."""
-        return self.values[0] if len(set(self.values)) == 1 else None
+        self.values = list(values)
+        self.common = self.values[0] if len(set(values)) == 1 else None
+        self._array: mx.array | None = None
 
     @property
     def array(self) -> mx.array:
