@@ -6,11 +6,18 @@ from lmx.errors import UserError
 from lmx.generation.engine import Engine
 from lmx.generation.kv_cache.batch import batch_error
 from lmx.generation.kv_cache.prefix import PrefixCache
+from lmx.generation.sampler import Sampler
 from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController
-from lmx.generation.speculative.draft_model import DraftModelProposer
+from lmx.generation.speculative.draft_model import (
+    DraftModelProposer,
+    draft_model_proposer,
+)
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
+from lmx.generation.speculative.proposer import DraftRequest, propose
+from lmx.models.loader import build_model
+from tiny_families import changed, config
 from tiny_generators import tiny
 from tiny_requests import PROMPT, alone, run, sharpened, some_requests
 
@@ -379,3 +386,51 @@ def test_every_request_of_an_engine_is_drafted_from_its_start():
         run(engine, [request(*PROMPT, number, max_tokens=21)])
         assert engine.stats.accepted == [5 * number] * 3
         assert engine.stats.standard_tokens == number
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_drafts_go_on_after_a_long_time_without(family):
+    """Then more tokens are unread than the rows of a sliding window take at once."""
+    model = tiny(family)
+    make_proposer = draft_model_proposer(model)
+    proposers = [make_proposer(None) for _ in range(2)]
+    texts = [[n % 200 for n in range(first, first + 300)] for first in (1, 30)]
+    sampler = Sampler(Sampling(), [1], 260)
+    for lengths in (10, 20), (13, 250), (280, 253):
+        contexts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
+        together = propose(
+            [
+                DraftRequest(proposer, context, 3, sampler)
+                for proposer, context in zip(proposers, contexts, strict=True)
+            ]
+        )
+        for context, draft in zip(contexts, together, strict=True):
+            expected = DraftModelProposer(model).propose(context, 3, sampler)
+            assert draft.tolist() == expected.tolist()
+
+
+def test_an_exception_frees_the_drafts(llama, monkeypatch):
+    make_proposer = draft_model_proposer(llama)
+    engine = Engine(llama, make_proposer=make_proposer, draft_length=FIXED)
+    for number in range(2):
+        engine.add_request(request(number + 1, 5, max_tokens=20))
+    engine.step()
+    shared = engine._running[0].proposer.shared
+    assert shared._members
+    monkeypatch.setattr(engine, "_round", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert not shared._members
+    assert engine.idle
+
+
+def test_kv_bits_are_tried_once():
+    """Not for every request: a try runs the model twice."""
+    wide = build_model(changed(config("llama"), {"head_dim": 32}))
+    model = Recorder(wide)
+    engine = Engine(model, kv_bits=8)
+    for number in range(3):
+        engine.add_request(request(number + 1, max_tokens=2))
+    for _ in rounds(engine):
+        pass
+    assert [shape for shape in model.shapes if shape == (1, 2)] == [(1, 2)] * 2

@@ -190,8 +190,8 @@ def test_rows_with_and_without_hidden_states():
     """A prefix keeps hidden states, also when the drafter is gone again."""
     model, prompt = model_of("llama"), list(range(1, 30))
     requests = some_requests(5, SAMPLINGS["all"], longest=40)
-    twins = [GenerationRequest(prompt, 9, each) for each in SAMPLINGS["sampled"]]
-    expected = alone(model, requests + twins)
+    same_prompt = [GenerationRequest(prompt, 9, each) for each in SAMPLINGS["sampled"]]
+    expected = alone(model, requests + same_prompt)
     engine = Engine(
         model,
         prefix_cache=PrefixCache(1 << 30),
@@ -200,7 +200,7 @@ def test_rows_with_and_without_hidden_states():
     eagle3 = proposer_maker("eagle3", "llama", model)
     for make_proposer in (eagle3, None, eagle3):
         engine.make_proposer = make_proposer
-        assert run(engine, requests + twins) == expected
+        assert run(engine, requests + same_prompt) == expected
     # Rows of both kinds in one batch.
     tokens = {each: [] for each in requests}
     for number, each in enumerate(requests):

@@ -196,7 +196,7 @@ def test_one_row_is_a_batch():
     other = started(model, [*text[:5], 7], 6)
     step = mx.array([text[6:7]])
     assert mx.allclose(one.forward(step), other.forward(step), atol=1e-5)
-    batch = CacheBatch.of(OneRow(started(model, text, 6)))
+    batch = CacheBatch(started(model, text, 6))
     logits = batch.forward(step)
     assert mx.abs(logits[0, 0] - whole[6]).max() < CLOSE * mx.abs(whole[6]).max()
     assert batch.nbytes

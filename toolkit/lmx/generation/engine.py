@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import nan_predictions
-from .kv_cache.batch import CacheBatch, OneRow
+from .kv_cache.batch import CacheBatch, OneRow, join
 from .sampler import sample_rows
 from .scheduler import Scheduler
 from .sequence import GenerationRequest, RunningSequence, TokenOutput
@@ -115,6 +115,8 @@ class Engine:
             outputs = self._step()
         except BaseException:
             # Layers of the caches may have different lengths.
+            for sequence in (*self.scheduler.waiting, *self._running):
+                sequence.close()
             self.scheduler.waiting, self._running, self._in_flight = [], [], None
             self._rest()
             raise
@@ -161,8 +163,7 @@ class Engine:
 
     def _leave(self, row: int) -> None:
         sequence, last = self._running[row], len(self._running) - 1
-        if sequence.proposer:
-            sequence.proposer.close()
+        sequence.close()
         if prefix_cache := self.scheduler.prefix_cache:
             length = min(self._rows.lengths[row], len(sequence.tokens))
             state = self._rows.extract(row)
@@ -181,12 +182,7 @@ class Engine:
 
     def _join(self, sequence: RunningSequence) -> None:
         """Add a prefilled request to the batch."""
-        if self._rows is None:
-            self._rows = OneRow(sequence.state)
-        else:
-            if isinstance(self._rows, OneRow):
-                self._rows = CacheBatch.of(self._rows)
-            self._rows.join(sequence.state)
+        self._rows = join(self._rows, sequence.state)
         sequence.state = None
         self._running.append(sequence)
         last = mx.array([sequence.tokens[-1]], mx.int32)

@@ -1,5 +1,6 @@
 """The scheduler: requests wait, start when memory allows, and are prefilled."""
 
+from bisect import insort
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -58,6 +59,15 @@ class Scheduler:
         self._memory = 0
 
     @cached_property
+    def _empty_cache(self) -> CacheState:
+        # A cache with KV bits tries them on the model: once, not for every request.
+        return CacheState(
+            self.model,
+            kv_bits=self.kv_bits,
+            quantized_kv_start=self.quantized_kv_start,
+        )
+
+    @cached_property
     def _bytes_per_token(self) -> float:
         return self.new_cache().bytes_per_token()
 
@@ -68,11 +78,7 @@ class Scheduler:
 
     def new_cache(self) -> CacheState:
         """An empty cache of one sequence."""
-        return CacheState(
-            self.model,
-            kv_bits=self.kv_bits,
-            quantized_kv_start=self.quantized_kv_start,
-        )
+        return self._empty_cache.empty_copy()
 
     def require_memory(self, request: GenerationRequest) -> None:
         """Refuse a request whose keys and values do not fit in memory alone.
@@ -97,8 +103,7 @@ class Scheduler:
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request to the queue."""
-        self.waiting.append(RunningSequence(request))
-        self.waiting.sort(key=lambda sequence: sequence.request.priority)
+        insort(self.waiting, RunningSequence(request), key=lambda s: s.request.priority)
 
     def remove_finished(self) -> None:
         """Drop requests that were aborted."""
@@ -114,7 +119,14 @@ class Scheduler:
             in their caches, but for the last token.
         """
         budget, errors, ready = self.prefill_step_size, [], []
-        while self.waiting and budget > 0 and self._has_room([*running, *ready]):
+        if not self.waiting:
+            return errors, ready
+        reserved = sum(self._bytes(sequence.request) for sequence in running)
+        while (
+            self.waiting
+            and budget > 0
+            and self._has_room(len(running) + len(ready), reserved)
+        ):
             sequence = self.waiting[0]
             try:
                 self._start(sequence)
@@ -133,18 +145,23 @@ class Scheduler:
             budget -= max(1, len(chunk))
             if sequence.prefilled == len(prompt) - 1:
                 ready.append(self.waiting.pop(0))
+                if self.waiting:
+                    reserved += self._bytes(sequence.request)
                 self._share_prompt(sequence)
         return errors, ready
 
-    def _has_room(self, running: Sequence[RunningSequence]) -> bool:
-        """Whether the next request can run beside the others to its last token."""
+    def _has_room(self, running: int, reserved: float) -> bool:
+        """Whether the next request can run beside the others to its last token.
+
+        Args:
+            running, reserved: the number of the others, and the bytes they may need.
+        """
         if not running:
             return True
-        requests = [s.request for s in (*running, self.waiting[0])]
         return (
-            len(requests) <= self.max_batch_size
+            running < self.max_batch_size
             and not self.quantized_kv_start
-            and sum(map(self._bytes, requests)) <= self._memory
+            and reserved + self._bytes(self.waiting[0].request) <= self._memory
             and is_batchable(self.model)
             and (not self.make_proposer or takes_padding(self.model))
         )

@@ -89,6 +89,11 @@ class RunningSequence:
         """Tokens that the completion may still have."""
         return self.request.max_tokens - self.emitted
 
+    def close(self) -> None:
+        """Free what the proposer holds."""
+        if self.proposer:
+            self.proposer.close()
+
     def add(self, token: int, logprob: float | None) -> TokenOutput:
         """Append the next token of the completion."""
         self.tokens.append(token)

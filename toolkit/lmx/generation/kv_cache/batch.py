@@ -7,7 +7,7 @@ So a rollback is a smaller length, and rows join and leave without a copy of the
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import mlx.core as mx
 
@@ -98,11 +98,6 @@ class CacheBatch:
         # Tokens, lengths and recurrent states before the last pass, for `rollback`.
         self._last: tuple[mx.array, list[int], list] | None = None
         self.join(first)
-
-    @classmethod
-    def of(cls, rows: OneRow) -> Self:
-        """A batch whose first row was alone before."""
-        return cls(rows.extract(0))
 
     @property
     def lengths(self) -> list[int]:
@@ -232,6 +227,20 @@ class CacheBatch:
         layer = kinds[kind](self._rows, cache)
         self._layers.append(layer)
         return layer.arrays if layer.is_recurrent else layer
+
+
+def join(rows: OneRow | CacheBatch | None, state: CacheState) -> OneRow | CacheBatch:
+    """Rows with one more sequence, the last one. Both must not be used any more.
+
+    Raises:
+        UserError: see `CacheBatch`.
+    """
+    if rows is None:
+        return OneRow(state)
+    if isinstance(rows, OneRow):
+        rows = CacheBatch(rows.extract(0))
+    rows.join(state)
+    return rows
 
 
 def is_batchable(model: Any) -> bool:

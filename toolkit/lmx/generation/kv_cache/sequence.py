@@ -149,12 +149,8 @@ class CacheState:
         """Keep all processed tokens and drop the checkpoint."""
         self._checkpoint_states, self._tokens_since = [], None
 
-    def rollback(self, count: int, *, sequential: bool = False) -> None:
-        """Remove the last `count` tokens, all processed since the checkpoint.
-
-        Args:
-            sequential: re-process tokens one at a time, for recurrent states.
-        """
+    def rollback(self, count: int) -> None:
+        """Remove the last `count` tokens, all processed since the checkpoint."""
         since = sum(tokens.shape[1] for tokens in self._tokens_since or [])
         assert 0 <= count <= since, f"rollback of {count}, {since} since the checkpoint"
         if not count:
@@ -171,9 +167,7 @@ class CacheState:
         self._drop(trimmed)
         self._tokens_since = [accepted] if not recurrent and accepted.size else []
         if recurrent and accepted.size:
-            step = 1 if sequential else accepted.shape[1]
-            for start in range(0, accepted.shape[1], step):
-                self.forward(accepted[:, start : start + step])
+            self.forward(accepted)
         self._check_offsets()
 
     def trim(self, count: int) -> bool:

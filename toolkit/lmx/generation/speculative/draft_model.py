@@ -6,8 +6,9 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import nan_predictions
-from ..kv_cache.batch import CacheBatch, OneRow, is_batchable
+from ..kv_cache.batch import CacheBatch, OneRow, is_batchable, join
 from ..kv_cache.sequence import CacheState
+from ..kv_cache.window import WINDOW_SLACK
 from ..sampler import Sampler, sample_rows
 from .proposer import (
     NO_DRAFT,
@@ -118,25 +119,14 @@ class DraftModelBatch:
         state.prefill(tokens, step_size=PREFILL_STEP_SIZE)
         member.context = list(context[:-1])
         self._members.append(member)
-        if self._rows is None:
-            self._rows = OneRow(state)
-            return
-        if isinstance(self._rows, OneRow):
-            self._rows = CacheBatch.of(self._rows)
-        self._rows.join(state)
+        self._rows = join(self._rows, state)
 
     def _draft(
         self, active: dict[DraftModelRow, DraftRequest]
     ) -> dict[DraftModelRow, mx.array]:
         """Launch the draft of every request."""
         rows = [*enumerate(self._members)]
-        unread = [
-            active[m].context[len(m.context) :] if m in active else []
-            for m in self._members
-        ]
-        width = max(map(len, unread))
-        inputs = mx.array([[*part, *[0] * (width - len(part))] for part in unread])
-        counts = [len(part) for part in unread]
+        inputs, counts = self._unread(active)
         last = mx.array([max(0, count - 1) for count in counts])[:, None, None]
         drafting = [(row, active[m]) for row, m in rows if m in active]
         indices = mx.array([row for row, _ in drafting])
@@ -154,14 +144,32 @@ class DraftModelBatch:
             mx.async_eval(tokens)
             drafted.append(tokens)
             seen = [
-                s.counts_after(counts, token)
-                for s, counts, token in zip(samplers, seen, tokens, strict=True)
+                sampler.counts_after(before, token)
+                for sampler, before, token in zip(samplers, seen, tokens, strict=True)
             ]
             inputs = mx.zeros((len(rows), 1), mx.int32)
             inputs[indices] = tokens
             last = mx.zeros((len(rows), 1, 1), mx.int32)
             counts = [int(member in active) for member in self._members]
         return self._drafts(drafting, mx.concatenate(drafted, axis=1))
+
+    def _unread(
+        self, active: dict[DraftModelRow, DraftRequest]
+    ) -> tuple[mx.array, list[int]]:
+        """The next inputs [B, N] and their numbers by row.
+
+        After a time without drafts, those before the last ones are processed here.
+        """
+        unread = [
+            active[m].context[len(m.context) :] if m in active else []
+            for m in self._members
+        ]
+        # The rows of a sliding window take no more positions at once.
+        early = [part[:-WINDOW_SLACK] for part in unread]
+        for start in range(0, max(map(len, early)), WINDOW_SLACK):
+            end = start + WINDOW_SLACK
+            self._rows.forward(*_padded([part[start:end] for part in early]))
+        return _padded([part[-WINDOW_SLACK:] for part in unread])
 
     def _drafts(
         self, drafting: Sequence[tuple[int, DraftRequest]], tokens: mx.array
@@ -174,6 +182,12 @@ class DraftModelBatch:
             member.drafted = tokens[index, :-1]
             drafts[member] = tokens[index, : request.num_draft_tokens]
         return drafts
+
+
+def _padded(parts: Sequence[Sequence[int]]) -> tuple[mx.array, list[int]]:
+    """Tokens [B, N] of rows, padded on the right, and the number of each row."""
+    width = max(map(len, parts))
+    return mx.array([[*p, *[0] * (width - len(p))] for p in parts]), [*map(len, parts)]
 
 
 class DraftModelProposer(Proposer):

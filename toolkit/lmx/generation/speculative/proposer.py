@@ -1,5 +1,6 @@
 """The interface of draft-token proposers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from ..sampler import Sampler
 NO_DRAFT = mx.zeros(0, mx.int32)
 
 
-class Proposer:
+class Proposer(ABC):
     """Proposes draft tokens for one request. It must not change the target's output.
 
     A proposer gets no feedback on acceptance: the next context contains the accepted
@@ -25,6 +26,7 @@ class Proposer:
 
     shared: "SharedProposer | None" = None
 
+    @abstractmethod
     def propose(
         self, context: Sequence[int], num_draft_tokens: int, sampler: Sampler
     ) -> mx.array:
@@ -36,9 +38,8 @@ class Proposer:
             context: all tokens of the prompt and the completion so far.
             sampler: of the request.
         """
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free what the request needed. It ends."""
 
 
