@@ -9,11 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from lmx.generation.generator import Generator
-from lmx.generation.kv_cache.prefix import (
-    PrefixCache,
-    load_prompt_cache,
-    save_prompt_cache,
-)
+from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampler import Sampler
 from lmx.generation.sampling import Sampling
@@ -154,19 +150,17 @@ def test_the_prefix_cache_keeps_hidden_states(family):
     assert generator.speculative_stats.accepted_length > 2
 
 
-def test_a_saved_session_keeps_hidden_states(tmp_path):
+def test_hidden_states_of_a_prefix_are_read_once():
     model, plain, drafter = case()
-    state = CacheState(model)
+    state, prefixes = CacheState(model), PrefixCache(1 << 30)
     state.record_hidden_states(drafter.layer_ids)
     prompt = [*PROMPT, *plain[:8]]
     state.forward(mx.array([prompt]))
-    save_prompt_cache(state, tmp_path / "session", digest="x", tokens=prompt)
-    loaded = CacheState(model)
-    saved = load_prompt_cache(loaded, tmp_path / "session", digest="x")
-    assert saved.tokens == prompt
+    prefixes.insert(prompt, state)
+    context = [*prompt, plain[8]]
+    loaded, _ = prefixes.fetch(context, lambda: CacheState(model))
     Recorder.reads.clear()
     proposer = DFlashProposer(Recorder(drafter), loaded)
-    context = [*prompt, plain[8]]
     sampler = Sampler(Sampling(), context, VOCABULARY)
     draft = proposer.propose(context, 4, sampler)
     assert draft.tolist() == plain[9:13]

@@ -287,19 +287,15 @@ def test_an_engine_goes_on_after_an_exception(llama, make_proposer, countdown):
     assert run(engine, requests) == expected
 
 
-@pytest.mark.parametrize("kind", ["ChunkedKVCache", "quantized_kv_start"])
-def test_requests_that_cannot_be_batched_are_decoded_one_by_one(kind):
+def test_requests_that_cannot_be_batched_are_decoded_one_by_one():
     from mlx_lm.models.cache import ChunkedKVCache
 
-    model, options = sharpened("llama", head_dim=32), {}
-    if kind == "ChunkedKVCache":
-        model.make_cache = lambda: [ChunkedKVCache(500) for _ in model.layers]
-    else:
-        options = {"kv_bits": 8, "quantized_kv_start": 30}
+    model = sharpened("llama", head_dim=32)
+    model.make_cache = lambda: [ChunkedKVCache(500) for _ in model.layers]
     requests = some_requests(6, SETTINGS)
     recorded = Recorder(model)
-    engine = Engine(recorded, **options)
-    assert run(engine, requests) == alone(model, requests, **options)
+    engine = Engine(recorded)
+    assert run(engine, requests) == alone(model, requests)
     assert {rows for rows, _ in recorded.shapes} == {1}
 
 

@@ -8,10 +8,12 @@ from functools import lru_cache, partial
 
 import mlx.core as mx
 import pytest
+from lmx.generation import scheduler
 from lmx.generation.engine import Engine
 from lmx.generation.kv_cache.batch import batch_error, takes_padding
 from lmx.generation.kv_cache.layer_rows import FullRows, RecurrentRows, WindowRows
 from lmx.generation.kv_cache.prefix import PrefixCache
+from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.dflash import DFlashProposer
@@ -186,6 +188,40 @@ def test_adaptive_draft_lengths_change_nothing():
         assert run(engine, requests, seed=seed) == expected
 
 
+@pytest.mark.parametrize(
+    ("family", "proposer", "options"),
+    [
+        ("llama", None, {}),
+        ("llama", "draft", {"prefix_cache": PrefixCache(1 << 30)}),
+        ("gemma3_text", "lookup", {}),
+        ("qwen3_next", None, {"prefix_cache": PrefixCache(1 << 30)}),
+        ("mtp", "mtp", {}),
+    ],
+)
+def test_preempted_requests_go_on_with_the_same_tokens(
+    family, proposer, options, monkeypatch
+):
+    """With memory for fewer tokens than the requests need together."""
+    monkeypatch.setattr(scheduler, "HEADROOM", 4)
+    monkeypatch.setattr(scheduler, "MIN_HEADROOM", 1)
+    model = model_of(family)
+    requests = [
+        GenerationRequest([*range(1, 4 + n)], 24, SAMPLINGS["all"][n])
+        for n in range(6)
+    ]
+    engine = Engine(
+        model,
+        make_proposer=proposer and proposer_maker(proposer, family, model),
+        draft_length=DraftLengthController(fixed=3 if proposer else None),
+        kv_memory=60 * CacheState(model).bytes_per_token(),
+        **options,
+    )
+    expected = alone(model, requests)
+    # Those that came first are never sent back: so all end.
+    assert run(engine, requests) == expected
+    assert engine.scheduler.preemptions > 2
+
+
 def test_rows_with_and_without_hidden_states():
     """A prefix keeps hidden states, also when the drafter is gone again."""
     model, prompt = model_of("llama"), list(range(1, 30))
@@ -199,12 +235,12 @@ def test_rows_with_and_without_hidden_states():
     )
     eagle3 = proposer_maker("eagle3", "llama", model)
     for make_proposer in (eagle3, None, eagle3):
-        engine.make_proposer = make_proposer
+        engine.scheduler.make_proposer = make_proposer
         assert run(engine, requests + same_prompt) == expected
     # Rows of both kinds in one batch.
     tokens = {each: [] for each in requests}
     for number, each in enumerate(requests):
-        engine.make_proposer = eagle3 if number % 2 else None
+        engine.scheduler.make_proposer = eagle3 if number % 2 else None
         engine.add_request(each)
         for output in engine.step():
             tokens[output.request].append(output.token)

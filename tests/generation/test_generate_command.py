@@ -223,10 +223,6 @@ def test_generate_json_escapes_and_keeps_every_character(
         (["--prompt", "", "--ignore-chat-template"], "prompt is empty"),
         (["--prompt", "x", "--stop", ""], "--stop is empty"),
         (
-            ["--prompt", "x", "--quantized-kv-start", "3"],
-            "--quantized-kv-start needs --kv-bits",
-        ),
-        (
             ["--prompt", "x", "--kv-bits", "4"],
             "no group size divides the head dimension 8",
         ),

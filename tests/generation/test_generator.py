@@ -355,7 +355,6 @@ def test_encode_chat_can_disable_thinking(llama):
     [
         ("llama", {}, 2 * 2 * 16 * 4),  # two layers, keys and values, one head
         ("llama wide", {"kv_bits": 8}, 2 * 2 * (32 + 4 * 2)),
-        ("llama wide", {"kv_bits": 8, "quantized_kv_start": 5}, 2 * 2 * (32 + 4 * 2)),
         ("llama wide", {"kv_bits": [16, 4]}, 2 * 32 * 4 + 2 * (16 + 4 * 2)),
         ("deepseek_v3", {}, 2 * (16 + 8) * 4),  # the latent, and the rotated key
         ("gemma3", {}, 2 * 16 * 4),  # the other layer has a window

@@ -86,12 +86,9 @@ def test_window_cache_moves_buffer_without_loss(monkeypatch):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_cache_is_close_and_rolls_back(bits):
     model, tokens = tiny("llama", head_dim=32), random_tokens(40)
-    whole, exact = (
-        model(tokens),
-        CacheState(model, kv_bits=bits, quantized_kv_start=100),
-    )
-    assert_close(exact.forward(tokens), whole)
-    cache = CacheState(model, kv_bits=bits, quantized_kv_start=16)
+    whole, exact = model(tokens), CacheState(model)
+    exact.forward(tokens)
+    cache = CacheState(model, kv_bits=bits)
     cache.forward(tokens[:, :20])
     assert cache.nbytes < exact.nbytes / 2
     quantized = cache.forward(tokens[:, 20:30])
@@ -102,7 +99,7 @@ def test_quantized_cache_is_close_and_rolls_back(bits):
     cache.forward(random_tokens(3, seed=1))
     cache.rollback(3)
     again = cache.forward(tokens[:, 30:31])
-    plain = CacheState(model, kv_bits=bits, quantized_kv_start=16)
+    plain = CacheState(model, kv_bits=bits)
     for part in (tokens[:, :20], tokens[:, 20:30]):
         plain.forward(part)
     assert_close(again, plain.forward(tokens[:, 30:31]))
@@ -118,8 +115,8 @@ def test_every_layer_has_its_own_bits_after_rollback_and_restore():
     cache.checkpoint()
     cache.forward(random_tokens(3, seed=1))
     cache.rollback(3)
-    restored = CacheState(model)
-    restored.restore(cache.state, cache.length)
+    restored = CacheState(model, kv_bits=[8, 16, 4])
+    restored.restore(cache.positions(0, 20), cache.snapshot(), 20)
     assert [getattr(leaf, "bits", None) for leaf in restored.caches] == bits
     plain = CacheState(model, kv_bits=[8, 16, 4])
     for part in (tokens[:, :10], tokens[:, 10:20]):

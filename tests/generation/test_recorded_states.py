@@ -3,11 +3,8 @@
 import mlx.core as mx
 import pytest
 from lmx.errors import UserError
-from lmx.generation.kv_cache.prefix import (
-    PrefixCache,
-    load_prompt_cache,
-    save_prompt_cache,
-)
+from lmx.generation.kv_cache.prefix import PrefixCache
+from lmx.generation.kv_cache.prompt_cache import load_prompt_cache, save_prompt_cache
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.models.hooks import (
     forward_with_hidden_states,
@@ -63,19 +60,26 @@ def test_recorded_states_stay_in_prefix_cache_and_session(tmp_path):
     restored.record_hidden_states((1,))
     assert restored.recorded.start == 8
 
-    save_prompt_cache(cache, tmp_path / "session", digest="x", tokens=TOKENS)
-    loaded = CacheState(model)
-    load_prompt_cache(loaded, tmp_path / "session", digest="x")
-    loaded.record_hidden_states(LAYERS)
-    assert mx.allclose(loaded.recorded.since(0), reference, atol=1e-5)
+    def reloaded(prefixes):
+        folder, new_cache = tmp_path / "session", lambda: CacheState(model)
+        options = {"kinds": new_cache().kinds, "digest": "x"}
+        save_prompt_cache(prefixes, folder, **options)
+        again = PrefixCache(1 << 20)
+        load_prompt_cache(again, folder, new_cache=new_cache, digest="x")
+        loaded, _ = again.fetch([*TOKENS, 0], new_cache)
+        loaded.record_hidden_states(LAYERS)
+        return loaded.recorded
+
+    assert mx.allclose(reloaded(prefixes).since(0), reference, atol=1e-5)
     # Without recording, a saved session has no hidden states, and that is fine.
-    plain = CacheState(model)
+    plain, prefixes = CacheState(model), PrefixCache(1 << 20)
     plain.forward(mx.array([TOKENS]))
-    save_prompt_cache(plain, tmp_path / "plain", digest="x", tokens=TOKENS)
-    loaded = CacheState(model)
-    load_prompt_cache(loaded, tmp_path / "plain", digest="x")
-    loaded.record_hidden_states(LAYERS)
-    assert (loaded.recorded.start, loaded.recorded.end) == (12, 12)
+    prefixes.insert(TOKENS, plain)
+    recorded = reloaded(prefixes)
+    assert (recorded.start, recorded.end) == (12, 12)
+    # A later request with a drafter fills them in.
+    prefixes.insert(TOKENS, cache)
+    assert mx.allclose(reloaded(prefixes).since(0), reference, atol=1e-5)
 
 
 def test_blocks_that_do_not_exist_are_refused():

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ..models.loader import LoadedModel
 
 # Maximum size of the KV caches of earlier chat turns.
-PREFIX_CACHE_BYTES = 4 << 30
 # Bytes of a prompt file, or of a file of requests.
 MAX_INPUT = 1 << 30
 SAMPLING = {
@@ -70,8 +69,6 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="quantize the KV cache; 16 = not. Default: the bits by layer that a "
         "quantize stage with kv_cache wrote, else 16",
     )
-    start = "quantize the KV cache after N tokens; default 0"
-    add("--quantized-kv-start", type=int, default=0, metavar="N", help=start)
     add("--save-prompt-cache", **folder, help="save the KV cache at the end")
     add("--prompt-cache-file", **folder, help="continue from a saved KV cache")
     add("--json", **switch, help="print one JSON object instead of text")
@@ -108,8 +105,7 @@ def _check(args: argparse.Namespace) -> None:
     Raises:
         UserError: with the names of the options.
     """
-    raw, start = args.ignore_chat_template, args.quantized_kv_start
-    keeps_cache = args.save_prompt_cache or args.prompt_cache_file
+    raw = args.ignore_chat_template
     template = "{} needs the chat template: remove --ignore-chat-template"
     refuse(
         {
@@ -119,10 +115,8 @@ def _check(args: argparse.Namespace) -> None:
                 args.max_tokens < 0
             ),
             "--stop is empty": not all(args.stop),
-            f"--quantized-kv-start must be 0 or more, got {start}": start < 0,
-            "--quantized-kv-start needs --kv-bits": start and not args.kv_bits,
             "--input-file does not work with prompt caches": (
-                args.input_file and keeps_cache
+                args.input_file and _keeps_cache(args)
             ),
             "--check-parity compares greedy decoding: remove --temperature": (
                 args.check_parity and args.temperature != 0
@@ -130,6 +124,10 @@ def _check(args: argparse.Namespace) -> None:
             **draft_argument_faults(args),
         }
     )
+
+
+def _keeps_cache(args: argparse.Namespace) -> bool:
+    return bool(args.save_prompt_cache or args.prompt_cache_file)
 
 
 def refuse(faults: dict[str, Any]) -> None:
@@ -154,7 +152,7 @@ def draft_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
 
 
 def make_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generator":
-    """The generator, with a prefix cache if a later turn may use it.
+    """The generator, with a prefix cache if another request may use it.
 
     Raises:
         UserError: the draft model does not load, or has another tokenizer.
@@ -163,13 +161,12 @@ def make_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generato
     from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
 
-    reuses = args.chat or args.save_prompt_cache or args.prompt_cache_file
+    reuses = args.chat or _keeps_cache(args)
     generator = Generator(
         loaded.model,
         loaded.tokenizer,
-        prefix_cache=PrefixCache(PREFIX_CACHE_BYTES) if reuses else None,
+        prefix_cache=PrefixCache() if reuses else None,
         kv_bits=args.kv_bits or loaded.kv_bits,
-        quantized_kv_start=args.quantized_kv_start,
     )
     if args.draft_model:
         names = ("num_draft_tokens", "trust_remote_code")
@@ -282,19 +279,20 @@ class InteractiveSession:
         self._messages: list[dict[str, str]] = []
         self._output = terminal.StreamedText()
         if args.save_prompt_cache:
-            from ..generation.kv_cache.prefix import require_replaceable
+            from ..generation.kv_cache.prompt_cache import require_replaceable
 
             # Before the generation, which would be lost.
             require_replaceable(args.save_prompt_cache)
         if args.prompt_cache_file:
-            from ..generation.kv_cache.prefix import load_prompt_cache
+            from ..generation.kv_cache.prompt_cache import load_prompt_cache
 
-            cache, folder = (
-                generator.engine.scheduler.new_cache(),
+            scheduler = generator.engine.scheduler
+            saved = load_prompt_cache(
+                scheduler.prefix_cache,
                 args.prompt_cache_file,
+                new_cache=scheduler.new_cache,
+                digest=self._digest(),
             )
-            saved = load_prompt_cache(cache, folder, digest=self._digest())
-            generator.engine.scheduler.prefix_cache.insert(saved.tokens, cache)
             self._messages = saved.messages if args.chat else []
         if args.system is not None and not self._messages:
             self._messages = [{"role": "system", "content": utf8_text(args.system)}]
@@ -364,18 +362,16 @@ class InteractiveSession:
         """Save the KV cache if `--save-prompt-cache` is given."""
         if not self._args.save_prompt_cache:
             return
-        from ..generation.kv_cache.prefix import save_prompt_cache
+        from ..generation.kv_cache.prompt_cache import save_prompt_cache
 
-        engine = self._generator.engine
-        latest = engine.scheduler.prefix_cache.most_recent(engine.scheduler.new_cache)
-        if not latest:
+        scheduler = self._generator.engine.scheduler
+        if not any(scheduler.prefix_cache.nodes()):
             raise UserError("no prompt was processed, so there is no cache to save")
-        cache, tokens = latest
         save_prompt_cache(
-            cache,
+            scheduler.prefix_cache,
             self._args.save_prompt_cache,
+            kinds=scheduler.new_cache().kinds,
             digest=self._digest(),
-            tokens=tokens,
             messages=self._messages if self._args.chat else [],
         )
 

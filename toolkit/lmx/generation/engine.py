@@ -126,7 +126,9 @@ class Engine:
 
     def _step(self) -> list[TokenOutput]:
         self._remove_finished()
-        outputs, ready = self.scheduler.prefill(self._running)
+        outputs = self._preempt()
+        errors, ready = self.scheduler.prefill(self._running)
+        outputs += errors
         for sequence in ready:
             self._join(sequence)
         self._steps += 1
@@ -164,7 +166,8 @@ class Engine:
     def _leave(self, row: int) -> None:
         sequence, last = self._running[row], len(self._running) - 1
         sequence.close()
-        if prefix_cache := self.scheduler.prefix_cache:
+        prefix_cache = self.scheduler.prefix_cache
+        if prefix_cache and not sequence.failed:
             length = min(self._rows.lengths[row], len(sequence.tokens))
             state = self._rows.extract(row)
             if state.trim(state.length - length):
@@ -180,10 +183,28 @@ class Engine:
             order[row] = last
         self._next_tokens = self._next_tokens[mx.array(order)]
 
+    def _preempt(self) -> list[TokenOutput]:
+        """Let the last requests wait again while memory is short.
+
+        Their keys and values are dropped, and computed again when they go on.
+
+        Returns:
+            The tokens of the step in flight, if one had to go.
+        """
+        outputs = []
+        while self.scheduler.is_short(self._running):
+            outputs += self._collect()
+            self._remove_finished()
+            if self.scheduler.is_short(self._running):
+                last = max(self._running, key=lambda sequence: sequence.rank)
+                self._leave(self._running.index(last))
+                self.scheduler.preempt(last)
+        return outputs
+
     def _join(self, sequence: RunningSequence) -> None:
         """Add a prefilled request to the batch."""
         self._rows = join(self._rows, sequence.state)
-        sequence.state = None
+        sequence.state, sequence.launched = None, sequence.emitted
         self._running.append(sequence)
         last = mx.array([sequence.tokens[-1]], mx.int32)
         self._next_tokens = mx.concatenate([self._next_tokens, last])

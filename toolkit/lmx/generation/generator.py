@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..errors import UserError
 from ..models.token_ids import check_ids
 from .detokenizer import StreamingDetokenizer
 from .engine import Engine
+from .kv_cache.prefix import PrefixCache
 from .outputs import CompletionOutput, GenerationResponse, GenerationResult
 from .prompt import Messages, encode_chat, encode_text
 from .sampling import Sampling
@@ -192,18 +194,31 @@ class Generator:
         """
         for request in requests:
             self.engine.scheduler.require_memory(request)
-        streams = [(request, self.submit(request, stop=stop)) for request in requests]
-        for request, responses in streams:
-            output = CompletionOutput(len(request.prompt), request.stop_tokens)
-            for response in responses:
-                output.add(response)
-            # Requests that are decoded together are not timed.
-            yield replace(
-                output.result(),
-                ttft_ms=None,
-                prefill_tokens_per_second=None,
-                decode_tokens_per_second=None,
-            )
+        with self._shared_prefixes():
+            streams = [(each, self.submit(each, stop=stop)) for each in requests]
+            for request, responses in streams:
+                output = CompletionOutput(len(request.prompt), request.stop_tokens)
+                for response in responses:
+                    output.add(response)
+                # Requests that are decoded together are not timed.
+                yield replace(
+                    output.result(),
+                    ttft_ms=None,
+                    prefill_tokens_per_second=None,
+                    decode_tokens_per_second=None,
+                )
+
+    @contextmanager
+    def _shared_prefixes(self) -> Iterator[None]:
+        """Process what prompts have in common once, also without a prefix cache."""
+        scheduler = self.engine.scheduler
+        kept = scheduler.prefix_cache
+        scheduler.prefix_cache = kept or PrefixCache()
+        try:
+            yield
+        finally:
+            # The weights may be others at the next call.
+            scheduler.prefix_cache = kept
 
     def chat(self, prompt: str | Messages, **options) -> GenerationResult:
         """Reply to a chat: `generate` on the encoded messages."""

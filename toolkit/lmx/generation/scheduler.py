@@ -3,6 +3,7 @@
 from bisect import insort
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,10 @@ from .speculative.proposer import MakeProposer
 
 MIN_CHECKED = 4096
 """Fewer tokens take less memory than the model itself."""
+HEADROOM = 64
+"""Tokens for which a request that starts must have room, beside those it has."""
+MIN_HEADROOM = 16
+"""With room for less, the request that came last is preempted."""
 
 
 class Scheduler:
@@ -29,10 +34,13 @@ class Scheduler:
         prefill_step_size: prompt tokens processed in a step.
         prefix_cache: reuses prompt prefixes of earlier requests; None = no reuse.
         make_proposer: see `Engine`.
-        kv_bits, quantized_kv_start: as for `CacheState`. With a start above 0,
-            requests are decoded one by one.
+        kv_bits: as for `CacheState`.
         kv_memory: bytes for the keys and values of the requests that run. None = what
             is available when the first one starts.
+
+    Attributes:
+        waiting: in the order in which they start.
+        preemptions: how often a request had to give its place to others.
     """
 
     def __init__(
@@ -44,7 +52,6 @@ class Scheduler:
         prefix_cache: PrefixCache | None = None,
         make_proposer: MakeProposer | None = None,
         kv_bits: KVBits = None,
-        quantized_kv_start: int = 0,
         kv_memory: int | None = None,
     ):
         self.model = model
@@ -53,19 +60,16 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.make_proposer = make_proposer
         self.kv_bits = kv_bits
-        self.quantized_kv_start = quantized_kv_start
         self.kv_memory = kv_memory
         self.waiting: list[RunningSequence] = []
+        self.preemptions = 0
         self._memory = 0
+        self._orders = count()
 
     @cached_property
     def _empty_cache(self) -> CacheState:
         # A cache with KV bits tries them on the model: once, not for every request.
-        return CacheState(
-            self.model,
-            kv_bits=self.kv_bits,
-            quantized_kv_start=self.quantized_kv_start,
-        )
+        return CacheState(self.model, kv_bits=self.kv_bits)
 
     @cached_property
     def _bytes_per_token(self) -> float:
@@ -87,7 +91,10 @@ class Scheduler:
             UserError: with the bytes.
         """
         tokens, memory = request.max_length, self.kv_memory or available_memory()
-        if tokens < MIN_CHECKED or (needed := self._bytes(request)) <= memory:
+        if tokens < MIN_CHECKED:
+            return
+        needed = self._bytes_per_token * tokens
+        if needed <= memory:
             return
         raise UserError(
             f"the KV cache of {tokens:,} tokens takes {needed / 1e9:,.1f} GB, and "
@@ -103,7 +110,15 @@ class Scheduler:
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request to the queue."""
-        insort(self.waiting, RunningSequence(request), key=lambda s: s.request.priority)
+        self._wait(RunningSequence(request, next(self._orders)))
+
+    def preempt(self, sequence: RunningSequence) -> None:
+        """Let a request wait again that has left the batch."""
+        self.preemptions += 1
+        self._wait(sequence)
+
+    def _wait(self, sequence: RunningSequence) -> None:
+        insort(self.waiting, sequence, key=lambda s: s.rank)
 
     def remove_finished(self) -> None:
         """Drop requests that were aborted."""
@@ -119,13 +134,10 @@ class Scheduler:
             in their caches, but for the last token.
         """
         budget, errors, ready = self.prefill_step_size, [], []
-        if not self.waiting:
-            return errors, ready
-        reserved = sum(self._bytes(sequence.request) for sequence in running)
         while (
             self.waiting
             and budget > 0
-            and self._has_room(len(running) + len(ready), reserved)
+            and self._has_room([*running, *ready], self.waiting[0])
         ):
             sequence = self.waiting[0]
             try:
@@ -134,40 +146,60 @@ class Scheduler:
                 errors.append(sequence.fail(error))
                 self.waiting.pop(0)
                 continue
-            prompt, start = sequence.request.prompt, sequence.prefilled
-            chunk = prompt[start : min(start + budget, len(prompt) - 1)]
-            if len(chunk):
-                sequence.state.forward(mx.array([chunk]))
-                # Rows that run wait for nothing; without them, memory is kept small.
-                sequence.state.evaluate(wait=not running)
-            sequence.prefilled += len(chunk)
             # A prompt of one token still takes some time.
-            budget -= max(1, len(chunk))
-            if sequence.prefilled == len(prompt) - 1:
+            budget -= max(1, self._prefill_chunk(sequence, budget, wait=not running))
+            if sequence.state.length == len(sequence.tokens) - 1:
                 ready.append(self.waiting.pop(0))
-                if self.waiting:
-                    reserved += self._bytes(sequence.request)
                 self._share_prompt(sequence)
         return errors, ready
 
-    def _has_room(self, running: int, reserved: float) -> bool:
-        """Whether the next request can run beside the others to its last token.
+    def _prefill_chunk(
+        self, sequence: RunningSequence, budget: int, *, wait: bool
+    ) -> int:
+        """Process the next tokens of a prompt; returns their number.
 
         Args:
-            running, reserved: the number of the others, and the bytes they may need.
+            wait: until they are processed. Without requests that run, memory is kept
+                small.
         """
+        state, tokens = sequence.state, sequence.tokens
+        start, last = state.length, len(tokens) - 1
+        end = min(start + budget, last)
+        if start < sequence.matched < end:
+            # Others begin like this too: their states after it are stored.
+            end = sequence.matched
+        if start < end:
+            state.forward(mx.array([tokens[start:end]]))
+            state.evaluate(wait=wait)
+            if self.prefix_cache and end in (sequence.matched, last):
+                self.prefix_cache.insert(tokens[:end], state)
+        return end - start
+
+    def is_short(self, running: Sequence[RunningSequence]) -> bool:
+        """Whether memory has no room for the next tokens of all that run."""
+        return len(running) > 1 and not self._fits(running, MIN_HEADROOM)
+
+    def _fits(self, sequences: Sequence[RunningSequence], headroom: int) -> bool:
+        """Whether these have room for so many more tokens each."""
+        lengths = (
+            min(len(s.tokens) + headroom, s.request.max_length) for s in sequences
+        )
+        # Prompts that wait for others of a higher rank are in memory too.
+        others = (s.state.length for s in self.waiting if s.state)
+        return self._bytes_per_token * (sum(lengths) + sum(others)) <= self._memory
+
+    def _has_room(
+        self, running: Sequence[RunningSequence], sequence: RunningSequence
+    ) -> bool:
+        """Whether a request can run beside the others."""
         if not running:
             return True
         return (
-            running < self.max_batch_size
-            and not self.quantized_kv_start
-            and reserved + self._bytes(self.waiting[0].request) <= self._memory
+            len(running) < self.max_batch_size
+            and self._fits([*running, sequence], HEADROOM)
             and is_batchable(self.model)
             and (not self.make_proposer or takes_padding(self.model))
         )
-
-    def _bytes(self, request: GenerationRequest) -> float:
-        return self._bytes_per_token * request.max_length
 
     def _start(self, sequence: RunningSequence) -> None:
         """Give a request what it needs, at its first step.
@@ -175,19 +207,19 @@ class Scheduler:
         Raises:
             UserError: a token of its settings is outside the vocabulary.
         """
-        if sequence.sampler is not None:
+        if sequence.sampler is None:
+            sequence.sampler = Sampler(
+                sequence.request.sampling, sequence.tokens, self._vocab_size
+            )
+        if sequence.state is None:
+            if self.prefix_cache:
+                sequence.state, sequence.matched = self.prefix_cache.fetch(
+                    sequence.tokens, self.new_cache
+                )
+            else:
+                sequence.state = self.new_cache()
+        elif sequence.proposer or not self.make_proposer:
             return
-        sequence.sampler = Sampler(
-            sequence.request.sampling, sequence.tokens, self._vocab_size
-        )
-        if sequence.state is not None:
-            return
-        if self.prefix_cache:
-            prompt = sequence.request.prompt
-            sequence.state, _ = self.prefix_cache.fetch(prompt, self.new_cache)
-        else:
-            sequence.state = self.new_cache()
-        sequence.prefilled = sequence.state.length
         if self.make_proposer:
             sequence.proposer = self.make_proposer(sequence.state)
         else:
@@ -196,10 +228,11 @@ class Scheduler:
 
     def _share_prompt(self, sequence: RunningSequence) -> None:
         """Copy the cache of a prompt for the next request, if it has the same one."""
-        if not self.waiting or self.make_proposer:
+        if not self.waiting or self.make_proposer or self.prefix_cache:
             return
-        other = self.waiting[0]
-        if other.request.prompt is sequence.request.prompt and other.state is None:
+        other, state = self.waiting[0], sequence.state
+        is_same = other.request.prompt is sequence.request.prompt
+        if is_same and state.length and other.state is None:
+            positions, snapshot = state.positions(0, state.length), state.snapshot()
             other.state = self.new_cache()
-            other.state.restore(sequence.state.state, sequence.state.length)
-            other.prefilled = sequence.prefilled
+            other.state.restore(positions, snapshot, state.length)

@@ -58,26 +58,35 @@ class RunningSequence:
     """A request in the engine.
 
     Attributes:
+        order: in which the requests came.
         state: its cache until it joins the batch.
+        matched: tokens that the prefix cache has too.
         tokens: of the prompt and the completion so far.
         sampler: None before the first step.
-        prefilled: prompt tokens in the cache.
         launched: tokens that are computed, read or not.
         draft: draft tokens of the next round; None = not proposed yet.
+        failed: whether it ended with an error.
     """
 
     request: GenerationRequest
+    order: int
     state: CacheState | None = None
+    matched: int = 0
     proposer: Proposer | None = None
     sampler: Sampler | None = None
     tokens: list[int] = field(default_factory=list)
-    prefilled: int = 0
     launched: int = 0
     draft: mx.array | None = None
     finished: bool = False
+    failed: bool = False
 
     def __post_init__(self):
         self.tokens = list(self.request.prompt)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Requests with a smaller rank start first and are preempted last."""
+        return self.request.priority, self.order
 
     @property
     def emitted(self) -> int:
@@ -90,9 +99,10 @@ class RunningSequence:
         return self.request.max_tokens - self.emitted
 
     def close(self) -> None:
-        """Free what the proposer holds."""
+        """Free what it holds but its tokens, from which it can go on."""
         if self.proposer:
             self.proposer.close()
+        self.state = self.proposer = self.draft = None
 
     def add(self, token: int, logprob: float | None) -> TokenOutput:
         """Append the next token of the completion."""
@@ -103,5 +113,5 @@ class RunningSequence:
 
     def fail(self, error: UserError) -> TokenOutput:
         """End the request with an error."""
-        self.finished = True
+        self.finished = self.failed = True
         return TokenOutput(self.request, -1, True, error=error)

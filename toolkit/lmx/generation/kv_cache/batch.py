@@ -93,7 +93,7 @@ class CacheBatch:
         self._empty = first.empty_copy()
         self._rows = RowLengths()
         self._layers: list[FullRows | RecurrentRows] = []
-        self.caches = [self._of(cache) for cache in first.quantized_caches]
+        self.caches = [self._of(cache) for cache in first.caches]
         self.recorded: list[RecordedStates | None] = []
         # Tokens, lengths and recurrent states before the last pass, for `rollback`.
         self._last: tuple[mx.array, list[int], list] | None = None

@@ -1,54 +1,109 @@
-"""Prefix cache: reuse of processed prompt prefixes, in memory and on disk."""
+"""Prefix cache: processed prefixes are stored once and used by all requests."""
 
-import hashlib
-import json
-import os
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 
 import mlx.core as mx
-from annotated_types import Len
-from mlx.utils import tree_flatten, tree_unflatten
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+import numpy as np
+from mlx.utils import tree_flatten
 
-from ...errors import UserError, error_detail, library_errors
-from ...models.safetensors_io import read_header
-from ...run.fs import atomic_folder, hash_file, read_json
-from ..prompt import Messages
+from ...cpu.memory import available_memory
+from .recorded_states import RecordedStates
 from .sequence import CacheState
 
-ARRAYS_FILE, METADATA_FILE = "cache.safetensors", "metadata.json"
 
+@dataclass(eq=False)
+class PrefixNode:
+    """A run of tokens that follows its parent's, with what the caches hold of it.
 
-class PrefixCache:
-    """Least-recently-used cache states in bounded memory.
-
-    Args:
-        max_bytes: total bytes of the stored caches.
+    Attributes:
+        tokens: int32 [n]; empty only at the root.
+        positions: keys and values of the tokens; see `CacheState.positions`.
+        hidden: recorded hidden states [1, n, width] of the tokens, for drafters.
+        layer_ids: the blocks whose outputs these are.
+        snapshot: layers without positions after the last token; None = not stored.
+        children: by their first token.
+        used: time of the last use.
     """
 
-    def __init__(self, max_bytes: int):
-        self.max_bytes = max_bytes
-        self._entries: OrderedDict[tuple[int, ...], tuple[list, int]] = OrderedDict()
+    tokens: np.ndarray
+    positions: list[mx.array]
+    parent: "PrefixNode | None" = None
+    hidden: mx.array | None = None
+    layer_ids: tuple[int, ...] = ()
+    snapshot: list | None = None
+    children: dict[int, "PrefixNode"] = field(default_factory=dict)
+    used: int = 0
+
+    @property
+    def state(self) -> dict:
+        """What is stored, without the tokens."""
+        names = "positions", "hidden", "snapshot"
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All arrays of the node."""
+        return _arrays(self.state)
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of the stored caches."""
-        return sum(size for _, size in self._entries.values())
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def part(self, start: int, end: int) -> tuple[list[mx.array], mx.array | None]:
+        """Copies of the positions and hidden states of some of the tokens."""
+        indices = mx.arange(start, end)
+        positions = [mx.take(array, indices, axis=2) for array in self.positions]
+        hidden = self.hidden
+        return positions, None if hidden is None else mx.take(hidden, indices, axis=1)
+
+
+class PrefixCache:
+    """A radix tree of prefixes in bounded memory (RadixAttention, arXiv 2312.07104).
+
+    What requests have in common is stored once, to the token. The least recently used
+    ends of the tree are dropped first. Sliding windows and recurrent states cannot be
+    cut at a position: they are stored where a request was inserted.
+
+    Args:
+        max_bytes: of all stored arrays; None = an eighth of the memory available.
+    """
+
+    def __init__(self, max_bytes: int | None = None):
+        self.max_bytes = available_memory() // 8 if max_bytes is None else max_bytes
+        self.nbytes = 0
+        self.root = PrefixNode(np.zeros(0, np.int32), [])
+        self._times = count(1)
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """All nodes but the root, parents first."""
+        waiting = [*self.root.children.values()]
+        while waiting:
+            yield (node := waiting.pop())
+            waiting += node.children.values()
 
     def insert(self, tokens: Sequence[int], cache: CacheState) -> None:
         """Store a cache that has processed exactly these tokens."""
         assert len(tokens) == cache.length
-        size = cache.nbytes
-        if not tokens or size > self.max_bytes:
-            return
-        key = tuple(tokens)
-        self._entries[key] = cache.state, size
-        self._entries.move_to_end(key)
-        while self.nbytes > self.max_bytes:
-            self._entries.popitem(last=False)
+        new = np.array(tokens, np.int32)
+        path, matched, in_last = self._walk(new)
+        if in_last:
+            path[-1:] = [self._split(path[-1], in_last)]
+        if matched < len(new):
+            end = PrefixNode(new[matched:], cache.positions(matched, len(new)))
+            if end.nbytes > self.max_bytes:
+                return
+            self.add(path[-1], end)
+            path.append(end)
+        self._keep_hidden(path, cache)
+        if path[-1].snapshot is None and len(new):
+            path[-1].snapshot = cache.snapshot()
+            self._count(path[-1].snapshot, 1)
+        self._use(path)
+        mx.async_eval(path[-1].arrays)
+        self._evict()
 
     def fetch(
         self, tokens: Sequence[int], new_cache: Callable[[], CacheState]
@@ -58,143 +113,130 @@ class PrefixCache:
         The last token is never included, because its logits are needed.
 
         Returns:
-            The cache, and the number of tokens it has processed.
+            The cache, and the number of tokens that match. Those are more than it has
+            processed where no snapshot was stored at their end.
         """
-        lengths = {key: _common_prefix(key, tokens[:-1]) for key in self._entries}
-        for key in sorted(lengths, key=lengths.get, reverse=True):
-            if not (length := lengths[key]):
-                break
-            cache = new_cache()
-            cache.restore(self._entries[key][0], len(key))
-            if cache.trim(len(key) - length):
-                self._entries.move_to_end(key)
-                return cache, length
-        return new_cache(), 0
-
-    def most_recent(
-        self, new_cache: Callable[[], CacheState]
-    ) -> tuple[CacheState, list[int]] | None:
-        """The cache stored last and its tokens; None if the prefix cache is empty."""
-        if not self._entries:
-            return None
-        key = next(reversed(self._entries))
+        path, matched, in_last = self._walk(np.array(tokens[:-1], np.int32))
+        self._use(path)
         cache = new_cache()
-        cache.restore(self._entries[key][0], len(key))
-        return cache, list(key)
+        if not cache.has_snapshot:
+            _restore(cache, path, in_last)
+            return cache, matched
+        if in_last:
+            last = path[-1]
+            if last.snapshot is not None:
+                # A window has some positions more, and can be cut a little.
+                _restore(cache, path)
+                if cache.trim(len(last.tokens) - in_last):
+                    return cache, matched
+                cache = new_cache()
+            path.pop()
+        while path[-1].parent and path[-1].snapshot is None:
+            path.pop()
+        _restore(cache, path)
+        return cache, matched
+
+    def add(self, parent: PrefixNode, node: PrefixNode) -> None:
+        """Add a new end to the tree."""
+        node.parent = parent
+        parent.children[int(node.tokens[0])] = node
+        self.nbytes += node.nbytes
+
+    def _walk(self, tokens: np.ndarray) -> tuple[list[PrefixNode], int, int]:
+        """Follow the tokens from the root.
+
+        Returns:
+            The nodes, the number of tokens that match, and how many of them are in the
+            last node if that matches in part, else 0.
+        """
+        path, matched = [self.root], 0
+        while matched < len(tokens):
+            node = path[-1].children.get(int(tokens[matched]))
+            if node is None:
+                break
+            rest = tokens[matched : matched + len(node.tokens)]
+            different = np.flatnonzero(node.tokens[: len(rest)] != rest)
+            common = int(different[0]) if len(different) else len(rest)
+            path.append(node)
+            matched += common
+            if common < len(node.tokens):
+                return path, matched, common
+        return path, matched, 0
+
+    def _split(self, node: PrefixNode, at: int) -> PrefixNode:
+        """Cut a node in two; returns the upper one."""
+        before, parent, size = node.nbytes, node.parent, len(node.tokens)
+        positions, hidden = node.part(0, at)
+        upper = PrefixNode(node.tokens[:at], positions, parent, hidden, node.layer_ids)
+        parent.children[int(upper.tokens[0])] = upper
+        node.positions, node.hidden = node.part(at, size)
+        node.tokens, node.parent = node.tokens[at:], upper
+        upper.children[int(node.tokens[0])] = node
+        mx.async_eval(upper.arrays, node.arrays)
+        self.nbytes += upper.nbytes + node.nbytes - before
+        return upper
+
+    def _keep_hidden(self, path: Sequence[PrefixNode], cache: CacheState) -> None:
+        """Keep the hidden states of tokens that have none yet, for this drafter."""
+        if not (recorded := cache.recorded):
+            return
+        end = 0
+        for node in path[1:]:
+            start, end = end, end + len(node.tokens)
+            if node.layer_ids != recorded.layer_ids and recorded.start <= start:
+                self._count([node.hidden], -1)
+                node.layer_ids = recorded.layer_ids
+                indices = mx.arange(end - start)
+                node.hidden = mx.take(recorded.since(start), indices, axis=1)
+                mx.async_eval(node.hidden)
+                self._count([node.hidden], 1)
+
+    def _use(self, path: Sequence[PrefixNode]) -> None:
+        for node in path:
+            node.used = next(self._times)
+
+    def _count(self, arrays: list, sign: int) -> None:
+        self.nbytes += sign * sum(part.nbytes for part in _arrays(arrays))
+
+    def _evict(self) -> None:
+        while self.nbytes > self.max_bytes:
+            ends = (node for node in self.nodes() if not node.children)
+            oldest = min(ends, key=lambda node: node.used)
+            del oldest.parent.children[int(oldest.tokens[0])]
+            self.nbytes -= oldest.nbytes
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)
+def _arrays(tree: list | dict) -> list[mx.array]:
+    return [part for _, part in tree_flatten(tree) if isinstance(part, mx.array)]
 
 
-def require_replaceable(folder: Path) -> None:
-    """Refuse a place for a prompt cache that has anything else.
-
-    Raises:
-        UserError: naming it.
-    """
-    if folder.is_dir():
-        others = {path.name for path in folder.iterdir()} - {ARRAYS_FILE, METADATA_FILE}
-    else:
-        others = {folder.name} if os.path.lexists(folder) else set()
-    if others:
-        raise UserError(
-            f"{min(others)} is there, which is no prompt cache",
-            place=str(folder),
-            hint="name a new folder",
-        )
-
-
-class SavedPrompt(BaseModel):
-    """What a prompt cache says of itself, besides its arrays.
-
-    Attributes:
-        digest: hash of the model; only this model can load the cache.
-        kinds: the class of every layer cache.
-        scalars: values of the cache state that are no arrays.
-        tokens: that the cache has processed.
-        messages: the chat that was processed; may be empty.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    digest: str
-    arrays_sha256: str
-    kinds: list[str]
-    scalars: dict[str, int | None]
-    tokens: list[NonNegativeInt]
-    messages: list[Annotated[dict[Literal["role", "content"], str], Len(2)]]
-
-    @property
-    def sha256(self) -> str:
-        """Hash of all of it, and so of the arrays too."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
-
-
-def save_prompt_cache(
-    cache: CacheState,
-    folder: Path,
-    *,
-    digest: str,
-    tokens: Sequence[int],
-    messages: Messages = (),
-) -> None:
-    """Write a cache and its tokens to a folder, atomically.
+def _restore(cache: CacheState, path: Sequence[PrefixNode], in_last: int = 0) -> None:
+    """Fill an empty cache with what nodes from the root on hold.
 
     Args:
-        digest, messages: see `SavedPrompt`.
-
-    Raises:
-        UserError: the folder has other files.
+        in_last: tokens of the last node; 0 = all of it.
     """
-    require_replaceable(folder)
-    assert len(tokens) == cache.length
-    kinds, states = zip(*cache.state, strict=True)
-    arrays, scalars = {}, {}
-    for name, value in tree_flatten(list(states)):
-        (arrays if isinstance(value, mx.array) else scalars)[name] = value
-    with atomic_folder(folder) as partial:
-        mx.save_safetensors(str(partial / ARRAYS_FILE), arrays)
-        saved = SavedPrompt(
-            digest=digest,
-            arrays_sha256=hash_file(partial / ARRAYS_FILE),
-            kinds=[*kinds],
-            scalars=scalars,
-            tokens=[int(token) for token in tokens],
-            messages=[*messages],
-        )
-        content = {"sha256": saved.sha256, "prompt": saved.model_dump()}
-        (partial / METADATA_FILE).write_text(json.dumps(content))
-
-
-def load_prompt_cache(cache: CacheState, folder: Path, *, digest: str) -> SavedPrompt:
-    """Restore a saved prompt cache into `cache`.
-
-    Raises:
-        UserError: the folder holds no prompt cache, a damaged one, or one of another
-            model.
-    """
-    place = str(folder)
-    try:
-        content = read_json(folder / METADATA_FILE)
-        saved = SavedPrompt.model_validate(content.get("prompt"))
-        read_header(folder / ARRAYS_FILE)
-        hashes = saved.sha256, hash_file(folder / ARRAYS_FILE)
-    except (OSError, ValueError) as error:
-        detail = error_detail(error)
-        raise UserError(f"not a saved prompt cache: {detail}", place=place) from None
-    damaged = "the saved prompt cache is damaged"
-    if hashes != (content.get("sha256"), saved.arrays_sha256):
-        raise UserError(damaged, place=place)
-    if saved.digest != digest:
-        raise UserError("the saved prompt cache belongs to another model", place=place)
-    with library_errors(damaged, place=place):
-        arrays = mx.load(str(folder / ARRAYS_FILE))
-        states = tree_unflatten([*arrays.items(), *saved.scalars.items()])
-        state = list(zip(saved.kinds, states, strict=True))
-        cache.restore(state, len(saved.tokens))
-        # Only the shapes are checked; nothing is computed.
-        cache.model(mx.zeros((1, 1), mx.int32), cache=cache.caches)
-        cache.restore(state, len(saved.tokens))
-    return saved
+    nodes = path[1:]
+    if not nodes:
+        return
+    stored = [(node.positions, node.hidden) for node in nodes]
+    length = sum(len(node.tokens) for node in nodes)
+    if in_last:
+        stored[-1] = nodes[-1].part(0, in_last)
+        length += in_last - len(nodes[-1].tokens)
+    positions = [
+        mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
+        for parts in zip(*(positions for positions, _ in stored), strict=True)
+    ]
+    cache.restore(positions, nodes[-1].snapshot if cache.has_snapshot else [], length)
+    # Hidden states of the last tokens, as far as they are stored for one drafter.
+    layer_ids, hidden = nodes[-1].layer_ids, []
+    for node, (_, states) in zip(reversed(nodes), reversed(stored), strict=True):
+        if node.layer_ids != layer_ids or states is None:
+            break
+        hidden.insert(0, states)
+    if hidden:
+        start = length - sum(states.shape[1] for states in hidden)
+        cache.recorded = RecordedStates(layer_ids, start)
+        for states in hidden:
+            cache.recorded.append(states)

@@ -13,10 +13,9 @@ from ...models.loader import make_cache
 from .recorded_states import RecordedStates
 from .window import WindowCache
 
-GROWING = PLAIN, QUANTIZED = "KVCache", "QuantizedKVCache"
+PLAIN = "KVCache"
+GROWING = PLAIN, "QuantizedKVCache"
 KVBits = int | Sequence[int] | None
-# The kind of recorded hidden states in `CacheState.state`, where they come last.
-HIDDEN_STATES = "HiddenStates"
 GROUP_SIZES = (128, 64, 32)
 UNQUANTIZED = 16
 """As `kv_bits`: keys and values in the dtype of the model."""
@@ -34,7 +33,6 @@ class CacheState:
         kv_bits: 2, 4 or 8 = quantize keys and values; 16 or None = keep the model's
             dtype. A sequence has the bits of every layer. Sliding-window caches are
             small and never quantized.
-        quantized_kv_start: number of tokens from which on the cache is quantized.
 
     Attributes:
         recorded: hidden states of the processed tokens, for drafters; see
@@ -45,18 +43,13 @@ class CacheState:
             has another number of layers.
     """
 
-    def __init__(
-        self, model: Any, *, kv_bits: KVBits = None, quantized_kv_start: int = 0
-    ):
+    def __init__(self, model: Any, *, kv_bits: KVBits = None):
         self.model = model
         self.caches = self._plain_caches()
         self.length = 0
         self.recorded: RecordedStates | None = None
-        self._layer_bits = _bits_of_layers(kv_bits, len(self.caches))
-        self._quantized_kv_start = quantized_kv_start
-        self._quantized_caches: list = []
-        if self._layer_bits:
-            self._try_quantized()
+        if layer_bits := _bits_of_layers(kv_bits, len(self.caches)):
+            self._quantize(layer_bits)
         # Recurrent states at the checkpoint, and the tokens processed since then;
         # None = no checkpoint is set.
         self._checkpoint_states: list[tuple] = []
@@ -68,9 +61,9 @@ class CacheState:
         return flatten_caches(self.caches)
 
     @property
-    def quantized_caches(self) -> list:
-        """Empty caches of the kinds that these have once they are quantized."""
-        return self._quantized_caches or self.caches
+    def has_snapshot(self) -> bool:
+        """Whether a layer's state holds for one length only; see `snapshot`."""
+        return bool(self._other_caches())
 
     @property
     def has_states(self) -> bool:
@@ -85,22 +78,18 @@ class CacheState:
         return sum(leaf.nbytes for leaf in leaves) + recorded
 
     def bytes_per_token(self) -> float:
-        """What every token adds to an empty cache once it is quantized.
+        """What every token adds to an empty cache.
 
         Sliding windows and recurrent states are left out: they stop growing.
         """
         # Only shapes are used, so nothing is computed.
         self.forward(mx.zeros((1, 1), mx.int32))
-        if self._layer_bits:
-            self._quantize()
-        growing = [c for c in self.layer_caches if type(c).__name__ in GROWING]
-        arrays = tree_flatten([(c.keys, c.values) for c in growing])
-        return sum(value.nbytes / value.shape[2] for _, value in arrays)
+        return sum(part.nbytes / part.shape[2] for part in self._growing_arrays())
 
     def empty_copy(self) -> "CacheState":
         """An empty cache of the same kinds, quantized ones included."""
         new = copy.copy(self)
-        new.caches = [*map(_like, self._plain_caches(), self.quantized_caches)]
+        new.caches = [*map(_like, self._plain_caches(), self.caches)]
         new.length, new.recorded = 0, None
         new.commit()
         return new
@@ -117,8 +106,6 @@ class CacheState:
         self.length += tokens.shape[1]
         if self._tokens_since is not None:
             self._tokens_since.append(tokens)
-        if self._layer_bits and self.length > self._quantized_kv_start:
-            self._quantize()
         self._check_offsets()
         return logits
 
@@ -192,36 +179,52 @@ class CacheState:
         evaluate([cache.state for cache in self.layer_caches], recorded)
 
     @property
-    def state(self) -> list[tuple[str, tuple]]:
-        """Class name and state of every cache, copied; recorded states come last."""
-        state = [(type(leaf).__name__, _copy(leaf.state)) for leaf in self.layer_caches]
-        return (
-            [*state, (HIDDEN_STATES, self.recorded.state)] if self.recorded else state
-        )
-
-    def restore(self, state: list[tuple[str, tuple]], length: int) -> None:
-        """Restore the state and length of another cache of the same model.
-
-        Raises:
-            UserError: the state belongs to other kinds of cache.
-        """
-        self.recorded = None
-        if state and state[-1][0] == HIDDEN_STATES:
-            *state, (_, recorded) = state
-            self.recorded = RecordedStates.from_state(recorded)
-        stored = iter(kind for kind, _ in state)
-        self.caches = [
-            _as_quantized(cache, [next(stored, None) for _ in flatten_caches([cache])])
-            for cache in self._plain_caches()
+    def kinds(self) -> list[str]:
+        """The kind of every layer's cache, with its bits."""
+        return [
+            f"{type(leaf).__name__} {getattr(leaf, 'bits', '')}".strip()
+            for leaf in self.layer_caches
         ]
-        kinds = [type(leaf).__name__ for leaf in self.layer_caches]
-        if kinds != [kind for kind, _ in state]:
-            raise UserError("the cache state does not match the caches of this model")
-        for leaf, (_, value) in zip(self.layer_caches, state, strict=True):
-            leaf.state = _copy(value)
+
+    def positions(self, start: int, end: int) -> list[mx.array]:
+        """Copies of keys and values [1, H, n, D] at these positions, by layer.
+
+        Only full attention has them, as one array or as codes, scales and biases.
+        """
+        # Not slices: those share the buffers, and keep them in memory.
+        indices = mx.arange(start, end)
+        return [mx.take(part, indices, axis=2) for part in self._growing_arrays()]
+
+    def snapshot(self) -> list:
+        """The states of all other layers, which hold only for this length."""
+        return [_copy(leaf.state) for leaf in self._other_caches()]
+
+    def restore(
+        self, positions: Sequence[mx.array], snapshot: list, length: int
+    ) -> None:
+        """Fill an empty cache with all positions and a snapshot of another one."""
+        assert not self.length
+        parts = iter(positions)
+        for leaf in self.layer_caches:
+            if type(leaf).__name__ in GROWING:
+                leaf.keys, leaf.values = (
+                    _of_parts([next(parts) for _ in range(3 if _bits(leaf) else 1)])
+                    for _ in range(2)
+                )
+                leaf.offset = length
+        for leaf, state in zip(self._other_caches(), snapshot, strict=True):
+            leaf.state = _copy(state)
         self.length = length
-        self.commit()
         self._check_offsets()
+
+    def _growing_arrays(self) -> list[mx.array]:
+        growing = [c for c in self.layer_caches if type(c).__name__ in GROWING]
+        return [
+            array for _, array in tree_flatten([(c.keys, c.values) for c in growing])
+        ]
+
+    def _other_caches(self) -> list:
+        return [c for c in self.layer_caches if type(c).__name__ not in GROWING]
 
     def _drop(self, count: int) -> None:
         """Count `count` tokens less."""
@@ -238,31 +241,24 @@ class CacheState:
             assert offset == self.length, f"{type(leaf).__name__} is at {offset}"
         assert self.recorded is None or self.recorded.end == self.length
 
-    def _try_quantized(self) -> None:
-        """Check that the model runs on with quantized keys and values."""
-        caches, tokens = self.caches, mx.zeros((1, 2), mx.int32)
+    def _quantize(self, layer_bits: Sequence[int]) -> None:
+        """Use empty quantized caches, after a check that the model runs with them."""
+        plain, tokens = self.caches, mx.zeros((1, 2), mx.int32)
         try:
-            self.model(tokens, cache=caches)
-            self._quantize()
-            if self.caches == caches:
+            self.model(tokens, cache=plain)
+            quantized = list(map(_quantized, plain, layer_bits))
+            if quantized == plain:
                 raise TypeError("it has no full-attention cache")
-            mx.eval(self.model(tokens, cache=self.caches))
+            mx.eval(self.model(tokens, cache=quantized))
         except (TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"this model's keys and values cannot be quantized: {error}",
                 hint="keep the model's dtype: kv_bits 16, or no kv_bits",
             ) from error
-        self._quantized_caches = [*map(_like, self._plain_caches(), self.caches)]
-        self.caches = self._plain_caches()
-        if not self._quantized_kv_start:
-            # From the first token on: then chunks of a prompt do not change a result.
-            self.caches = [*map(_like, self.caches, self._quantized_caches)]
+        self.caches = [*map(_like, self._plain_caches(), quantized)]
 
     def _plain_caches(self) -> list:
         return [_with_window_cache(cache) for cache in make_cache(self.model)]
-
-    def _quantize(self) -> None:
-        self.caches = list(map(_quantized, self.caches, self._layer_bits))
 
 
 def kv_group_size(cache: Any) -> int:
@@ -317,16 +313,6 @@ def _with_window_cache(cache):
     return cache
 
 
-def _as_quantized(cache, kinds: list[str | None]):
-    """An empty full-attention cache as its quantized kind, if a stored state is of it.
-
-    Args:
-        kinds: class names of the stored states of this cache, by leaf.
-    """
-    is_quantized = type(cache).__name__ == PLAIN and kinds == [QUANTIZED]
-    return cache.to_quantized() if is_quantized else cache
-
-
 def flatten_caches(caches: Sequence) -> list:
     """All caches in a flat list; nested cache lists are expanded."""
     return [
@@ -336,6 +322,16 @@ def flatten_caches(caches: Sequence) -> list:
             flatten_caches(cache.caches) if hasattr(cache, "caches") else [cache]
         )
     ]
+
+
+def _bits(leaf) -> int | None:
+    return getattr(leaf, "bits", None)
+
+
+def _of_parts(parts: Sequence[mx.array]) -> mx.array | tuple:
+    """Keys or values from their arrays, which are not changed when these are."""
+    copies = _copy(tuple(parts))
+    return copies if len(copies) > 1 else copies[0]
 
 
 def _is_recurrent(leaf) -> bool:
