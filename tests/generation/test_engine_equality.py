@@ -4,12 +4,13 @@ Requests join and leave ragged batches at random steps, with every kind of cache
 proposer, quantized cache, sampling and prefix cache.
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache, partial, partialmethod
 
 import mlx.core as mx
 import pytest
 from lmx.generation import scheduler
 from lmx.generation.engine import Engine
+from lmx.generation.kv_cache import length_classes
 from lmx.generation.kv_cache.batch import batch_error, takes_padding
 from lmx.generation.kv_cache.layer_rows import FullRows, RecurrentRows, WindowRows
 from lmx.generation.kv_cache.prefix import PrefixCache
@@ -206,8 +207,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(
     monkeypatch.setattr(scheduler, "MIN_HEADROOM", 1)
     model = model_of(family)
     requests = [
-        GenerationRequest([*range(1, 4 + n)], 24, SAMPLINGS["all"][n])
-        for n in range(6)
+        GenerationRequest([*range(1, 4 + n)], 24, SAMPLINGS["all"][n]) for n in range(6)
     ]
     engine = Engine(
         model,
@@ -259,36 +259,38 @@ def late(rows, offset):
     return right + 1 if isinstance(right, mx.array) else right
 
 
-def without_mask(rows, length, window_size=None, return_array=False):
+def without_mask(layer, rows, length, window_size, return_array):
     """Wrong: every row sees what lies behind its end."""
-    shape = len(rows.lengths.values), 1, length, rows._end(length)
+    shape = len(rows.lengths), 1, length, layer._end(rows, length)
     return mx.ones(shape, mx.bool_)
 
 
-def first_row(rows, row, make):
+def first_row(rows, *places, make):
     """Wrong: a row that leaves takes the wrong place."""
-    make(rows, 0)
+    make(rows, 0, *places[1:])
 
 
 @pytest.mark.parametrize(
     ("family", "kind", "name", "wrong"),
     [
         ("llama", FullRows, "offset", late),
-        ("llama", FullRows, "make_mask", without_mask),
+        ("llama", FullRows, "_mask", without_mask),
         ("llama", FullRows, "leave", first_row),
-        ("gemma3_text", WindowRows, "make_mask", without_mask),
+        ("gemma3_text", WindowRows, "_mask", without_mask),
         ("qwen3_next", RecurrentRows, "leave", first_row),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_errors_of_a_cache_are_found(family, kind, name, wrong, monkeypatch):
+    # In one length class, rows differ more.
+    monkeypatch.setattr(length_classes, "MAX_WASTE", 1.0)
     model = model_of(family)
     batch_error(model)  # kept with the model, from before the error
     right = getattr(kind, name)
     if isinstance(right, property):
         wrong = property(partial(late, offset=right))
     elif wrong is first_row:
-        wrong = lambda rows, row: first_row(rows, row, right)  # noqa: E731
+        wrong = partialmethod(first_row, make=right)
     monkeypatch.setattr(kind, name, wrong)
     count, _ = differences(family)
     assert count > 0

@@ -6,7 +6,8 @@ So a rollback is a smaller length, and rows join and leave without a copy of the
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.logit_errors import more_than_rounding
 from .layer_rows import FullRows, RecurrentRows, RowLengths, WindowRows
+from .length_classes import class_for, replace_attention
 from .recorded_states import RecordedStates
 from .sequence import CacheState
 
@@ -80,6 +82,7 @@ class CacheBatch:
 
     Args:
         first: the first sequence.
+        has_classes: whether rows of very different lengths have buffers of their own.
 
     Attributes:
         recorded: hidden states of every row, for drafters; None = not recorded.
@@ -88,10 +91,13 @@ class CacheBatch:
         UserError: a layer has a kind of cache that holds one sequence only.
     """
 
-    def __init__(self, first: CacheState):
+    def __init__(self, first: CacheState, *, has_classes: bool = False):
         self.model = first.model
         self._empty = first.empty_copy()
+        self._has_classes = has_classes
         self._rows = RowLengths()
+        # Where every row is in the layers, which order them by length class.
+        self._places: list[int] = []
         self._layers: list[FullRows | RecurrentRows] = []
         self.caches = [self._of(cache) for cache in first.caches]
         self.recorded: list[RecordedStates | None] = []
@@ -102,7 +108,7 @@ class CacheBatch:
     @property
     def lengths(self) -> list[int]:
         """Processed tokens of every row."""
-        return self._rows.values
+        return [self._rows.values[place] for place in self._places]
 
     @property
     def nbytes(self) -> int:
@@ -112,28 +118,45 @@ class CacheBatch:
 
     def join(self, state: CacheState) -> None:
         """Add a sequence as the last row. Its state must not be used any more."""
+        rows, values = self._rows, [*self._rows.values]
+        classes = [each.lengths for each in rows.classes]
+        index = class_for(state.length, classes) if self._has_classes else 0
+        if index == len(classes):
+            rows.sizes.append(0)
+        place = sum(rows.sizes[: index + 1])
+        rows.sizes[index] += 1
         for layer, leaf in zip(self._layers, state.layer_caches, strict=True):
-            layer.join(leaf)
-        self._rows.set([*self._rows.values, state.length])
+            layer.join(leaf, place if layer.is_recurrent else index)
+        rows.set([*values[:place], state.length, *values[place:]])
+        self._places = [p + (p >= place) for p in self._places] + [place]
         self.recorded.append(state.recorded)
         self._last = None
 
     def leave(self, row: int) -> None:
         """Remove a row; the last row takes its place."""
+        rows, place = self._rows, self._places[row]
+        index = next(i for i, each in enumerate(rows.classes) if place < each.end)
+        last = rows.classes[index].end - 1
         for layer in self._layers:
-            layer.leave(row)
-        values, recorded = list(self._rows.values), self.recorded
-        values[row], recorded[row] = values[-1], recorded[-1]
-        recorded.pop()
-        self._rows.set(values[:-1])
+            layer.leave(place, *([last] if layer.is_recurrent else []))
+        values, places = [*rows.values], self._places
+        values[place] = values[last]
+        rows.sizes[index] -= 1
+        if not rows.sizes[index]:
+            del rows.sizes[index]
+        rows.set(values[:last] + values[last + 1 :])
+        places[places.index(last)] = place
+        places[row], self.recorded[row] = places[-1], self.recorded[-1]
+        self.recorded.pop()
+        self._places = [p - (p > last) for p in places[:-1]]
         self._last = None
 
     def extract(self, row: int) -> CacheState:
         """A copy of a row as the cache of one sequence."""
-        state = self._empty.empty_copy()
-        length = self._rows.values[row]
+        state, place = self._empty.empty_copy(), self._places[row]
+        length = self._rows.values[place]
         for layer, leaf in zip(self._layers, state.layer_caches, strict=True):
-            layer.extract(row, leaf, length)
+            layer.extract(place, leaf, length)
         state.length, state.recorded = length, self.recorded[row]
         return state
 
@@ -147,20 +170,16 @@ class CacheBatch:
                 padding. None = all, and they cannot be rolled back.
         """
         states = [list(layer.arrays.cache) for layer in self._recurrent]
-        self._last = None if counts is None else (tokens, list(self.lengths), states)
-        counts = [tokens.shape[1]] * len(self.lengths) if counts is None else counts
-        self._begin(tokens, counts)
-        if any(self.recorded):
-            layer_ids = next(r.layer_ids for r in self.recorded if r)
-            logits, hidden = forward_with_hidden_states(
-                self.model, tokens, layer_ids, cache=self.caches
-            )
-            for row, recorded in enumerate(self.recorded):
-                if recorded:
-                    recorded.append(hidden[row : row + 1, : counts[row]])
-        else:
-            logits = self.model(tokens, cache=self.caches)
-        self._end(counts)
+        self._last = None if counts is None else (tokens, self.lengths, states)
+        counts = [tokens.shape[1]] * len(self._places) if counts is None else counts
+        if not any(self.recorded):
+            return self._process(tokens, counts, self.model)
+        layer_ids = next(r.layer_ids for r in self.recorded if r)
+        run = partial(forward_with_hidden_states, self.model, layer_ids=layer_ids)
+        logits, hidden = self._process(tokens, counts, run)
+        for row, recorded in enumerate(self.recorded):
+            if recorded:
+                recorded.append(hidden[row : row + 1, : counts[row]])
         return logits
 
     def rollback(self, counts: Sequence[int]) -> None:
@@ -173,20 +192,16 @@ class CacheBatch:
             if recorded:
                 recorded.trim(count)
         if not states:
-            self._rows.set(after)
+            self._set_lengths(after)
             return
         # A recurrent state cannot be cut: the kept tokens are processed again.
         for layer, state in zip(self._recurrent, states, strict=True):
             layer.arrays.cache = list(state)
         kept = [new - old for new, old in zip(after, before, strict=True)]
-        tokens = tokens[:, : max(kept)]
-        self._rows.set(before)
-        if not tokens.size:
-            return
-        self._begin(tokens, kept)
-        self.model(tokens, cache=self.caches)
-        self._end(kept)
-        mx.async_eval([layer.arrays.cache for layer in self._recurrent])
+        self._set_lengths(before)
+        if any(kept):
+            self._process(tokens[:, : max(kept)], kept, self.model)
+            mx.async_eval([layer.arrays.cache for layer in self._recurrent])
 
     @property
     def _recurrent(self) -> list[RecurrentRows]:
@@ -195,19 +210,37 @@ class CacheBatch:
     def trim(self, counts: Sequence[int]) -> None:
         """Remove the last `counts` tokens of every row, of a model without states."""
         assert not self._recurrent
-        self._rows.set(
-            [n - count for n, count in zip(self.lengths, counts, strict=True)]
-        )
+        lengths = zip(self.lengths, counts, strict=True)
+        self._set_lengths([n - count for n, count in lengths])
 
-    def _begin(self, tokens: mx.array, counts: Sequence[int]) -> None:
+    def _process(
+        self, tokens: mx.array, counts: Sequence[int], run: Callable
+    ) -> mx.array | tuple:
+        """What the model gives for the rows. They are computed in the layers' order."""
+        places = mx.array(self._places)
+        is_ordered = self._places == sorted(self._places)
+        if not is_ordered:
+            tokens = tokens[mx.argsort(places)]
         for layer in self._layers:
-            layer.begin(tokens.shape[1], counts)
-
-    def _end(self, counts: Sequence[int]) -> None:
-        before = self._rows.values
-        self._rows.set([n + count for n, count in zip(before, counts, strict=True)])
+            layer.begin(tokens.shape[1], self._in_order(counts))
+        outputs = run(tokens, cache=self.caches)
+        lengths = zip(self.lengths, counts, strict=True)
+        self._set_lengths([n + count for n, count in lengths])
         for layer in self._layers:
             layer.end()
+        if is_ordered:
+            return outputs
+        if isinstance(outputs, tuple):
+            return tuple(output[places] for output in outputs)
+        return outputs[places]
+
+    def _in_order(self, values: Sequence[int]) -> list[int]:
+        """Values of all rows in the order of the layers."""
+        pairs = sorted(zip(self._places, values, strict=True))
+        return [value for _, value in pairs]
+
+    def _set_lengths(self, lengths: Sequence[int]) -> None:
+        self._rows.set(self._in_order(lengths))
 
     def _of(self, cache: Any) -> Any:
         """What the model sees of a layer: its rows, in the nesting of its cache."""
@@ -238,7 +271,8 @@ def join(rows: OneRow | CacheBatch | None, state: CacheState) -> OneRow | CacheB
     if rows is None:
         return OneRow(state)
     if isinstance(rows, OneRow):
-        rows = CacheBatch(rows.extract(0))
+        first = rows.extract(0)
+        rows = CacheBatch(first, has_classes=_errors(first.model)[2] is None)
     rows.join(state)
     return rows
 
@@ -266,7 +300,7 @@ def takes_padding(model: Any) -> bool:
 
     Rounds of drafts have unequal lengths. Some architectures of mlx-lm apply no mask.
     """
-    return _errors(model) == (None, None)
+    return _errors(model)[:2] == (None, None)
 
 
 def batch_error(model: Any) -> str | None:
@@ -278,15 +312,19 @@ def batch_error(model: Any) -> str | None:
     return _errors(model)[0]
 
 
-def _errors(model: Any) -> tuple[str | None, str | None]:
-    """The errors without and with padding. They are kept with the model."""
+def _errors(model: Any) -> tuple[str | None, ...]:
+    """Errors without padding, with it, and by length class. The model keeps them."""
     if CHECKED not in model.__dict__:
-        errors = tuple(_batch_error(model, padded) for padded in (False, True))
+        replace_attention()
+        kinds = {}, {"padded": True}, {"has_classes": True}
+        errors = tuple(_batch_error(model, **kind) for kind in kinds)
         object.__setattr__(model, CHECKED, errors)
     return model.__dict__[CHECKED]
 
 
-def _batch_error(model: Any, padded: bool) -> str | None:
+def _batch_error(
+    model: Any, *, padded: bool = False, has_classes: bool = False
+) -> str | None:
     alone, states = [], []
     for prompt in PROMPTS:
         tokens = mx.array([prompt])
@@ -294,7 +332,7 @@ def _batch_error(model: Any, padded: bool) -> str | None:
         states.append(CacheState(model))
         states[-1].forward(tokens[:, :-2])
     try:
-        batch = CacheBatch(states[0])
+        batch = CacheBatch(states[0], has_classes=has_classes)
         batch.join(states[1])
         # The first row has a token and padding; of the second one a token is removed.
         # Recurrent layers then process one token of each again, without padding.

@@ -1,49 +1,90 @@
 """The cache of one layer for all rows of a batch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
 from typing import Any
 
 import mlx.core as mx
 
+from .length_classes import ByClass, by_class
 from .window import WINDOW_SLACK
 
-STEP = 64
-"""Positions by which the buffers grow."""
+STEP = 16
+"""Positions by which short buffers grow; long ones grow by a sixteenth."""
 
 
-class RowLengths:
-    """The processed tokens of every row, shared by all layers.
+@dataclass(frozen=True)
+class LengthClass:
+    """Rows of about equal length, which share buffers.
 
     Attributes:
-        values: the lengths [B].
-        common: the length of all rows; None = they differ.
+        start: the first of these rows.
+        lengths: processed tokens of every row.
     """
 
-    def __init__(self):
-        self.set([])
-
-    def set(self, values: Sequence[int]) -> None:
-        """Set the lengths of all rows."""
-        self.values = list(values)
-        self.common = self.values[0] if len(set(values)) == 1 else None
-        self._array: mx.array | None = None
+    start: int
+    lengths: tuple[int, ...]
 
     @property
+    def end(self) -> int:
+        """The row after the last one."""
+        return self.start + len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """The largest length."""
+        return max(self.lengths)
+
+    @property
+    def common(self) -> int | None:
+        """The length of all rows; None = they differ."""
+        return self.lengths[0] if len({*self.lengths}) == 1 else None
+
+    @cached_property
     def array(self) -> mx.array:
         """The lengths, int32 [B]."""
-        if self._array is None:
-            self._array = mx.array(self.values, mx.int32)
-        return self._array
+        return mx.array(self.lengths, mx.int32)
 
     def positions(self, count: int) -> mx.array:
         """Positions of the next `count` tokens of every row, int32 [B, count]."""
         return self.array[:, None] + mx.arange(count, dtype=mx.int32)
 
 
+class RowLengths:
+    """The processed tokens of every row, shared by all layers.
+
+    Attributes:
+        sizes: the number of rows of every length class. Rows of a class follow each
+            other.
+        classes: the rows of every class.
+        all: all rows.
+    """
+
+    def __init__(self):
+        self.sizes: list[int] = []
+        self.set([])
+
+    @property
+    def values(self) -> Sequence[int]:
+        """The lengths [B]."""
+        return self.all.lengths
+
+    def set(self, values: Sequence[int]) -> None:
+        """Set the lengths of all rows."""
+        assert len(values) == sum(self.sizes)
+        self.all, self.classes, start = LengthClass(0, tuple(values)), [], 0
+        for size in self.sizes:
+            self.classes.append(LengthClass(start, self.values[start : start + size]))
+            start += size
+
+
 class FullRows:
     """Keys and values with full attention, plain or quantized.
 
-    Buffers are [R, H, capacity, D] with R >= B; the rows in use come first.
+    The buffers of a length class are [R, H, capacity, D] with R >= its rows; the rows
+    in use come first.
 
     Args:
         lengths: shared by all layers.
@@ -56,66 +97,83 @@ class FullRows:
         self.lengths = lengths
         if hasattr(like, "bits"):  # mlx-lm's attention reads both
             self.group_size, self.bits = like.group_size, like.bits
-        # All arrays of the keys, then those of the values: one each, or codes, scales
-        # and biases.
-        self.buffers: list[mx.array] = []
-        self._rows = 0
+        # By class: all arrays of the keys, then those of the values. These are one
+        # each, or codes, scales and biases.
+        self.buffers: list[list[mx.array]] = []
+        self._rows: list[int] = []
         self._written = 0
+        self._size: float = inf  # the largest capacity
 
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: one for all rows, or int32 [B]."""
-        common = self.lengths.common
-        return (self.lengths.array if common is None else common) + self._written
+        rows = self.lengths.all
+        return (rows.array if rows.common is None else rows.common) + self._written
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+        return sum(buffer.nbytes for parts in self.buffers for buffer in parts)
 
     @property
     def keys(self) -> mx.array:
         """The buffer of the keys, which some models make wait for other arrays."""
-        return self.buffers[0]
+        if len(self.buffers) > 1:
+            raise AttributeError("several length classes have several buffers")
+        return self.buffers[0][0]
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        self.buffers[0] = keys
+        self.buffers[0][0] = keys
 
     def empty(self) -> bool:
         """Whether nothing was stored yet."""
-        return not self.buffers
+        return not any(self.buffers)
 
-    def join(self, cache: Any) -> None:
-        """Add the cache of one sequence as the last row."""
-        self._rows += 1
-        if cache.keys is None:
-            return
-        parts = [*_parts(cache.keys), *_parts(cache.values)]
-        if self._rows == 1:
-            self.buffers = [mx.contiguous(part) for part in parts]
-            return
-        row, end = self._rows - 1, cache.offset
-        self._reserve(parts, end)
-        for buffer, part in zip(self.buffers, parts, strict=True):
+    def join(self, cache: Any, index: int) -> None:
+        """Add the cache of one sequence as the last row of a class, or a new class."""
+        if index == len(self._rows):
+            self.buffers.append([])
+            self._rows.append(0)
+        row, self._rows[index] = self._rows[index], self._rows[index] + 1
+        if cache.keys is not None:
+            self._copy_in(
+                [*_parts(cache.keys), *_parts(cache.values)], cache, index, row
+            )
+
+    def _copy_in(
+        self, parts: Sequence[mx.array], cache: Any, index: int, row: int
+    ) -> None:
+        end = cache.offset
+        self._reserve(index, parts, end)
+        for buffer, part in zip(self.buffers[index], parts, strict=True):
             buffer[row : row + 1, :, :end] = part[:, :, :end]
 
-    def leave(self, row: int) -> None:
-        """Remove a row; the last row takes its place."""
-        self._rows -= 1
-        if not self._rows:
-            self.buffers = []
-        elif row != self._rows:
-            for buffer in self.buffers:
-                buffer[row] = buffer[self._rows]
+    def leave(self, place: int) -> None:
+        """Remove a row; the last row of its class takes its place."""
+        index, row = self._find(place)
+        self._rows[index] -= 1
+        rows, parts = self._rows[index], self.buffers[index]
+        if not rows:
+            del self.buffers[index], self._rows[index]
+            return
+        for buffer in parts if row != rows else []:
+            buffer[row] = buffer[rows]
+        if parts and parts[0].shape[0] > rows + 1 + rows // 4:
+            self.buffers[index] = [mx.contiguous(buffer[:rows]) for buffer in parts]
 
-    def extract(self, row: int, cache: Any, length: int) -> None:
+    def extract(self, place: int, cache: Any, length: int) -> None:
         """Copy a row to an empty cache of one sequence."""
         if length:
-            cache.keys, cache.values = self._joined(
-                [mx.contiguous(b[row : row + 1, :, :length]) for b in self.buffers]
-            )
+            index, row = self._find(place)
+            rows = [buffer[row : row + 1] for buffer in self.buffers[index]]
+            self._copy_out(rows, cache, length)
         cache.offset = length
+
+    def _copy_out(self, rows: Sequence[mx.array], cache: Any, length: int) -> None:
+        cache.keys, cache.values = self._joined(
+            [mx.contiguous(row[:, :, :length]) for row in rows]
+        )
 
     def begin(self, width: int, counts: Sequence[int]) -> None:
         """Start a forward pass over `width` positions."""
@@ -128,45 +186,76 @@ class FullRows:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         """Write N positions [B, H, N, D]; returns all that a row may attend to."""
         new = [*self._quantized(keys), *self._quantized(values)]
-        count = keys.shape[2]
-        self._reserve(new, max(self.lengths.values) + count)
-        for buffer, part in zip(self.buffers, new, strict=True):
-            self._write(buffer, part, count)
+        count, classes = keys.shape[2], self.lengths.classes
+        for index, rows in enumerate(classes):
+            mine = new
+            if len(classes) > 1:
+                mine = [part[rows.start : rows.end] for part in new]
+            self._reserve(index, mine, rows.longest + count)
+            for buffer, part in zip(self.buffers[index], mine, strict=True):
+                self._write(rows, buffer, part, count)
         self._written = count
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple:
         """The last result of `update_and_fetch`, for layers that share keys."""
-        end = self._end(self._written)
-        return self._joined([buffer[: self._rows, :, :end] for buffer in self.buffers])
+        pairs = []
+        for rows, parts in zip(self.lengths.classes, self.buffers, strict=True):
+            size, end = len(rows.lengths), self._end(rows, self._written)
+            pairs.append(self._joined([buffer[:size, :, :end] for buffer in parts]))
+        return by_class([k for k, _ in pairs]), by_class([v for _, v in pairs])
 
     def make_mask(
         self, length: int, window_size: int | None = None, return_array: bool = False
-    ) -> mx.array | str | None:
+    ) -> "mx.array | str | ByClass | None":
         """Mask of the next `length` tokens over the result of `update_and_fetch`."""
-        end = self._end(length)
+        return by_class(
+            [
+                self._mask(rows, length, window_size, return_array)
+                for rows in self.lengths.classes
+            ]
+        )
+
+    def _mask(
+        self,
+        rows: LengthClass,
+        length: int,
+        window_size: int | None,
+        return_array: bool,
+    ) -> mx.array | str | None:
+        end = self._end(rows, length)
         fits = window_size is None or end <= window_size
-        if self.lengths.common is not None and fits and not return_array:
+        if rows.common is not None and fits and not return_array:
             return None if length == 1 else "causal"
-        queries = self.lengths.positions(length)[:, None, :, None]
+        queries = rows.positions(length)[:, None, :, None]
         keys = mx.arange(end, dtype=mx.int32)
         mask = keys <= queries
         return mask if fits else mask & (keys > queries - window_size)
 
-    def _end(self, count: int) -> int:
-        """Positions of the buffers in use after `count` more tokens."""
-        return max(self.lengths.values) + count
+    def _find(self, place: int) -> tuple[int, int]:
+        """The class of a row, and its number there."""
+        for index, size in enumerate(self._rows):
+            if place < size:
+                return index, place
+            place -= size
+        raise AssertionError("no such row")
 
-    def _write(self, buffer: mx.array, new: mx.array, count: int) -> None:
+    def _end(self, rows: LengthClass, count: int) -> int:
+        """Positions of the buffers in use after `count` more tokens."""
+        return rows.longest + count
+
+    def _write(
+        self, rows: LengthClass, buffer: mx.array, new: mx.array, count: int
+    ) -> None:
         if not new.size:
             return
-        common = self.lengths.common
+        common, size = rows.common, len(rows.lengths)
         if common is not None:
-            buffer[: self._rows, :, common : common + count] = new
+            buffer[:size, :, common : common + count] = new
             return
-        rows = mx.arange(self._rows)[:, None]
         # The indexed axes come first in such an assignment.
-        buffer[rows, :, self.lengths.positions(count)] = new.swapaxes(1, 2)
+        indices = mx.arange(size)[:, None]
+        buffer[indices, :, rows.positions(count)] = new.swapaxes(1, 2)
 
     def _quantized(self, values: mx.array) -> Sequence[mx.array]:
         if not hasattr(self, "bits"):
@@ -178,19 +267,24 @@ class FullRows:
         half = len(parts) // 2
         return (*parts,) if half == 1 else (tuple(parts[:half]), tuple(parts[half:]))
 
-    def _reserve(self, like: Sequence[mx.array], positions: int) -> None:
-        """Make room for all rows with this many positions."""
-        if not self.buffers:
-            self.buffers = [
-                mx.zeros((1, part.shape[1], 0, part.shape[3]), part.dtype)
+    def _reserve(self, index: int, like: Sequence[mx.array], positions: int) -> None:
+        """Make room for all rows of a class with this many positions."""
+        if not self.buffers[index]:
+            self.buffers[index] = [
+                mx.zeros((0, part.shape[1], 0, part.shape[3]), part.dtype)
                 for part in like
             ]
-        rows, _, capacity, _ = self.buffers[0].shape
-        more_rows = max(0, max(2 * rows, self._rows) - rows) * (self._rows > rows)
-        more = -(-max(0, positions - capacity) // STEP) * STEP
+        rows, _, capacity, _ = self.buffers[index][0].shape
+        # Not one by one, which would copy all rows each time.
+        more_rows = max(self._rows[index] - rows, rows // 8) * (
+            self._rows[index] > rows
+        )
+        step = max(STEP, positions // 16)
+        wanted = min(-(-positions // step) * step, self._size)
+        more = wanted - capacity if positions > capacity else 0
         if more_rows or more:
             widths = [(0, more_rows), (0, 0), (0, more), (0, 0)]
-            self.buffers = [mx.pad(buffer, widths) for buffer in self.buffers]
+            self.buffers[index] = [mx.pad(b, widths) for b in self.buffers[index]]
 
 
 class WindowRows(FullRows):
@@ -207,59 +301,57 @@ class WindowRows(FullRows):
         self.max_size = like.max_size
         self._size = like.max_size + WINDOW_SLACK
 
-    def join(self, cache: Any) -> None:
-        """Add the cache of one sequence as the last row."""
-        self._rows += 1
-        if cache.keys is None:
-            return
+    def _copy_in(
+        self, parts: Sequence[mx.array], cache: Any, index: int, row: int
+    ) -> None:
         end = cache.offset
         start = max(cache.first, end - self.max_size + 1, 0)
-        parts = [
-            part[:, :, start - cache.first : end - cache.first]
-            for part in (cache.keys, cache.values)
-        ]
-        self._reserve(parts, min(end, self._size))
-        row = mx.array([[self._rows - 1]])
-        slots = mx.arange(start, end)[None] % self._size
-        for buffer, part in zip(self.buffers, parts, strict=True):
-            buffer[row, :, slots] = part.swapaxes(1, 2)
+        parts = [part[:, :, start - cache.first : end - cache.first] for part in parts]
+        self._reserve(index, parts, end)
+        rows, slots = mx.array([[row]]), mx.arange(start, end)[None] % self._size
+        for buffer, part in zip(self.buffers[index], parts, strict=True):
+            buffer[rows, :, slots] = part.swapaxes(1, 2)
 
-    def extract(self, row: int, cache: Any, length: int) -> None:
+    def extract(self, place: int, cache: Any, length: int) -> None:
         """Copy a row to an empty cache of one sequence."""
-        start = max(0, length - self.max_size + 1)
-        if length:
-            slots = mx.arange(start, length) % self._size
-            cache.keys, cache.values = (
-                b[row : row + 1][:, :, slots] for b in self.buffers
-            )
-        cache.offset, cache.first = length, start
+        super().extract(place, cache, length)
+        cache.first = max(0, length - self.max_size + 1)
 
-    def make_mask(
-        self, length: int, window_size: int | None = None, return_array: bool = False
+    def _copy_out(self, rows: Sequence[mx.array], cache: Any, length: int) -> None:
+        slots = mx.arange(max(0, length - self.max_size + 1), length) % self._size
+        cache.keys, cache.values = (row[:, :, slots] for row in rows)
+
+    def _mask(
+        self,
+        rows: LengthClass,
+        length: int,
+        window_size: int | None,
+        return_array: bool,
     ) -> mx.array | str | None:
-        """Mask of the next `length` tokens over the result of `update_and_fetch`."""
         assert length <= WINDOW_SLACK
-        last = max(self.lengths.values) + length
         window = window_size or self.max_size
-        if self.lengths.common is not None and last <= window and not return_array:
+        fits = rows.longest + length <= window
+        if rows.common is not None and fits and not return_array:
             return None if length == 1 else "causal"
-        queries = self.lengths.positions(length)[:, None, :, None]
+        queries = rows.positions(length)[:, None, :, None]
         # The last position that was written to every slot of the ring.
         newest = queries[:, :, -1:]
-        slots = mx.arange(self._end(length), dtype=mx.int32)
+        slots = mx.arange(self._end(rows, length), dtype=mx.int32)
         keys = newest - (newest - slots) % self._size
         return (keys >= 0) & (keys <= queries) & (keys > queries - window)
 
-    def _end(self, count: int) -> int:
-        return min(super()._end(count), self._size)
+    def _end(self, rows: LengthClass, count: int) -> int:
+        return min(super()._end(rows, count), self._size)
 
-    def _write(self, buffer: mx.array, new: mx.array, count: int) -> None:
-        rows = mx.arange(self._rows)[:, None]
-        slots = self.lengths.positions(count) % self._size
-        buffer[rows, :, slots] = new.swapaxes(1, 2)
+    def _write(
+        self, rows: LengthClass, buffer: mx.array, new: mx.array, count: int
+    ) -> None:
+        indices = mx.arange(len(rows.lengths))[:, None]
+        slots = rows.positions(count) % self._size
+        buffer[indices, :, slots] = new.swapaxes(1, 2)
 
-    def _reserve(self, like: Sequence[mx.array], positions: int) -> None:
-        super()._reserve(like, min(positions, self._size))
+    def _reserve(self, index: int, like: Sequence[mx.array], positions: int) -> None:
+        super()._reserve(index, like, min(positions, self._size))
 
 
 class RecurrentRows:
@@ -282,8 +374,8 @@ class RecurrentRows:
         """Bytes of all states."""
         return sum(state.nbytes for state in self.arrays.cache if state is not None)
 
-    def join(self, cache: Any) -> None:
-        """Add the state of one sequence as the last row."""
+    def join(self, cache: Any, place: int) -> None:
+        """Add the state of one sequence at a place, before the rows there."""
 
         def joined(batch: mx.array | None, new: mx.array | None) -> mx.array | None:
             like = new if batch is None else batch
@@ -294,17 +386,17 @@ class RecurrentRows:
                 batch = mx.zeros((self._rows, *shape), like.dtype)
             if new is None:
                 new = mx.zeros((1, *shape), like.dtype)
-            return mx.concatenate([batch, new])
+            return mx.concatenate([batch[:place], new, batch[place:]])
 
         self.arrays.cache = [*map(joined, self.arrays.cache, cache.cache)]
         self._rows += 1
 
-    def leave(self, row: int) -> None:
-        """Remove a row; the last row takes its place."""
+    def leave(self, place: int, last: int) -> None:
+        """Remove a row; another one takes its place."""
+        kept = [row for row in range(self._rows) if row != last]
+        if place != last:
+            kept[place] = last
         self._rows -= 1
-        kept = [*range(self._rows)]
-        if row < self._rows:
-            kept[row] = self._rows
         indices = mx.array(kept, mx.int32)
         self.arrays.cache = [
             None if state is None or not kept else state[indices]

@@ -1,0 +1,67 @@
+"""Attention over rows of very different lengths, without padding to the longest.
+
+The rows of a batch are in length classes, and those of a class share their buffers. All
+other layers of a model compute all rows together.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+MAX_WASTE = 0.1
+"""Largest share of the positions of a class that its shorter rows leave empty."""
+MLX_LM_MODELS = "mlx_lm.models."
+
+
+class ByClass(tuple):
+    """Keys, values or masks of every length class, in place of one array."""
+
+
+def by_class(parts: Sequence) -> Any:
+    """What a model gets: one part as it is, several as one object."""
+    return parts[0] if len(parts) == 1 else ByClass(parts)
+
+
+def class_for(length: int, classes: Sequence[Sequence[int]]) -> int:
+    """The class that a row joins without much waste; that after the last = a new one.
+
+    Args:
+        classes: the lengths of the rows of every class.
+    """
+    wastes = []
+    for index, lengths in enumerate(classes):
+        longest, total = max(1, length, *lengths), length + sum(lengths)
+        wastes.append((1 - total / (longest * (len(lengths) + 1)), index))
+    waste, index = min(wastes, default=(1.0, 0))
+    return index if waste <= MAX_WASTE else len(classes)
+
+
+def replace_attention() -> None:
+    """Let all loaded models of mlx-lm take keys, values and masks by class."""
+    from mlx_lm.models import base
+
+    original = base.scaled_dot_product_attention
+    if original.__module__ == __name__:
+        return
+
+    def scaled_dot_product_attention(
+        queries: mx.array, keys: Any, values: Any, *args: Any, mask: Any, **options: Any
+    ) -> mx.array:
+        if not isinstance(keys, ByClass):
+            return original(queries, keys, values, *args, mask=mask, **options)
+        outputs, start = [], 0
+        for index, (k, v) in enumerate(zip(keys, values, strict=True)):
+            end = start + (k if isinstance(k, mx.array) else k[0]).shape[0]
+            mine = mask[index] if isinstance(mask, ByClass) else mask
+            rows = queries[start:end]
+            outputs.append(original(rows, k, v, *args, mask=mine, **options))
+            start = end
+        return mx.concatenate(outputs)
+
+    for name, module in [*sys.modules.items()]:
+        if name.startswith(MLX_LM_MODELS) and (
+            getattr(module, original.__name__, None) is original
+        ):
+            module.scaled_dot_product_attention = scaled_dot_product_attention
