@@ -343,10 +343,10 @@ def test_generate_outputs_have_the_same_tokens():
         "--max-tokens 8 --batch-size 3 --repeats 1 --threads 1 --sampled-tokens 250",
     )
     cells = [line.split() for line in text.splitlines()]
-    for case in ("prefill", "decode", "batch"):
+    for case in ("prefill", "decode", "batch", "ragged", "kv"):
         lmx, mlx_lm = (row for row in cells if row[:1] == [case] and "of" not in row)
         assert (lmx[1], mlx_lm[1], lmx[4]) == ("lmx", "mlx-lm", "1.00x")
-    assert "4 of 4 outputs have the same tokens" in text
+    assert "7 of 7 outputs have the same tokens" in text
     for count in (1, 2, 4):
         (row,) = [r for r in cells if r[:1] == [str(count)] and len(r) == 8]
         lmx, mlx_lm, _, overlap, lmx_expected, product, mlx_lm_expected = row[1:]
@@ -362,7 +362,7 @@ def test_generate_takes_a_real_model(small_base):
         "--max-tokens 2 --batch-size 1 --repeats 1 --threads 1",
     )
     assert "hidden size 128, vocabulary 2048, 4 bits" in text
-    assert "2 of 2 outputs have the same tokens" in text
+    assert "3 of 3 outputs have the same tokens" in text
     assert "draft" not in text
 
 

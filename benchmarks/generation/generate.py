@@ -25,6 +25,8 @@ CASES = {
     "prefill": "prompt tokens/s, one request",
     "decode": "tokens/s, one request",
     "batch": "tokens/s, a batch, prompts included",
+    "ragged": "tokens/s, a batch of prompts of very different lengths",
+    "kv": "tokens per MB of KV cache, the ragged batch at its largest",
 }
 ROW = "{:9}{:9}{:>12}{:>12}{:>9}  {}"
 NUM_DRAFT_TOKENS = (1, 2, 4)
@@ -159,19 +161,26 @@ def measure(kind: type, arguments: argparse.Namespace) -> dict:
         return [rng.randrange(3, arguments.vocab_size) for _ in range(length)]
 
     prompt = random_prompt(arguments.prompt_length)
-    prompts = [
-        random_prompt(rng.randrange(16, 129)) for _ in range(arguments.batch_size)
-    ]
+    rows = range(arguments.batch_size)
+    prompts = [random_prompt(rng.randrange(16, 129)) for _ in rows]
+    longest = 2 * arguments.prompt_length
+    ragged = [random_prompt(rng.randrange(longest // 32, longest + 1)) for _ in rows]
     # Warm up.
     library.generate(prompt, arguments.max_tokens)
-    library.generate_batch(prompts, 4)
+    library.generate_batch(ragged, 4)
     first, last, output = library.generate(prompt, arguments.max_tokens)
-    seconds, outputs = library.generate_batch(prompts, arguments.max_tokens)
+    seconds, _, outputs = library.generate_batch(prompts, arguments.max_tokens)
+    decoded = arguments.batch_size * arguments.max_tokens
+    ragged_seconds, kv, ragged_outputs = library.generate_batch(
+        ragged, arguments.max_tokens
+    )
     return {
         "prefill": len(prompt) / first,
         "decode": (arguments.max_tokens - 1) / (last - first),
-        "batch": arguments.batch_size * arguments.max_tokens / seconds,
-        "outputs": [output, *outputs],
+        "batch": decoded / seconds,
+        "ragged": decoded / ragged_seconds,
+        "kv": (sum(map(len, ragged)) + decoded) / kv / 1e3,
+        "outputs": [output, *outputs, *ragged_outputs],
         "blas": library.blas,
         "speculation": {
             str(count): library.speculate(prompt[:16], arguments.sampled_tokens, count)
@@ -186,9 +195,9 @@ def _print_times(runs: dict[str, list[dict]], arguments: argparse.Namespace) -> 
         f"Llama, {arguments.num_layers} layers, hidden size {arguments.hidden_size}, "
         f"vocabulary {arguments.vocab_size}, {weights}; prompt of "
         f"{arguments.prompt_length} tokens, {arguments.max_tokens} decoded,\nbatch of "
-        f"{arguments.batch_size} prompts of 16 to 128 tokens. Medians of "
-        f"{arguments.repeats} alternating runs; ratio = "
-        "tokens/s of lmx / tokens/s."
+        f"{arguments.batch_size} prompts of 16 to 128 tokens, ragged: of "
+        f"{arguments.prompt_length // 16} to {2 * arguments.prompt_length}. Medians of "
+        f"{arguments.repeats} alternating runs;\nratio = lmx / library."
     )
     print(ROW.format("case", "library", "tokens/s", "fastest", "ratio", "").rstrip())
     for case, title in CASES.items():

@@ -27,16 +27,19 @@ class Lmx:
 
     def generate_batch(
         self, prompts: list[list[int]], count: int
-    ) -> tuple[float, list]:
-        """Seconds of the batch, and the tokens of each request."""
+    ) -> tuple[float, float, list]:
+        """Seconds of the batch, its largest KV cache in GB, and all tokens."""
+        from lmx.generation.engine import Engine
         from lmx.generation.sequence import GenerationRequest
 
-        start = time.perf_counter()
+        start, largest = time.perf_counter(), 0
         requests = [GenerationRequest(prompt, count) for prompt in prompts]
         tokens: dict = {request: [] for request in requests}
-        for output in self._outputs(requests):
+        engine = Engine(self._model)
+        for output in self._outputs(requests, engine):
             tokens[output.request].append(output.token)
-        return time.perf_counter() - start, list(tokens.values())
+            largest = max(largest, engine.nbytes)
+        return time.perf_counter() - start, largest / 1e9, list(tokens.values())
 
     def _outputs(self, requests: list, engine=None) -> Iterator:
         """The outputs of an engine; None = of a new one."""
@@ -98,17 +101,19 @@ class MlxLm:
 
     def generate_batch(
         self, prompts: list[list[int]], count: int
-    ) -> tuple[float, list]:
-        """Seconds of the batch, and the tokens of each request."""
+    ) -> tuple[float, float, list]:
+        """Seconds of the batch, its largest KV cache in GB, and all tokens."""
         from mlx_lm.generate import BatchGenerator
 
-        start = time.perf_counter()
+        start, largest = time.perf_counter(), 0
         generator = BatchGenerator(self._model, max_tokens=count)
         outputs: dict[int, list[int]] = {n: [] for n in generator.insert(prompts)}
         while responses := generator.next_generated():
             for response in responses:
                 outputs[response.uid].append(response.token)
-        return time.perf_counter() - start, list(outputs.values())
+            caches = generator._generation_batch.prompt_cache
+            largest = max(largest, sum(cache.nbytes for cache in caches))
+        return time.perf_counter() - start, largest / 1e9, list(outputs.values())
 
     def speculate(self, prompt: list[int], count: int, num_draft_tokens: int) -> dict:
         """Tokens per forward pass of the target: each pass samples one token."""
