@@ -12,7 +12,7 @@ from .length_classes import ByClass, by_class
 from .window import WINDOW_SLACK
 
 STEP = 16
-"""Positions by which short buffers grow; long ones grow by a sixteenth."""
+"""Positions by which short buffers grow; long ones grow by a thirty-second."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class FullRows:
         more_rows = max(self._rows[index] - rows, rows // 8) * (
             self._rows[index] > rows
         )
-        step = max(STEP, positions // 16)
+        step = max(STEP, positions // 32)
         wanted = min(-(-positions // step) * step, self._size)
         more = wanted - capacity if positions > capacity else 0
         if more_rows or more:

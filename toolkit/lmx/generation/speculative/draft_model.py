@@ -1,12 +1,14 @@
 """The draft-model proposer: a small model drafts one token after the other."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from ...errors import nan_predictions
 from ..kv_cache.batch import CacheBatch, OneRow, is_batchable, join
+from ..kv_cache.prefix import PrefixCache
 from ..kv_cache.sequence import CacheState
 from ..kv_cache.window import WINDOW_SLACK
 from ..sampler import Sampler, sample_rows
@@ -20,6 +22,8 @@ from .proposer import (
 )
 
 PREFILL_STEP_SIZE = 512
+PREFIX_BYTES = 1 << 28
+"""Memory for prefixes that the draft model has processed."""
 
 
 def draft_model_proposer(model: Any) -> MakeProposer:
@@ -66,6 +70,7 @@ class DraftModelBatch:
         self.model = model
         self._members: list[DraftModelRow] = []
         self._rows: OneRow | CacheBatch | None = None
+        self._prefixes = PrefixCache(PREFIX_BYTES)
         self._is_first = True
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[mx.array]:
@@ -114,10 +119,12 @@ class DraftModelBatch:
         member, context = request.proposer, request.context
         if member in self._members:
             return
-        state = CacheState(self.model)
-        tokens = mx.array([context[:-1]], mx.int32)
+        # Turns of a chat and requests with one system prompt begin alike.
+        state, _ = self._prefixes.fetch(context, partial(CacheState, self.model))
+        tokens = mx.array([context[state.length : -1]], mx.int32)
         state.prefill(tokens, step_size=PREFILL_STEP_SIZE)
         member.context = list(context[:-1])
+        self._prefixes.insert(member.context, state)
         self._members.append(member)
         self._rows = join(self._rows, state)
 
