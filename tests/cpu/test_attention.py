@@ -68,3 +68,22 @@ def test_replaced_attention_passes_other_masks_to_mlx():
         result = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, **settings)
         expected = mlx_attention(q, k, v, scale=0.3, **settings)
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 5, 9])
+@pytest.mark.parametrize("rows", [None, 1, 2])
+def test_replaced_attention_of_decoding_equals_that_of_mlx(length, rows):
+    """A query for every position, each with other keys, in groups of two heads."""
+    replace_functions()
+    q, k, v, _ = inputs(40)
+    q, mask = q[:, :, :length], None
+    if rows:
+        mask = (
+            mx.random.uniform(shape=(rows, 1, length, 40), key=mx.random.key(1)) < 0.5
+        )
+    result = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask)
+    expected = mlx_attention(q, k, v, scale=0.3, mask=mask)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+    if rows:
+        other = mlx_attention(q, k, v, scale=0.3)
+        assert not mx.allclose(result, other, atol=1e-2)

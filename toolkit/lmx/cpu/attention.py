@@ -1,9 +1,10 @@
-"""Memory-efficient attention for training on MLX's CPU backend, by blocks of queries.
+"""Faster attention on MLX's CPU backend, for training and for decoding.
 
-MLX's attention keeps all scores for the backward pass and computes those that a causal
-mask hides. Here the backward pass recomputes the scores of a block from their
-log-sum-exp (FlashAttention, arXiv 2205.14135), only up to the last key that the block
-attends to.
+For training, MLX's attention keeps all scores for the backward pass and computes those
+that a causal mask hides. Here the backward pass recomputes the scores of a block of
+queries from their log-sum-exp (FlashAttention, arXiv 2205.14135), only up to the last
+key that the block attends to. For decoding, MLX's attention reads the keys and values
+again for every query head of a group.
 """
 
 import mlx.core as mx
@@ -37,6 +38,28 @@ def attention(queries, keys, values, scale: float, causal: bool) -> mx.array:
         return _backward(*primals, cotangents[0], *outputs, scale, causal)
 
     return forward(grouped, keys, values)[0].reshape((*queries.shape[:3], -1))
+
+
+def decoding_attention(
+    queries, keys, values, scale: float, mask: mx.array | None
+) -> mx.array:
+    """softmax(scale * queries keys^T) values, with one product for a group of heads.
+
+    Args:
+        queries: [B, H, N, D].
+        keys: [B, K, T, D], K a divisor of H; values have the same shape but for D.
+        mask: bool [B or 1, 1, N, T], true where a query attends to a key; None = all.
+    """
+    batch, heads, length, size = queries.shape
+    groups = keys.shape[1]
+    queries = (scale * queries).reshape(batch, groups, -1, size)
+    scores = queries @ keys.swapaxes(-1, -2)
+    if mask is not None:
+        by_head = scores.reshape(batch, groups, heads // groups, length, -1)
+        masked = mx.where(mask[:, :, None], by_head, MASKED)
+        scores = masked.reshape(scores.shape)
+    outputs = mx.softmax(scores, axis=-1) @ values
+    return outputs.reshape(batch, heads, length, -1)
 
 
 def _blocks(length: int, causal: bool):

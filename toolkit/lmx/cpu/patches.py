@@ -10,11 +10,13 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from .attention import attention
+from .attention import attention, decoding_attention
 from .fast_exp import gelu_approx, silu, swiglu
 
 # Queries from which blockwise attention is faster, and values from which `swiglu` is.
 MIN_QUERIES, MIN_GATE_VALUES = 64, 1 << 14
+# Queries up to which one product for a group of heads is faster.
+MAX_DECODED = 8
 MLX_LM_MODELS = "mlx_lm.models."
 
 mlx_attention = mx.fast.scaled_dot_product_attention
@@ -29,16 +31,18 @@ def replace_functions() -> None:
 
 
 def _attention(queries, keys, values, *, scale, mask=None, sinks=None, **options):
-    """MLX's attention, blockwise for long float32 self-attention."""
-    length = queries.shape[2]
-    supported = sinks is None and (mask is None or isinstance(mask, str))
-    if (
-        supported
-        and not options
-        and MIN_QUERIES <= length == keys.shape[2]
-        and queries.dtype == keys.dtype == values.dtype == mx.float32
-    ):
-        return attention(queries, keys, values, scale, causal=mask is not None)
+    """MLX's attention: by blocks for long self-attention, by group for decoding."""
+    is_plain = sinks is None and not options
+    if is_plain and queries.dtype == keys.dtype == values.dtype == mx.float32:
+        length = queries.shape[2]
+        if mask is None or isinstance(mask, str):
+            if MIN_QUERIES <= length == keys.shape[2]:
+                return attention(queries, keys, values, scale, causal=mask is not None)
+            is_simple = mask is None
+        else:
+            is_simple = mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[1] == 1
+        if is_simple and length <= MAX_DECODED and keys.shape[1] < queries.shape[1]:
+            return decoding_attention(queries, keys, values, scale, mask)
     return mlx_attention(
         queries, keys, values, scale=scale, mask=mask, sinks=sinks, **options
     )
