@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from lmx.evaluation.latency import measure_latency
-from lmx.generation.speculative.stats import SpeculativeStats
+from lmx.generation.speculative.draft_length import SpeculativeStats
 
 
 class Clocked:

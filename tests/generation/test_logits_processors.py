@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from lmx.errors import UserError
 from lmx.generation.generator import Generator
-from lmx.generation.logits_processors import LogitsProcessor
-from lmx.generation.sampling import Sampling
+from lmx.generation.sampling import LogitsProcessor, Sampling
 from tiny_generators import VOCABULARY, byte_tokenizer, tiny
 
 SETTINGS = {

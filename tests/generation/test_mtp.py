@@ -9,10 +9,10 @@ from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampler import Sampler
 from lmx.generation.sampling import Sampling
+from lmx.generation.speculative.draft_length import SpeculativeStats
 from lmx.generation.speculative.factory import FallbackProposer
 from lmx.generation.speculative.mtp import MTPProposer
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
-from lmx.generation.speculative.stats import SpeculativeStats
 from lmx.models.hooks import forward_with_hidden_states
 from mlx.utils import tree_flatten
 from tiny_generators import byte_tokenizer

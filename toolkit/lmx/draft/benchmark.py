@@ -10,10 +10,12 @@ import numpy as np
 
 from ..generation.generator import Generator
 from ..generation.sampling import Sampling
-from ..generation.speculative.draft_length import DraftLengthController
+from ..generation.speculative.draft_length import (
+    DraftLengthController,
+    SpeculativeStats,
+)
 from ..generation.speculative.prompt_lookup import PromptLookupProposer
 from ..generation.speculative.proposer import MakeProposer
-from ..generation.speculative.stats import SpeculativeStats
 from ..run.logger import NullLogger, RunLogger
 from .acceptance import ReferenceCompletion, predict_accepted_lengths
 from .candidates import Candidate, all_acceptance_probs

@@ -16,8 +16,8 @@ from ..generation.generator import GREEDY, Generator
 from ..generation.kv_cache.sequence import CacheState
 from ..generation.outputs import GenerationResult
 from ..generation.sequence import GenerationRequest
+from ..generation.speculative.draft_length import SpeculativeStats
 from ..generation.speculative.parity import check_parity
-from ..generation.speculative.stats import SpeculativeStats
 from .memory_bandwidth import shortest_time
 
 PERCENTILES = (50, 90, 99)

@@ -16,7 +16,11 @@ from .kv_cache.batch import CacheBatch, OneRow, join
 from .sampler import sample_rows
 from .scheduler import Scheduler
 from .sequence import GenerationRequest, RunningSequence, TokenOutput
-from .speculative.draft_length import DraftLengthController
+from .speculative.draft_length import (
+    DraftLengthController,
+    SpeculativeStats,
+    StandardSteps,
+)
 from .speculative.proposer import (
     NO_DRAFT,
     DraftRequest,
@@ -24,7 +28,6 @@ from .speculative.proposer import (
     accepted_tokens,
     propose,
 )
-from .speculative.stats import SpeculativeStats, StandardSteps
 
 CLEAR_CACHE_INTERVAL = 256
 """Steps between releases of MLX's buffer cache, which grows with the context."""

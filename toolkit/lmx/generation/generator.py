@@ -9,16 +9,19 @@ from typing import Any
 from .. import cpu
 from ..errors import UserError
 from ..models.token_ids import check_ids
-from .detokenizer import StreamingDetokenizer
 from .engine import Engine
 from .kv_cache.prefix import PrefixCache
-from .outputs import CompletionOutput, GenerationResponse, GenerationResult
+from .outputs import (
+    CompletionOutput,
+    GenerationResponse,
+    GenerationResult,
+    StreamingDetokenizer,
+)
 from .prompt import Messages, encode_chat, encode_text
 from .sampling import Sampling
 from .sequence import GenerationRequest, TokenOutput
-from .speculative.draft_length import DraftLengthController
+from .speculative.draft_length import DraftLengthController, SpeculativeStats
 from .speculative.proposer import MakeProposer
-from .speculative.stats import SpeculativeStats
 
 GREEDY = Sampling()
 

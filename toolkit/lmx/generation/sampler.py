@@ -14,8 +14,7 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from .logits_processors import LogitsProcessor
-from .sampling import Sampling, filter_logits
+from .sampling import LogitsProcessor, Sampling, filter_logits
 
 
 class Sampler:

@@ -40,10 +40,9 @@ def class_for(length: int, classes: Sequence[Sequence[int]]) -> int:
 
 def replace_attention() -> None:
     """Let all loaded models of mlx-lm take keys, values and masks by class."""
-    from mlx_lm.models import base
-
-    original = base.scaled_dot_product_attention
-    if original.__module__ == __name__:
+    base = sys.modules.get(f"{MLX_LM_MODELS}base")
+    original = getattr(base, "scaled_dot_product_attention", None)
+    if original is None or original.__module__ == __name__:
         return
 
     def scaled_dot_product_attention(

@@ -5,7 +5,7 @@ import random
 from itertools import combinations, pairwise
 
 import pytest
-from lmx.generation.detokenizer import StopStringMatcher, StreamingDetokenizer
+from lmx.generation.outputs import StopStringMatcher, StreamingDetokenizer
 from lmx.models.loader import load_tokenizer
 from tiny_generators import byte_tokenizer, scripted
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
