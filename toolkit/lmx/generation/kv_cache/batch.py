@@ -272,7 +272,7 @@ def join(rows: OneRow | CacheBatch | None, state: CacheState) -> OneRow | CacheB
         return OneRow(state)
     if isinstance(rows, OneRow):
         first = rows.extract(0)
-        rows = CacheBatch(first, has_classes=_errors(first.model)[2] is None)
+        rows = CacheBatch(first, has_classes=takes_classes(first.model))
     rows.join(state)
     return rows
 
@@ -301,6 +301,14 @@ def takes_padding(model: Any) -> bool:
     Rounds of drafts have unequal lengths. Some architectures of mlx-lm apply no mask.
     """
     return _errors(model)[:2] == (None, None)
+
+
+def takes_classes(model: Any) -> bool:
+    """Whether the attention of a batchable model takes rows by length class.
+
+    Multi-head latent attention computes more with the keys than mlx-lm's function does.
+    """
+    return _errors(model)[2] is None
 
 
 def batch_error(model: Any) -> str | None:
