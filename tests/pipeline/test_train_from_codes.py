@@ -213,10 +213,6 @@ def test_training_from_codes_of_imported_experts(tmp_path, make_checkpoint):
             "quantized here with bits: 2, group_size: 32; this block has bits: 3, "
             "group_size: 64",
         ),
-        (
-            GRID | {"quantizer": "lsq", "quantize_lm_head": False},
-            "with quantize_lm_head: True; this block has",
-        ),
         (GRID, "minmax would quantize it again"),
         (
             GRID | {"quantizer": "lsq", "fake_quant_after_n_steps": 3},
