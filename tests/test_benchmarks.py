@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import warm_benchmarks
 from lmx.cpu import blas
 from small_base import write_small_base
 
@@ -27,8 +28,7 @@ def small_base(tmp_path_factory) -> Path:
 
 def run(program: str, options: str) -> str:
     """The output of a benchmark program."""
-    command = [sys.executable, str(PROGRAMS[program]), *shlex.split(options)]
-    process = subprocess.run(command, capture_output=True, text=True)
+    process = warm_benchmarks.run(PROGRAMS[program], *shlex.split(options))
     assert process.returncode == 0, process.stderr
     return process.stdout
 

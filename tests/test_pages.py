@@ -17,6 +17,7 @@ from pathlib import Path
 import lmx
 import pytest
 import warm
+import warm_benchmarks
 import yaml
 from lmx.cli import main
 from lmx.cli.schema import markdown
@@ -186,6 +187,9 @@ def run(shown: str, folder: Path) -> subprocess.CompletedProcess:
     in_checkout = re.compile(r"(?:^|(?<=\+))(?=recipes/|benchmarks/|data/)")
     arguments = [in_checkout.sub(f"{ROOT}/", argument) for argument in arguments]
     stdin = echo and shlex.split(echo)[1]
+    if program == "python":
+        path, *arguments = arguments
+        return warm_benchmarks.run(Path(path), *arguments, cwd=folder)
     if program in PROGRAMS and shown not in INSTALLED:
         entry_point = ENTRY_POINT.format(PROGRAMS[program])
         return warm.run(entry_point, *arguments, cwd=folder, stdin=stdin, timeout=240)

@@ -38,10 +38,11 @@ def random_drafter(model, config, seed=2, **options):
     head = TargetHead(model)
     drafter = DFlashDrafter.for_target(
         config,
-        DrafterConfig(mask_token_id=MASK_TOKEN, **options),
+        DrafterConfig(**options),
         width=head.embed(mx.zeros((1, 1), mx.int32)).shape[-1],
         vocab_size=head.vocab_size,
         num_blocks=config["num_hidden_layers"],
+        mask_token_id=MASK_TOKEN,
     )
     mx.eval(drafter.parameters())
     return drafter.bind(head)

@@ -80,7 +80,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--loss", default="adaptive_kl_tv")
     parser.add_argument("--threads", type=int, help="default: all cores")
     return parser.parse_args()
 
@@ -138,7 +137,6 @@ class Seed:
         stage = {
             "draft_model": {"num_layers": arguments.num_layers},
             "data_generation": data_generation,
-            "loss": arguments.loss,
             "benchmark": {"num_prompts": 2, "max_tokens": 8},
         }
         return self._run([{"draft": stage | self._steps()}], self.target, "distilled")

@@ -85,8 +85,7 @@ def _qat(folder: Path, target: Path, settings: dict, options: dict) -> None:
         # type may depend on the width of a layer.
         stored = json.loads(Path(start, "config.json").read_text())["quantization"]
         spec = {name: stored[name] for name in ("mode", "bits", "group_size")}
-        # Scales are fixed, so that from the middle of their cells no code would change.
-        spec |= {"quantizer": "fixed_scale", "latent_init": "random"}
+        spec |= {"quantizer": "fixed_scale"}
     teacher = {"model": settings["model"], "loss": "forward_kl", "ce_weight": 0.0}
     train |= {"qat": spec, "teacher": teacher, "packing": True}
     data = {"train": config["dataset"], "max_seq_length": config["max_seq_length"]}

@@ -132,24 +132,18 @@ def _from_gptq(arguments: Namespace, grid: Grid) -> Stages:
 
 
 def _after_gptq(arguments: Namespace, grid: Grid) -> Stages:
-    """QAT from the codes of a quantized model with its baseline as teacher."""
+    """GPTQ of the baseline, then QAT from the codes with the baseline as teacher."""
+    quantizer = "fixed_scale" if grid in FLOAT_MODES else "lsq"
     stage = _train(
         arguments,
         EXTRA_STEPS,
-        qat=_after_gptq_grid(grid),
-        teacher={"model": str(arguments.baseline)},
+        qat=_grid(grid, quantizer=quantizer),
+        teacher={},
         load_best_at_end=True,
         learning_rate=arguments.codes_learning_rate * CODES_LR_RATIO.get(grid, 0.1),
     )
     stage["train"]["eval_steps"] = max(1, stage["train"]["steps"] // 5)
-    return [stage]
-
-
-def _after_gptq_grid(grid: Grid) -> dict:
-    if grid in FLOAT_MODES:
-        # The scales are fixed, so that from the codes nothing would change.
-        return _grid(grid, quantizer="fixed_scale", latent_init="random")
-    return _grid(grid, quantizer="lsq", latent_init="codes")
+    return [*_gptq(arguments, grid), stage]
 
 
 def _distill(quantizer: str) -> Callable[..., Stages]:
@@ -188,7 +182,7 @@ METHODS = (
     Method("qat from gptq", _from_gptq, grids=ALL_GRIDS),
     Method("qat from codes", _from_codes),
     Method("qat from codes, distill", _from_codes_distill),
-    Method("qat after gptq, distill", _after_gptq, "gptq", grids=ALL_GRIDS),
+    Method("qat after gptq, distill", _after_gptq, "full", grids=ALL_GRIDS),
     Method("qat minmax, distill", _distill("minmax"), "full", grids=ALL_GRIDS),
     Method(
         "qat fixed_scale, distill", _distill("fixed_scale"), "full", grids=ALL_GRIDS

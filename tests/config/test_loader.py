@@ -23,7 +23,7 @@ data:
 seed: 3
 stages:
   - train:
-      qat: {mode: mxfp4, quantize_lm_head: off}
+      qat: {mode: mxfp4, quantize_activations: off}
       steps: 10
       batch_size: 8
       learning_rate: 1e-5
@@ -47,8 +47,7 @@ def test_load_recipe_reads_values(recipe):
     assert loaded.recipe.model.from_scratch.tie_word_embeddings is False
     assert loaded.recipe.data.valid == ["rows.jsonl"]
     train = loaded.recipe.stages[0].config
-    assert train.qat.quantize_lm_head is False
-    assert train.qat.quantize_embeddings is True
+    assert train.qat.quantize_activations is False
     assert train.learning_rate == 1e-5
     assert train.sample_prompts == ["on", "1e-5", "12:30"]
     kinds = [stage.kind for stage in loaded.recipe.stages]

@@ -18,7 +18,7 @@ CALIBRATION = {
     "num_eval_tokens": 256,
     "max_seq_length": 64,
 }
-TUNING = {"steps": 4, "batch_tokens": 128, "learning_rate": 1e-3, "top_k": 16}
+TUNING = {"steps": 4, "batch_tokens": 128, "learning_rate": 1e-3}
 QUANTIZE = GRID | {"calibration": CALIBRATION, "rollback_if_worse": True}
 DRAFT = {
     "draft_model": {"num_layers": 1},

@@ -89,10 +89,9 @@ def write_drafters(root: Path, base: Path) -> None:
         config = DrafterConfig(
             num_layers=1,
             layer_ids=[0, 1],
-            mask_token_id=3 if name == "dflash" else None,
             draft_vocab_size=40 if name == "eagle3" else None,
         )
-        sizes = {"width": 64, "vocab_size": 320, "num_blocks": 2}
+        sizes = {"width": 64, "vocab_size": 320, "num_blocks": 2, "mask_token_id": 3}
         drafter = cls.for_target(target.config, config, **sizes)
         drafter.choose_vocabulary(mx.arange(320).__array__())
         bind_target(drafter, target.model, place="")

@@ -29,7 +29,7 @@ STAGES = (
     {"export": {"formats": ["mlx"]}},
 )
 CALIBRATION = {"dataset": "builtin:stdlib", "num_tokens": 512, "max_seq_length": 64}
-TUNING = {"steps": 4, "batch_tokens": 128, "learning_rate": 1e-3, "top_k": 16}
+TUNING = {"steps": 4, "batch_tokens": 128, "learning_rate": 1e-3}
 GPTQ = {"method": "gptq", "bits": 4, "group_size": 32, "scale_tuning": TUNING}
 GPTQ |= {"calibration": CALIBRATION | {"num_eval_tokens": 256}}
 GPTQ_STAGES = (STAGES[0], {"quantize": GPTQ}, STAGES[3])

@@ -332,10 +332,11 @@ def test_defaults_follow_the_target():
     def sizes(target):
         return DFlashConfig.for_target(
             target,
-            DrafterConfig(num_draft_tokens=7, mask_token_id=9),
+            DrafterConfig(num_draft_tokens=7),
             width=96,
             vocab_size=500,
             num_blocks=30,
+            mask_token_id=9,
         )
 
     config = sizes(target)
@@ -363,10 +364,11 @@ def test_defaults_follow_the_target():
 def test_drafters_of_all_families_can_be_built_and_read(family):
     drafter = DFlashDrafter.for_target(
         family_config(family),
-        DrafterConfig(mask_token_id=0),
+        DrafterConfig(),
         width=32,
         vocab_size=VOCABULARY,
         num_blocks=4,
+        mask_token_id=0,
     )
     config = json.loads(json.dumps(drafter.to_config()))
     assert read_again(config) == drafter.to_config()

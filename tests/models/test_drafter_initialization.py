@@ -13,13 +13,14 @@ WIDTH = LLAMA["hidden_size"]
 
 
 def bound(architecture, target, **settings):
-    settings = {"num_layers": 2, "mask_token_id": 0} | settings
+    settings = {"num_layers": 2} | settings
     drafter = ARCHITECTURES[architecture].for_target(
         CONFIG,
         DrafterConfig(**settings),
         width=WIDTH,
         vocab_size=LLAMA["vocab_size"],
         num_blocks=3,
+        mask_token_id=0,
     )
     return bind_target(drafter, target, place="drafter")
 

@@ -124,12 +124,12 @@ def test_draft_training_logs_bounds_lengths_and_prediction(draft_run):
 
 
 @pytest.mark.slow
-def test_completions_are_generated_once_for_several_losses(draft_run, tmp_path):
+def test_completions_are_generated_once_for_several_drafts(draft_run, tmp_path):
     completions = cached_completions()
     other = {
         **DRAFT,
         "draft_model": {"init_from": str(draft_run.model), "num_layers": [1]},
-        "loss": "forward_kl",
+        "ce_weight": 0.5,
         "quantization": {"bits": 8, "group_size": 32},
     }
     run = make_run(tmp_path, {"draft": other}, "export", model=draft_run.model)

@@ -27,7 +27,7 @@ DRAFT = {
     "learning_rate": 3e-3,
     "eval_steps": 6,
     "save_steps": 4,
-    "benchmark": {"num_prompts": 4, "max_tokens": 10, "verify_cost": 0.2},
+    "benchmark": {"num_prompts": 4, "max_tokens": 10},
 }
 
 
@@ -66,21 +66,6 @@ def test_report_and_metrics_have_rates_by_position(drafter_run):
     assert {"acceptance_1", "acceptance_2", "acceptance_3"} <= validations[0].keys()
     assert validations[-1]["loss"] < validations[0]["loss"]
     assert "hidden states of" in drafter_run.log
-
-
-def test_other_machine_is_predicted_from_its_verify_cost(drafter_run):
-    draft = drafter_run.json("draft/draft.json")
-    costs = draft["other_machine"]["costs"]["rounds"]
-    assert len(costs) == 4
-    assert costs[1] > 1.2
-    for mode in ("greedy", "temperature 0.7"):
-        lengths = draft["benchmark"][mode]["predicted_accepted_lengths"]
-        expected = max(t / c for t, c in zip(lengths, costs[1:], strict=True))
-        predicted = draft["other_machine"][mode]["predicted_speedup"]
-        assert predicted == pytest.approx(expected)
-    card = (drafter_run.output / "draft/README.md").read_text()
-    assert "speed-up on the other machine (predicted)" in card
-    assert "lmx generate TARGET --draft-model ." in card
 
 
 def test_published_drafter_drafts_for_its_target(drafter_run, capsys):

@@ -1,6 +1,7 @@
 """Questions of an evaluation: which examples are asked, and their answers."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ class Letters:
     def __init__(self, has_chat_template=False):
         self.has_chat_template = has_chat_template
 
-    def encode(self, text, *, add_special_tokens):
+    def encode(self, text, **_):
         return [ord(c) - 63 for c in text]
 
     def decode(self, tokens, **_):
@@ -62,12 +63,12 @@ class Next:
 
 
 def answers(records, model=None, tokenizer=None, max_tokens=9):
-    """Answers by prompt of all records as samples, and the tokens that were counted."""
+    """Answers by prompt of all records as samples, and the work that was counted."""
     questions = Questions.choose(records, len(records), 0, "none")
-    counted = []
+    counted = Counter()
     generator = Generator(model or Next(), tokenizer or Letters())
-    questions.answer("base", generator, max_tokens, counted.append)
-    return {q.prompt: q.answers.get("base") for q in questions}, sum(counted)
+    questions.answer("base", generator, max_tokens, counted.update)
+    return {q.prompt: q.answers.get("base") for q in questions}, counted
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,8 @@ def test_questions_are_asked_as_they_are_trained():
     records.append(DataRecord("x", text="D"))
     plain, counted = answers(records)
     assert plain == {"A": "BCDE", "B": "CDE", "D": "E"}
-    assert counted == 3 + 4 + 3 + 1
+    # The longest answer has four letters and the token that ends it.
+    assert counted == {"tokens": 3, "steps": 5}
     with_template, _ = answers(records, tokenizer=Letters(has_chat_template=True))
     assert with_template == {"A": "DE", "B": "DE", "D": "E"}
 

@@ -48,7 +48,7 @@ def make_run(folder, case: str, base, **train) -> Run:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param("dpo-lora", marks=pytest.mark.slow),
+        # dpo with LoRA: tests/fuzz/test_fuzz_kills.py
         pytest.param("ipo-qat-lora", marks=pytest.mark.slow),
         pytest.param("orpo-qat", marks=pytest.mark.slow),
         "kto-full",

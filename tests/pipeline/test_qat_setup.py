@@ -9,7 +9,7 @@ from lmx.errors import UserError
 from lmx.models.loader import load
 from lmx.pipeline.context import write_model
 from lmx.pipeline.train.qat import prepare, require_steps
-from lmx.quantization.packing import dequantize, pack
+from lmx.quantization.packing import dequantize, dequantized_model, pack
 from lmx.quantization.qat.quantizers import LSQQuantizer
 from lmx.quantization.target_layers import QuantizationPlan
 from lmx.run.logger import NullLogger
@@ -59,9 +59,9 @@ def weights_of(prepared):
     return {path: modules[path].weight for path in (UP, DOWN)}
 
 
-def initial_weights(mixed_model, seed=0, teacher=None, **qat):
+def initial_weights(mixed_model, seed=0, teacher=None, quantizer="lsq"):
     """The initial latent weights of QAT on a quantized model."""
-    options = COMMON | {"qat": QATConfig(bits=3, quantizer="lsq", **qat)}
+    options = COMMON | {"qat": QATConfig(bits=3, quantizer=quantizer)}
     train_config = TrainConfig(**options, teacher=teacher)
     return weights_of(prepare(train_config, mixed_model, NullLogger(), seed=seed))
 
@@ -69,7 +69,7 @@ def initial_weights(mixed_model, seed=0, teacher=None, **qat):
 def test_latent_weights_are_random_by_seed(mixed_model):
     weights, again = initial_weights(mixed_model), initial_weights(mixed_model)
     other_seed = initial_weights(mixed_model, seed=1)
-    code_weights = initial_weights(mixed_model, latent_init="codes")
+    code_weights = initial_weights(mixed_model, teacher={})
     for path, weight in weights.items():
         assert mx.array_equal(weight, again[path])
         assert not mx.array_equal(weight, other_seed[path])
@@ -85,12 +85,14 @@ def test_latent_weights_are_random_by_seed(mixed_model):
 
 
 def test_self_distillation_begins_at_the_codes(mixed_model):
-    code_weights = initial_weights(mixed_model, latent_init="codes")
-    weights = initial_weights(mixed_model, teacher={})
-    random = initial_weights(mixed_model, teacher={}, latent_init="random")
-    for path, weight in code_weights.items():
-        assert mx.array_equal(weights[path], weight)
-        assert not mx.array_equal(random[path], weight)
+    """Where scales are trained. With fixed scales, nothing would change."""
+    dequantized, _ = dequantized_model(mixed_model, mx.float32)
+    modules = dict(dequantized.model.named_modules())
+    lsq = initial_weights(mixed_model, teacher={})
+    fixed = initial_weights(mixed_model, teacher={}, quantizer="fixed_scale")
+    for path, weight in lsq.items():
+        assert mx.array_equal(modules[path].weight, weight)
+        assert not mx.array_equal(fixed[path], weight)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +118,9 @@ def test_quantized_model_is_never_quantized_again(mixed_model, qat, message):
         prepare(config(**qat), mixed_model, NullLogger())
 
 
-def test_settings_of_another_model_are_refused(mixed_model, make_checkpoint):
+def test_settings_of_another_model_are_refused(mixed_model):
     with pytest.raises(UserError, match="full fine-tuning needs its weights"):
         prepare(TrainConfig(**COMMON), mixed_model, NullLogger())
-    dense = load(make_checkpoint(), compute="stored")
-    with pytest.raises(UserError, match="latent_init is for a quantized model"):
-        prepare(config(quantizer="lsq", latent_init="codes"), dense, NullLogger())
 
 
 @pytest.mark.parametrize(

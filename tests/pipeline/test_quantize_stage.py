@@ -16,6 +16,7 @@ from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
 from lmx.evaluation.gap_recovery import measure_per_sequence
 from lmx.models.loader import load
+from lmx.pipeline.quantize import refinement
 from lmx.pipeline.quantize.refinement import CalibrationData
 from tiny_runs import Run
 
@@ -33,14 +34,14 @@ def quantize_facts(folder, base, **settings):
     return run, run.json("manifest.json")["stages"]["1-quantize"]["result"]["facts"]
 
 
-def test_eval_kl_covers_completions_only(tmp_path, base):
+def test_eval_kl_covers_completions_only(tmp_path, base, monkeypatch):
     """With loss_on: completions, eval_kl is the KL over the validation completions."""
     calibration = QUANTIZE["calibration"] | {
         "loss_on": "completions",
         "num_eval_tokens": 10_000,
     }
-    tune = TUNE | {"top_k": 10_000}
-    settings = {"method": "gptq", "calibration": calibration, "scale_tuning": tune}
+    monkeypatch.setattr(refinement, "TUNING_TOP_K", 10_000)
+    settings = {"method": "gptq", "calibration": calibration, "scale_tuning": TUNE}
     run, facts = quantize_facts(tmp_path, base, **settings)
     quantized = load(run.output / "stages/1-quantize/model")
     records = [*RecordReader(str(tmp_path / "valid.jsonl"), split="train")]

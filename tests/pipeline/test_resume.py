@@ -64,13 +64,11 @@ def finished(tmp_path_factory, base):
 @pytest.mark.parametrize(
     ("kind", "where", "call"),
     [
-        pytest.param("full", "step", 2, marks=pytest.mark.slow),
         ("full", "save", 4),
         pytest.param("dora+", "step", 5, marks=pytest.mark.slow),
         ("lora-qat", "save", 3),
         ("qat", "step", 10),
         pytest.param("grids", "step", 8, marks=pytest.mark.slow),
-        pytest.param("late-grids", "step", 6, marks=pytest.mark.slow),
         ("late-grids", "step", 7),
         pytest.param("lean", "step", 20, marks=pytest.mark.slow),
         pytest.param("late-grids", "step", 10, marks=pytest.mark.slow),

@@ -48,7 +48,6 @@ def make_run(folder, case, base, kind=PythonRun, **train) -> Run:
         ("grpo-lora", "reward", 75),
         pytest.param("dapo-qat", "step", 7, marks=pytest.mark.slow),
         pytest.param("gspo-full", "reward", 90, marks=pytest.mark.slow),
-        pytest.param("gspo-full", "step", 6, marks=pytest.mark.slow),
     ],
 )
 def test_killed_run_ends_with_the_same_bytes(case, place, call, tmp_path, base):

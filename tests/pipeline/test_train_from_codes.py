@@ -150,22 +150,21 @@ def test_reference_of_codes_is_the_model_before(gptq_run):
 
 
 @pytest.mark.parametrize(
-    ("mode", "latent_init"),
+    "mode",
     [
-        ("lsq", None),
-        ("lora", None),
-        ("fixed_scale", None),
-        ("lora_minmax", None),
-        ("mxfp4", "random"),
-        pytest.param("lora_mxfp8", "codes", marks=pytest.mark.slow),
+        "lsq",
+        "lora",
+        "fixed_scale",
+        "lora_minmax",
+        "mxfp4",
+        pytest.param("lora_mxfp8", marks=pytest.mark.slow),
     ],
 )
 def test_training_without_updates_keeps_the_codes(
-    tmp_path, gptq_run, trained_run, mode, latent_init
+    tmp_path, gptq_run, trained_run, mode
 ):
     """Of a model of unknown origin: the reference has the dequantized codes."""
     grid, train = MODES[mode]
-    train = train | {"qat": train["qat"] | {"latent_init": latent_init}}
     start = stage(gptq_run if grid is GRID else trained_run(mode), 1)
     run = Run(tmp_path, {"train": FROZEN | train}, model=start)
     assert run() == 0
@@ -213,10 +212,6 @@ def test_training_from_codes_of_imported_experts(tmp_path, make_checkpoint):
             {"bits": 3, "group_size": 64, "quantizer": "lsq"},
             "quantized here with bits: 2, group_size: 32; this block has bits: 3, "
             "group_size: 64",
-        ),
-        (
-            GRID | {"quantizer": "lsq", "quantize_lm_head": False},
-            "with quantize_lm_head: True; this block has",
         ),
         (GRID, "minmax would quantize it again"),
         (

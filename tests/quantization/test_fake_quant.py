@@ -225,9 +225,9 @@ def test_embeddings_and_head_are_quantized_by_choice(
     make_checkpoint, tmp_path, tied, embeddings, head, adapted
 ):
     folder = make_checkpoint(tie_word_embeddings=tied, attention_bias=True)
-    quantization = QuantizationConfig(
-        quantize_embeddings=embeddings, quantize_lm_head=head
-    )
+    overrides = {} if embeddings else {"model.embed_tokens": "skip"}
+    overrides |= {} if head or tied else {"lm_head": "skip"}
+    quantization = QuantizationConfig(overrides=overrides)
     run = Run(folder, quantization, adapted=adapted)
     assert ("model.embed_tokens" in run.plan.specs) == embeddings
     assert ("lm_head" in run.plan.specs) == (head and not tied)

@@ -17,7 +17,7 @@ from lmx.training.teacher_cache import cache_part_targets
 from mlx.utils import tree_flatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
-CONFIG = ScaleTuningConfig(steps=12, batch_tokens=64, learning_rate=1e-2, top_k=320)
+CONFIG = ScaleTuningConfig(steps=12, batch_tokens=64, learning_rate=1e-2)
 
 
 def parts_of(seed, count):

@@ -26,34 +26,16 @@ def plan_of(config=LLAMA, **settings):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("embeddings", [True, False])
-@pytest.mark.parametrize("head", [True, False])
-def test_embeddings_and_head_follow_the_recipe(tied, embeddings, head):
-    switches = {"quantize_embeddings": embeddings, "quantize_lm_head": head}
-    plan = plan_of(LLAMA | {"tie_word_embeddings": tied}, **switches)
-    expected, skipped = set(BLOCK), {}
-    if embeddings:
-        expected.add("model.embed_tokens")
-    else:
-        skipped["model.embed_tokens"] = "quantize_embeddings is false"
-    if head and not tied:
-        expected.add("lm_head")
-    elif not tied:
-        skipped["lm_head"] = "quantize_lm_head is false"
+@pytest.mark.parametrize("kept", [(), ("*.embed_tokens",), ("lm_head",)])
+def test_embeddings_and_head_follow_the_recipe(tied, kept):
+    outside = {"*.embed_tokens": "model.embed_tokens"}
+    outside |= {} if tied else {"lm_head": "lm_head"}
+    overrides = {pattern: "skip" for pattern in kept if pattern in outside}
+    plan = plan_of(LLAMA | {"tie_word_embeddings": tied}, overrides=overrides)
+    skipped = {outside[pattern] for pattern in overrides}
+    expected = {*BLOCK, *outside.values()} - skipped
     assert plan.specs == dict.fromkeys(expected, GRID)
-    assert plan.skipped == skipped
-
-
-def test_head_with_another_name_is_detected():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.mix = nn.Embedding(320, 64), nn.Linear(64, 64)
-            self.output = nn.Linear(64, 320, bias=False)
-
-    plan = select_layers(Model(), QuantizationConfig(quantize_lm_head=False))
-    assert plan.specs.keys() == {"embed", "mix"}
-    assert plan.skipped == {"output": "quantize_lm_head is false"}
+    assert plan.skipped == dict.fromkeys(skipped, "skipped by the recipe")
 
 
 def test_layer_with_indivisible_width_is_skipped():
@@ -148,7 +130,7 @@ def test_first_matching_pattern_wins_and_is_completed():
     assert specs["model.layers.0.self_attn.q_proj"] == QuantSpec(mode="mxfp8")
 
 
-def test_pattern_overrides_predicate_and_switches():
+def test_pattern_overrides_predicate():
     """The predicate of this model gives its routers 8 bits."""
     router = "model.layers.0.mlp.gate"
     default = plan_of(QWEN3_MOE)
@@ -158,8 +140,7 @@ def test_pattern_overrides_predicate_and_switches():
     assert overridden.specs[router].bits == 3
     skipped = plan_of(QWEN3_MOE, overrides={"mlp.gate": "skip"}).skipped
     assert skipped[router] == "skipped by the recipe"
-    switches = {"quantize_lm_head": False, "overrides": {"lm_head": {"bits": 6}}}
-    overridden = plan_of(QWEN3_MOE, **switches)
+    overridden = plan_of(QWEN3_MOE, overrides={"lm_head": {"bits": 6}})
     assert overridden.specs["lm_head"].bits == 6
     assert overridden.explicit == default.explicit | {"lm_head"}
 

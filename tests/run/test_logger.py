@@ -9,7 +9,8 @@ import time
 import pytest
 from lmx.errors import UserError
 from lmx.run.logger import HEARTBEAT_SECONDS, RunLogger
-from lmx.run.progress import WorkRate, format_duration, format_number
+from lmx.run.progress import format_duration, format_number
+from lmx.run.work_rate import KindOfWork, WorkRate
 
 
 class Terminal(io.StringIO):
@@ -166,7 +167,7 @@ def test_progress_without_terminal_is_plain_lines(logger, capsys, monkeypatch):
 def set_clock(monkeypatch) -> list[float]:
     """Return the seconds that the logger sees."""
     clock = [100.0]
-    monkeypatch.setattr("lmx.run.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("lmx.run.work_rate.time.monotonic", lambda: clock[0])
     return clock
 
 
@@ -216,7 +217,8 @@ def test_silence_is_broken_by_the_progress_with_the_time_left(
 def test_time_left_is_right_within_half_of_it(monkeypatch, seconds):
     """From the first amount after the first one on, also between two amounts."""
     clock = set_clock(monkeypatch)
-    rate, end = WorkRate(len(seconds)), clock[0] + sum(seconds)
+    rate = WorkRate({"": KindOfWork(len(seconds))})
+    end = clock[0] + sum(seconds)
     checked = 0
     for done, duration in enumerate(seconds):
         for _ in range(4):
@@ -227,7 +229,7 @@ def test_time_left_is_right_within_half_of_it(monkeypatch, seconds):
                 assert true <= 1.5 * left + 3
                 checked += 1
             clock[0] += duration / 4
-        rate.count(done + 1)
+        rate.count({"": 1})
     assert checked >= 4
     assert rate.seconds_left() is None
 

@@ -8,10 +8,8 @@ from .base import ConfigModel
 
 
 class ScratchModelConfig(ConfigModel):
-    """Random weights, and a byte-level BPE tokenizer trained on the data."""
+    """A Llama with random weights, and a byte-level BPE tokenizer of the data."""
 
-    model_type: Literal["llama"] = "llama"
-    """Architecture."""
     vocab_size: int = Field(2048, ge=320)
     """Vocabulary size, including 256 byte tokens and the chat tokens."""
     hidden_size: int = Field(256, ge=8)

@@ -24,12 +24,6 @@ class QATConfig(QuantizationConfig):
     quantized model. The modes mxfp4, nvfp4 and mxfp8 have minmax and fixed_scale; those
     of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with
     fake_quant_after_n_steps) and for an adapter on a quantized model; else minmax."""
-    latent_init: Literal["codes", "random"] | None = None
-    """Initial latent weights when training continues from a quantized model. random:
-    anywhere in the rounding intervals of the codes, so that codes change in proportion
-    to the updates. codes: the dequantized values (a code changes only after its weight
-    moves half a step). Default: codes if the teacher is the unquantized model and the
-    only signal, except in mxfp4, nvfp4 and mxfp8; else random."""
     fake_quant_after_n_steps: int = Field(0, ge=0)
     """Steps in full precision before fake quantization of the trained layers begins.
     Layers that are not trained are quantized from the first step on."""

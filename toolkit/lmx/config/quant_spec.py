@@ -143,18 +143,15 @@ LayerOverride = Annotated[
 
 
 class QuantizationConfig(QuantSpec):
-    """The default spec, overrides by layer, and the embedding and output head."""
+    """The default spec, and overrides by layer."""
 
     overrides: dict[str, LayerOverride] = Field(
         {}, examples=[{"*.down_proj": {"bits": 6}, "lm_head": "skip"}]
     )
     """Other specs by layer pattern, e.g. `"*.down_proj": {bits: 4}`, or skip to leave a
-    layer unquantized. A pattern matches the full path or the path within the block. The
-    first match counts; it has priority over the model's own requests."""
-    quantize_embeddings: bool = True
-    """Quantize the embedding, and with it a tied output head."""
-    quantize_lm_head: bool = True
-    """Quantize an untied output head."""
+    layer unquantized, such as `lm_head` or `"*.embed_tokens"`. A pattern matches the
+    full path or the path within the block. The first match counts; it has priority over
+    the model's own requests."""
     quantize_activations: bool = False
     """Also quantize the inputs of linear layers, in the mode of their weights: W4A4
     with nvfp4, W8A8 with mxfp8. Evaluation, generation and `qat` compute what `mx.qqmm`

@@ -8,6 +8,9 @@ from .base import ConfigModel
 from .quant_spec import Bits, KVCacheBits, QuantizationConfig
 
 SMOOTHING_STRENGTH = 0.5
+# Most probable tokens of the unquantized model that are cached per position; the
+# remaining probability counts as one outcome.
+TUNING_TOP_K = 256
 # In a JSON Schema, of the methods that are not the default: see `QuantizeConfig`.
 METHOD_IS_REQUIRED: dict[str, Any] = {"required": ["method"]}
 
@@ -49,9 +52,6 @@ class ScaleTuningConfig(ConfigModel):
     learning_rate: float | None = Field(None, gt=0)
     """Learning rate relative to the mean scale of the layer. Default: found by a short
     probe."""
-    top_k: int = Field(256, ge=1)
-    """Most probable tokens cached per position. The remaining probability counts as one
-    outcome."""
 
 
 def _from_bool(value):

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from ..generation.kv_cache.recorded_states import RecordedStates
 from ..generation.kv_cache.sequence import CacheState
@@ -17,7 +15,6 @@ from ..generation.speculative.draft_model import DraftModelProposer
 from ..generation.speculative.factory import drafter_proposer
 from ..generation.speculative.proposer import Proposer
 from ..models.drafters.base import Drafter
-from ..models.hooks import find_blocks
 from .acceptance import MAX_DRAFT_TOKENS, ReferenceCompletion
 
 
@@ -42,10 +39,6 @@ class Candidate(Protocol):
         """Process a new prompt of this length, and wait for the result."""
         ...
 
-    def draft_bytes(self, num_draft_tokens: int) -> int:
-        """Bytes of weights that are read to draft so many tokens, as served."""
-        ...
-
 
 @dataclass(frozen=True)
 class ModelCandidate:
@@ -63,9 +56,6 @@ class ModelCandidate:
     def prefill(self, num_tokens: int) -> None:
         tokens = mx.zeros((1, num_tokens), mx.int32)
         mx.eval(CacheState(self.model).forward(tokens))
-
-    def draft_bytes(self, num_draft_tokens: int) -> int:
-        return num_draft_tokens * decode_bytes(self.model)
 
 
 @dataclass(frozen=True)
@@ -98,39 +88,6 @@ class DrafterCandidate:
         context = [0] * (num_tokens + 1)
         sampler = Sampler(Sampling(), context, self.drafter.draft_vocab_size)
         mx.eval(proposer.propose(context, 1, sampler))
-
-    def draft_bytes(self, num_draft_tokens: int) -> int:
-        passes = 1 if self.drafter.drafts_in_one_pass else num_draft_tokens
-        size = _served_bytes(self.drafter.parameters())
-        if self.drafter.draft_ids is None:
-            size += _served_bytes(_head(self.target))
-        return passes * size
-
-
-def decode_bytes(model: nn.Module) -> int:
-    """Bytes of weights that a model reads for one token, as served."""
-    blocks = find_blocks(model)
-    return _served_bytes(blocks.trunk[blocks.name]) + _served_bytes(_head(model))
-
-
-def _head(model: nn.Module) -> dict:
-    """The weights outside the blocks that make the logits: the head, or a tied one."""
-    prefix = find_blocks(model).prefix
-    outside = {
-        name: value
-        for name, value in tree_flatten(model.parameters())
-        if not name.startswith(prefix)
-    }
-    head = {name: value for name, value in outside.items() if "head" in name}
-    return head or outside
-
-
-def _served_bytes(weights: dict | list) -> int:
-    """Floating-point weights count as 16 bits, though a CPU computes in float32."""
-    return sum(
-        2 * value.size if mx.issubdtype(value.dtype, mx.floating) else value.nbytes
-        for _, value in tree_flatten(weights)
-    )
 
 
 def all_acceptance_probs(

@@ -36,26 +36,6 @@ class SpeculationCosts:
     rounds: tuple[float, ...]
     prefill: float = 0.0
 
-    @classmethod
-    def of_other_machine(
-        cls, verify_cost: float, draft_costs: Sequence[float]
-    ) -> "SpeculationCosts":
-        """Costs on a machine that is not measured here.
-
-        Args:
-            verify_cost: time of one more verified token.
-            draft_costs: time to draft 1, 2, ... tokens.
-        """
-        rounds = (
-            1 + verify_cost * count + cost for count, cost in enumerate(draft_costs, 1)
-        )
-        return cls((1.0, *rounds))
-
-    @property
-    def verify_cost(self) -> float:
-        """Mean time of one more draft token: to draft it and to verify it."""
-        return (self.rounds[-1] - 1) / (len(self.rounds) - 1)
-
     def speedup(
         self,
         accepted_length: float,

@@ -10,7 +10,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..config.draft import DraftConfig, DraftLossName
+from ..config.draft import DraftConfig
 from ..data.batching import Batch
 from ..models.drafters.base import MIN_LOGIT, Drafter
 from ..training.distillation import (
@@ -62,13 +62,11 @@ class DraftLoss:
     """The loss of a draft model, summed over trainable positions, for `TrainStep`.
 
     Args:
-        loss: name of the divergence.
-        cross_entropy: weight of the cross-entropy. The divergence has the remaining
+        cross_entropy: weight of the cross-entropy. `adaptive_kl_tv` has the remaining
             weight.
     """
 
-    def __init__(self, loss: DraftLossName, *, cross_entropy: float = 0.0):
-        self.measure = DIVERGENCES.get(loss) or adaptive_kl_tv
+    def __init__(self, *, cross_entropy: float = 0.0):
         self.cross_entropy = cross_entropy
 
     def labels(self, inputs, documents, target: tuple) -> tuple:
@@ -81,7 +79,7 @@ class DraftLoss:
         """The loss sum in nats of logits [..., V], with `labels` of equal positions."""
         target = _teacher_target(labels)
         shared = _predicted_logits(logits, target)
-        loss = divergence_sum(shared, target, mask, divergence=self.measure)
+        loss = divergence_sum(shared, target, mask, divergence=adaptive_kl_tv)
         loss = (1 - self.cross_entropy) * loss
         if self.cross_entropy:
             ce = cross_entropy_sum(logits, tokens, mask)
@@ -204,7 +202,6 @@ class DrafterLoss:
     def __init__(self, config: DraftConfig, *, chunk: int):
         self.num_draft_tokens = config.drafter.num_draft_tokens
         self.cross_entropy = config.ce_weight
-        self.divergence = DraftLoss(config.loss).measure
         self.chunk = chunk
         self.metric_names = [
             f"acceptance_{position + 1}" for position in range(self.num_draft_tokens)
@@ -274,7 +271,7 @@ class DrafterLoss:
         self, vocabulary: DraftVocabulary, logits, mask, tokens, target: TeacherTarget
     ) -> mx.array:
         loss = divergence_sum(
-            logits, vocabulary.restrict(target), mask, divergence=self.divergence
+            logits, vocabulary.restrict(target), mask, divergence=adaptive_kl_tv
         )
         if self.cross_entropy:
             known = mask & vocabulary.is_known(tokens)

@@ -109,7 +109,6 @@ class DraftReport:
         benchmarks: results by decoding mode.
         machine: the platform of the measurements.
         architecture: of the draft, as in a recipe.
-        other_machine: costs on the machine that will serve; None = not given.
     """
 
     target_digest: str
@@ -118,7 +117,6 @@ class DraftReport:
     benchmarks: dict[str, DraftBenchmarkResult]
     machine: str
     architecture: str = "model"
-    other_machine: SpeculationCosts | None = None
 
     @property
     def speedup(self) -> float:
@@ -160,27 +158,9 @@ class DraftReport:
             "speedup": self.speedup,
             "num_draft_tokens": self.num_draft_tokens,
             "costs": self.costs.to_json(),
-            "other_machine": self._other_machine(),
             "benchmark": {
                 mode: result.to_json() for mode, result in self.benchmarks.items()
             },
-        }
-
-    def _other_machine(self) -> dict | None:
-        """The predicted speed-up on the machine that will serve, by decoding mode."""
-        if self.other_machine is None:
-            return None
-        return {"costs": self.other_machine.to_json()} | {
-            mode: dict(
-                zip(
-                    ("num_draft_tokens", "predicted_speedup"),
-                    self.other_machine.best_draft_length(
-                        result.predicted_accepted_lengths
-                    ),
-                    strict=True,
-                )
-            )
-            for mode, result in self.benchmarks.items()
         }
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -197,12 +177,6 @@ class DraftReport:
         rows = []
         for mode, result in self.benchmarks.items():
             stats, length = result.stats, result.predicted_accepted_length
-            if self.other_machine:
-                lengths = result.predicted_accepted_lengths
-                count, speedup = self.other_machine.best_draft_length(lengths)
-                label = f"{mode}: speed-up on the other machine"
-                value = f"{speedup:.2f}x with {count} draft tokens"
-                rows.append(predicted(label, value))
             rows += [
                 row(f"{mode}: tokens/s", stats, lambda s: f"{s.tokens_per_second:.0f}"),
                 row(f"{mode}: speed-up", stats, _speedup),

@@ -36,10 +36,21 @@ def _read_on_gpu() -> float:
     return shortest_time(lambda: mx.eval(mx.max(array)))
 
 
-def shortest_time(work: Callable[[], None]) -> float:
+def decoding_seconds(model: Any, count: int, repeats: int = REPEATS) -> float:
+    """Of a step that decodes one token of each of `count` sequences."""
+    import mlx.core as mx
+
+    from ..models.loader import make_cache
+
+    kv_cache, token = make_cache(model), mx.zeros((count, 1), mx.int32)
+    mx.eval(model(mx.zeros((count, 16), mx.int32), cache=kv_cache))
+    return shortest_time(lambda: mx.eval(model(token, cache=kv_cache)), repeats)
+
+
+def shortest_time(work: Callable[[], None], repeats: int = REPEATS) -> float:
     """Seconds of the fastest of a few runs: other programs only make a run slower."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)

@@ -185,12 +185,17 @@ class Generator:
         return output.result()
 
     def generate_all(
-        self, requests: Sequence[GenerationRequest], *, stop: Sequence[str] = ()
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        stop: Sequence[str] = (),
+        on_token: Callable[[GenerationResponse], object] = lambda response: None,
     ) -> Iterator[GenerationResult]:
         """Yield the completions of requests in their order, each as soon as possible.
 
         Args:
             stop: strings that end a completion and are not part of it.
+            on_token: gets all tokens of a completion, then those of the next one.
 
         Raises:
             UserError: the KV cache of a request does not fit in memory, or one failed.
@@ -203,6 +208,7 @@ class Generator:
                 output = CompletionOutput(len(request.prompt), request.stop_tokens)
                 for response in responses:
                     output.add(response)
+                    on_token(response)
                 # Requests that are decoded together are not timed.
                 yield replace(
                     output.result(),

@@ -67,7 +67,7 @@ def llama_config(scratch: ScratchModelConfig) -> dict:
     """The config.json, in Hugging Face's keys, of a Llama-type model."""
     return {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": scratch.model_type,
+        "model_type": "llama",
         "vocab_size": scratch.vocab_size,
         "hidden_size": scratch.hidden_size,
         "intermediate_size": scratch.intermediate_size,

@@ -18,9 +18,9 @@ from ..config.model import ScratchModelConfig
 from ..config.quant_spec import QuantSpec
 from ..data import cache
 from ..errors import UserError
-from ..evaluation.memory_bandwidth import shortest_time
+from ..evaluation.memory_bandwidth import decoding_seconds, shortest_time
 from ..models.from_scratch import llama_config
-from ..models.loader import build_model, make_cache
+from ..models.loader import build_model
 from ..run.fs import object_in, write_atomic
 
 RATES = "rates.json"
@@ -102,18 +102,11 @@ def _measure(dtype: mx.Dtype) -> Work:
     # The training is last: it changes the weights.
     return Work(
         forward=per_token * count / shortest_time(lambda: mx.eval(model(tokens))),
-        generated=per_token * TOGETHER / _decoding_seconds(model, TOGETHER),
-        decoded=per_token / _decoding_seconds(model, 1),
+        generated=per_token * TOGETHER / decoding_seconds(model, TOGETHER),
+        decoded=per_token / decoding_seconds(model, 1),
         solved=width**2 / _solving_seconds(width),
         trained=3 * per_token * count / _training_seconds(model, tokens),
     )
-
-
-def _decoding_seconds(model: nn.Module, count: int) -> float:
-    """Of a token of `count` sequences."""
-    kv_cache, token = make_cache(model), mx.zeros((count, 1), mx.int32)
-    mx.eval(model(mx.zeros((count, 16), mx.int32), cache=kv_cache))
-    return shortest_time(lambda: mx.eval(model(token, cache=kv_cache)))
 
 
 def _training_seconds(model: nn.Module, tokens: mx.array) -> float:

@@ -56,7 +56,6 @@ def select_layers(
     modules = dict(model.named_modules())
     layers = {p: m for p, m in modules.items() if hasattr(m, "to_quantized")}
     overrides = _resolve_overrides(layers, quantization)
-    heads = _output_heads(modules)
     predicate = getattr(model, "quant_predicate", None) or (lambda *_: True)
     specs, skipped, explicit = {}, {}, set(overrides)
     for path, module in layers.items():
@@ -64,10 +63,6 @@ def select_layers(
         spec = overrides.get(path) or _predicate_spec(answer, quantization)
         if path in overrides:
             reason = "skipped by the recipe" if overrides[path] is None else None
-        elif isinstance(module, nn.Embedding) and not quantization.quantize_embeddings:
-            reason = "quantize_embeddings is false"
-        elif path in heads and not quantization.quantize_lm_head:
-            reason = "quantize_lm_head is false"
         else:
             reason = "skipped by the model's predicate" if spec is None else None
         if reason is None:
@@ -160,18 +155,6 @@ def _resolve_overrides(
         spec = None if choice == SKIP else choice.resolve(quantization)
         specs |= {path: spec for path in matches if path not in specs}
     return specs
-
-
-def _output_heads(modules: dict[str, nn.Module]) -> set[str]:
-    """Linear layers with one output for every row of an embedding."""
-    sizes = {m.weight.shape[0] for m in modules.values() if type(m) is nn.Embedding}
-    return {
-        path
-        for path, module in modules.items()
-        if isinstance(module, nn.Linear) and module.weight.shape[0] in sizes
-        # A layer in a block may have as many outputs by coincidence.
-        if not any(part.isdecimal() for part in path.split("."))
-    }
 
 
 def _predicate_spec(answer: bool | dict, default: QuantSpec) -> QuantSpec | None:

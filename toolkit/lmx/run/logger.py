@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from .fs import disk_errors, filter_jsonl
 from .progress import ProgressBar, format_duration
 from .tables import aligned
 from .trackers import TrackerThread
+from .work_rate import KindOfWork
 
 # Longest silence of the log while a stage runs.
 HEARTBEAT_SECONDS = 10
@@ -93,7 +94,11 @@ class RunLogger:
 
     @contextmanager
     def progress(
-        self, total: float, description: str, *, percent: bool = False
+        self,
+        total: float | Mapping[str, KindOfWork],
+        description: str,
+        *,
+        percent: bool = False,
     ) -> Iterator[ProgressBar]:
         """A progress bar on a terminal, lines elsewhere, with the remaining time."""
         progress = ProgressBar(self, total, description, percent=percent)

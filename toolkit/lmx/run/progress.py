@@ -1,14 +1,15 @@
 """Progress of long work: a bar on a terminal, else lines with the time left."""
 
 import math
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from . import terminal
+from .work_rate import KindOfWork, WorkRate
 
 T = TypeVar("T")
+# The kind of work of a progress that has one.
+ONE = ""
 # Short names of values, for a bar on a terminal.
 ON_BAR = {
     "learning_rate": "lr {:.2g}",
@@ -33,50 +34,6 @@ class ProgressOutput(Protocol):
     def close_progress(self, progress: "ProgressBar") -> None: ...
 
 
-class WorkRate:
-    """The speed of work, measured while it runs, and the time left.
-
-    The rate is that of the newer half of the work: the older half has what happens
-    once, such as compiling kernels. Work is known to be done when it is counted, so
-    that the time since then is subtracted, up to the time of another such amount.
-
-    Args:
-        total: amount of work, in any unit that takes about the same time each.
-    """
-
-    def __init__(self, total: float):
-        self.total = total
-        self.done: float = 0
-        self._first: float = 0
-        # Times at which amounts were done: the newest one of the older half, and later.
-        self._marks = deque([(time.monotonic(), 0.0)])
-
-    def count(self, done: float) -> None:
-        """Work up to this amount is done now."""
-        if done <= self.done:
-            return
-        self.done = done
-        self._marks.append((time.monotonic(), done))
-        middle = (self._first + done) / 2
-        while len(self._marks) > 2 and self._marks[1][1] <= middle:
-            self._marks.popleft()
-
-    def restart(self, done: float) -> None:
-        """Forget the rate; `done` of the work is done."""
-        self.done = self._first = done
-        self._marks = deque([(time.monotonic(), done)])
-
-    def seconds_left(self) -> float | None:
-        """None = unknown: nothing is done, or nothing is left."""
-        (start, first), (end, done) = self._marks[0], self._marks[-1]
-        if done <= first or done >= self.total:
-            return None
-        seconds_each = (end - start) / (done - first)
-        newest = done - self._marks[-2][1]
-        running = min(time.monotonic() - end, seconds_each * newest)
-        return max(0.0, seconds_each * (self.total - done) - running)
-
-
 class ProgressBar:
     """Progress of a long operation; made by `RunLogger.progress`.
 
@@ -84,20 +41,21 @@ class ProgressBar:
     the heartbeat of the logger writes one whenever the log is silent for too long.
 
     Args:
-        total: amount of work, in any unit.
+        total: amount of work in any unit, or work of several kinds.
         percent: show the share that is done instead of amounts.
     """
 
     def __init__(
         self,
         logger: ProgressOutput,
-        total: float,
+        total: float | Mapping[str, KindOfWork],
         description: str,
         *,
         percent: bool = False,
     ):
         self._logger = logger
-        self._rate = WorkRate(total)
+        kinds = total if isinstance(total, Mapping) else {ONE: KindOfWork(total)}
+        self._rate = WorkRate(kinds)
         self._description = description
         self._percent = percent
         self._text = ""
@@ -112,7 +70,7 @@ class ProgressBar:
 
     def update(self, done: float, **values: float) -> None:
         """Log the progress, with values such as loss=2.5."""
-        self._rate.count(done)
+        self.advance(done - self._work.done)
         long = {
             name: f"{name.replace('_', ' ')} {format_number(value)}"
             for name, value in values.items()
@@ -126,19 +84,35 @@ class ProgressBar:
         else:
             self._logger.info(self.line())
 
-    def advance(self, amount: float = 1, note: str | None = None) -> None:
+    def advance(
+        self, amount: float | Mapping[str, float] = 1, note: str | None = None
+    ) -> None:
         """Count finished work.
 
         Args:
+            amount: by kind if there are several.
             note: what comes next. None = as before.
         """
-        self._rate.count(min(self._rate.total, self._rate.done + amount))
+        if isinstance(amount, Mapping):
+            self._rate.count(amount)
+        elif amount > 0:
+            self._rate.count({ONE: amount})
         if note is not None:
             self._text, self._parts = note, [note]
 
     def skip(self, amount: float) -> None:
         """Count work that says nothing about the time left, e.g. of an earlier run."""
-        self._rate.restart(min(self._rate.total, self._rate.done + amount))
+        work = self._work
+        work.restart(min(work.total, work.done + amount))
+        self.skip_time()
+
+    def skip_time(self) -> None:
+        """The time since the last amount was spent on something that is not counted."""
+        self._rate.skip_time()
+
+    @property
+    def _work(self) -> KindOfWork:
+        return self._rate.kinds[ONE]
 
     def track(self, items: Iterable[T], note: str | None = None) -> Iterator[T]:
         """The items; each is counted when the next one is asked for."""
@@ -172,8 +146,7 @@ class ProgressBar:
             after.append(part)
             room -= len(part) + 1
         bar = min(MAX_BAR, room - 1)
-        share = self._rate.done / self._rate.total if self._rate.total else 1.0
-        return start, share, bar if bar >= MIN_BAR else 0, " ".join(after)
+        return start, self._rate.share, bar if bar >= MIN_BAR else 0, " ".join(after)
 
     def close(self) -> None:
         """Stop the bar; a terminal keeps its last state."""
@@ -183,8 +156,9 @@ class ProgressBar:
             self._logger.bar = None
 
     def _amount(self) -> str:
-        done, total = self._rate.done, self._rate.total
-        return f"{done / max(total, 1):.0%}" if self._percent else f"{done}/{total}"
+        if self._percent:
+            return f"{self._rate.share:.0%}"
+        return f"{self._work.done}/{self._work.total}"
 
     def _remaining(self) -> str:
         seconds = self._rate.seconds_left()

@@ -101,6 +101,7 @@ class AttentionConfig(FileConfig):
         width: int,
         vocab_size: int,
         num_blocks: int,
+        mask_token_id: int | None = None,
     ) -> Self:
         """The sizes of a new drafter; see `Drafter.for_target`."""
         target = target_config | (target_config.get("text_config") or {})
@@ -126,12 +127,14 @@ class AttentionConfig(FileConfig):
             "max_position_embeddings": positions,
             "rms_norm_eps": target.get("rms_norm_eps") or 1e-6,
         }
-        own = cls.own_values(target_config, config, vocab_size, num_blocks)
+        # Those of the language model alone may differ.
+        target |= {"architectures": target_config.get("architectures", [])}
+        own = cls.own_values(target, config, vocab_size, num_blocks, mask_token_id)
         return cls.read(rope | sizes | own, place="the target's config.json")
 
     @staticmethod
     def own_values(
-        target_config: dict, config: DrafterConfig, vocab_size: int, num_blocks: int
+        target: dict, config: DrafterConfig, vocab_size: int, num_blocks: int, mask: int
     ) -> dict[str, Any]:
         """The values of `for_target` that are not those of other drafters."""
         raise NotImplementedError
@@ -269,10 +272,10 @@ class Eagle3Config(AttentionConfig):
 
     @staticmethod
     def own_values(
-        target_config: dict, config: DrafterConfig, vocab_size: int, num_blocks: int
+        target: dict, config: DrafterConfig, vocab_size: int, num_blocks: int, mask: int
     ) -> dict[str, Any]:
         """See `AttentionConfig`."""
-        names = target_config.get("architectures", [])
+        names = target["architectures"]
         return {
             "num_hidden_layers": config.num_layers or 1,
             "draft_vocab_size": min(config.draft_vocab_size or vocab_size, vocab_size),
@@ -436,14 +439,13 @@ class DFlashConfig(AttentionConfig):
 
     @staticmethod
     def own_values(
-        target_config: dict, config: DrafterConfig, vocab_size: int, num_blocks: int
+        target: dict, config: DrafterConfig, vocab_size: int, num_blocks: int, mask: int
     ) -> dict[str, Any]:
         """See `AttentionConfig`."""
-        target = target_config | (target_config.get("text_config") or {})
         return {
             "num_hidden_layers": config.num_layers or DFLASH_LAYERS,
             "block_size": config.num_draft_tokens + 1,
-            "mask_token_id": config.mask_token_id,
+            "mask_token_id": mask,
             "target_layer_ids": config.layer_ids or spread(num_blocks),
             "num_target_layers": num_blocks,
             "final_logit_softcapping": target.get("final_logit_softcapping"),

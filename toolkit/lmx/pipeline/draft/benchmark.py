@@ -8,7 +8,7 @@ from ...data import cache, fingerprint
 from ...data.tokenizer_files import require_same_tokenizer
 from ...draft import report
 from ...draft.benchmark import DraftBenchmark, MeasuredCandidate, decoding_modes
-from ...draft.candidates import Candidate, ModelCandidate, decode_bytes
+from ...draft.candidates import Candidate, ModelCandidate
 from ...draft.cost_model import SpeculationCosts, measure_speculation_costs
 from ...draft.dataset import mean_prompt_length
 from ...draft.report import DraftReport, require_servable
@@ -105,18 +105,7 @@ class DraftEvaluation:
             results,
             platform.platform(),
             self.config.architecture,
-            self._other_machine(candidate),
         )
-
-    def _other_machine(self, candidate: Candidate) -> SpeculationCosts | None:
-        """The costs where decoding is limited by the bytes that it reads."""
-        verify_cost = self.config.benchmark.verify_cost
-        if verify_cost is None:
-            return None
-        step = decode_bytes(self.target.model)
-        counts = range(1, candidate.max_draft_tokens + 1)
-        draft_costs = [candidate.draft_bytes(count) / step for count in counts]
-        return SpeculationCosts.of_other_machine(verify_cost, draft_costs)
 
     def costs(self, candidate: Candidate) -> SpeculationCosts:
         """Measured costs of the target and of a draft, as they are served."""

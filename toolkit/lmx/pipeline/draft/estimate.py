@@ -107,15 +107,13 @@ def _drafter(target: ModelShape, config: DraftConfig) -> "Drafter":
     # Needs NumPy, which reading a recipe does not load.
     from ...models.drafters.io import ARCHITECTURES
 
-    drafter = config.drafter
-    if drafter.mask_token_id is None:
-        drafter = drafter.model_copy(update={"mask_token_id": 0})
     return ARCHITECTURES[config.architecture].for_target(
         target.config,
-        drafter,
+        config.drafter,
         width=target.setting("hidden_size"),
         vocab_size=target.setting("vocab_size"),
         num_blocks=target.setting("num_hidden_layers"),
+        mask_token_id=0,
     )
 
 

@@ -1,7 +1,6 @@
 """Distillation of a draft model, and of a drafter on hidden states."""
 
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,7 +8,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ...config.draft import DrafterConfig
 from ...config.train import loss_chunk
 from ...cpu import on_cpu
 from ...draft.candidates import DrafterCandidate, ModelCandidate
@@ -52,7 +50,7 @@ class DraftModelDistillation(DraftDistillation):
         step = self.make_step(
             loaded.model,
             loaded.dtype,
-            loss=DraftLoss(self.config.loss, cross_entropy=self.config.ce_weight),
+            loss=DraftLoss(cross_entropy=self.config.ce_weight),
             chunked_loss=self._chunked_loss(loaded),
         )
         return self.trainer(step, self.data.train_batches, self.data.eval_batches)
@@ -168,10 +166,11 @@ class DrafterDistillation(DraftDistillation):
         mx.random.seed(self.context.seed)
         drafter = cls.for_target(
             target.config,
-            self._drafter_config,
+            self.config.drafter,
             width=width,
             vocab_size=vocab_size,
             num_blocks=num_blocks,
+            mask_token_id=self._mask_token_id,
         )
         # One forward pass gives the predictions and the hidden states.
         self.data.teacher = HiddenStateRecorder(target.model, drafter.layer_ids)
@@ -180,15 +179,12 @@ class DrafterDistillation(DraftDistillation):
         drafter.initialize()
         return drafter
 
-    @cached_property
-    def _drafter_config(self) -> DrafterConfig:
-        config, tokenizer = self.config.drafter, self.target.tokenizer
-        if config.mask_token_id is not None:
-            return config
+    @property
+    def _mask_token_id(self) -> int:
+        """The padding token, or an end-of-sequence token."""
+        tokenizer = self.target.tokenizer
         mask = getattr(tokenizer, "pad_token_id", None)
-        if mask is None:
-            mask = min(tokenizer.eos_token_ids)
-        return config.model_copy(update={"mask_token_id": mask})
+        return min(tokenizer.eos_token_ids) if mask is None else mask
 
     def _batches(self, batches, drafter: Drafter) -> HiddenStateBatches:
         return HiddenStateBatches(

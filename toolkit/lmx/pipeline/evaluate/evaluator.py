@@ -1,6 +1,7 @@
 """Evaluation of a run's models, one after the other, each against its reference."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ...run.tables import table
 from ..context import StageContext
 from ..train.batches import encode_valid
 from .metrics import METRICS, Inputs, Measured
+from .planned_work import PlannedWork
 from .questions import Questions, fits
 
 # The name of a model that is rounded to nearest, which is nothing's reference.
@@ -86,24 +88,30 @@ class Evaluator:
             models: functions that load the models, each after its reference.
         """
         (name, load), *others = models.items()
+        start = time.monotonic()
         loaded = load()
+        load_seconds = time.monotonic() - start
         batches = self._batches(loaded)
         reference = first = Measured(name, loaded, batches, None)
         self._check_questions(first)
-        total = self._work(first, len(models))
-        with self.context.logger.progress(total, "evaluating, tokens") as bar:
+        work = self._plan(first, load_seconds, models)
+        with self.context.logger.progress(
+            work.kinds, "evaluating", percent=True
+        ) as bar:
             inputs = Inputs(
                 self.config,
                 self.context.rows.valid,
                 self.questions,
                 self._tasks,
                 dict(self.context.extensions.metrics),
-                bar.advance,
+                work,
+                bar,
             )
             self._measure(first, inputs)
             del first, loaded
             for name, load in others:
                 model = Measured(name, load(), batches, reference)
+                bar.advance({"models": 1})
                 self._measure(model, inputs)
                 # Two models are in memory at once.
                 model.reference = None
@@ -174,8 +182,11 @@ class Evaluator:
         self.context.logger.info(f"evaluating {model.name}: {model.loaded.path}")
         self._last = model.loaded.path
         figures = self.metrics[model.name] = {}
+        inputs.bar.advance({}, note=model.name)
         for metric in METRICS:
             figures |= metric(model, inputs)
+            inputs.bar.skip_time()
+        inputs.work.end(model.name)
 
     def _batches(self, loaded: LoadedModel) -> list[Batch]:
         """The first batches that hold the trained tokens to measure.
@@ -219,19 +230,23 @@ class Evaluator:
                 "exact_match_max_tokens"
             )
 
-    def _work(self, model: Measured, models: int) -> int:
-        """Tokens of all forward passes, and of all prompts and expected answers."""
-        limit, encode = (
-            self.config.exact_match_max_tokens,
-            model.loaded.tokenizer.encode,
+    def _plan(
+        self, first: Measured, load_seconds: float, names: Collection[str]
+    ) -> PlannedWork:
+        uncounted = {
+            "latency": self.config.latency_tokens,
+            "tasks": self.config.tasks,
+            "custom": self.context.extensions.metrics,
+        }
+        return PlannedWork(
+            self.config,
+            self.questions,
+            first.batches,
+            first.generator(),
+            load_seconds,
+            names,
+            [name for name, asked in uncounted.items() if asked],
         )
-        answers = sum(
-            len(prompt) + (min(limit, len(encode(question.expected or ""))) or limit)
-            for question, prompt in self.questions.prompts(model.generator()).items()
-        )
-        # A model with a reference has a pass of both.
-        passes = 2 * models - 1
-        return passes * sum(b.tokens.size for b in model.batches) + models * answers
 
     @property
     def _tasks(self) -> list[str | Path]:

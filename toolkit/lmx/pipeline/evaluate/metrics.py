@@ -20,7 +20,9 @@ from ...generation.speculative.prompt_lookup import PromptLookupProposer
 from ...models.checkpoint import checkpoint_size
 from ...models.loader import LoadedModel
 from ...models.quantized_layers import full_precision_inputs, has_quantized_inputs
+from ...run.progress import ProgressBar
 from ..extensions import Metric as CustomMetric
+from .planned_work import PlannedWork
 from .questions import Questions
 
 LATENCY_PROMPTS = 2
@@ -33,7 +35,8 @@ class Inputs:
     Attributes:
         tasks: of lm-evaluation-harness, by name or path.
         custom: the caller's own metrics by name.
-        advance: counts finished work, in tokens.
+        work: what is planned.
+        bar: counts it.
     """
 
     config: EvaluateConfig
@@ -41,7 +44,8 @@ class Inputs:
     questions: Questions
     tasks: list[str | Path]
     custom: dict[str, CustomMetric]
-    advance: Callable[[int], None]
+    work: PlannedWork
+    bar: ProgressBar
 
 
 @dataclass
@@ -65,7 +69,7 @@ class Measured:
 def _predictions(model: Measured, inputs: Inputs) -> dict:
     """Perplexity and, with a reference, divergence: one pass over the batches."""
     reference, network = model.reference, model.loaded.model
-    batches = _counted(model.batches, inputs, 1 if reference is None else 2)
+    batches = _counted(model, inputs)
     if reference is None:
         model.perplexity, divergence = measure_perplexity(network, batches), {}
     else:
@@ -89,9 +93,10 @@ def _weights_only(model: Measured, inputs: Inputs) -> dict:
     network = model.loaded.model
     if model.reference is None or not has_quantized_inputs(network):
         return {}
+    inputs.work.add_passes(2)
     with full_precision_inputs(network):
         reference = model.reference.loaded.model
-        result = measure_divergence(reference, network, model.batches)
+        result = measure_divergence(reference, network, _counted(model, inputs))
     return {
         "kl_mean_weights_only": result.kl_mean,
         "kl_stderr_weights_only": result.kl_stderr,
@@ -117,7 +122,7 @@ def _exact_match(model: Measured, inputs: Inputs) -> dict:
         model.name,
         model.generator(),
         config.exact_match_max_tokens,
-        inputs.advance,
+        inputs.bar.advance,
     )
     answered = [q for q in inputs.questions.exact if model.name in q.answers]
     if not answered:
@@ -149,7 +154,9 @@ def _latency(model: Measured, inputs: Inputs) -> dict:
         prompts = [prompt[: max(1, positions - max_tokens)] for prompt in prompts]
     lookup = partial(model.generator, make_proposer=lambda _: PromptLookupProposer())
     arms = {"standard": model.generator, "prompt_lookup": lookup}
-    return measure_latency(arms, prompts, max_tokens=max_tokens)
+    figures = measure_latency(arms, prompts, max_tokens=max_tokens)
+    inputs.bar.advance({"latency": 1})
+    return figures
 
 
 def _tasks(model: Measured, inputs: Inputs) -> dict:
@@ -157,6 +164,7 @@ def _tasks(model: Measured, inputs: Inputs) -> dict:
         return {}
     limit = inputs.config.task_limit
     scores = lm_eval.measure_tasks(model.loaded, inputs.tasks, limit=limit)
+    inputs.bar.advance({"tasks": 1})
     return {"tasks": scores}
 
 
@@ -168,6 +176,7 @@ def _custom(model: Measured, inputs: Inputs) -> dict:
         name: function(model.loaded, inputs.records)
         for name, function in inputs.custom.items()
     }
+    inputs.bar.advance({"custom": 1})
     return {"custom": values}
 
 
@@ -184,7 +193,9 @@ METRICS: tuple[Callable[[Measured, Inputs], dict], ...] = (
 )
 
 
-def _counted(batches: list[Batch], inputs: Inputs, passes: int) -> Iterator[Batch]:
-    for batch in batches:
+def _counted(model: Measured, inputs: Inputs) -> Iterator[Batch]:
+    """The batches; a pass of the model, and one of its reference, follows each."""
+    passes = 1 if model.reference is None else 2
+    for batch in model.batches:
         yield batch
-        inputs.advance(passes * batch.tokens.size)
+        inputs.bar.advance({"tokens": passes * batch.tokens.size})

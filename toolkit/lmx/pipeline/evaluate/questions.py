@@ -1,14 +1,17 @@
 """The questions of an evaluation: examples that the models answer, all in one batch."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapreplace
 from itertools import zip_longest
 from typing import Any
 
 from ...data.answer_filters import FILTERS
 from ...data.record_formats import DataRecord
 from ...generation.generator import Generator
+from ...generation.kv_cache.batch import is_batchable
+from ...generation.outputs import GenerationResponse
 
 # Words of a text that the models continue.
 OPENING_WORDS = 24
@@ -117,29 +120,70 @@ class Questions:
             self._encoded = generator.tokenizer, prompts
         return self._encoded[1]
 
+    def fitting(self, generator: Generator) -> dict[Question, list[int]]:
+        """The tokens of every prompt for which the model has positions."""
+        prompts = self.prompts(generator)
+        return {q: prompt for q, prompt in prompts.items() if fits(prompt, generator)}
+
     def answer(
         self,
         name: str,
         generator: Generator,
         max_tokens: int,
-        advance: Callable[[int], None],
+        advance: Callable[[Mapping[str, float]], None],
     ) -> None:
         """Store the answers of a model, which are decoded together.
 
         Args:
-            advance: gets the tokens of every finished answer with its prompt.
+            advance: gets the prompt `tokens` and decoding `steps` that are done.
         """
-        prompts = self.prompts(generator)
-        fitting = {q: p for q, p in prompts.items() if fits(p, generator)}
+        fitting = self.fitting(generator)
         requests = [
             generator.request(prompt, max_tokens=max_tokens)
             for prompt in fitting.values()
         ]
-        for question, request, result in zip(
-            fitting, requests, generator.generate_all(requests), strict=True
-        ):
+        steps = DecodingSteps(batch_rows(generator, len(requests)))
+        started = 0
+
+        def count(response: GenerationResponse) -> None:
+            nonlocal started
+            before, first = steps.count, started
+            steps.add(1, is_last=response.finish_reason is not None)
+            started = len(requests) - len(generator.engine.scheduler.waiting)
+            prompts = sum(len(request.prompt) for request in requests[first:started])
+            # A stream that is read has tokens that came with those of another one.
+            if prompts or steps.count > before:
+                advance({"tokens": prompts, "steps": steps.count - before})
+
+        results = generator.generate_all(requests, on_token=count)
+        for question, result in zip(fitting, results, strict=True):
             question.answers[name] = result.text
-            advance(len(request.prompt) + len(result.tokens))
+
+
+class DecodingSteps:
+    """The steps in which an engine decodes answers, of which it reads one at a time.
+
+    It decodes `rows` answers at once, and starts the next one where one has ended.
+    """
+
+    def __init__(self, rows: int):
+        self.count = 0
+        self._ends, self._length = [0] * rows, 0
+
+    def add(self, tokens: int, *, is_last: bool) -> None:
+        """The answer has these tokens more. The next answer comes after the last."""
+        self._length += tokens
+        end = self._ends[0] + self._length
+        self.count = max(self.count, end)
+        if is_last:
+            heapreplace(self._ends, end)
+            self._length = 0
+
+
+def batch_rows(generator: Generator, answers: int) -> int:
+    """How many answers a generator decodes at once."""
+    limit = generator.engine.scheduler.max_batch_size
+    return min(answers, limit if is_batchable(generator.model) else 1)
 
 
 def fits(prompt: Sequence[int], generator: Generator) -> bool:

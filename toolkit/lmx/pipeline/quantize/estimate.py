@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...config.quant_spec import QuantSpec
-from ...config.quantize import GPTQConfig, PTQConfig
+from ...config.quantize import TUNING_TOP_K, GPTQConfig, PTQConfig
 from ...config.train import chunk_of_many
 from ...models.hooks import find_blocks
 from ..estimate import active_weights, inputs_and_outputs, logit_bytes, matrix_shapes
@@ -148,7 +148,7 @@ class QuantizeCost:
             wanted = tuning.steps * tuning.batch_tokens
             stored = min(config.calibration.num_tokens or wanted, wanted)
             forward = TUNING_EVALUATIONS * held_out + stored
-            size = bytes_per_token(tuning.top_k, self._embedding[0])
+            size = bytes_per_token(TUNING_TOP_K, self._embedding[0])
             disk, memory = (held_out + stored) * size, model + self._tuning_memory
             yield Phase(memory, disk, forward=forward, trained=wanted)
         if tuning or config.compares_with_rtn:

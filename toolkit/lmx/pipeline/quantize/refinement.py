@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ...config.quantize import (
+    TUNING_TOP_K,
     CalibrationConfig,
     KVCacheConfig,
     PTQConfig,
@@ -266,7 +267,7 @@ class PostQuantRefinement:
                 reference.model,
                 counted=[mx.array(part.counted) for part in parts],
                 digest=digest,
-                top_k=self.tuning.top_k,
+                top_k=TUNING_TOP_K,
                 temperature=temperature,
                 logger=self.context.logger,
             )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ...config.qat import CONTINUES_FROM_CODES, QATConfig
-from ...config.quant_spec import FLOAT_MODES, QuantSpec
+from ...config.quant_spec import QuantSpec
 from ...config.train import TrainConfig
 from ...errors import UserError
 from ...models.loader import LoadedModel
@@ -46,10 +46,9 @@ def prepare(
     codes. The weights before quantization are no better places: many lie outside the
     intervals, because the method may have chosen another code than the nearest.
 
-    With `latent_init: codes` they begin at the dequantized values instead. For many
-    steps no code changes then, which preserves error compensation. That is the default
-    if the only training signal is the model before quantization. Not so in
-    floating-point modes, where no scale is trained and nothing would change.
+    If the only training signal is the model before quantization, and scales are
+    trained, they begin at the dequantized values instead. For many steps no code
+    changes then, which preserves error compensation.
 
     Args:
         seed: of the random places.
@@ -80,12 +79,6 @@ def prepare(
         return QATModel(loaded, QuantizationPlan({}, {}))
     if qat is None:
         return QATModel(loaded, QuantizationPlan({}, {}))
-    if qat.latent_init is not None:
-        raise UserError(
-            "latent_init is for a quantized model; this one is not",
-            place=place,
-            hint="leave latent_init out, or quantize first",
-        )
     return QATModel(loaded, select_layers(loaded.model, qat), qat)
 
 
@@ -116,10 +109,8 @@ def _from_codes(
     dequantized, packed = dequantized_model(loaded, mx.float32)
     logger.info(f"training continues from the codes of {len(packed)} layers")
     model = QATModel(dequantized, selection, qat, packed)
-    at_codes = qat.latent_init == "codes"
-    if qat.latent_init is None:
-        at_codes = config.is_self_distillation and qat.mode not in FLOAT_MODES
-    if not at_codes:
+    # With fixed scales, nothing would change from there.
+    if not (config.is_self_distillation and qat.quantizer == "lsq"):
         _init_latent_weights(model, mx.random.key(seed))
     return model
 

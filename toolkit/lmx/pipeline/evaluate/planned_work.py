@@ -1,0 +1,87 @@
+"""The work of an evaluation by kind, for its time left."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from ...config.evaluate import EvaluateConfig
+from ...data.batching import Batch
+from ...evaluation.memory_bandwidth import decoding_seconds
+from ...generation.generator import Generator
+from ...run.work_rate import KindOfWork
+from .questions import DecodingSteps, Question, Questions, batch_rows
+
+BASE = "base"
+# Measured steps of decoding, after one that compiles kernels.
+MEASURED_STEPS = 3
+
+
+class PlannedWork:
+    """What all models of an evaluation take.
+
+    A step of decoding takes about as long as reading all weights, many times as long as
+    a token of a prompt. It is measured before the first one; then all rates are those
+    of the run.
+
+    Args:
+        generator: of the first model.
+        load_seconds: the time that loading the first model took.
+        names: of all models.
+        uncounted: metrics that take long and count no tokens; they are unknown until
+            one was measured.
+
+    Attributes:
+        kinds: `tokens` of forward passes and of prompts, `steps` of decoding, loaded
+            `models`, and each of `uncounted`.
+    """
+
+    def __init__(
+        self,
+        config: EvaluateConfig,
+        questions: Questions,
+        batches: Sequence[Batch],
+        generator: Generator,
+        load_seconds: float,
+        names: Collection[str],
+        uncounted: Collection[str],
+    ):
+        prompts = questions.fitting(generator)
+        rows = batch_rows(generator, len(prompts))
+        limit = config.exact_match_max_tokens
+        expected = [_expected_length(q, generator, limit) for q in prompts]
+        # A model that was not trained on such answers seldom ends as they do.
+        lengths = {BASE: [limit] * len(prompts)}
+        self._steps = {
+            name: _count_steps(lengths.get(name, expected), rows) for name in names
+        }
+        count = len(names)
+        self._pass = sum(batch.tokens.size for batch in batches)
+        # A model with a reference has a pass of both.
+        tokens = (2 * count - 1) * self._pass + count * sum(map(len, prompts.values()))
+        step = decoding_seconds(generator.model, rows, MEASURED_STEPS) if rows else None
+        self.kinds: Mapping[str, KindOfWork] = {
+            "tokens": KindOfWork(tokens),
+            "steps": KindOfWork(sum(self._steps.values()), step),
+            "models": KindOfWork(count - 1, load_seconds),
+        } | {name: KindOfWork(count) for name in uncounted}
+
+    def add_passes(self, count: int) -> None:
+        """More passes over all batches, which a model turns out to need."""
+        self.kinds["tokens"].total += count * self._pass
+
+    def end(self, name: str) -> None:
+        """A model is measured: its answers had their own lengths."""
+        del self._steps[name]
+        steps = self.kinds["steps"]
+        steps.total = steps.done + sum(self._steps.values())
+
+
+def _expected_length(question: Question, generator: Generator, limit: int) -> int:
+    """Tokens of an answer like the expected one, with the token that ends it."""
+    tokens = generator.tokenizer.encode(question.expected or "")
+    return min(limit, len(tokens) + 1) if tokens else limit
+
+
+def _count_steps(lengths: Sequence[int], rows: int) -> int:
+    steps = DecodingSteps(rows)
+    for length in lengths:
+        steps.add(length, is_last=True)
+    return steps.count
