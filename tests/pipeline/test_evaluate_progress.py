@@ -9,6 +9,7 @@ import pytest
 from lmx.config.evaluate import EvaluateConfig
 from lmx.data.record_formats import DataRecord
 from lmx.evaluation.perplexity import perplexity_of
+from lmx.generation.kv_cache.batch import is_batchable
 from lmx.pipeline.evaluate import evaluator, metrics
 from lmx.pipeline.evaluate.evaluator import Evaluator
 from lmx.pipeline.evaluate.questions import DecodingSteps
@@ -92,6 +93,10 @@ def evaluate(monkeypatch, clock, questions, last_letters):
     def load(last):
         clock.wait(LOAD)
         model = SlowModel(clock, last, 1.0)
+        with monkeypatch.context() as patch:
+            # A check of few tokens takes no time in models of use.
+            patch.setattr(clock, "wait", lambda seconds: None)
+            assert is_batchable(model)
         return SimpleNamespace(
             model=model, tokenizer=Letters(), path="model", kv_bits=None
         )
@@ -130,7 +135,8 @@ def worst_error(clock) -> float:
     for now, text in lines[1:]:
         true, match = clock.now - now, re.search(r"about (\d+) (s|min) left", text)
         said = int(match[1]) * {"s": 1, "min": 60}[match[2]] if match else 0
-        errors.append(max(said / true, true / max(said, 0.1)))
+        if max(said, true) > 2:  # a second more or less at the end is rounding
+            errors.append(max(said / true, true / max(said, 0.1)))
     return max(errors)
 
 

@@ -9,7 +9,13 @@ import mlx.core as mx
 import pytest
 from lmx.data.record_formats import DataRecord
 from lmx.generation.generator import Generator
-from lmx.pipeline.evaluate.questions import OPENING_WORDS, Question, Questions
+from lmx.generation.kv_cache.batch import is_batchable
+from lmx.pipeline.evaluate.questions import (
+    OPENING_WORDS,
+    Question,
+    Questions,
+    distinct_tokens,
+)
 from tiny_runs import EVALUATE, SCRATCH_CONFIG, TRAIN, Run
 
 SIZE, END = 64, 0
@@ -111,10 +117,14 @@ def test_answers_have_a_limit_and_overlong_questions_have_none():
 
 def test_questions_are_answered_in_one_batch():
     model = Next()
+    assert is_batchable(model)
+    model.calls = 0
     found, _ = answers([chat("A" * n, "") for n in range(1, 31)], model)
     assert {*found.values()} == {"BCDE"}
     # One pass for each prompt, and then all together.
-    assert model.calls < 30 + 20
+    assert model.calls < 30 + 10
+    # What prompts have in common is processed once.
+    assert distinct_tokens(["AAB", "AAC", "B", "AA", "AAC"]) == 5
 
 
 def test_samples_alternate_skills_and_skip_empty_prompts():

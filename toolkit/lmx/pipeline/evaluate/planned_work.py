@@ -7,7 +7,7 @@ from ...data.batching import Batch
 from ...evaluation.memory_bandwidth import decoding_seconds
 from ...generation.generator import Generator
 from ...run.work_rate import KindOfWork
-from .questions import DecodingSteps, Question, Questions, batch_rows
+from .questions import DecodingSteps, Question, Questions, batch_rows, distinct_tokens
 
 BASE = "base"
 # Measured steps of decoding, after one that compiles kernels.
@@ -55,7 +55,8 @@ class PlannedWork:
         count = len(names)
         self._pass = sum(batch.tokens.size for batch in batches)
         # A model with a reference has a pass of both.
-        tokens = (2 * count - 1) * self._pass + count * sum(map(len, prompts.values()))
+        asked = distinct_tokens(list(prompts.values()))
+        tokens = (2 * count - 1) * self._pass + count * asked
         step = decoding_seconds(generator.model, rows, MEASURED_STEPS) if rows else None
         self.kinds: Mapping[str, KindOfWork] = {
             "tokens": KindOfWork(tokens),

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapreplace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from ...data.answer_filters import FILTERS
@@ -12,6 +12,7 @@ from ...data.record_formats import DataRecord
 from ...generation.generator import Generator
 from ...generation.kv_cache.batch import is_batchable
 from ...generation.outputs import GenerationResponse
+from ...generation.speculative.proposer import accepted_tokens
 
 # Words of a text that the models continue.
 OPENING_WORDS = 24
@@ -143,6 +144,7 @@ class Questions:
             for prompt in fitting.values()
         ]
         steps = DecodingSteps(batch_rows(generator, len(requests)))
+        each = distinct_tokens(list(fitting.values())) / max(1, len(requests))
         started = 0
 
         def count(response: GenerationResponse) -> None:
@@ -150,10 +152,10 @@ class Questions:
             before, first = steps.count, started
             steps.add(1, is_last=response.finish_reason is not None)
             started = len(requests) - len(generator.engine.scheduler.waiting)
-            prompts = sum(len(request.prompt) for request in requests[first:started])
+            prompts = started - first
             # A stream that is read has tokens that came with those of another one.
             if prompts or steps.count > before:
-                advance({"tokens": prompts, "steps": steps.count - before})
+                advance({"tokens": prompts * each, "steps": steps.count - before})
 
         results = generator.generate_all(requests, on_token=count)
         for question, result in zip(fitting, results, strict=True):
@@ -178,6 +180,14 @@ class DecodingSteps:
         if is_last:
             heapreplace(self._ends, end)
             self._length = 0
+
+
+def distinct_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens of prompts in all, but what several have in common only once."""
+    ordered = sorted(prompts)
+    # Those that begin alike follow each other.
+    shared = (accepted_tokens(*pair) for pair in pairwise(ordered))
+    return sum(map(len, ordered)) - sum(shared)
 
 
 def batch_rows(generator: Generator, answers: int) -> int:
