@@ -86,6 +86,13 @@ def proposer_maker(name, family, model):
     return lambda cache: Eagle3Proposer(drafter, cache)
 
 
+@lru_cache(maxsize=32)
+def tokens_alone(family, sampling, seed):
+    """What all proposers of a family are compared with."""
+    requests = some_requests(COUNT, SAMPLINGS[sampling], longest=40, seed=seed)
+    return alone(model_of(family), requests)
+
+
 def differences(
     family,
     proposer=None,
@@ -97,10 +104,13 @@ def differences(
     **options,
 ):
     """The number of requests with other tokens than alone, and the engine."""
+    requests = some_requests(COUNT, SAMPLINGS[sampling], longest=40, seed=seed)
+    if model or options:
+        expected = alone(model or model_of(family), requests, **options)
+    else:
+        expected = tokens_alone(family, sampling, seed)
     model = model or model_of(family)
     make_proposer = proposer and proposer_maker(proposer, family, model)
-    requests = some_requests(COUNT, SAMPLINGS[sampling], longest=40, seed=seed)
-    expected = alone(model, requests, **options)
     engine = Engine(
         model,
         max_batch_size=5,

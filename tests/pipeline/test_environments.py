@@ -74,18 +74,17 @@ def kernels(tmp_path: Path) -> dict[str, str]:
     return {"TMPDIR": str(tmp_path / "tmp")}
 
 
+STRANGE = {"HOME": "/dev/null", "PYTHONIOENCODING": "ascii"}
+STRANGE |= {"COLUMNS": "40", "TERM": "dumb"}
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 @pytest.mark.parametrize(
     ("variables", "streams", "programs"),
     [
-        ({"HOME": None}, "", None),
-        ({"HOME": "/dev/null"}, "", None),
+        (dict.fromkeys(("HOME", "TERM", "LANG", "USER", "SHELL")), "", None),
+        (STRANGE, "", None),
         (C_LOCALE | {"LANG": None}, "", None),
-        ({"PYTHONIOENCODING": "ascii"}, "", None),
-        ({"COLUMNS": "40", "TERM": "dumb"}, "", None),
-        ({"TERM": None, "LANG": None, "USER": None, "SHELL": None}, "", None),
         # Without a compiler, with some programs or none.
         ({}, "", ["sh", "uname", "ls"]),
         ({}, "", []),
