@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .rotation import quantized_entries, with_rotation
 from .window import WINDOW_SLACK
 
 STEP = 64
@@ -56,6 +57,7 @@ class FullRows:
         self.lengths = lengths
         if hasattr(like, "bits"):  # mlx-lm's attention reads both
             self.group_size, self.bits = like.group_size, like.bits
+            self.rotation = like.rotation
         # All arrays of the keys, then those of the values: one each, or codes, scales
         # and biases.
         self.buffers: list[mx.array] = []
@@ -127,7 +129,8 @@ class FullRows:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         """Write N positions [B, H, N, D]; returns all that a row may attend to."""
-        new = [*self._quantized(keys), *self._quantized(values)]
+        is_plain = not hasattr(self, "bits")
+        new = [keys, values] if is_plain else quantized_entries(self, keys, values)
         count = keys.shape[2]
         self._reserve(new, max(self.lengths.values) + count)
         for buffer, part in zip(self.buffers, new, strict=True):
@@ -138,7 +141,11 @@ class FullRows:
     def keys_and_values(self) -> tuple:
         """The last result of `update_and_fetch`, for layers that share keys."""
         end = self._end(self._written)
-        return self._joined([buffer[: self._rows, :, :end] for buffer in self.buffers])
+        parts = [buffer[: self._rows, :, :end] for buffer in self.buffers]
+        keys, values = self._joined(parts)
+        if hasattr(self, "bits"):
+            keys = with_rotation(keys, self.rotation)
+        return keys, values
 
     def make_mask(
         self, length: int, window_size: int | None = None, return_array: bool = False
@@ -167,11 +174,6 @@ class FullRows:
         rows = mx.arange(self._rows)[:, None]
         # The indexed axes come first in such an assignment.
         buffer[rows, :, self.lengths.positions(count)] = new.swapaxes(1, 2)
-
-    def _quantized(self, values: mx.array) -> Sequence[mx.array]:
-        if not hasattr(self, "bits"):
-            return [values]
-        return mx.quantize(values, group_size=self.group_size, bits=self.bits)
 
     def _joined(self, parts: Sequence[mx.array]) -> tuple:
         """Keys and values from their arrays."""

@@ -11,13 +11,20 @@ from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.loader import make_cache
 from .recorded_states import RecordedStates
+from .rotation import (
+    PLAIN,
+    KeyRotation,
+    RotatedKVCache,
+    key_rotations,
+    rotated_cache,
+)
 from .window import WindowCache
 
-GROWING = PLAIN, QUANTIZED = "KVCache", "QuantizedKVCache"
+QUANTIZED = "RotatedKVCache"
+GROWING = PLAIN, QUANTIZED
 KVBits = int | Sequence[int] | None
 # The kind of recorded hidden states in `CacheState.state`, where they come last.
 HIDDEN_STATES = "HiddenStates"
-GROUP_SIZES = (128, 64, 32)
 UNQUANTIZED = 16
 """As `kv_bits`: keys and values in the dtype of the model."""
 
@@ -31,9 +38,9 @@ class CacheState:
 
     Args:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
-        kv_bits: 2, 4 or 8 = quantize keys and values; 16 or None = keep the model's
-            dtype. A sequence has the bits of every layer. Sliding-window caches are
-            small and never quantized.
+        kv_bits: 2, 3, 4, 5, 6 or 8 = quantize keys and values (see `rotation`); 16 or
+            None = keep the model's dtype. A sequence has the bits of every layer.
+            Sliding-window caches are small and never quantized.
         quantized_kv_start: number of tokens from which on the cache is quantized.
 
     Attributes:
@@ -56,7 +63,7 @@ class CacheState:
         self._quantized_kv_start = quantized_kv_start
         self._quantized_caches: list = []
         if self._layer_bits:
-            self._try_quantized()
+            self._prepare_quantized()
         # Recurrent states at the checkpoint, and the tokens processed since then;
         # None = no checkpoint is set.
         self._checkpoint_states: list[tuple] = []
@@ -211,8 +218,10 @@ class CacheState:
             self.recorded = RecordedStates.from_state(recorded)
         stored = iter(kind for kind, _ in state)
         self.caches = [
-            _as_quantized(cache, [next(stored, None) for _ in flatten_caches([cache])])
-            for cache in self._plain_caches()
+            self._of_kinds(
+                i, cache, [next(stored, None) for _ in flatten_caches([cache])]
+            )
+            for i, cache in enumerate(self._plain_caches())
         ]
         kinds = [type(leaf).__name__ for leaf in self.layer_caches]
         if kinds != [kind for kind, _ in state]:
@@ -238,22 +247,19 @@ class CacheState:
             assert offset == self.length, f"{type(leaf).__name__} is at {offset}"
         assert self.recorded is None or self.recorded.end == self.length
 
-    def _try_quantized(self) -> None:
-        """Check that the model runs on with quantized keys and values."""
-        caches, tokens = self.caches, mx.zeros((1, 2), mx.int32)
+    def _prepare_quantized(self) -> None:
+        """Make the caches of the kinds that these have once they are quantized."""
         try:
-            self.model(tokens, cache=caches)
-            self._quantize()
-            if self.caches == caches:
+            rotations = key_rotations(self.model)
+            if not any(rotations):
                 raise TypeError("it has no full-attention cache")
-            mx.eval(self.model(tokens, cache=self.caches))
         except (TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"this model's keys and values cannot be quantized: {error}",
                 hint="keep the model's dtype: kv_bits 16, or no kv_bits",
             ) from error
-        self._quantized_caches = [*map(_like, self._plain_caches(), self.caches)]
-        self.caches = self._plain_caches()
+        plain = self._plain_caches()
+        self._quantized_caches = [*map(_quantized, plain, self._layer_bits, rotations)]
         if not self._quantized_kv_start:
             # From the first token on: then chunks of a prompt do not change a result.
             self.caches = [*map(_like, self.caches, self._quantized_caches)]
@@ -262,20 +268,18 @@ class CacheState:
         return [_with_window_cache(cache) for cache in make_cache(self.model)]
 
     def _quantize(self) -> None:
-        self.caches = list(map(_quantized, self.caches, self._layer_bits))
+        rotations = key_rotations(self.model)
+        self.caches = [*map(_quantized, self.caches, self._layer_bits, rotations)]
 
+    def _of_kinds(self, index: int, cache: Any, kinds: list[str | None]) -> Any:
+        """An empty cache of a layer, quantized if a stored state of it is.
 
-def kv_group_size(cache: Any) -> int:
-    """The group size for the keys and values in a full-attention cache.
-
-    Raises:
-        ValueError: no group size of MLX divides the head dimensions.
-    """
-    widths = cache.keys.shape[-1], cache.values.shape[-1]
-    for group_size in GROUP_SIZES:
-        if not any(width % group_size for width in widths):
-            return group_size
-    raise ValueError(f"no group size divides the head dimension {widths[0]}")
+        Args:
+            kinds: class names of the stored states of this cache, by leaf.
+        """
+        if type(cache).__name__ != PLAIN or kinds != [QUANTIZED]:
+            return cache
+        return RotatedKVCache(key_rotations(self.model)[index], UNQUANTIZED)
 
 
 def _bits_of_layers(kv_bits: KVBits, count: int) -> list[int]:
@@ -299,13 +303,13 @@ def _like(empty, cache):
     """An empty cache, as quantized as another one of this layer."""
     if not hasattr(cache, "bits"):
         return empty
-    return type(cache)(group_size=cache.group_size, bits=cache.bits)
+    return cache.empty_copy()
 
 
-def _quantized(cache, bits: int):
-    if type(cache).__name__ != PLAIN or bits == UNQUANTIZED:
+def _quantized(cache, bits: int, rotation: KeyRotation | None):
+    if type(cache).__name__ != PLAIN or bits == UNQUANTIZED or rotation is None:
         return cache
-    return cache.to_quantized(group_size=kv_group_size(cache), bits=bits)
+    return rotated_cache(cache, rotation, bits)
 
 
 def _with_window_cache(cache):
@@ -315,16 +319,6 @@ def _with_window_cache(cache):
     if hasattr(cache, "caches"):
         cache.caches = tuple(_with_window_cache(inner) for inner in cache.caches)
     return cache
-
-
-def _as_quantized(cache, kinds: list[str | None]):
-    """An empty full-attention cache as its quantized kind, if a stored state is of it.
-
-    Args:
-        kinds: class names of the stored states of this cache, by leaf.
-    """
-    is_quantized = type(cache).__name__ == PLAIN and kinds == [QUANTIZED]
-    return cache.to_quantized() if is_quantized else cache
 
 
 def flatten_caches(caches: Sequence) -> list:
