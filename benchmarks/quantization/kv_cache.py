@@ -78,7 +78,7 @@ def _sequences(file: Path, tokenizer, arguments) -> list[mx.array]:
 
 
 def _cell(kls: list[float]) -> str:
-    return f"{np.mean(kls):.5f} ± {np.std(kls, ddof=1) / len(kls) ** 0.5:.5f}"
+    return f"{np.mean(kls):.3g} ± {np.std(kls, ddof=1) / len(kls) ** 0.5:.2g}"
 
 
 def _arguments() -> argparse.Namespace:

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from lmx.errors import UserError
 from lmx.generation.kv_cache import rotation as rotation_module
 from lmx.generation.kv_cache.rotation import (
     KeyRotation,
@@ -142,6 +143,15 @@ def test_families_with_other_layers(family):
     assert 0 < kinds.count("RotatedKVCache") < len(kinds)
     error = mx.abs(cache.forward(tokens) - expected).max().item()
     assert 0 < error < 0.02 * mx.abs(expected).max().item()
+
+
+def test_a_state_with_another_rotation_is_refused():
+    cache, other = (RotatedKVCache(a_rotation(size), 4) for size in (32, 64))
+    keys = normal(1, GROUPS, 3, 32, seed=6)
+    cache.update_and_fetch(keys, keys)
+    cache.state = cache.state
+    with pytest.raises(UserError, match="another rotation"):
+        other.state = cache.state
 
 
 @pytest.mark.parametrize("window", [None, 9, 100])

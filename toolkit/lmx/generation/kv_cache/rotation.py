@@ -11,12 +11,13 @@ mean of values would cost more than it saves: those of the first token are almos
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
 
+from ...errors import UserError
 from ...models.loader import make_cache
 
 PLAIN = "KVCache"
@@ -45,7 +46,7 @@ class RotatedKeys(tuple):
     rotation: "KeyRotation"
 
 
-@dataclass
+@dataclass(frozen=True)
 class KeyRotation:
     """The rotation of one layer's keys and queries.
 
@@ -58,6 +59,11 @@ class KeyRotation:
     mean: mx.array
     scale: mx.array
     group_size: int
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number that other rotations do not have, but for rounding."""
+        return round(100 * mx.abs(self.mean * self.scale).sum().item())
 
     def keys(self, keys: mx.array) -> mx.array:
         """Rotated keys [B, H, N, D]."""
@@ -212,12 +218,17 @@ class RotatedKVCache:
 
     @property
     def state(self) -> tuple:
-        """All but the rotation, which every cache of a model has alike."""
-        return self.keys, self.values, self.offset, self.bits
+        """All but the rotation, which every cache of a layer has alike."""
+        fingerprint = self.rotation.fingerprint
+        return self.keys, self.values, self.offset, self.bits, fingerprint
 
     @state.setter
     def state(self, state: tuple) -> None:
-        keys, values, self.offset, self.bits = state
+        keys, values, self.offset, self.bits, fingerprint = state
+        expected = self.rotation.fingerprint
+        # Another machine rounds the rotation of the same weights in another way.
+        if abs(fingerprint - expected) > 0.01 * expected + 1:
+            raise UserError("the cache state has another rotation than this model")
         self.keys, self.values = keys and tuple(keys), values and tuple(values)
 
 
