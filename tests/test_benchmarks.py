@@ -428,3 +428,15 @@ def test_gpu_script_ends_itself(tmp_path):
     assert re.match("exit code 124 after [12] s", summary.pop("doctor"))
     assert summary.pop("tests").startswith("0 passed, 0 failures")
     assert set(summary.values()) == {"no time left"}
+
+
+def test_kv_cache_prints_the_divergence_of_both_caches(tmp_path, small_base):
+    text = tmp_path / "text.txt"
+    text.write_text("The river bends at the old mill. " * 40)
+    options = f"--model {small_base} --text prose={text} --bits 4 8 --length 32"
+    _, _, *rows = run("kv_cache.py", options).splitlines()
+    assert [row.split("|")[1:3] for row in rows] == [
+        [f" {bits} ", f" {name} "] for bits in (4, 8) for name in ("mlx-lm", "lmx")
+    ]
+    kls = [float(row.split("|")[-2].split("±")[0]) for row in rows]
+    assert 0 < max(kls[2:]) < min(kls[:2])

@@ -81,7 +81,7 @@ def hook(name, function=lambda self, state: None):
         (lambda: lmx.generate("a", "x", seed="x"), "seed: expected a whole number"),
         (lambda: lmx.generate("a", "x", stop=[5]), "stop.0: expected text, got 5"),
         (lambda: lmx.generate("a", "x", stop=5), "stop: expected text or a list, got 5"),
-        (lambda: lmx.generate("a", "x", kv_bits=3), "kv_bits: expected 2, 4, 8 or 16, got 3"),
+        (lambda: lmx.generate("a", "x", kv_bits=7), "kv_bits: expected 2, 3, 4, 5, 6, 8 or 16, got 7"),
         (lambda: lmx.generate("a", "x", temp=1), "unknown option 'temp'"),
         (lambda: lmx.generate("a", "x", temperature=float("nan")), "temperature"),
         (lambda: lmx.generate("a", None), "prompt: expected text or a list, got nothing"),

@@ -6,6 +6,7 @@ from lmx.errors import UserError
 from lmx.generation.engine import Engine
 from lmx.generation.kv_cache.batch import batch_error
 from lmx.generation.kv_cache.prefix import PrefixCache
+from lmx.generation.kv_cache.rotation import CALIBRATION_TOKENS
 from lmx.generation.sampler import Sampler
 from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
@@ -421,7 +422,7 @@ def test_an_exception_frees_the_drafts(llama, monkeypatch):
 
 
 def test_kv_bits_are_tried_once():
-    """Not for every request: a try runs the model twice."""
+    """Not for every request: a try runs the model."""
     wide = build_model(changed(config("llama"), {"head_dim": 32}))
     model = Recorder(wide)
     engine = Engine(model, kv_bits=8)
@@ -429,4 +430,4 @@ def test_kv_bits_are_tried_once():
         engine.add_request(request(number + 1, max_tokens=2))
     for _ in rounds(engine):
         pass
-    assert [shape for shape in model.shapes if shape == (1, 2)] == [(1, 2)] * 2
+    assert model.shapes.count((1, CALIBRATION_TOKENS)) == 1

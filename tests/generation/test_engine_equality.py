@@ -163,7 +163,7 @@ def wide_llama():
     return noisy(random_target("llama", head_dim=32, num_hidden_layers=3)[0], 0.1)
 
 
-@pytest.mark.parametrize("kv_bits", [8, [8, 16, 4]])
+@pytest.mark.parametrize("kv_bits", [8, [3, 16, 4]])
 @pytest.mark.parametrize("proposer", [None, "lookup"])
 def test_quantized_caches_in_batches(kv_bits, proposer):
     options = {"model": wide_llama(), "prefix": True}

@@ -83,7 +83,7 @@ def test_window_cache_moves_buffer_without_loss(monkeypatch):
     assert buffered <= WINDOW + 4 + 4 + 2 * 8
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 def test_quantized_cache_is_close_and_rolls_back(bits):
     model, tokens = tiny("llama", head_dim=32), random_tokens(40)
     whole, exact = model(tokens), CacheState(model)

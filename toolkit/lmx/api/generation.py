@@ -108,8 +108,8 @@ def generate(
         options: max_tokens (256); temperature (0 = greedy), top_p, top_k, min_p,
             repetition_penalty, presence_penalty, frequency_penalty and seed, see
             `generation.sampling.Sampling`; stop, strings that end the text; system, a
-            system message; draft and num_draft_tokens, as in `lmx.load`; kv_bits (2, 4
-            or 8 = quantize the KV cache, 16 = not; default: as the
+            system message; draft and num_draft_tokens, as in `lmx.load`; kv_bits (2 to
+            6 or 8 = quantize the KV cache, 16 = not; default: as the
             model's config.json says); ignore_chat_template, use the text as it is.
 
     Returns:

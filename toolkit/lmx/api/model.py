@@ -66,7 +66,7 @@ class Model:
         Args:
             draft: as in `load`; None = that of this model, if it has one.
             num_draft_tokens: draft tokens per step; None = adapted to the speed-up.
-            kv_bits: 2, 4 or 8 = quantize the KV cache, 16 = not; None = as the model's
+            kv_bits: 2 to 6 or 8 = quantize the KV cache, 16 = not; None = as
                 config.json says.
 
         Raises:

@@ -10,7 +10,7 @@ FloatMode = Literal["mxfp4", "nvfp4", "mxfp8"]
 GGUFMode = Literal["q3_k", "q4_0", "q4_k", "q5_0", "q5_k", "q6_k", "q8_0"]
 Mode = Literal["affine", FloatMode, GGUFMode]
 Bits = Literal[2, 3, 4, 5, 6, 8]
-KVCacheBits = Literal[2, 4, 8, 16]
+KVCacheBits = Literal[2, 3, 4, 5, 6, 8, 16]
 KV_CACHE_BITS: tuple[int, ...] = get_args(KVCacheBits)
 GroupSize = Literal[16, 32, 64, 128]
 

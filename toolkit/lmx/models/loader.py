@@ -84,7 +84,7 @@ class LoadedModel:
             return None
         if not isinstance(bits, list) or not all(bit in KV_CACHE_BITS for bit in bits):
             raise UserError(
-                f"{KV_BITS} must be a list of 2, 4, 8 or 16, one for each layer, got "
+                f"{KV_BITS} must be a list of 2 to 6, 8 or 16, one for each layer, got "
                 f"{bits!r}",
                 place=str(self.path / "config.json"),
                 hint=f"remove {KV_BITS} to keep the dtype of the model",

@@ -250,7 +250,7 @@ class CacheBatch:
             return nested
         kinds = {
             "KVCache": FullRows,
-            "QuantizedKVCache": FullRows,
+            "RotatedKVCache": FullRows,
             "WindowCache": WindowRows,
             "ArraysCache": RecurrentRows,
         }

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from .length_classes import ByClass, by_class
+from .rotation import quantized_entries, with_rotation
 from .window import WINDOW_SLACK
 
 STEP = 16
@@ -97,6 +98,7 @@ class FullRows:
         self.lengths = lengths
         if hasattr(like, "bits"):  # mlx-lm's attention reads both
             self.group_size, self.bits = like.group_size, like.bits
+            self.rotation = like.rotation
         # By class: all arrays of the keys, then those of the values. These are one
         # each, or codes, scales and biases.
         self.buffers: list[list[mx.array]] = []
@@ -185,7 +187,8 @@ class FullRows:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         """Write N positions [B, H, N, D]; returns all that a row may attend to."""
-        new = [*self._quantized(keys), *self._quantized(values)]
+        is_plain = not hasattr(self, "bits")
+        new = [keys, values] if is_plain else quantized_entries(self, keys, values)
         count, classes = keys.shape[2], self.lengths.classes
         for index, rows in enumerate(classes):
             mine = new
@@ -202,7 +205,10 @@ class FullRows:
         pairs = []
         for rows, parts in zip(self.lengths.classes, self.buffers, strict=True):
             size, end = len(rows.lengths), self._end(rows, self._written)
-            pairs.append(self._joined([buffer[:size, :, :end] for buffer in parts]))
+            keys, values = self._joined([buffer[:size, :, :end] for buffer in parts])
+            if hasattr(self, "bits"):
+                keys = with_rotation(keys, self.rotation)
+            pairs.append((keys, values))
         return by_class([k for k, _ in pairs]), by_class([v for _, v in pairs])
 
     def make_mask(
@@ -256,11 +262,6 @@ class FullRows:
         # The indexed axes come first in such an assignment.
         indices = mx.arange(size)[:, None]
         buffer[indices, :, rows.positions(count)] = new.swapaxes(1, 2)
-
-    def _quantized(self, values: mx.array) -> Sequence[mx.array]:
-        if not hasattr(self, "bits"):
-            return [values]
-        return mx.quantize(values, group_size=self.group_size, bits=self.bits)
 
     def _joined(self, parts: Sequence[mx.array]) -> tuple:
         """Keys and values from their arrays."""

@@ -11,12 +11,11 @@ from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.loader import make_cache
 from .recorded_states import RecordedStates
+from .rotation import PLAIN, KeyRotation, RotatedKVCache, key_rotations
 from .window import WindowCache
 
-PLAIN = "KVCache"
-GROWING = PLAIN, "QuantizedKVCache"
+GROWING = PLAIN, RotatedKVCache.__name__
 KVBits = int | Sequence[int] | None
-GROUP_SIZES = (128, 64, 32)
 UNQUANTIZED = 16
 """As `kv_bits`: keys and values in the dtype of the model."""
 
@@ -30,9 +29,9 @@ class CacheState:
 
     Args:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
-        kv_bits: 2, 4 or 8 = quantize keys and values; 16 or None = keep the model's
-            dtype. A sequence has the bits of every layer. Sliding-window caches are
-            small and never quantized.
+        kv_bits: 2, 3, 4, 5, 6 or 8 = quantize keys and values (see `rotation`); 16 or
+            None = keep the model's dtype. A sequence has the bits of every layer.
+            Sliding-window caches are small and never quantized.
 
     Attributes:
         recorded: hidden states of the processed tokens, for drafters; see
@@ -180,9 +179,9 @@ class CacheState:
 
     @property
     def kinds(self) -> list[str]:
-        """The kind of every layer's cache, with its bits."""
+        """The kind of every layer's cache; also bits and rotation of quantized ones."""
         return [
-            f"{type(leaf).__name__} {getattr(leaf, 'bits', '')}".strip()
+            leaf.name if _bits(leaf) else type(leaf).__name__
             for leaf in self.layer_caches
         ]
 
@@ -242,36 +241,20 @@ class CacheState:
         assert self.recorded is None or self.recorded.end == self.length
 
     def _quantize(self, layer_bits: Sequence[int]) -> None:
-        """Use empty quantized caches, after a check that the model runs with them."""
-        plain, tokens = self.caches, mx.zeros((1, 2), mx.int32)
+        """Use empty quantized caches."""
         try:
-            self.model(tokens, cache=plain)
-            quantized = list(map(_quantized, plain, layer_bits))
-            if quantized == plain:
+            rotations = key_rotations(self.model)
+            if not any(rotations):
                 raise TypeError("it has no full-attention cache")
-            mx.eval(self.model(tokens, cache=quantized))
         except (TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"this model's keys and values cannot be quantized: {error}",
                 hint="keep the model's dtype: kv_bits 16, or no kv_bits",
             ) from error
-        self.caches = [*map(_like, self._plain_caches(), quantized)]
+        self.caches = [*map(_quantized, self.caches, layer_bits, rotations)]
 
     def _plain_caches(self) -> list:
         return [_with_window_cache(cache) for cache in make_cache(self.model)]
-
-
-def kv_group_size(cache: Any) -> int:
-    """The group size for the keys and values in a full-attention cache.
-
-    Raises:
-        ValueError: no group size of MLX divides the head dimensions.
-    """
-    widths = cache.keys.shape[-1], cache.values.shape[-1]
-    for group_size in GROUP_SIZES:
-        if not any(width % group_size for width in widths):
-            return group_size
-    raise ValueError(f"no group size divides the head dimension {widths[0]}")
 
 
 def _bits_of_layers(kv_bits: KVBits, count: int) -> list[int]:
@@ -295,13 +278,13 @@ def _like(empty, cache):
     """An empty cache, as quantized as another one of this layer."""
     if not hasattr(cache, "bits"):
         return empty
-    return type(cache)(group_size=cache.group_size, bits=cache.bits)
+    return cache.empty_copy()
 
 
-def _quantized(cache, bits: int):
-    if type(cache).__name__ != PLAIN or bits == UNQUANTIZED:
+def _quantized(cache, bits: int, rotation: KeyRotation | None):
+    if type(cache).__name__ != PLAIN or bits == UNQUANTIZED or rotation is None:
         return cache
-    return cache.to_quantized(group_size=kv_group_size(cache), bits=bits)
+    return RotatedKVCache(rotation, bits)
 
 
 def _with_window_cache(cache):

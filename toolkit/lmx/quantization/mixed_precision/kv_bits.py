@@ -18,12 +18,13 @@ from ...config.quantize import KVCacheConfig
 from ...data.calibration import CalibrationBatch
 from ...data.sequence_mean import mean_over_sequences
 from ...errors import UserError
-from ...generation.kv_cache.sequence import (
-    PLAIN,
-    UNQUANTIZED,
-    CacheState,
-    kv_group_size,
+from ...generation.kv_cache.rotation import (
+    KeyRotation,
+    key_rotations,
+    quantized,
+    rotated,
 )
+from ...generation.kv_cache.sequence import UNQUANTIZED, CacheState
 from ...models.loader import make_cache
 from ...run.logger import RunLogger
 from . import knapsack
@@ -34,32 +35,6 @@ TOKENS_AT_ONCE = 512
 """Tokens per forward pass."""
 
 Plan = Sequence[int]
-
-
-class RoundedCache:
-    """A full-attention cache whose keys and values are rounded when they are stored.
-
-    Attention reads what a quantized cache of mlx-lm dequantizes to, with the fast
-    kernels for dense keys.
-
-    Args:
-        cache: an empty cache of mlx-lm. All else is its.
-    """
-
-    def __init__(self, cache: Any, bits: int, group_size: int):
-        self._cache, self._spec = cache, {"bits": bits, "group_size": group_size}
-
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Append N positions [B, H, N, D]; returns all, rounded."""
-        return self._cache.update_and_fetch(self._round(keys), self._round(values))
-
-    def _round(self, x: mx.array) -> mx.array:
-        return mx.dequantize(*mx.quantize(x, **self._spec), **self._spec)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
 
 
 @dataclass(frozen=True)
@@ -73,14 +48,60 @@ class KVLayer:
 
     index: int
     width: int
-    group_size: int
+    rotation: KeyRotation
 
     def bits_per_token(self, bits: int, dtype: mx.Dtype) -> int:
         """Bits of one token's keys and values, with scales and biases."""
         stored = 8 * dtype.size
         if bits == UNQUANTIZED:
             return self.width * stored
-        return self.width * bits + self.width // self.group_size * 2 * stored
+        return self.width * bits + self.width // self.rotation.group_size * 2 * stored
+
+
+class TokenRounding:
+    """Rounds keys and values to what a quantized cache of a layer dequantizes to."""
+
+    def __init__(self, layer: KVLayer, bits: int):
+        self._rotation = layer.rotation
+        self._spec = {"bits": bits, "group_size": layer.rotation.group_size}
+
+    def keys(self, keys: mx.array) -> mx.array:
+        """Rounded keys [B, H, N, D]."""
+        rounded = self._round(self._rotation.keys(keys))
+        return self._rotation.original_keys(rounded)
+
+    def values(self, values: mx.array) -> mx.array:
+        """Rounded values [B, H, N, D]."""
+        return rotated(self._round(rotated(values)))
+
+    def _round(self, x: mx.array) -> mx.array:
+        return mx.dequantize(*quantized(x, **self._spec), **self._spec)
+
+
+class RoundedCache:
+    """A full-attention cache whose keys and values are rounded when they are stored.
+
+    Attention reads them with the fast kernels for dense keys.
+
+    Args:
+        cache: an empty cache of mlx-lm. All else is its.
+        rounding: of new keys and values.
+    """
+
+    def __init__(self, cache: Any, rounding: TokenRounding):
+        self._cache, self._rounding = cache, rounding
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Append N positions [B, H, N, D]; returns all, rounded."""
+        rounding = self._rounding
+        return self._cache.update_and_fetch(
+            rounding.keys(keys), rounding.values(values)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
 
 
 def choose_kv_bits(
@@ -191,10 +212,12 @@ def quantizable_layers(model: nn.Module) -> list[KVLayer]:
         KVLayer(
             index,
             cache.keys.shape[1] * (cache.keys.shape[-1] + cache.values.shape[-1]),
-            kv_group_size(cache),
+            rotation,
         )
-        for index, cache in enumerate(caches)
-        if type(cache).__name__ == PLAIN and not cache.empty()
+        for index, (cache, rotation) in enumerate(
+            zip(caches, key_rotations(model), strict=True)
+        )
+        if rotation
     ]
 
 
@@ -283,8 +306,8 @@ def _batch_divergences(
         caches = make_cache(model)
         for layer in layers if plan else []:
             if plan[layer.index] != UNQUANTIZED:
-                args = plan[layer.index], layer.group_size
-                caches[layer.index] = RoundedCache(caches[layer.index], *args)
+                rounding = TokenRounding(layer, plan[layer.index])
+                caches[layer.index] = RoundedCache(caches[layer.index], rounding)
         return nn.log_softmax(model(tokens, cache=caches).astype(mx.float32), axis=-1)
 
     target = predict(None)

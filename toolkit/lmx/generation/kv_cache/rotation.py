@@ -1,0 +1,339 @@
+"""Keys and values that are rotated before they are quantized.
+
+A few channels of keys are far larger than the others, and far from zero. So the keys of
+a layer are centred, scaled by channel, and rotated by a Hadamard matrix (QuaRot, arXiv
+2404.00456), which spreads what is left over all channels. Queries are scaled inversely
+and rotated alike. The mean needs no undo: it adds the same to all scores of a query,
+which softmax ignores. Values are rotated, and so is the output of the attention. (A
+mean of values would cost more than it saves: those of the first token are almost zero.)
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Any, Self
+
+import mlx.core as mx
+import numpy as np
+
+from ...models.loader import make_cache
+
+PLAIN = "KVCache"
+GROUP_SIZES = (128, 64, 32)
+CALIBRATION_TOKENS = 256
+"""Random tokens that measure the channels of keys and queries."""
+CLIPPED_RANGES = {2: 0.65, 3: 0.87}
+"""The share of a group's range that is kept, with the least error for normal numbers.
+With more bits it is all of the range."""
+BUFFER_STEP = 256
+"""Positions by which the buffers grow."""
+ROTATIONS = "_key_rotations"
+MLX_LM_ATTENTION = "mlx_lm.models.base", "quantized_scaled_dot_product_attention"
+
+Quantized = tuple[mx.array, mx.array, mx.array]
+"""Codes, scales and biases."""
+
+
+class RotatedKeys(tuple):
+    """Codes, scales and biases of keys.
+
+    Attributes:
+        rotation: that of the keys, which their queries need too.
+    """
+
+    rotation: "KeyRotation"
+
+
+@dataclass(frozen=True)
+class KeyRotation:
+    """The rotation of one layer's keys and queries.
+
+    Attributes:
+        mean: of the keys, [1, H, 1, D].
+        scale: factors of the centred keys, [1, H, 1, D].
+        group_size: of the quantized keys and values, for all bits.
+    """
+
+    mean: mx.array
+    scale: mx.array
+    group_size: int
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all numbers."""
+        numbers = [np.array(x.astype(mx.float32)) for x in (self.mean, self.scale)]
+        return hashlib.sha256(np.stack(numbers).tobytes()).hexdigest()[:8]
+
+    def keys(self, keys: mx.array) -> mx.array:
+        """Rotated keys [B, H, N, D]."""
+        return rotated((keys - self.mean) * self.scale)
+
+    def original_keys(self, keys: mx.array) -> mx.array:
+        """Keys [B, H, N, D] of which these are the rotated ones."""
+        return rotated(keys) / self.scale + self.mean
+
+    def queries(self, queries: mx.array) -> mx.array:
+        """Rotated queries [B, a multiple of H, N, D]."""
+        batch, _, count, size = queries.shape
+        heads = self.scale.shape[1]
+        grouped = queries.reshape(batch, heads, -1, count, size)
+        return rotated((grouped / self.scale[:, :, None]).reshape(queries.shape))
+
+
+class RecordedChannels:
+    """Stands in for a rotation, to record the keys and queries of a layer.
+
+    Args:
+        group_size: as for `KeyRotation`.
+    """
+
+    def __init__(self, group_size: int):
+        self.group_size = group_size
+        self._keys: list[mx.array] = []
+        self._queries: list[mx.array] = []
+
+    def keys(self, keys: mx.array) -> mx.array:
+        """The keys as they are."""
+        self._keys.append(keys)
+        return keys
+
+    def queries(self, queries: mx.array) -> mx.array:
+        """The queries as they are. Several layers may share the keys."""
+        self._queries.append(queries)
+        return queries
+
+    def rotation(self) -> KeyRotation:
+        """The rotation with the least expected error of scores.
+
+        The error of all rotated channels is alike: the sum of the keys' variances. It
+        meets the sum of the queries' squares. The product is least if both have the
+        same share in every channel.
+        """
+        (keys,) = self._keys
+        # All attend to the first token, and its keys are like no other.
+        numbers = keys[:, :, 1:].astype(mx.float32)
+        mean = numbers.mean(axis=(0, 2), keepdims=True)
+        variance = numbers.var(axis=(0, 2), keepdims=True)
+        batch, heads, _, size = keys.shape
+        squares = sum(
+            queries.astype(mx.float32)
+            .square()
+            .reshape(batch, heads, -1, size)
+            .mean(axis=(0, 2))
+            for queries in self._queries
+        ).reshape(mean.shape)
+
+        def above_zero(x: mx.array) -> mx.array:
+            return x + 1e-4 * x.mean(axis=-1, keepdims=True) + 1e-12
+
+        scale = (above_zero(squares) / above_zero(variance)) ** 0.25
+        mean, scale = mean.astype(keys.dtype), scale.astype(keys.dtype)
+        return KeyRotation(mean, scale, self.group_size)
+
+
+class RotatedKVCache:
+    """A full-attention cache of one sequence, with rotated and quantized entries.
+
+    Args:
+        rotation: of the layer.
+        bits: as for `mx.quantize`. mlx-lm's attention reads them, and `group_size`.
+
+    Attributes:
+        keys, values: codes, scales and biases [B, H, capacity, ...]; None at first.
+        offset: number of tokens.
+    """
+
+    def __init__(self, rotation: KeyRotation, bits: int):
+        self.rotation, self.bits = rotation, bits
+        self.keys: Quantized | None = None
+        self.values: Quantized | None = None
+        self.offset = 0
+
+    @property
+    def group_size(self) -> int:
+        """As for `mx.quantize`."""
+        return self.rotation.group_size
+
+    def empty_copy(self) -> Self:
+        """An empty cache of the same kind."""
+        return type(self)(self.rotation, self.bits)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
+        """Append N positions [B, H, N, D]; returns all."""
+        start, end = self.offset, self.offset + keys.shape[2]
+        new = quantized_entries(self, keys, values)
+        buffers = [*(self.keys or ()), *(self.values or ())]
+        if not buffers or end > buffers[0].shape[2]:
+            size = -(-end // BUFFER_STEP) * BUFFER_STEP
+            buffers = [
+                _resized(part, old, start, size)
+                for part, old in zip(new, buffers or [None] * len(new), strict=True)
+            ]
+            self.keys, self.values = tuple(buffers[:3]), tuple(buffers[3:])
+        for buffer, part in zip(buffers, new, strict=True):
+            buffer[:, :, start:end] = part
+        self.offset = end
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[RotatedKeys, Quantized]:
+        """The last result of `update_and_fetch`, for layers that share keys."""
+        keys, values = (
+            tuple(part[:, :, : self.offset] for part in parts)
+            for parts in (self.keys, self.values)
+        )
+        return with_rotation(keys, self.rotation), values
+
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        """Mask of the next `length` tokens over the result of `update_and_fetch`."""
+        end = self.offset + length
+        fits = window_size is None or end <= window_size
+        if fits and not return_array:
+            return None if length == 1 else "causal"
+        queries = mx.arange(self.offset, end)[:, None]
+        keys = mx.arange(end)
+        mask = keys <= queries
+        return mask if fits else mask & (keys > queries - window_size)
+
+    def trim(self, count: int) -> int:
+        """Remove the last tokens; returns the number removed."""
+        count = min(count, self.offset)
+        self.offset -= count
+        return count
+
+    def size(self) -> int:
+        """Positions that the next token may attend to."""
+        return self.offset
+
+    def empty(self) -> bool:
+        """Whether nothing was stored yet."""
+        return self.keys is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(part.nbytes for part in (*(self.keys or ()), *(self.values or ())))
+
+    @property
+    def state(self) -> tuple:
+        """All arrays."""
+        return self.keys, self.values
+
+    @property
+    def name(self) -> str:
+        """The kind of the cache. Entries of another kind mean other keys and values."""
+        return f"{type(self).__name__} of {self.bits} bits, {self.rotation.digest}"
+
+
+def key_rotations(model: Any) -> list[KeyRotation | None]:
+    """The rotation of every layer with a full-attention cache; it is kept.
+
+    Random tokens do for it, because the large channels are the same for all tokens. A
+    rotation changes no result but by rounding, so it stays right for other weights.
+
+    Returns:
+        One for each cache of the model; None for another kind of cache.
+
+    Raises:
+        TypeError, ValueError, AttributeError: the model does not take such caches.
+    """
+    if ROTATIONS not in model.__dict__:
+        caches = make_cache(model)
+        _replace_attention()
+        vocabulary = model(mx.zeros((1, 1), mx.int32), cache=caches).shape[-1]
+        recorded: list[RecordedChannels | None] = [None] * len(caches)
+        recording = make_cache(model)
+        for i, cache in enumerate(caches):
+            if type(cache).__name__ == PLAIN and not cache.empty():
+                recorded[i] = RecordedChannels(_group_size(cache))
+                recording[i] = RotatedKVCache(recorded[i], 8)
+        rng = np.random.default_rng(0)
+        tokens = rng.integers(0, vocabulary, (1, CALIBRATION_TOKENS))
+        logits = model(mx.array(tokens), cache=recording)
+        rotations = [channels and channels.rotation() for channels in recorded]
+        mx.eval(logits[:, -1], [(r.mean, r.scale) for r in rotations if r])
+        object.__setattr__(model, ROTATIONS, rotations)
+    return model.__dict__[ROTATIONS]
+
+
+def rotated(x: mx.array) -> mx.array:
+    """x [..., D] times a Hadamard matrix, which is its own inverse.
+
+    The matrix has blocks, as large as the largest power of two that divides D.
+    """
+    size = x.shape[-1]
+    block = size & -size
+    if block == size:
+        return mx.hadamard_transform(x)
+    return mx.hadamard_transform(x.reshape(*x.shape[:-1], -1, block)).reshape(x.shape)
+
+
+def quantized(x: mx.array, group_size: int, bits: int) -> Quantized:
+    """Codes, scales and biases of x, with clipped ranges for few bits."""
+    share = CLIPPED_RANGES.get(bits)
+    if share is None:
+        return mx.quantize(x, group_size=group_size, bits=bits)
+    groups = x.reshape(*x.shape[:-1], -1, group_size)
+    low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
+    margin = (high - low) * ((1 - share) / 2)
+    low, high = low + margin, high - margin
+    # MLX moves a range to have an exact zero, which costs an end of the range. A range
+    # that starts with zero stays as it is.
+    shifted = (mx.clip(groups, low, high) - low).reshape(x.shape)
+    codes, scales, biases = mx.quantize(shifted, group_size=group_size, bits=bits)
+    return codes, scales, biases + low.squeeze(-1)
+
+
+def quantized_entries(cache: Any, keys: mx.array, values: mx.array) -> list[mx.array]:
+    """All arrays of new keys and values [B, H, N, D], for a cache with a rotation."""
+    spec = cache.group_size, cache.bits
+    keys = quantized(cache.rotation.keys(keys), *spec)
+    return [*keys, *quantized(rotated(values), *spec)]
+
+
+def with_rotation(keys: Iterable[mx.array], rotation: KeyRotation) -> RotatedKeys:
+    """The keys for the attention."""
+    keys = RotatedKeys(keys)
+    keys.rotation = rotation
+    return keys
+
+
+def _replace_attention() -> None:
+    """Let the quantized attention of mlx-lm rotate queries and its output."""
+    module, name = sys.modules[MLX_LM_ATTENTION[0]], MLX_LM_ATTENTION[1]
+    original = getattr(module, name)
+    if not hasattr(original, "__wrapped__"):
+        setattr(module, name, wraps(original)(_with_rotation_of_keys(original)))
+
+
+def _with_rotation_of_keys(attention: Callable) -> Callable:
+    def call(queries, q_keys, q_values, *args, **options):
+        if not isinstance(q_keys, RotatedKeys):
+            return attention(queries, q_keys, q_values, *args, **options)
+        queries = q_keys.rotation.queries(queries)
+        return rotated(attention(queries, q_keys, q_values, *args, **options))
+
+    return call
+
+
+def _resized(like: mx.array, old: mx.array | None, used: int, size: int) -> mx.array:
+    """A buffer of `size` positions that begins with the old one's used positions."""
+    shape = (*like.shape[:2], size - used, like.shape[3])
+    zeros = mx.zeros(shape, like.dtype)
+    return zeros if old is None else mx.concatenate([old[:, :, :used], zeros], axis=2)
+
+
+def _group_size(cache: Any) -> int:
+    """The group size for the keys and values in a full-attention cache.
+
+    Raises:
+        ValueError: no group size of MLX divides the head dimensions.
+    """
+    widths = cache.keys.shape[-1], cache.values.shape[-1]
+    for group_size in GROUP_SIZES:
+        if not any(width % group_size for width in widths):
+            return group_size
+    raise ValueError(f"no group size divides the head dimension {widths[0]}")
