@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..generation.kv_cache.recorded_states import RecordedStates
-from ..generation.kv_cache.sequence import CacheState
+from ..generation.kv_cache.sequence import CacheState, RecordedStates
 from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
 from ..generation.speculative.draft_model import DraftModelProposer

@@ -17,8 +17,7 @@ from ...models.hooks import forward_with_hidden_states
 from ...models.logit_errors import more_than_rounding
 from .layer_rows import FullRows, RecurrentRows, RowLengths, WindowRows
 from .length_classes import class_for, replace_attention
-from .recorded_states import RecordedStates
-from .sequence import CacheState
+from .sequence import CacheState, RecordedStates
 
 PROMPTS = [1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12]
 """Two prompts of a check, whose rows have unequal lengths in a batch."""

@@ -9,8 +9,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ...cpu.memory import available_memory
-from .recorded_states import RecordedStates
-from .sequence import CacheState
+from .sequence import CacheState, RecordedStates
 
 
 @dataclass(eq=False)
