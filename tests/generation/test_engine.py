@@ -58,7 +58,7 @@ class Recorder:
 
 
 def lookup(_):
-    return PromptLookupProposer(NGramIndex(ngram_size=1))
+    return PromptLookupProposer(NGramIndex())
 
 
 def test_a_step_is_launched_before_the_one_before_is_read(llama):
