@@ -54,6 +54,8 @@ def main() -> None:
     parser.add_argument("--gsm8k", type=Path, required=True, help="test.jsonl")
     parser.add_argument("--text", type=Path, required=True, help="a text file")
     parser.add_argument("--num-draft-tokens", type=int, default=8)
+    parser.add_argument("--num-requests", type=int, help="of every set; default: all")
+    parser.add_argument("--max-tokens", type=int, default=128, help="per completion")
     parser.add_argument("--print-only", action="store_true")
     arguments = parser.parse_args()
     if not arguments.print_only:
@@ -110,6 +112,7 @@ def _complete_sets(arguments: argparse.Namespace) -> None:
     target = load(arguments.model)
     generator = Generator(target.model, target.tokenizer, max_batch_size=40)
     for name, requests in _sets(arguments, generator).items():
+        requests = requests[: arguments.num_requests]
         path = arguments.folder / f"{name}.json"
         if path.exists():
             continue
@@ -118,7 +121,7 @@ def _complete_sets(arguments: argparse.Namespace) -> None:
             [
                 generator.request(
                     prompt,
-                    max_tokens=max_tokens,
+                    max_tokens=min(max_tokens, arguments.max_tokens),
                     sampling=Sampling(0.7 if seed else 0.0, seed=seed),
                 )
                 for prompt, max_tokens, seed in requests
