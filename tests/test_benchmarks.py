@@ -51,6 +51,22 @@ def libraries() -> list[str]:
     return ["lmx", "mlx-lm"] + ["stock"] * (blas.use_openblas().path is not None)
 
 
+def test_lookup_counts_the_same_again(tmp_path, small_base):
+    problems = [{"question": f"Ann has {n} pears. How many?"} for n in range(40)]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    (tmp_path / "text.txt").write_text("The river bends at the old mill. " * 200)
+    options = (
+        f"--folder {tmp_path / 'runs'} --model {small_base} --gsm8k "
+        f"{tmp_path / 'test.jsonl'} --text {tmp_path / 'text.txt'} "
+        "--num-requests 3 --max-tokens 12"
+    )
+    printed = run("lookup.py", options)
+    assert printed == run("lookup.py", f"{options} --print-only")
+    assert printed.count("own text") == 14
+    means = re.findall(r": ([\d.]+) ± [\d.]+ tokens, ([\d.]+)", printed)
+    assert all(1 <= float(tokens) <= float(passed) for tokens, passed in means)
+
+
 def test_real_model_compares_all_methods(tmp_path, small_base):
     text = "The river bends at the old mill, and the road follows it to the town. " * 4
     for name in ("valid", "test"):

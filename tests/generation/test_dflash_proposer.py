@@ -192,7 +192,7 @@ class Recorder(Changed):
 def test_fallback_after_lookup_reads_every_position_once():
     model, plain, drafter = case()
     # The lookup has the draft tokens of the first rounds.
-    index = NGramIndex(ngram_size=2)
+    index = NGramIndex()
     index.extend(index.add_text(), PROMPT + plain[:12])
 
     def make_proposer(cache):

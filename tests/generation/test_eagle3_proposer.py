@@ -212,7 +212,7 @@ def test_fallback_after_prompt_lookup_catches_up(llama, plain, drafter):
     generator = speculative(
         llama,
         lambda cache: FallbackProposer(
-            PromptLookupProposer(NGramIndex(ngram_size=1)), Counting(drafter, cache)
+            PromptLookupProposer(NGramIndex()), Counting(drafter, cache)
         ),
         3,
     )

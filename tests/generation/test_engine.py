@@ -16,7 +16,12 @@ from lmx.generation.speculative.draft_model import (
     draft_model_proposer,
 )
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
-from lmx.generation.speculative.proposer import DraftRequest, propose
+from lmx.generation.speculative.proposer import (
+    NO_DRAFT,
+    DraftRequest,
+    Proposer,
+    propose,
+)
 from lmx.models.loader import build_model
 from tiny_families import changed, config
 from tiny_generators import tiny
@@ -59,7 +64,7 @@ class Recorder:
 
 
 def lookup(_):
-    return PromptLookupProposer(NGramIndex(ngram_size=1))
+    return PromptLookupProposer(NGramIndex())
 
 
 def test_a_step_is_launched_before_the_one_before_is_read(llama):
@@ -383,6 +388,20 @@ def test_every_request_of_an_engine_is_drafted_from_its_start():
         run(engine, [request(*PROMPT, number, max_tokens=21)])
         assert engine.stats.accepted == [5 * number] * 3
         assert engine.stats.standard_tokens == number
+
+
+@pytest.mark.parametrize("period", [2, 3, 5, 7, 12])
+def test_a_text_with_a_period_is_tried_at_every_place(llama, period):
+    tried = []
+
+    class NoDraft(Proposer):
+        def propose(self, context, num_draft_tokens, sampler):
+            tried.append(len(context) % period)
+            return NO_DRAFT
+
+    engine = Engine(llama, make_proposer=lambda _: NoDraft(), draft_length=FIXED)
+    run(engine, [request(1, max_tokens=180)])
+    assert set(tried) == {*range(period)}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

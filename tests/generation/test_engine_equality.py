@@ -71,7 +71,7 @@ def proposer_maker(name, family, model):
         draft_model = model_of(family, draft=True)
         return lambda _: DraftModelProposer(draft_model)
     if name == "lookup":
-        index = NGramIndex(ngram_size=1)
+        index = NGramIndex()
         return lambda _: PromptLookupProposer(index)
     if name == "mtp":
         head = tiny_mtp(scale=0.4)[1]

@@ -161,7 +161,7 @@ def test_greedy_decoding_is_lossless(changes, name, lengths):
     makers = {
         "mtp": lambda cache: MTPProposer(head, cache),
         "chain": lambda cache: FallbackProposer(
-            PromptLookupProposer(NGramIndex(ngram_size=1)), MTPProposer(head, cache)
+            PromptLookupProposer(NGramIndex()), MTPProposer(head, cache)
         ),
     }
     for maker in makers.values():

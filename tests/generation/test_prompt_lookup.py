@@ -1,6 +1,7 @@
 """Prompt lookup in the current request and in earlier ones."""
 
 import pytest
+from lmx.generation.speculative import prompt_lookup
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
 
 
@@ -8,17 +9,28 @@ def propose(lookup, context, count=3):
     return lookup.propose(context, count, None).tolist()
 
 
-def test_prompt_lookup_drafts_earlier_continuation():
-    assert propose(PromptLookupProposer(), [1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6]
-    assert propose(PromptLookupProposer(), [1, 2, 3, 4, 5, 6, 1, 2, 9]) == []
-    assert propose(PromptLookupProposer(), [1, 2]) == []
-
-
-def test_prompt_lookup_prefers_longest_then_latest_match():
-    longer = [7, 1, 2, 3, 40, 8, 1, 2, 3, 50, 7, 1, 2, 3]
-    assert propose(PromptLookupProposer(), longer, 1) == [40]
-    latest = [1, 2, 3, 40, 1, 2, 3, 50, 1, 2, 3]
-    assert propose(PromptLookupProposer(), latest, 1) == [50]
+@pytest.mark.parametrize(
+    ("context", "count", "draft"),
+    [
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3], 3, [4, 5]),
+        ([*range(9), *range(9)], 3, [0, 1, 2]),
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3], 1, [4]),
+        ([1, 2, 3, 4, 5, 6, 1, 2, 9], 3, []),
+        ([1, 2], 3, []),
+        # One token that occurred once predicts one token, not three.
+        ([9, 1, 4, 5, 6, 8, 1], 3, [4]),
+        # One of four continuations is not enough.
+        ([1, 4, 1, 5, 1, 6, 1, 7, 1], 3, []),
+        # The most frequent one, and among equally frequent ones the latest.
+        ([7, 1, 2, 40, 7, 1, 2, 50, 7, 1, 2, 40, 7, 1, 2, 60, 7, 1, 2], 1, [40]),
+        ([1, 2, 3, 40, 1, 2, 3, 50, 1, 2, 3], 1, [50]),
+        # A longer match predicts better than two shorter ones, but not than six.
+        ([7, 1, 2, 3, 40, *[8, 1, 2, 3, 50] * 2, 7, 1, 2, 3], 1, [40]),
+        ([7, 1, 2, 3, 40, *[8, 1, 2, 3, 50] * 6, 7, 1, 2, 3], 1, [50]),
+    ],
+)
+def test_draft_is_the_most_probable_continuation(context, count, draft):
+    assert propose(PromptLookupProposer(), context, count) == draft
 
 
 def test_ngram_index_is_shared_between_requests():
@@ -26,6 +38,25 @@ def test_ngram_index_is_shared_between_requests():
     assert propose(PromptLookupProposer(index), [1, 2, 3, 4, 5]) == []
     assert propose(PromptLookupProposer(index), [9, 1, 2, 3]) == [4, 5]
     assert propose(PromptLookupProposer(), [9, 1, 2, 3]) == []
+
+
+def test_own_text_is_counted_apart_from_others():
+    index = NGramIndex()
+    for _ in range(3):
+        propose(PromptLookupProposer(index), [1, 2, 3, 4, 5, 6])
+    own = [1, 2, 3, 70, 71, 72, 73, 1, 2, 3]
+    # Three earlier texts are more certain than one place in this one.
+    assert propose(PromptLookupProposer(index), own, 1) == [4]
+    # Counted together, 4 would be as frequent as 70, and less probable than alone.
+    certain = [1, 2, 3, 70, 1, 2, 3, 70, 1, 2, 3, 70, 1, 2, 3]
+    assert propose(PromptLookupProposer(index), certain, 2) == [70, 1]
+
+
+def test_minimum_probability_leaves_rare_continuations_to_others():
+    context = [1, 2, 3, 40, 1, 2, 3, 50, 1, 2, 3]
+    assert propose(PromptLookupProposer(min_probability=0.6), context, 1) == []
+    certain = [1, 2, 3, 40, 1, 2, 3, 40, 1, 2, 3]
+    assert propose(PromptLookupProposer(min_probability=0.6), certain, 1) == [40]
 
 
 def test_ngram_index_extends_texts_independently():
@@ -43,22 +74,15 @@ def test_ngram_index_removes_oldest_text():
     propose(first, [1, 2, 3, 4, 5])
     propose(PromptLookupProposer(index), [11, 12, 13, 14, 15])
     propose(PromptLookupProposer(index), [21, 22, 23, 24, 25])
+    assert not any(ngram[0] < 10 for ngram in index._positions)
     assert propose(PromptLookupProposer(index), [1, 2, 3]) == []
     assert propose(PromptLookupProposer(index), [21, 22, 23]) == [24, 25]
-    assert not any(ngram[0] < 10 for ngram in index._positions)
     # A proposer whose text was removed still works.
     assert propose(first, [1, 2, 3, 4, 5, 1, 2, 3]) == []
 
 
-@pytest.mark.parametrize("ngram_size", [1, 2, 4])
-def test_ngram_index_ignores_shorter_matches(ngram_size):
-    ngram = list(range(ngram_size))
-    assert propose(
-        PromptLookupProposer(NGramIndex(ngram_size)), [*ngram, 77, *ngram], 1
-    ) == [77]
-    assert (
-        propose(
-            PromptLookupProposer(NGramIndex(ngram_size + 1)), [*ngram, 77, *ngram], 1
-        )
-        == []
-    )
+def test_memory_of_a_frequent_ngram_is_bounded():
+    index, limit = NGramIndex(), 2 * prompt_lookup.MAX_MATCHES
+    lookup = PromptLookupProposer(index)
+    assert propose(lookup, [1, 2] * 500, 3) == [1, 2, 1]
+    assert max(map(len, index._positions.values())) <= limit

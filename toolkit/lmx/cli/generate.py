@@ -82,8 +82,8 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft-model",
         metavar="DRAFT",
-        help="speculative decoding with the same output: prompt-lookup "
-        "(n-grams of the context), mtp (the model's own multi-token-prediction head), "
+        help="speculative decoding with the same output: prompt-lookup (n-grams of "
+        "this and earlier texts), mtp (the model's own multi-token-prediction head), "
         "a model folder or Hub id, or prompt-lookup+ one of these",
     )
     add(

@@ -33,8 +33,10 @@ CLEAR_CACHE_INTERVAL = 256
 """Steps between releases of MLX's buffer cache, which grows with the context."""
 STANDARD_STEPS = 16
 """Steps without a draft in a row, when the draft length is 0."""
-RETRY_STEPS = 4
-"""The same when no proposer had draft tokens, so that they are tried again soon."""
+RETRY_STEPS = 1, 2, 3, 3
+"""The same after tries in a row without draft tokens. Each try adds a step that is not
+launched ahead: a cycle of 13 tokens, a prime number, so that a text with a shorter
+period is tried at every place of it."""
 
 
 class Engine:
@@ -72,6 +74,7 @@ class Engine:
         self._in_flight: tuple | None = None
         self._controllers: dict[int, DraftLengthController] = {}
         self._standard = StandardSteps()
+        self._misses = 0  # tries in a row without draft tokens
         self._launch_seconds = 0.0
         self._steps = 0
         self._wired = ExitStack()
@@ -363,12 +366,14 @@ class Engine:
         for sequence, draft in zip(waiting, drafts, strict=True):
             sequence.draft = draft
         if any(s.draft.size for s in self._running):
+            self._misses = 0
             return True
         for sequence in self._running:
             sequence.draft = None
         # Not after a last token, which needs no draft: the next request may have one.
         if any(s.remaining > 1 for s in self._running):
-            self._standard = StandardSteps(RETRY_STEPS)
+            self._standard = StandardSteps(RETRY_STEPS[self._misses])
+            self._misses = (self._misses + 1) % len(RETRY_STEPS)
         return False
 
     def _round(self) -> list[TokenOutput]:

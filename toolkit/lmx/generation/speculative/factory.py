@@ -21,6 +21,9 @@ from .prompt_lookup import NGramIndex, PromptLookupProposer
 from .proposer import NO_DRAFT, MakeProposer, Proposer
 
 PROMPT_LOOKUP, MTP = "prompt-lookup", "mtp"
+FIRST_MIN_PROBABILITY = 0.6
+"""Of a looked-up token before another proposer. Such tokens are accepted as often as
+those after three equal ones."""
 
 
 class FallbackProposer(Proposer):
@@ -75,14 +78,14 @@ def proposer_factory(
     # One index for all completions: later ones also look up in earlier ones.
     index = NGramIndex()
 
-    def lookup(_) -> Proposer:
-        return PromptLookupProposer(index)
-
     if name == PROMPT_LOOKUP:
-        return lookup
+        return lambda _: PromptLookupProposer(index)
     if first == PROMPT_LOOKUP and plus:
         second = proposer_factory(second_name, target, load_draft=load_draft)
-        return lambda cache: FallbackProposer(lookup(cache), second(cache))
+        return lambda cache: FallbackProposer(
+            PromptLookupProposer(index, min_probability=FIRST_MIN_PROBABILITY),
+            second(cache),
+        )
     if name == MTP or is_split_head(name):
         head = MTPHead.load(target.path if name == MTP else name, target)
         return lambda cache: MTPProposer(head, cache)
