@@ -19,11 +19,11 @@ from json_mutations import damage_bytes, dump_json, mutate_json, replace_file
 sys.path.append(str(TESTS / "generation"))
 from lmx.errors import UserError
 from lmx.generation.generator import Generator
-from lmx.generation.kv_cache.prefix import (
+from lmx.generation.kv_cache.prefix import PrefixCache
+from lmx.generation.kv_cache.prompt_cache import (
     ARRAYS_FILE,
     METADATA_FILE,
-    PrefixCache,
-    SavedPrompt,
+    SavedPrompts,
     load_prompt_cache,
     save_prompt_cache,
 )
@@ -47,9 +47,14 @@ def model_of(family: str):
 @cache
 def prompt_cache(family: str) -> Path:
     """The folder of a prompt cache that is whole."""
-    state, folder = CacheState(model_of(family)), Path(TemporaryDirectory().name)
-    state.forward(mx.array([TOKENS]))
-    save_prompt_cache(state, folder, digest="d", tokens=TOKENS, messages=CHAT)
+    prefixes, folder = PrefixCache(1 << 30), Path(TemporaryDirectory().name)
+    # A tree with two ends.
+    for tokens in (TOKENS, [*TOKENS[:9], 1, 2, 3]):
+        state = CacheState(model_of(family))
+        state.forward(mx.array([tokens]))
+        prefixes.insert(tokens, state)
+    options = {"kinds": state.kinds, "digest": "d", "messages": CHAT}
+    save_prompt_cache(prefixes, folder, **options)
     return folder
 
 
@@ -106,15 +111,15 @@ def sign(rng: random.Random, folder: Path) -> bool:
     """Write the hashes of changed arrays and metadata, if they are well-formed."""
     file = folder / METADATA_FILE
     content = json.loads(file.read_text())
-    prompt = content["prompt"] | {"arrays_sha256": hash_file(folder / ARRAYS_FILE)}
+    prompt = content["prompts"] | {"arrays_sha256": hash_file(folder / ARRAYS_FILE)}
     if rng.random() < 0.5:
         mutated = mutate_json(rng, prompt)
         prompt = mutated if isinstance(mutated, dict) else prompt
     try:
-        content["sha256"] = SavedPrompt.model_validate(prompt).sha256
+        content["sha256"] = SavedPrompts.model_validate(prompt).sha256
     except ValueError:
         return False
-    dump_json(file, content | {"prompt": prompt})
+    dump_json(file, content | {"prompts": prompt})
     return True
 
 
@@ -132,17 +137,19 @@ def outcome(family: str, folder: Path, *, is_signed: bool) -> str:
     prefixes = PrefixCache(1 << 30)
     tokenizer = byte_tokenizer(template=TEMPLATE)
     generator = Generator(model_of(family), tokenizer, prefix_cache=prefixes)
-    state = generator.engine.scheduler.new_cache()
+    new_cache = generator.engine.scheduler.new_cache
     try:
-        saved = load_prompt_cache(state, folder, digest="d")
-        prefixes.insert(saved.tokens, state)
+        saved = load_prompt_cache(prefixes, folder, new_cache=new_cache, digest="d")
         generator.encode_chat(saved.messages)
-        prompt = [*saved.tokens, 3]
+        prompt = [*TOKENS, 3]
         tokens = generator.generate(prompt, max_tokens=3, stop_tokens=()).tokens
+        ends = [node.tokens.tolist() for node in prefixes.nodes() if not node.children]
+        for end in ends:
+            generator.generate([*TOKENS[:9], *end], max_tokens=2, stop_tokens=())
     except UserError:
         return "refused"
     if not is_signed:
-        assert (saved.tokens, saved.messages) == (TOKENS, CHAT)
+        assert saved.messages == CHAT
         assert tokens == continuation(family)
         return "unchanged"
     return "signed"

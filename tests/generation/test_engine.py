@@ -450,3 +450,23 @@ def test_kv_bits_are_tried_once():
     for _ in rounds(engine):
         pass
     assert model.shapes.count((1, CALIBRATION_TOKENS)) == 1
+
+
+class Unsliced:
+    """Tokens [B, 1] of which only the whole can be read."""
+
+    def __init__(self, array):
+        self.tolist = array.tolist
+
+
+def test_tokens_are_read_whole(llama):
+    """A slice of them would be computed after the step that runs in the meantime."""
+    engine = Engine(llama)
+    for _ in range(3):
+        engine.add_request(request(*PROMPT, sampling=SETTINGS[1], logprobs="raw"))
+    engine.step()
+    sequences, *arrays = engine._in_flight
+    engine._in_flight = sequences, *map(Unsliced, arrays)
+    outputs = engine.step()
+    assert len(outputs) == len(sequences) == 3
+    assert all(output.logprob < 0 for output in outputs)

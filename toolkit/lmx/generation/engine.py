@@ -290,11 +290,12 @@ class Engine:
             return []
         sequences, tokens, logprobs, is_nan = step
         count = len(sequences)
-        values = tokens[:, 0].tolist()
-        scores = [None] * count if logprobs is None else logprobs[:, 0].tolist()
+        # Read whole arrays: a slice would be computed after the step that runs now.
+        values = tokens.tolist()
+        scores = [[None]] * count if logprobs is None else logprobs.tolist()
         broken = [False] * count if is_nan is None else is_nan.tolist()
         outputs = []
-        for sequence, token, score, failed in zip(
+        for sequence, (token,), (score,), failed in zip(
             sequences, values, scores, broken, strict=True
         ):
             if sequence.finished:
@@ -397,18 +398,20 @@ class Engine:
         samples = sample_rows(samplers, logits, positions, seen)
         logprobs = self._logprobs(logits, samples, seen)
         mx.eval(samples, tokens, logprobs, is_nan)
+        scores = None if logprobs is None else logprobs.tolist()
+        broken = [False] * len(counts) if is_nan is None else is_nan.tolist()
         outputs, lengths, back = [], [], []
         rows = zip(sequences, counts, tokens.tolist(), samples.tolist(), strict=True)
         for row, (sequence, count, drafted, sampled) in enumerate(rows):
             accepted = accepted_tokens(drafted[1:count], sampled)
             lengths.append(accepted)
             before = len(sequence.tokens)
-            if is_nan is not None and is_nan[row].item():
+            if broken[row]:
                 outputs.append(sequence.fail(nan_predictions("the model")))
             for index, token in enumerate(sampled[: accepted + 1]):
                 if sequence.finished:
                     break
-                score = None if logprobs is None else logprobs[row, index].item()
+                score = scores and scores[row][index]
                 outputs.append(sequence.add(token, score))
             new = sequence.tokens[before:]
             sequence.sampler.advance(mx.array(new, mx.int32))

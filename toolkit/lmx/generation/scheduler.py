@@ -21,6 +21,8 @@ MIN_CHECKED = 4096
 """Fewer tokens take less memory than the model itself."""
 HEADROOM = 64
 """Tokens for which a request that starts must have room, beside those it has."""
+MIN_SHARED = 32
+"""Tokens of a shared prompt from which its window and recurrent states are stored."""
 MIN_HEADROOM = 16
 """With room for less, the request that came last is preempted."""
 
@@ -166,7 +168,7 @@ class Scheduler:
         start, last = state.length, len(tokens) - 1
         end = min(start + budget, last)
         if start < sequence.matched < end:
-            # Others begin like this too: their states after it are stored.
+            # Others begin like this too, so the states after it are stored.
             end = sequence.matched
         if start < end:
             state.forward(mx.array([tokens[start:end]]))
@@ -185,7 +187,9 @@ class Scheduler:
             min(len(s.tokens) + headroom, s.request.max_length) for s in sequences
         )
         # Prompts that wait for others of a higher rank are in memory too.
-        others = (s.state.length for s in self.waiting if s.state)
+        others = (
+            s.state.length for s in self.waiting if s.state and s not in sequences
+        )
         return self._bytes_per_token * (sum(lengths) + sum(others)) <= self._memory
 
     def _has_room(
@@ -213,9 +217,11 @@ class Scheduler:
             )
         if sequence.state is None:
             if self.prefix_cache:
-                sequence.state, sequence.matched = self.prefix_cache.fetch(
+                sequence.state, matched = self.prefix_cache.fetch(
                     sequence.tokens, self.new_cache
                 )
+                is_long = matched >= sequence.state.length + MIN_SHARED
+                sequence.matched = matched if is_long else 0
             else:
                 sequence.state = self.new_cache()
         elif sequence.proposer or not self.make_proposer:

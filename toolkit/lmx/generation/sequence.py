@@ -60,7 +60,8 @@ class RunningSequence:
     Attributes:
         order: in which the requests came.
         state: its cache until it joins the batch.
-        matched: tokens that the prefix cache has too.
+        matched: tokens that the prefix cache has too, if those are many more than it
+            could give; else 0.
         tokens: of the prompt and the completion so far.
         sampler: None before the first step.
         launched: tokens that are computed, read or not.

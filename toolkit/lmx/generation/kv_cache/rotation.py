@@ -16,7 +16,6 @@ from functools import cached_property, wraps
 from typing import Any, Self
 
 import mlx.core as mx
-import numpy as np
 
 from ...models.loader import make_cache
 
@@ -63,8 +62,8 @@ class KeyRotation:
     @cached_property
     def digest(self) -> str:
         """A hash of all numbers."""
-        numbers = [np.array(x.astype(mx.float32)) for x in (self.mean, self.scale)]
-        return hashlib.sha256(np.stack(numbers).tobytes()).hexdigest()[:8]
+        numbers = mx.concatenate([self.mean, self.scale]).astype(mx.float32)
+        return hashlib.sha256(memoryview(numbers).tobytes()).hexdigest()[:8]
 
     def keys(self, keys: mx.array) -> mx.array:
         """Rotated keys [B, H, N, D]."""
@@ -241,6 +240,8 @@ def key_rotations(model: Any) -> list[KeyRotation | None]:
         TypeError, ValueError, AttributeError: the model does not take such caches.
     """
     if ROTATIONS not in model.__dict__:
+        import numpy as np
+
         caches = make_cache(model)
         _replace_attention()
         vocabulary = model(mx.zeros((1, 1), mx.int32), cache=caches).shape[-1]
