@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from lmx.generation import scheduler
 from lmx.generation.engine import Engine
+from lmx.generation.kv_cache import batch as batch_module
 from lmx.generation.kv_cache import length_classes
 from lmx.generation.kv_cache.batch import batch_error, takes_padding
 from lmx.generation.kv_cache.layer_rows import FullRows, RecurrentRows, WindowRows
@@ -53,6 +54,12 @@ SAMPLINGS = {
 }
 SAMPLINGS["all"] = [each for settings in SAMPLINGS.values() for each in settings]
 COUNT = 8
+
+
+@pytest.fixture(autouse=True)
+def _length_classes(monkeypatch):
+    """The short requests of these tests are in several classes."""
+    monkeypatch.setattr(batch_module, "FREE_POSITIONS", 0)
 
 
 @lru_cache(maxsize=3)

@@ -53,7 +53,8 @@ class Rows:
         self.whole = dict(enumerate(model(mx.array(self.texts))))
         self.order = list(range(len(lengths)))
         first = started(model, *pairs[0])
-        self.batch = CacheBatch(first, has_classes=has_classes)
+        free_positions = 0 if has_classes else None
+        self.batch = CacheBatch(first, free_positions=free_positions)
         for text, length in pairs[1:]:
             self.batch.join(started(model, text, length))
         assert self.batch.lengths == list(lengths)

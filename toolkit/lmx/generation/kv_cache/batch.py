@@ -16,7 +16,7 @@ from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.logit_errors import more_than_rounding
 from .layer_rows import FullRows, RecurrentRows, RowLengths, WindowRows
-from .length_classes import class_for, replace_attention
+from .length_classes import FREE_POSITIONS, class_for, replace_attention
 from .sequence import CacheState, RecordedStates
 
 PROMPTS = [1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -81,7 +81,8 @@ class CacheBatch:
 
     Args:
         first: the first sequence.
-        has_classes: whether rows of very different lengths have buffers of their own.
+        free_positions: rows have buffers by length class, see `class_for`; None = all
+            rows are in one class.
 
     Attributes:
         recorded: hidden states of every row, for drafters; None = not recorded.
@@ -90,10 +91,10 @@ class CacheBatch:
         UserError: a layer has a kind of cache that holds one sequence only.
     """
 
-    def __init__(self, first: CacheState, *, has_classes: bool = False):
+    def __init__(self, first: CacheState, *, free_positions: int | None = None):
         self.model = first.model
         self._empty = first.empty_copy()
-        self._has_classes = has_classes
+        self._free_positions = free_positions
         self._rows = RowLengths()
         # Where every row is in the layers, which order them by length class.
         self._places: list[int] = []
@@ -119,7 +120,9 @@ class CacheBatch:
         """Add a sequence as the last row. Its state must not be used any more."""
         rows, values = self._rows, [*self._rows.values]
         classes = [each.lengths for each in rows.classes]
-        index = class_for(state.length, classes) if self._has_classes else 0
+        index = 0
+        if self._free_positions is not None:
+            index = class_for(state.length, classes, self._free_positions)
         if index == len(classes):
             rows.sizes.append(0)
         place = sum(rows.sizes[: index + 1])
@@ -271,7 +274,8 @@ def join(rows: OneRow | CacheBatch | None, state: CacheState) -> OneRow | CacheB
         return OneRow(state)
     if isinstance(rows, OneRow):
         first = rows.extract(0)
-        rows = CacheBatch(first, has_classes=takes_classes(first.model))
+        free_positions = FREE_POSITIONS if takes_classes(first.model) else None
+        rows = CacheBatch(first, free_positions=free_positions)
     rows.join(state)
     return rows
 
@@ -323,14 +327,14 @@ def _errors(model: Any) -> tuple[str | None, ...]:
     """Errors without padding, with it, and by length class. The model keeps them."""
     if CHECKED not in model.__dict__:
         replace_attention()
-        kinds = {}, {"padded": True}, {"has_classes": True}
+        kinds = {}, {"padded": True}, {"free_positions": 0}
         errors = tuple(_batch_error(model, **kind) for kind in kinds)
         object.__setattr__(model, CHECKED, errors)
     return model.__dict__[CHECKED]
 
 
 def _batch_error(
-    model: Any, *, padded: bool = False, has_classes: bool = False
+    model: Any, *, padded: bool = False, free_positions: int | None = None
 ) -> str | None:
     alone, states = [], []
     for prompt in PROMPTS:
@@ -339,7 +343,7 @@ def _batch_error(
         states.append(CacheState(model))
         states[-1].forward(tokens[:, :-2])
     try:
-        batch = CacheBatch(states[0], has_classes=has_classes)
+        batch = CacheBatch(states[0], free_positions=free_positions)
         batch.join(states[1])
         # The first row has a token and padding; of the second one a token is removed.
         # Recurrent layers then process one token of each again, without padding.

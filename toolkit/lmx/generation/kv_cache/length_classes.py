@@ -12,6 +12,8 @@ import mlx.core as mx
 
 MAX_WASTE = 0.1
 """Largest share of the positions of a class that its shorter rows leave empty."""
+FREE_POSITIONS = 128
+"""Positions of a row that may be empty: another class costs more time than they do."""
 MLX_LM_MODELS = "mlx_lm.models."
 
 
@@ -24,16 +26,20 @@ def by_class(parts: Sequence) -> Any:
     return parts[0] if len(parts) == 1 else ByClass(parts)
 
 
-def class_for(length: int, classes: Sequence[Sequence[int]]) -> int:
+def class_for(
+    length: int, classes: Sequence[Sequence[int]], free_positions: int
+) -> int:
     """The class that a row joins without much waste; that after the last = a new one.
 
     Args:
         classes: the lengths of the rows of every class.
+        free_positions: every row counts as longer by these.
     """
     wastes = []
     for index, lengths in enumerate(classes):
-        longest, total = max(1, length, *lengths), length + sum(lengths)
-        wastes.append((1 - total / (longest * (len(lengths) + 1)), index))
+        counted = [n + free_positions for n in (length, *lengths)]
+        waste = 1 - sum(counted) / max(1, len(counted) * max(counted))
+        wastes.append((waste, index))
     waste, index = min(wastes, default=(1.0, 0))
     return index if waste <= MAX_WASTE else len(classes)
 
