@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.generation.engine import Engine
-from lmx.generation.sampler import Sampler, sample_rows
+from lmx.generation.sampler import Sampler, noise_keys, sample_rows
 from lmx.generation.sampling import Sampling, filter_logits
 from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController
@@ -94,7 +94,7 @@ def test_noise_of_seeds_and_positions_does_not_repeat():
     keys = [
         tuple(key)
         for seed in (0, 1, 2, 1 << 32, (1 << 64) - 1)
-        for key in Sampler(Sampling(1.0, seed=seed), [0], VOCAB).noise_keys(places)
+        for key in noise_keys([Sampler(Sampling(1.0, seed=seed), [0], VOCAB)], [places])
     ]
     assert len(set(keys)) == len(keys)
 

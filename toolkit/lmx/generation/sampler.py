@@ -27,6 +27,7 @@ class Sampler:
 
     Attributes:
         counts: occurrences [1, V] of every token so far; empty without penalties.
+        seed: uint32 [2], of the noise.
         batch_key: samplers with equal keys can sample together; None = this one cannot.
     """
 
@@ -39,7 +40,7 @@ class Sampler:
             self.counts = self._processor.count_prompts([context])
         self._settings = replace(sampling, seed=0)
         self.batch_key = None if self._processor else self._settings
-        self._seed = np.random.SeedSequence(sampling.seed).generate_state(2)
+        self.seed = np.random.SeedSequence(sampling.seed).generate_state(2)
 
     @property
     def is_greedy(self) -> bool:
@@ -50,12 +51,6 @@ class Sampler:
     def has_counts(self) -> bool:
         """Whether `counts` or a bias change the logits."""
         return self._processor is not None
-
-    def noise_keys(self, positions: Sequence[int]) -> np.ndarray:
-        """Keys of the noise at positions [k], uint32 [k, 2]."""
-        # Two keys that differ give independent noise (Threefry, Salmon et al. 2011).
-        low = self._seed[1] + np.asarray(positions, np.uint32)
-        return np.stack([np.full_like(low, self._seed[0]), low], axis=1)
 
     def sample(
         self,
@@ -73,7 +68,8 @@ class Sampler:
             counts: [k, V], for the penalties; None = those of the sampler.
         """
         logits = self._process(logits, self.counts if counts is None else counts)
-        return _draw(self._settings)(logits, mx.array(self.noise_keys(positions)))
+        keys = noise_keys([self], [positions])
+        return _draw(self._settings)(logits, mx.array(keys))
 
     def process(self, logits: mx.array, counts: mx.array | None = None) -> mx.array:
         """Logits [k, W] of a model as float32 [k, V], softmax = what is sampled from.
@@ -129,10 +125,9 @@ def sample_rows(
     if is_whole and key and all(sampler.batch_key == key for sampler in samplers):
         if key.is_greedy:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
-        pairs = zip(samplers, positions, strict=True)
-        keys = [s.noise_keys(range(start, start + width)) for s, start in pairs]
+        keys = noise_keys(samplers, [range(p, p + width) for p in positions])
         flat = logits.reshape(rows * width, vocab_size)
-        tokens = _draw(key)(flat, mx.array(np.concatenate(keys)))
+        tokens = _draw(key)(flat, mx.array(keys))
         return tokens.reshape(rows, width)
     sampled = []
     for row, (sampler, position) in enumerate(zip(samplers, positions, strict=True)):
@@ -142,6 +137,17 @@ def sample_rows(
         tokens = sampler.sample(used, places, seen)
         sampled.append(mx.pad(tokens, (0, width - len(tokens))))
     return mx.stack(sampled)
+
+
+def noise_keys(
+    samplers: Sequence[Sampler], positions: Sequence[Sequence[int]]
+) -> np.ndarray:
+    """Keys of the noise of B samplers at k positions each, uint32 [B * k, 2]."""
+    # Two keys that differ give independent noise (Threefry, Salmon et al. 2011).
+    seeds = np.stack([sampler.seed for sampler in samplers])
+    low = seeds[:, 1:] + np.array(positions, np.uint32)
+    high = np.broadcast_to(seeds[:, :1], low.shape)
+    return np.stack([high, low], axis=-1).reshape(-1, 2)
 
 
 @lru_cache(maxsize=16)  # mx.compile keeps every trace: one per setting, not per call

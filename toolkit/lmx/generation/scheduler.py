@@ -149,21 +149,16 @@ class Scheduler:
                 self.waiting.pop(0)
                 continue
             # A prompt of one token still takes some time.
-            budget -= max(1, self._prefill_chunk(sequence, budget, wait=not running))
+            budget -= max(1, self._prefill_chunk(sequence, budget, bool(running)))
             if sequence.state.length == len(sequence.tokens) - 1:
                 ready.append(self.waiting.pop(0))
                 self._share_prompt(sequence)
         return errors, ready
 
     def _prefill_chunk(
-        self, sequence: RunningSequence, budget: int, *, wait: bool
+        self, sequence: RunningSequence, budget: int, has_running: bool
     ) -> int:
-        """Process the next tokens of a prompt; returns their number.
-
-        Args:
-            wait: until they are processed. Without requests that run, memory is kept
-                small.
-        """
+        """Process the next tokens of a prompt; returns their number."""
         state, tokens = sequence.state, sequence.tokens
         start, last = state.length, len(tokens) - 1
         end = min(start + budget, last)
@@ -172,7 +167,9 @@ class Scheduler:
             end = sequence.matched
         if start < end:
             state.forward(mx.array([tokens[start:end]]))
-            state.evaluate(wait=wait)
+            # Between long chunks, memory is kept small unless other requests run.
+            is_long = end - start == self.prefill_step_size
+            state.evaluate(wait=is_long and not has_running)
             if self.prefix_cache and end in (sequence.matched, last):
                 self.prefix_cache.insert(tokens[:end], state)
         return end - start
