@@ -2,13 +2,13 @@
 
 import mlx.core as mx
 import pytest
+from lmx.evaluation.parity import check_parity
 from lmx.generation.engine import Engine
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import DraftModelProposer
-from lmx.generation.speculative.parity import check_parity
 from tiny_generators import tiny
 from tiny_requests import run
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..generation.sampling import Sampling
     from ..models.loader import LoadedModel
 
-# Maximum size of the KV caches of earlier chat turns.
 # Bytes of a prompt file, or of a file of requests.
 MAX_INPUT = 1 << 30
 SAMPLING = {
@@ -396,7 +395,7 @@ class InteractiveSession:
         if speculation := self._generator.speculative_stats:
             stats["speculation"] = speculation.to_json()
         if self._args.check_parity:
-            from ..generation.speculative.parity import check_parity
+            from ..evaluation.parity import check_parity
 
             cache = self._generator.engine.scheduler.new_cache()
             report = check_parity(cache, prompt, result.tokens, self._sampling)

@@ -17,8 +17,8 @@ from ..generation.kv_cache.sequence import CacheState
 from ..generation.outputs import GenerationResult
 from ..generation.sequence import GenerationRequest
 from ..generation.speculative.draft_length import SpeculativeStats
-from ..generation.speculative.parity import check_parity
 from .memory_bandwidth import shortest_time
+from .parity import check_parity
 
 PERCENTILES = (50, 90, 99)
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second")

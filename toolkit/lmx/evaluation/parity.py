@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..kv_cache.sequence import CacheState
-from ..sampler import Sampler
-from ..sampling import Sampling
+from ..generation.kv_cache.sequence import CacheState
+from ..generation.sampler import Sampler
+from ..generation.sampling import Sampling
 
 ROUNDING_MARGIN = 0.25
 """Largest difference of logits that rounding alone can explain."""
