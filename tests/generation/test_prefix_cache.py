@@ -66,8 +66,12 @@ def test_saved_prompt_cache_continues_identically(family, options, tmp_path):
         one = mx.array([[token]])
         assert mx.array_equal(loaded.forward(one), cache.forward(one))
     if options:
-        with pytest.raises(UserError, match="use the KV bits"):
+        with pytest.raises(UserError, match="KVCache and RotatedKVCache of 8 bits"):
             load(model, tmp_path / "chat", kv_bits=4)
+        other = tiny(family, head_dim=32, num_hidden_layers=2)
+        other.model.layers[0].self_attn.k_proj.weight *= 2
+        with pytest.raises(UserError, match="rotated in another way"):
+            load(other, tmp_path / "chat", **options)
 
 
 @pytest.fixture
@@ -103,7 +107,7 @@ def test_load_prompt_cache_rejects_other_models(saved, tmp_path):
         load(*saved, digest="e")
     with pytest.raises(UserError, match="not a saved prompt cache"):
         load(saved[0], tmp_path / "nothing")
-    with pytest.raises(UserError, match="and the model has KVCache, WindowCache"):
+    with pytest.raises(UserError, match="those of the model are KVCache and Win"):
         load(tiny("gemma3"), saved[1])
     with pytest.raises(UserError, match="prompt cache is damaged"):
         load(tiny("llama", head_dim=32), saved[1])
@@ -145,7 +149,7 @@ def test_malformed_metadata_is_refused(saved, change):
 @pytest.mark.parametrize("change", ["a token less", "another kind", "no parent"])
 def test_metadata_that_does_not_fit_the_arrays_is_refused(saved, change):
     edit(saved, CHANGES[change], signed=True)
-    with pytest.raises(UserError, match=r"is damaged|and the model has"):
+    with pytest.raises(UserError, match=r"is damaged|and those of the model"):
         load(*saved)
 
 

@@ -151,19 +151,35 @@ def load_prompt_cache(
         raise UserError(damaged, place=place)
     if saved.digest != digest:
         raise UserError("the saved prompt cache belongs to another model", place=place)
-    if saved.kinds != (kinds := new_cache().kinds):
-        raise UserError(
-            f"the saved prompt cache has layers {', '.join(sorted({*saved.kinds}))}, "
-            f"and the model has {', '.join(sorted({*kinds}))}",
-            place=place,
-            hint="use the KV bits that it was saved with",
-        )
+    _require_kinds(saved.kinds, new_cache().kinds, place)
     with library_errors(damaged, place=place):
         _restore(prefixes, saved, mx.load(str(folder / ARRAYS_FILE)))
         for node in prefixes.nodes():
             if not node.children:
                 _check(node, prefixes, new_cache)
     return saved
+
+
+def _require_kinds(saved: list[str], kinds: list[str], place: str) -> None:
+    """Refuse layers of other kinds than those of the model; see `CacheState.kinds`."""
+    if saved == kinds:
+        return
+    theirs, ours = (
+        " and ".join(sorted({kind.partition(",")[0] for kind in each}))
+        for each in (saved, kinds)
+    )
+    if theirs == ours:
+        raise UserError(
+            "the keys of the saved prompt cache are rotated in another way",
+            place=place,
+            hint="process the prompts again: another machine saved it",
+        )
+    raise UserError(
+        f"the layers of the saved prompt cache are {theirs}, and those of the model "
+        f"are {ours}",
+        place=place,
+        hint="use the KV bits that it was saved with",
+    )
 
 
 def _restore(
