@@ -48,9 +48,21 @@ class LengthClass:
         """The lengths, int32 [B]."""
         return mx.array(self.lengths, mx.int32)
 
+    @cached_property
+    def indices(self) -> mx.array:
+        """The numbers of the rows in the buffers, int32 [B, 1]."""
+        return mx.arange(len(self.lengths), dtype=mx.int32)[:, None]
+
     def positions(self, count: int) -> mx.array:
         """Positions of the next `count` tokens of every row, int32 [B, count]."""
-        return self.array[:, None] + mx.arange(count, dtype=mx.int32)
+        if count not in self._positions:  # all layers write to them
+            steps = mx.arange(count, dtype=mx.int32)
+            self._positions[count] = self.array[:, None] + steps
+        return self._positions[count]
+
+    @cached_property
+    def _positions(self) -> dict[int, mx.array]:
+        return {}
 
 
 class RowLengths:
@@ -110,7 +122,8 @@ class FullRows:
     def offset(self) -> int | mx.array:
         """Position of the next token: one for all rows, or int32 [B]."""
         rows = self.lengths.all
-        return (rows.array if rows.common is None else rows.common) + self._written
+        start = rows.array if rows.common is None else rows.common
+        return start + self._written if self._written else start
 
     @property
     def nbytes(self) -> int:
@@ -260,8 +273,7 @@ class FullRows:
             buffer[:size, :, common : common + count] = new
             return
         # The indexed axes come first in such an assignment.
-        indices = mx.arange(size)[:, None]
-        buffer[indices, :, rows.positions(count)] = new.swapaxes(1, 2)
+        buffer[rows.indices, :, rows.positions(count)] = new.swapaxes(1, 2)
 
     def _joined(self, parts: Sequence[mx.array]) -> tuple:
         """Keys and values from their arrays."""
@@ -347,9 +359,8 @@ class WindowRows(FullRows):
     def _write(
         self, rows: LengthClass, buffer: mx.array, new: mx.array, count: int
     ) -> None:
-        indices = mx.arange(len(rows.lengths))[:, None]
         slots = rows.positions(count) % self._size
-        buffer[indices, :, slots] = new.swapaxes(1, 2)
+        buffer[rows.indices, :, slots] = new.swapaxes(1, 2)
 
     def _reserve(self, index: int, like: Sequence[mx.array], positions: int) -> None:
         super()._reserve(index, like, min(positions, self._size))
