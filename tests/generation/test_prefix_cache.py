@@ -219,7 +219,7 @@ def test_what_prompts_share_is_stored_once(family):
     assert matched == 20
     # A recurrent state holds only where it was stored.
     assert cache.length == (0 if family == "falcon_h1" else 20)
-    # The end of what is shared is stored, then more of it is found.
+    # A prompt that ends where the two differ stores the states there.
     store(prefixes, model, prompt[:20])
     cache, matched = fetch(prefixes, model, prompt)
     assert cache.length == matched == 20

@@ -70,7 +70,7 @@ class Scheduler:
 
     @cached_property
     def _empty_cache(self) -> CacheState:
-        # A cache with KV bits tries them on the model: once, not for every request.
+        # With KV bits, the keys of the model are measured: once, not for every request.
         return CacheState(self.model, kv_bits=self.kv_bits)
 
     @cached_property

@@ -178,7 +178,7 @@ class FullRows:
             self.buffers[index] = [mx.contiguous(buffer[:rows]) for buffer in parts]
 
     def extract(self, place: int, cache: Any, length: int) -> None:
-        """Copy a row to an empty cache of one sequence."""
+        """Fill an empty cache of one sequence with a row."""
         if length:
             index, row = self._find(place)
             rows = [buffer[row : row + 1] for buffer in self.buffers[index]]
@@ -186,9 +186,8 @@ class FullRows:
         cache.offset = length
 
     def _copy_out(self, rows: Sequence[mx.array], cache: Any, length: int) -> None:
-        cache.keys, cache.values = self._joined(
-            [mx.contiguous(row[:, :, :length]) for row in rows]
-        )
+        # Slices: the prefix cache copies only what it does not have.
+        cache.keys, cache.values = self._joined([row[:, :, :length] for row in rows])
 
     def begin(self, width: int, counts: Sequence[int]) -> None:
         """Start a forward pass over `width` positions."""
@@ -288,10 +287,9 @@ class FullRows:
                 for part in like
             ]
         rows, _, capacity, _ = self.buffers[index][0].shape
+        missing = self._rows[index] - rows
         # Not one by one, which would copy all rows each time.
-        more_rows = max(self._rows[index] - rows, rows // 8) * (
-            self._rows[index] > rows
-        )
+        more_rows = max(missing, rows // 8) if missing > 0 else 0
         step = max(STEP, positions // 32)
         wanted = min(-(-positions // step) * step, self._size)
         more = wanted - capacity if positions > capacity else 0
