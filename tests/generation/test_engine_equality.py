@@ -276,7 +276,7 @@ def late(rows, offset):
     return right + 1 if isinstance(right, mx.array) else right
 
 
-def without_mask(layer, rows, length, window_size, return_array):
+def without_mask(layer, rows, length, window):
     """Wrong: every row sees what lies behind its end."""
     shape = len(rows.lengths), 1, length, layer._end(rows, length)
     return mx.ones(shape, mx.bool_)

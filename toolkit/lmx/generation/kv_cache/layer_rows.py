@@ -116,6 +116,7 @@ class FullRows:
         self.buffers: list[list[mx.array]] = []
         self._rows: list[int] = []
         self._written = 0
+        self.max_size: float = inf  # the window
         self._size: float = inf  # the largest capacity
 
     @property
@@ -227,28 +228,21 @@ class FullRows:
         self, length: int, window_size: int | None = None, return_array: bool = False
     ) -> "mx.array | str | ByClass | None":
         """Mask of the next `length` tokens over the result of `update_and_fetch`."""
-        return by_class(
-            [
-                self._mask(rows, length, window_size, return_array)
-                for rows in self.lengths.classes
-            ]
-        )
+        window, masks = window_size or self.max_size, []
+        for rows in self.lengths.classes:
+            fits = rows.longest + length <= window
+            if rows.common is not None and fits and not return_array:
+                masks.append(None if length == 1 else "causal")
+            else:
+                masks.append(self._mask(rows, length, window))
+        return by_class(masks)
 
-    def _mask(
-        self,
-        rows: LengthClass,
-        length: int,
-        window_size: int | None,
-        return_array: bool,
-    ) -> mx.array | str | None:
-        end = self._end(rows, length)
-        fits = window_size is None or end <= window_size
-        if rows.common is not None and fits and not return_array:
-            return None if length == 1 else "causal"
+    def _mask(self, rows: LengthClass, length: int, window: float) -> mx.array:
         queries = rows.positions(length)[:, None, :, None]
+        end = self._end(rows, length)
         keys = mx.arange(end, dtype=mx.int32)
         mask = keys <= queries
-        return mask if fits else mask & (keys > queries - window_size)
+        return mask if end <= window else mask & (keys > queries - window)
 
     def _find(self, place: int) -> tuple[int, int]:
         """The class of a row, and its number there."""
@@ -332,18 +326,7 @@ class WindowRows(FullRows):
         slots = mx.arange(max(0, length - self.max_size + 1), length) % self._size
         cache.keys, cache.values = (row[:, :, slots] for row in rows)
 
-    def _mask(
-        self,
-        rows: LengthClass,
-        length: int,
-        window_size: int | None,
-        return_array: bool,
-    ) -> mx.array | str | None:
-        assert length <= WINDOW_SLACK
-        window = window_size or self.max_size
-        fits = rows.longest + length <= window
-        if rows.common is not None and fits and not return_array:
-            return None if length == 1 else "causal"
+    def _mask(self, rows: LengthClass, length: int, window: float) -> mx.array:
         queries = rows.positions(length)[:, None, :, None]
         # The last position that was written to every slot of the ring.
         newest = queries[:, :, -1:]
@@ -357,6 +340,7 @@ class WindowRows(FullRows):
     def _write(
         self, rows: LengthClass, buffer: mx.array, new: mx.array, count: int
     ) -> None:
+        assert count <= WINDOW_SLACK
         slots = rows.positions(count) % self._size
         buffer[rows.indices, :, slots] = new.swapaxes(1, 2)
 
