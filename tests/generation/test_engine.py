@@ -1,5 +1,7 @@
 """The engine: requests come, wait, run, end, fail and are dropped; none starves."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from lmx.errors import UserError
@@ -311,7 +313,9 @@ def test_logprobs_are_those_of_a_forward_pass(llama, kind, make_proposer):
     sampling = Sampling(0.7, top_p=0.9, seed=4, presence_penalty=0.4)
     greedy = GenerationRequest([9, 4, 9, 4], 9)
     wanted = GenerationRequest([3, 1, 4, 3, 1], 12, sampling, logprobs=kind)
-    plain = GenerationRequest([3, 1, 4], 12, Sampling(1.0), logprobs=kind)
+    plain = GenerationRequest(
+        [3, 1, 4], 12, Sampling(1.0), logprobs=kind, top_logprobs=5
+    )
     options = {"make_proposer": make_proposer, "draft_length": FIXED}
     engine = Engine(llama, **options)
     for each in (greedy, wanted, plain):
@@ -333,8 +337,12 @@ def test_logprobs_are_those_of_a_forward_pass(llama, kind, make_proposer):
                     )
                     least = ascending[(above >= 0.9).sum()] / 0.7
                     row = mx.where(row < least, -mx.inf, row)
-            expected = (row[output.token] - mx.logsumexp(row)).item()
-            assert abs(output.logprob - expected) < 1e-4
+            row = row - mx.logsumexp(row)
+            assert abs(output.logprob - row[output.token].item()) < 1e-4
+            top = output.logprobs.top
+            assert [i for i, _ in top] == mx.argsort(-row)[: len(top)].tolist()
+            assert len(top) == each.top_logprobs
+            assert all(abs(row[i].item() - value) < 1e-4 for i, value in top)
 
 
 def test_a_proposer_may_come_while_requests_run(llama):
@@ -465,8 +473,28 @@ def test_tokens_are_read_whole(llama):
     for _ in range(3):
         engine.add_request(request(*PROMPT, sampling=SETTINGS[1], logprobs="raw"))
     engine.step()
-    sequences, *arrays = engine._in_flight
-    engine._in_flight = sequences, *map(Unsliced, arrays)
+    sequences, tokens, logprobs, is_nan = engine._in_flight
+    whole = replace(logprobs, arrays=tuple(map(Unsliced, logprobs.arrays)))
+    engine._in_flight = sequences, Unsliced(tokens), whole, Unsliced(is_nan)
     outputs = engine.step()
     assert len(outputs) == len(sequences) == 3
     assert all(output.logprob < 0 for output in outputs)
+
+
+def test_outputs_name_drafts_and_cached_tokens(llama):
+    """For the usage that a server reports."""
+    make_proposer = draft_model_proposer(llama)
+    options = {"make_proposer": make_proposer, "draft_length": FIXED}
+    cached = Engine(llama, prefix_cache=PrefixCache(), **options)
+    prompt = [3, 1, 4, 3, 1, 4, 3, 1, 4]
+    outputs = []
+    for _ in range(2):
+        cached.add_request(GenerationRequest(prompt, 24))
+        outputs.append([output for step in rounds(cached) for output in step])
+    first, second = outputs
+    assert {o.cached_tokens for o in first} == {0}
+    assert {o.cached_tokens for o in second} == {len(prompt) - 1}
+    assert [o.token for o in first] == [o.token for o in second]
+    for completion in outputs:
+        # The target adds a token of its own to every round.
+        assert 0 < sum(o.is_draft for o in completion) < len(completion)

@@ -13,9 +13,15 @@ import mlx.core as mx
 
 from ..errors import nan_predictions
 from .kv_cache.batch import CacheBatch, OneRow, join
+from .logprobs import batch_logprobs
 from .sampler import sample_rows
 from .scheduler import Scheduler
-from .sequence import GenerationRequest, RunningSequence, TokenOutput
+from .sequence import (
+    NO_LOGPROBS,
+    GenerationRequest,
+    RunningSequence,
+    TokenOutput,
+)
 from .speculative.draft_length import (
     DraftLengthController,
     SpeculativeStats,
@@ -227,8 +233,8 @@ class Engine:
         positions = [len(s.request.prompt) + s.launched for s in self._running]
         samplers = [sequence.sampler for sequence in self._running]
         tokens = sample_rows(samplers, logits, positions)
-        logprobs = self._logprobs(logits, tokens)
-        mx.async_eval(tokens, logprobs, is_nan)
+        logprobs = batch_logprobs(self._running, logits, tokens)
+        mx.async_eval(tokens, logprobs and logprobs.arrays, is_nan)
         self._next_tokens = tokens[:, 0]
         for row, sequence in enumerate(self._running):
             sequence.launched += 1
@@ -241,47 +247,6 @@ class Engine:
         """Whether a request gets its first prediction."""
         return any(sequence.launched == 0 for sequence in self._running)
 
-    def _logprobs(
-        self,
-        logits: mx.array,
-        tokens: mx.array,
-        counts: Sequence[mx.array] | None = None,
-    ) -> mx.array | None:
-        """Log-probabilities [B, N] of tokens, if a request wants them.
-
-        Args:
-            counts: those of `sample_rows`.
-        """
-        kinds = {sequence.request.logprobs for sequence in self._running}
-        if kinds == {None}:
-            return None
-        if "processed" in kinds:
-            logits = self._processed(logits, counts)
-        logits = logits.astype(mx.float32)
-        chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-        return chosen - mx.logsumexp(logits, axis=-1)
-
-    def _processed(
-        self, logits: mx.array, counts: Sequence[mx.array] | None
-    ) -> mx.array:
-        """The logits [B, N, V] that are sampled from, where a request wants them."""
-        samplers = [sequence.sampler for sequence in self._running]
-        key, shape = samplers[0].batch_key, logits.shape
-        wants = [s.request.logprobs == "processed" for s in self._running]
-        if all(wants) and key and all(s.batch_key == key for s in samplers):
-            return samplers[0].process(logits.reshape(-1, shape[-1])).reshape(shape)
-        rows = []
-        for row, (sampler, values) in enumerate(zip(samplers, logits, strict=True)):
-            if wants[row]:
-                seen = counts[row] if counts else sampler.counts
-                # Without penalties, the logits of all positions are processed alike.
-                used = sampler.process(
-                    values[: len(seen)] if seen.size else values, seen
-                )
-                values = mx.pad(used, [(0, shape[1] - len(used)), (0, 0)])
-            rows.append(values.astype(mx.float32))
-        return mx.stack(rows)
-
     def _collect(self, step: tuple | None = None) -> list[TokenOutput]:
         """Read the tokens of a step; None = of the one in flight, if any."""
         if step is None:
@@ -292,7 +257,7 @@ class Engine:
         count = len(sequences)
         # Read whole arrays: a slice would be computed after the step that runs now.
         values = tokens.tolist()
-        scores = [[None]] * count if logprobs is None else logprobs.tolist()
+        scores = logprobs.read() if logprobs else [[NO_LOGPROBS]] * count
         broken = [False] * count if is_nan is None else is_nan.tolist()
         outputs = []
         for sequence, (token,), (score,), failed in zip(
@@ -396,9 +361,9 @@ class Engine:
         seen = [s.sampler.counts_along(s.draft) for s in sequences]
         positions = [len(sequence.tokens) for sequence in sequences]
         samples = sample_rows(samplers, logits, positions, seen)
-        logprobs = self._logprobs(logits, samples, seen)
-        mx.eval(samples, tokens, logprobs, is_nan)
-        scores = None if logprobs is None else logprobs.tolist()
+        logprobs = batch_logprobs(sequences, logits, samples, seen)
+        mx.eval(samples, tokens, logprobs and logprobs.arrays, is_nan)
+        scores = logprobs and logprobs.read()
         broken = [False] * len(counts) if is_nan is None else is_nan.tolist()
         outputs, lengths, back = [], [], []
         rows = zip(sequences, counts, tokens.tolist(), samples.tolist(), strict=True)
@@ -411,8 +376,9 @@ class Engine:
             for index, token in enumerate(sampled[: accepted + 1]):
                 if sequence.finished:
                     break
-                score = scores and scores[row][index]
-                outputs.append(sequence.add(token, score))
+                score = scores[row][index] if scores else NO_LOGPROBS
+                is_draft = index < accepted
+                outputs.append(sequence.add(token, score, is_draft=is_draft))
             new = sequence.tokens[before:]
             sequence.sampler.advance(mx.array(new, mx.int32))
             sequence.launched = sequence.emitted

@@ -219,6 +219,8 @@ class Scheduler:
                 )
                 is_long = matched >= sequence.state.length + MIN_SHARED
                 sequence.matched = matched if is_long else 0
+                if not sequence.emitted:
+                    sequence.cached_tokens = sequence.state.length
             else:
                 sequence.state = self.new_cache()
         elif sequence.proposer or not self.make_proposer:

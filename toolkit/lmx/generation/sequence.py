@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -22,6 +22,7 @@ class GenerationRequest:
         stop_tokens: tokens that end the completion.
         logprobs: which log-probabilities of its tokens are wanted: "raw" under the
             distribution of the model, "processed" under the one that is sampled.
+        top_logprobs: of so many most likely tokens they are wanted too.
         priority: requests with a smaller number start first.
     """
 
@@ -30,6 +31,7 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: Collection[int] = frozenset()
     logprobs: Literal["raw", "processed"] | None = None
+    top_logprobs: int = 0
     priority: int = 0
 
     @property
@@ -38,19 +40,42 @@ class GenerationRequest:
         return len(self.prompt) + self.max_tokens
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position; see `GenerationRequest.logprobs`.
+
+    Attributes:
+        chosen: of the token; None = not requested.
+        top: pairs of a token and its log-probability, the most likely first.
+    """
+
+    chosen: float | None
+    top: tuple[tuple[int, float], ...]
+
+
+NO_LOGPROBS = TokenLogprobs(None, ())
+
+
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
     """The next token of a request, or the error that ended it.
 
     Attributes:
-        logprob: see `GenerationRequest.logprobs`; None = not requested.
+        is_draft: whether it is an accepted draft token.
+        cached_tokens: tokens of the prompt that the prefix cache had.
     """
 
     request: GenerationRequest
     token: int
     is_last: bool
-    logprob: float | None = None
+    logprobs: TokenLogprobs = NO_LOGPROBS
+    is_draft: bool = False
+    cached_tokens: int = 0
     error: UserError | None = None
+
+    @property
+    def logprob(self) -> float | None:
+        """Log-probability of the token; None = not requested."""
+        return self.logprobs.chosen
 
 
 @dataclass(eq=False)
@@ -62,6 +87,7 @@ class RunningSequence:
         state: its cache until it joins the batch.
         matched: tokens that the prefix cache has too, if those are many more than it
             could give; else 0.
+        cached_tokens: tokens of the prompt that the prefix cache gave.
         tokens: of the prompt and the completion so far.
         sampler: None before the first step.
         launched: tokens that are computed, read or not.
@@ -73,6 +99,7 @@ class RunningSequence:
     order: int
     state: CacheState | None = None
     matched: int = 0
+    cached_tokens: int = 0
     proposer: Proposer | None = None
     sampler: Sampler | None = None
     tokens: list[int] = field(default_factory=list)
@@ -105,12 +132,20 @@ class RunningSequence:
             self.proposer.close()
         self.state = self.proposer = self.draft = None
 
-    def add(self, token: int, logprob: float | None) -> TokenOutput:
+    def add(
+        self,
+        token: int,
+        logprobs: TokenLogprobs = NO_LOGPROBS,
+        *,
+        is_draft: bool = False,
+    ) -> TokenOutput:
         """Append the next token of the completion."""
         self.tokens.append(token)
         is_stop = token in self.request.stop_tokens
         self.finished = is_stop or not self.remaining
-        return TokenOutput(self.request, token, self.finished, logprob)
+        return TokenOutput(
+            self.request, token, self.finished, logprobs, is_draft, self.cached_tokens
+        )
 
     def fail(self, error: UserError) -> TokenOutput:
         """End the request with an error."""

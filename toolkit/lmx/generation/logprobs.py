@@ -1,0 +1,97 @@
+"""Log-probabilities of the tokens that were chosen, and of the most likely ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .sequence import NO_LOGPROBS, RunningSequence, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class BatchLogprobs:
+    """Lazy log-probabilities of B requests at N positions each.
+
+    Attributes:
+        arrays: of the chosen tokens [B, N], and the ids and log-probabilities of the
+            K most likely ones [B, N, K].
+        counts: how many of these every request wants; None = no log-probabilities.
+    """
+
+    arrays: tuple[mx.array, ...]
+    counts: tuple[int | None, ...]
+
+    def read(self) -> list[list[TokenLogprobs]]:
+        """Those of every request at every position."""
+        chosen, *top = (array.tolist() for array in self.arrays)
+        rows = []
+        for row, count in enumerate(self.counts):
+            if count is None:
+                rows.append([NO_LOGPROBS] * len(chosen[row]))
+                continue
+            best = [()] * len(chosen[row])
+            if count:
+                best = [
+                    _largest(ids, values, count)
+                    for ids, values in zip(*(part[row] for part in top), strict=True)
+                ]
+            pairs = zip(chosen[row], best, strict=True)
+            rows.append([TokenLogprobs(*pair) for pair in pairs])
+        return rows
+
+
+def _largest(ids: list[int], values: list[float], count: int) -> tuple:
+    pairs = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return tuple(pairs[:count])
+
+
+def batch_logprobs(
+    sequences: Sequence[RunningSequence],
+    logits: mx.array,
+    tokens: mx.array,
+    counts: Sequence[mx.array] | None = None,
+) -> BatchLogprobs | None:
+    """Log-probabilities of tokens int [B, N] under logits [B, N, V], if one is wanted.
+
+    Args:
+        counts: those of `sample_rows`.
+    """
+    kinds = {sequence.request.logprobs for sequence in sequences}
+    if kinds == {None}:
+        return None
+    if "processed" in kinds:
+        logits = _processed(sequences, logits, counts)
+    logits = logits.astype(mx.float32)
+    norms = mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1) - norms
+    arrays = [chosen[..., 0]]
+    wanted = tuple(
+        None if s.request.logprobs is None else s.request.top_logprobs
+        for s in sequences
+    )
+    if most := max(count or 0 for count in wanted):
+        order = mx.argpartition(logits, kth=-most, axis=-1)
+        best = order[..., -most:]
+        arrays += [best, mx.take_along_axis(logits, best, axis=-1) - norms]
+    return BatchLogprobs(tuple(arrays), wanted)
+
+
+def _processed(
+    sequences: Sequence[RunningSequence], logits: mx.array, counts: Any
+) -> mx.array:
+    """The logits [B, N, V] that are sampled from, where a request wants them."""
+    samplers = [sequence.sampler for sequence in sequences]
+    key, shape = samplers[0].batch_key, logits.shape
+    wants = [s.request.logprobs == "processed" for s in sequences]
+    if all(wants) and key and all(s.batch_key == key for s in samplers):
+        return samplers[0].process(logits.reshape(-1, shape[-1])).reshape(shape)
+    rows = []
+    for row, (sampler, values) in enumerate(zip(samplers, logits, strict=True)):
+        if wants[row]:
+            seen = counts[row] if counts else sampler.counts
+            # Without penalties, the logits of all positions are processed alike.
+            used = sampler.process(values[: len(seen)] if seen.size else values, seen)
+            values = mx.pad(used, [(0, shape[1] - len(used)), (0, 0)])
+        rows.append(values.astype(mx.float32))
+    return mx.stack(rows)
