@@ -35,14 +35,17 @@ LAYERS = [
     "generation",
     "quantization training",
     "draft evaluation convert",
-    "pipeline",
+    "pipeline serving",
     "api",
     "cli",
 ]
 RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer.split()}
 # The only modules that import a slow library, and they do so inside a function.
 LAZY = {
-    "mlx_lm": {"models/loader.py", "evaluation/lm_eval.py", "convert/exporters/"},
+    "mlx_lm": {
+        *("models/loader.py", "evaluation/lm_eval.py", "convert/exporters/"),
+        "serving/chat_output.py",
+    },
     "lm_eval": {"evaluation/lm_eval.py"},
     "transformers": {
         *("models/loader.py", "models/config_check.py"),
@@ -56,8 +59,9 @@ LAZY = {
     "mlflow": {"run/mlflow_tracker.py"},
 }
 # The first calls foreign programs, whose errors must not stop a run. The second sends
-# the error of a function to another process, which raises its own.
-TOLERANT = {"run/trackers.py", "training/rewards.py"}
+# the error of a function to another process, which raises its own. The third gives an
+# error of its thread to the thread that waits, or logs it and serves other requests.
+TOLERANT = {"run/trackers.py", "training/rewards.py", "serving/engine_thread.py"}
 BROAD = {"Exception", "BaseException"}
 
 

@@ -75,7 +75,9 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", **switch, help="run the model's own Python")
 
 
-def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+def add_draft_arguments(
+    parser: argparse.ArgumentParser, *, check_parity: bool = True
+) -> None:
     """Declare the arguments of speculative decoding."""
     add = parser.add_argument
     add(
@@ -91,11 +93,9 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="draft tokens per step; absent = adapted to the measured speed-up",
     )
-    add(
-        "--check-parity",
-        action="store_true",
-        help="compare with standard greedy decoding and report mismatches",
-    )
+    if check_parity:
+        about = "compare with standard greedy decoding and report mismatches"
+        add("--check-parity", action="store_true", help=about)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -139,7 +139,7 @@ def refuse(faults: dict[str, Any]) -> None:
 def draft_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
     """Messages about the arguments of `add_draft_arguments`, and whether they apply."""
     number = args.num_draft_tokens
-    needs_draft = number is not None or args.check_parity
+    needs_draft = number is not None or getattr(args, "check_parity", False)
     return {
         "--num-draft-tokens and --check-parity need --draft-model": (
             needs_draft and not args.draft_model

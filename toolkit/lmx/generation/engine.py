@@ -91,6 +91,11 @@ class Engine:
         return not (self.scheduler.waiting or self._running or self._in_flight)
 
     @property
+    def num_running(self) -> int:
+        """Requests that are decoded."""
+        return len(self._running)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all caches."""
         states = [s.state for s in self.scheduler.waiting if s.state]

@@ -42,6 +42,7 @@ class Scheduler:
 
     Attributes:
         waiting: in the order in which they start.
+        memory: bytes for the requests that run, measured when the first one starts.
         preemptions: how often a request had to give its place to others.
     """
 
@@ -65,7 +66,7 @@ class Scheduler:
         self.kv_memory = kv_memory
         self.waiting: list[RunningSequence] = []
         self.preemptions = 0
-        self._memory = 0
+        self.memory = 0
         self._orders = count()
 
     @cached_property
@@ -108,7 +109,7 @@ class Scheduler:
 
     def measure_memory(self) -> None:
         """Set the memory for all requests, when none runs."""
-        self._memory = self.kv_memory or available_memory()
+        self.memory = self.kv_memory or available_memory()
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request to the queue."""
@@ -187,7 +188,7 @@ class Scheduler:
         others = (
             s.state.length for s in self.waiting if s.state and s not in sequences
         )
-        return self._bytes_per_token * (sum(lengths) + sum(others)) <= self._memory
+        return self._bytes_per_token * (sum(lengths) + sum(others)) <= self.memory
 
     def _has_room(
         self, running: Sequence[RunningSequence], sequence: RunningSequence

@@ -174,6 +174,7 @@ class SpeculativeStats:
 
     Attributes:
         rounds: verifications of at least one draft token.
+        drafted: draft tokens of all rounds.
         standard_tokens: tokens decoded without a draft.
         proposed, accepted: number of draft tokens per position. A draft token counts
             only if all draft tokens before it were accepted.
@@ -182,6 +183,7 @@ class SpeculativeStats:
     """
 
     rounds: int = 0
+    drafted: int = 0
     standard_tokens: int = 0
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -211,6 +213,7 @@ class SpeculativeStats:
     def add_round(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one verification."""
         self.rounds += 1
+        self.drafted += num_draft_tokens
         verified = min(num_accepted + 1, num_draft_tokens)
         for counts, number in (self.proposed, verified), (self.accepted, num_accepted):
             counts.extend([0] * (num_draft_tokens - len(counts)))

@@ -1,0 +1,136 @@
+"""`lmx serve`: an OpenAI endpoint on the engine."""
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from ..config.quant_spec import KV_CACHE_BITS
+from ..errors import UserError
+from .generate import add_draft_arguments, draft_argument_faults, refuse
+
+if TYPE_CHECKING:
+    from ..serving.engine_thread import ServedModel
+
+API_KEY = "LMX_API_KEY"
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `lmx serve`."""
+    add, switch = parser.add_argument, {"action": "store_true"}
+    add("model", metavar="MODEL", help="model folder, run directory or Hub id")
+    add("--host", default="127.0.0.1", help="default 127.0.0.1: this machine only")
+    add("--port", type=int, default=8080, metavar="N", help="default 8080; 0 = free")
+    add("--served-model-name", metavar="NAME", help="default: MODEL")
+    key = f"what clients must send; or the environment variable {API_KEY}"
+    add("--api-key", metavar="KEY", help=key)
+    add_draft_arguments(parser, check_parity=False)
+    add(
+        "--kv-bits",
+        type=int,
+        choices=KV_CACHE_BITS,
+        help="quantize the KV cache; 16 = not. Default: as config.json says",
+    )
+    add(
+        "--kv-memory",
+        type=float,
+        metavar="GB",
+        help="for keys and values of running requests; default: what is free",
+    )
+    add(
+        "--prefix-cache",
+        type=float,
+        metavar="GB",
+        help="for prefixes that requests share; default: an eighth of free memory",
+    )
+    about = "requests decoded together; default 32"
+    add("--max-batch-size", type=int, default=32, metavar="N", help=about)
+    about = "completions that run or wait, more get status 429; default 256"
+    add("--max-requests", type=int, default=256, metavar="N", help=about)
+    about = "of completions whose requests have no limit; default 4096"
+    add("--max-tokens", type=int, default=4096, metavar="N", help=about)
+    about = "seconds that a request may take; default 600"
+    add("--timeout", type=float, default=600.0, metavar="S", help=about)
+    about = "MB of a request; default 8"
+    add("--max-body", type=float, default=8.0, metavar="MB", help=about)
+    add(
+        "--allowed-origins",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a web page that may ask this server (CORS); default: none",
+    )
+    add("--log-requests", **switch, help="log bodies and answers, not only counts")
+    add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
+    add("--trust-remote-code", **switch, help="run the model's own Python")
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve; the exit code is 0 after a signal, 1 if the engine failed.
+
+    Raises:
+        UserError: the model does not load, the address is not free, or the extra
+            `serve` is not installed.
+    """
+    refuse(
+        {
+            **{
+                f"--{name.replace('_', '-')} must be 1 or more": getattr(args, name) < 1
+                for name in ("max_batch_size", "max_requests", "max_tokens", "timeout")
+            },
+            "--max-body must be more than 0": args.max_body <= 0,
+            **draft_argument_faults(args),
+        }
+    )
+    try:
+        from ..serving.app import HTTPSettings
+        from ..serving.server import serve as run
+        from ..serving.service import ServiceSettings
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{error.name} is not installed",
+            hint="pip install 'lmx-toolkit[serve]'",
+        ) from error
+    return run(
+        lambda: _load(args),
+        host=args.host,
+        port=args.port,
+        service=ServiceSettings(
+            model=args.served_model_name or args.model,
+            max_tokens=args.max_tokens,
+            max_requests=args.max_requests,
+            timeout=args.timeout,
+        ),
+        http=HTTPSettings(
+            api_key=args.api_key or os.environ.get(API_KEY) or None,
+            max_body=int(args.max_body * 1e6),
+            allowed_origins=tuple(args.allowed_origins),
+            log_requests=args.log_requests,
+        ),
+    )
+
+
+def _load(args: argparse.Namespace) -> "ServedModel":
+    """The model, on the thread that calls it."""
+    from ..api.model import load, set_draft
+    from ..data.tokenizer_files import sampling_defaults
+    from ..generation.generator import Generator
+    from ..generation.kv_cache.prefix import PrefixCache
+    from ..serving.engine_thread import ServedModel
+
+    loaded = load(
+        args.model, revision=args.revision, trust_remote_code=args.trust_remote_code
+    ).loaded
+    memory, prefixes = args.kv_memory, args.prefix_cache
+    generator = Generator(
+        loaded.model,
+        loaded.tokenizer,
+        max_batch_size=args.max_batch_size,
+        prefix_cache=PrefixCache(None if prefixes is None else int(prefixes * 1e9)),
+        kv_bits=args.kv_bits or loaded.kv_bits,
+        kv_memory=None if memory is None else int(memory * 1e9),
+    )
+    if args.draft_model:
+        names = ("num_draft_tokens", "trust_remote_code")
+        options = {name: getattr(args, name) for name in names}
+        set_draft(generator, args.draft_model, loaded, **options)
+    return ServedModel(generator, sampling_defaults(loaded.path))

@@ -1,0 +1,1 @@
+"""The OpenAI endpoint on the engine: `lmx serve`."""

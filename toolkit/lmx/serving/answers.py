@@ -1,0 +1,169 @@
+"""The answers in OpenAI's form: whole, and as chunks of a stream."""
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..version import __version__
+from .choice import Choice, Piece
+
+
+class Answer:
+    """The answer to a request.
+
+    Args:
+        model: the name that the request gave.
+        choices: all completions.
+        prompt_tokens: of every prompt.
+    """
+
+    PREFIX, KIND, CHUNK = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, model: str, choices: Sequence[Choice], prompt_tokens: Sequence[int]
+    ):
+        self.choices = choices
+        self._prompt_tokens = prompt_tokens
+        self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
+        self._head = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"lmx-{__version__}",
+        }
+        self._pieces: dict[Choice, list[Piece]] = {c: [] for c in choices}
+
+    def add(self, piece: Piece) -> None:
+        """Keep a piece for the whole answer."""
+        self._pieces[piece.choice].append(piece)
+
+    def whole(self) -> dict:
+        """The body of the answer, when all completions have ended."""
+        choices = [self._whole(c, self._pieces[c]) for c in self.choices]
+        return self._body(self.KIND, choices) | {"usage": self.usage()}
+
+    def start(self, choice: Choice) -> list[dict]:
+        """The chunks before the first token of a completion."""
+        return []
+
+    def chunks(self, piece: Piece) -> Iterator[dict]:
+        """The chunks of a piece."""
+        deltas: list[dict[str, Any]] = [*piece.fields]
+        if not deltas and (piece.logprobs or piece.finish_reason):
+            deltas = [{}]
+        for number, delta in enumerate(deltas):
+            is_last = number == len(deltas) - 1
+            # Log-probabilities belong to the tokens of all deltas.
+            logprobs = self._logprobs(piece) if not number else None
+            reason = piece.finish_reason if is_last else None
+            choice = {
+                "index": piece.choice.index,
+                **self._delta(delta),
+                "logprobs": logprobs,
+                "finish_reason": reason,
+            }
+            yield self._body(self.CHUNK, [choice])
+
+    def usage_chunk(self) -> dict:
+        """The last chunk of a stream with `include_usage`."""
+        return self._body(self.CHUNK, []) | {"usage": self.usage()}
+
+    def usage(self) -> dict:
+        """Counts of tokens."""
+        prompt = sum(self._prompt_tokens)
+        completion = sum(choice.tokens for choice in self.choices)
+        cached = {c.prompt_index: c.cached_tokens for c in reversed(self.choices)}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(c.reasoning_tokens for c in self.choices),
+                "accepted_prediction_tokens": sum(
+                    c.accepted_tokens for c in self.choices
+                ),
+            },
+        }
+
+    def _body(self, kind: str, choices: list[dict]) -> dict:
+        return self._head | {"object": kind, "choices": choices}
+
+    def _whole(self, choice: Choice, pieces: Sequence[Piece]) -> dict:
+        text = "".join(f["text"] for piece in pieces for f in piece.fields)
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._all_logprobs(pieces),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _delta(self, delta: dict) -> dict:
+        return {"text": delta.get("text", "")}
+
+    def _logprobs(self, piece: Piece) -> dict | None:
+        return self._all_logprobs([piece])
+
+    def _all_logprobs(self, pieces: Sequence[Piece]) -> dict | None:
+        """Log-probabilities in the form of the older endpoint."""
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        if not entries:
+            return None
+        choice, offsets = pieces[0].choice, []
+        for entry in entries:
+            offsets.append(choice.text_offset)
+            choice.text_offset += len(entry["token"])
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatAnswer(Answer):
+    """The answer to a chat."""
+
+    PREFIX, KIND, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def start(self, choice: Choice) -> list[dict]:
+        delta = {"role": "assistant", "content": ""}
+        head = {"index": choice.index, "delta": delta}
+        return [
+            self._body(self.CHUNK, [head | {"logprobs": None, "finish_reason": None}])
+        ]
+
+    def _delta(self, delta: dict) -> dict:
+        return {"delta": delta}
+
+    def _whole(self, choice: Choice, pieces: Sequence[Piece]) -> dict:
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        fields = [f for piece in pieces for f in piece.fields]
+        for name in ("content", "reasoning_content"):
+            parts = [f[name] for f in fields if name in f]
+            if parts:
+                message[name] = "".join(parts)
+        calls = [call for f in fields for call in f.get("tool_calls", ())]
+        if calls:
+            # Only chunks have an index.
+            message["tool_calls"] = [
+                {key: value for key, value in call.items() if key != "index"}
+                for call in calls
+            ]
+        elif message["content"] is None:
+            message["content"] = ""
+        message["refusal"] = None
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._all_logprobs(pieces),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _all_logprobs(self, pieces: Sequence[Piece]) -> dict | None:
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        return {"content": entries, "refusal": None} if entries else None

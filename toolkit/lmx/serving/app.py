@@ -1,0 +1,357 @@
+"""The routes of the endpoint: bodies in, answers or streams out."""
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ..run import terminal
+from .choice import Piece
+from .engine_thread import EngineThread
+from .errors import SERVER, ApiError
+from .metrics import CONTENT_TYPE, Metrics
+from .protocol import parse_body
+from .service import CompletionService, Job
+
+JSON = "application/json"
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+CLIENT_GONE = 499
+"""nginx's status for a client that left; it is only logged."""
+PAGE_POLICY = (
+    "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+)
+
+
+@dataclass(frozen=True)
+class HTTPSettings:
+    """What the server lets in.
+
+    Attributes:
+        api_key: None = everyone.
+        max_body: bytes of a request.
+        body_timeout: seconds in which a body must come.
+        allowed_origins: web pages of other origins that may ask.
+        log_requests: write bodies and answers to the log.
+    """
+
+    api_key: str | None = None
+    max_body: int = 8 << 20
+    body_timeout: float = 30.0
+    allowed_origins: tuple[str, ...] = ()
+    log_requests: bool = False
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+class Endpoint:
+    """The handlers of the routes."""
+
+    def __init__(
+        self,
+        service: CompletionService,
+        thread: EngineThread,
+        metrics: Metrics,
+        settings: HTTPSettings,
+    ):
+        self._service, self._thread = service, thread
+        self._metrics, self._settings = metrics, settings
+        self._created = int(time.time())
+
+    def app(self) -> Starlette:
+        """The application."""
+        post = partial(Route, methods=["POST"])
+        complete = partial(self._complete, self._service.complete)
+        chat = partial(self._complete, self._service.chat)
+        routes = [
+            post("/v1/chat/completions", chat),
+            post("/v1/completions", complete),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/health", self._health),
+            Route("/metrics", self._prometheus),
+            Route("/", self._page),
+        ]
+        middleware = []
+        if origins := self._settings.allowed_origins:
+            options = {"allow_methods": ["*"], "allow_headers": ["*"]}
+            middleware = [Middleware(CORSMiddleware, allow_origins=origins, **options)]
+        handlers: dict[Any, Callable] = {
+            ApiError: self._on_error,
+            HTTPException: self._on_http_error,
+            Exception: self._on_fault,
+        }
+        return Starlette(
+            routes=routes, middleware=middleware, exception_handlers=handlers
+        )
+
+    # Completions
+
+    async def _complete(
+        self, prepare: Callable[[Any], Awaitable[Job]], request: Request
+    ) -> Response:
+        self._authorize(request)
+        body = await self._body(request)
+        job = await prepare(body)
+        stream = EventStream(self._service, job, partial(self._log, request, body))
+        if job.parameters.stream:
+            return stream
+        try:
+            await while_connected(request.receive, stream.finish())
+        except ClientGone:
+            self._log(request, body, job, CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
+        answer = job.answer.whole()
+        self._log(request, body, job, 200, answer)
+        return json_response(answer)
+
+    async def _body(self, request: Request) -> Any:
+        """The JSON value of a request.
+
+        Raises:
+            ApiError: it is too large or too slow, or no JSON.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip()
+        if kind.lower() != JSON:
+            # Web pages may send other types to any server without asking it.
+            raise ApiError(415, f"the Content-Type is {kind or 'missing'}, not {JSON}")
+        limit = self._settings.max_body
+        too_large = ApiError(413, f"the body has more than {limit:,} bytes")
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > limit:
+            raise too_large
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_timeout):
+                async for part in request.stream():
+                    data += part
+                    if len(data) > limit:
+                        raise too_large
+        except TimeoutError:
+            seconds = self._settings.body_timeout
+            message = f"the body did not come within {seconds:g} seconds"
+            raise ApiError(408, message) from None
+        except ClientDisconnect:
+            raise ApiError(CLIENT_GONE, "the client has left") from None
+        return parse_body(bytes(data))
+
+    def _authorize(self, request: Request) -> None:
+        key = self._settings.api_key
+        if key is None:
+            return
+        given = request.headers.get("authorization", "")
+        kind, _, value = given.partition(" ")
+        # In constant time, so that no time tells how much of it is right.
+        is_right = hmac.compare_digest(value.strip().encode(), key.encode())
+        if kind.lower() != "bearer" or not is_right:
+            headers = {"WWW-Authenticate": "Bearer"}
+            message = "Incorrect API key provided"
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
+
+    def _log(
+        self,
+        request: Request,
+        body: Any,
+        job: Job,
+        status: int,
+        answer: dict | None = None,
+    ) -> None:
+        """One line for a request, without its text unless the user asked for it."""
+        choices, usage = job.choices, job.answer.usage()
+        first = min((c.first for c in choices if c.first), default=None)
+        parts = {
+            "prompt": usage["prompt_tokens"],
+            "cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "completion": usage["completion_tokens"],
+            "ttft": None if first is None else f"{first - job.arrival:.3f}",
+            "total": f"{time.monotonic() - job.arrival:.3f}",
+            "finish": ",".join(c.finish_reason or "abort" for c in choices),
+        }
+        text = " ".join(f"{name}={value}" for name, value in parts.items())
+        log(f"{request.method} {request.url.path} {status} {job.answer.id} {text}")
+        if self._settings.log_requests:
+            record = {"id": job.answer.id, "request": body, "answer": answer}
+            terminal.write_err(json.dumps(record, ensure_ascii=False) + "\n")
+
+    # Other routes
+
+    async def _models(self, request: Request) -> Response:
+        self._authorize(request)
+        data = [self._model_record(name) for name in self._service.models]
+        return json_response({"object": "list", "data": data})
+
+    async def _model(self, request: Request) -> Response:
+        self._authorize(request)
+        name = request.path_params["name"]
+        if name not in self._service.models:
+            message = f"The model {name!r} does not exist"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return json_response(self._model_record(name))
+
+    def _model_record(self, name: str) -> dict:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "lmx",
+            "parent": self._service.models[name],
+            "max_model_len": self._service.max_positions,
+        }
+
+    async def _health(self, request: Request) -> Response:
+        alive = self._thread.alive
+        status = {"status": "ok" if alive else "unavailable"}
+        return json_response(status, 200 if alive else 503)
+
+    async def _prometheus(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
+    async def _page(self, request: Request) -> Response:
+        page = files(__package__).joinpath("page.html").read_bytes()
+        headers = {"Content-Security-Policy": PAGE_POLICY}
+        return Response(page, media_type="text/html", headers=headers)
+
+    # Errors
+
+    async def _on_error(self, request: Request, error: ApiError) -> Response:
+        self._metrics.record_error(error.status)
+        log(f"{request.method} {request.url.path} {error.status} {error.message}")
+        return json_response(error.to_json(), error.status, error.headers)
+
+    async def _on_http_error(self, request: Request, error: HTTPException) -> Response:
+        converted = ApiError(error.status_code, error.detail)
+        converted.headers = dict(error.headers or {})
+        return await self._on_error(request, converted)
+
+    async def _on_fault(self, request: Request, error: Exception) -> Response:
+        message = "the server has made a mistake; see its log"
+        return await self._on_error(request, ApiError(500, message, kind=SERVER))
+
+
+class EventStream(Response):
+    """Server-sent events of an answer."""
+
+    def __init__(
+        self,
+        service: CompletionService,
+        job: Job,
+        log_end: Callable[[Job, int], None],
+    ):
+        self.background = None
+        self._service, self._job, self._log_end = service, job, log_end
+
+    async def finish(self) -> None:
+        """Wait for the whole answer.
+
+        Raises:
+            ApiError: a completion failed.
+        """
+        async for piece in self._service.pieces(self._job):
+            if piece:
+                self._job.answer.add(piece)
+
+    async def __call__(self, scope, receive, send) -> None:
+        """Send the events. An error before the first one has its own status."""
+        pieces = self._service.pieces(self._job)
+        try:
+            await while_connected(receive, self._send(pieces, send))
+        except ClientGone:
+            self._log_end(self._job, CLIENT_GONE)
+        else:
+            self._log_end(self._job, 200)
+        finally:
+            await pieces.aclose()
+
+    async def _send(self, pieces: AsyncIterator[Piece | None], send) -> None:
+        first = await anext(pieces)
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        await send(start)
+        try:
+            for choice in self._job.choices:
+                for chunk in self._job.answer.start(choice):
+                    await self._write(send, event(chunk))
+            await self._write(send, self._events(first))
+            async for piece in pieces:
+                await self._write(send, self._events(piece))
+            options = self._job.parameters.stream_options
+            if options and options.include_usage:
+                await self._write(send, event(self._job.answer.usage_chunk()))
+            await self._write(send, DONE)
+        except ApiError as error:
+            # The status is sent already.
+            await self._write(send, event(error.to_json()))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _events(self, piece: Piece | None) -> bytes:
+        if piece is None:
+            return KEEP_ALIVE
+        chunks = [*self._job.answer.chunks(piece)]
+        if self._job.splits_steps:
+            usage = {"usage": self._job.answer.usage()}
+            chunks = [chunk | usage for chunk in chunks]
+        return b"".join(map(event, chunks))
+
+    async def _write(self, send, data: bytes) -> None:
+        if data:
+            body = {"type": "http.response.body", "body": data, "more_body": True}
+            await send(body)
+
+
+async def while_connected(receive: Callable, work: Awaitable[None]) -> None:
+    """Do the work of a request; end it when the client leaves.
+
+    Raises:
+        ClientGone: it has left.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({task, gone})
+
+
+async def _disconnected(receive: Callable) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(value: dict) -> bytes:
+    """A JSON value as a server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+
+
+def json_response(
+    value: dict, status: int = 200, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """An answer in JSON."""
+    return JSONResponse(value, status, headers)
+
+
+def log(text: str) -> None:
+    """Write a line to the log, with the time."""
+    terminal.write_err(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")

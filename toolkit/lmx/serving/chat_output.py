@@ -1,0 +1,118 @@
+"""The text of an assistant as content, chain of thought and tool calls."""
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import UserError, library_errors
+
+FIELDS = {"normal": "content", "reasoning": "reasoning_content"}
+"""The field of a message for every state of mlx-lm's parser; others are not shown."""
+TOOL = "tool"
+
+
+class ChatOutputParser:
+    """Reads a completion with mlx-lm's markers of the model, as it comes.
+
+    Args:
+        tokenizer: mlx-lm's TokenizerWrapper.
+        tools: JSON schemas of the functions that may be called; without any, a call is
+            text.
+        in_reasoning: whether the prompt ends inside the chain of thought.
+
+    Attributes:
+        calls: how many calls were complete.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tools: Sequence[dict] | None, *, in_reasoning: bool
+    ):
+        from mlx_lm.generate import make_text_state_machine
+
+        self._tokenizer, self._tools = tokenizer, tools
+        marked = tokenizer if tools else _WithoutTools(tokenizer)
+        initial = "reasoning" if in_reasoning else "normal"
+        self._machine = make_text_state_machine(marked)
+        self._state = self._machine.make_state(
+            tokenizer.response_initial_state or initial
+        )
+        self._call: str | None = None
+        self.calls = 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next text belongs to the chain of thought."""
+        return self._state[0] == "reasoning"
+
+    def add(self, text: str, *, last: bool) -> list[dict]:
+        """The fields of a message that some more text gives, in their order."""
+        self._state, segments = self._machine.split(self._state, text)
+        if last:
+            self._state, rest, name = self._machine.flush(self._state)
+            segments.append((name, rest))
+        fields: list[dict] = []
+        for name, part in segments:
+            if name == TOOL:
+                self._call = (self._call or "") + part
+                continue
+            if self._call is not None:
+                fields += self._finish_call()
+            if part and name in FIELDS:
+                fields.append({FIELDS[name]: part})
+        if last and self._call is not None:
+            fields += self._finish_call(is_cut=bool(self._tokenizer.tool_call_end))
+        return _joined(fields)
+
+    def _finish_call(self, *, is_cut: bool = False) -> list[dict]:
+        """The calls in the text between the markers; the text itself if it has none."""
+        text, self._call = self._call, None
+        start, end = self._tokenizer.tool_call_start, self._tokenizer.tool_call_end
+        try:
+            # The parsers fail in many ways when the model has written no call.
+            with library_errors("no tool call", place="completion"):
+                calls = self._tokenizer.tool_parser(text, self._tools)
+                calls = calls if isinstance(calls, list) else [calls]
+                parsed = [_call(call) for call in calls]
+        except UserError:
+            return [{"content": start + text + ("" if is_cut else end or "")}]
+        fields = []
+        for call in parsed:
+            fields.append({"tool_calls": [{"index": self.calls} | call]})
+            self.calls += 1
+        return fields
+
+
+class _WithoutTools:
+    """A tokenizer whose markers of tool calls are text."""
+
+    has_tool_calling = False
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def _call(call: dict) -> dict:
+    arguments = call["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": call.get("id") or f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call["name"], "arguments": arguments},
+    }
+
+
+def _joined(fields: Sequence[dict]) -> list[dict]:
+    """Fields where neighbours of the same name are one."""
+    joined: list[dict] = []
+    for field in fields:
+        if joined and joined[-1].keys() == field.keys():
+            (name,) = field
+            joined[-1] = {name: joined[-1][name] + field[name]}
+        else:
+            joined.append(field)
+    return joined

@@ -1,0 +1,272 @@
+"""The engine on a thread of its own, and the event loop's view of it.
+
+Only this thread touches MLX: it loads the model, and runs a step after the other while
+there are requests. Tokens go to the event loop once a step.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import UserError
+from ..generation.engine import Engine
+from ..generation.generator import Generator
+from ..generation.sequence import GenerationRequest, TokenOutput
+from ..run import terminal
+
+MAX_FAILURES = 3
+"""Steps in a row that raise an exception, after which the server ends."""
+
+PUBLISH_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that is served.
+
+    Attributes:
+        sampling: settings of generation_config.json; see `sampling_defaults`.
+    """
+
+    generator: Generator
+    sampling: dict[str, float] = field(default_factory=dict)
+
+
+class EngineFailed(Exception):
+    """A step has raised an exception; its requests are lost."""
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What the engine is doing, after a step.
+
+    Attributes:
+        running, waiting: requests.
+        kv_bytes: of all caches, the prefix cache too.
+        kv_memory: bytes that the requests may have.
+        preemptions: see `Scheduler`.
+        draft_tokens, accepted_tokens, draft_rounds: since the start.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_bytes: int = 0
+    kv_memory: int = 0
+    preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_rounds: int = 0
+
+
+@dataclass(eq=False)
+class Subscription:
+    """The tokens of some requests, as they come.
+
+    Attributes:
+        outputs: of a step each; an exception ends them.
+    """
+
+    requests: Sequence[GenerationRequest]
+    outputs: asyncio.Queue[list[TokenOutput] | Exception] = field(
+        default_factory=asyncio.Queue
+    )
+
+
+class EngineThread:
+    """Runs an engine.
+
+    Args:
+        load: loads the model, on the thread.
+        on_end: called from the thread when it ends by itself, after failures.
+
+    Attributes:
+        state: after the last step.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], ServedModel],
+        *,
+        on_end: Callable[[], None] = lambda: None,
+    ):
+        self.state = EngineState()
+        self._load, self._on_end = load, on_end
+        self._commands: queue.SimpleQueue[Callable[[Engine], None] | None]
+        self._commands = queue.SimpleQueue()
+        self._subscriptions: dict[GenerationRequest, Subscription] = {}
+        self._active: set[GenerationRequest] = set()  # of the thread
+        self._published = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loaded: queue.SimpleQueue[ServedModel | BaseException]
+        self._loaded = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> ServedModel:
+        """Load the model; returns it. The thread owns its engine.
+
+        Raises:
+            UserError: the model does not load.
+        """
+        self._thread.start()
+        loaded = self._loaded.get()
+        if isinstance(loaded, BaseException):
+            raise loaded
+        return loaded
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are processed."""
+        return self._thread.is_alive()
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that run or wait."""
+        return len(self._subscriptions)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> Subscription:
+        """Start requests, on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        subscription = Subscription(requests)
+        self._subscriptions |= dict.fromkeys(requests, subscription)
+
+        def add(engine: Engine) -> None:
+            for request in requests:
+                try:
+                    engine.scheduler.require_memory(request)
+                except UserError as error:
+                    self._deliver([TokenOutput(request, -1, True, error=error)])
+                else:
+                    self._active.add(request)
+                    engine.add_request(request)
+
+        self._commands.put(add)
+        return subscription
+
+    def abort(self, request: GenerationRequest) -> None:
+        """Drop a request before the next step, on the event loop."""
+
+        def abort(engine: Engine) -> None:
+            self._active.discard(request)
+            engine.abort(request)
+
+        if self._subscriptions.pop(request, None):
+            self._commands.put(abort)
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """What a function of the engine returns, between two steps.
+
+        Raises:
+            UserError: from the function.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future = loop.create_future()
+
+        def run(engine: Engine) -> None:
+            try:
+                result = function(engine)
+            except UserError as error:
+                loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                loop.call_soon_threadsafe(_set, future, result)
+
+        self._commands.put(run)
+        return await future
+
+    def stop(self) -> None:
+        """End the thread after its present step. Open requests are dropped."""
+        self._commands.put(None)
+        self._thread.join()
+
+    # On the thread
+
+    def _main(self) -> None:
+        try:
+            served = self._load()
+        except BaseException as error:
+            self._loaded.put(error)
+            return
+        self._loaded.put(served)
+        engine, failures = served.generator.engine, 0
+        while self._run_commands(engine):
+            try:
+                outputs = engine.step()
+            except Exception:
+                terminal.write_err(traceback.format_exc())
+                failed, self._active = self._active, set()
+                self._loop.call_soon_threadsafe(self._dispatch_failure, failed)
+                failures += 1
+                if failures == MAX_FAILURES:
+                    self._on_end()
+                    return
+                continue
+            failures = 0
+            self._publish(engine)
+            if outputs:
+                self._active -= {o.request for o in outputs if o.is_last}
+                self._deliver(outputs)
+
+    def _run_commands(self, engine: Engine) -> bool:
+        """Do what was asked for, and wait while there is no request."""
+        while True:
+            try:
+                command = self._commands.get(block=engine.idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(engine)
+            if engine.idle:
+                self._publish(engine)
+
+    def _publish(self, engine: Engine) -> None:
+        now = time.monotonic()
+        if now - self._published < PUBLISH_SECONDS and not engine.idle:
+            return
+        self._published = now
+        scheduler, stats = engine.scheduler, engine.stats
+        cached = scheduler.prefix_cache.nbytes if scheduler.prefix_cache else 0
+        self.state = EngineState(
+            running=engine.num_running,
+            waiting=len(scheduler.waiting),
+            kv_bytes=engine.nbytes + cached,
+            kv_memory=scheduler.memory,
+            preemptions=scheduler.preemptions,
+            draft_rounds=stats.rounds,
+            draft_tokens=stats.drafted,
+            accepted_tokens=sum(stats.accepted),
+        )
+
+    def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
+        self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    # On the event loop
+
+    def _dispatch(self, outputs: Sequence[TokenOutput]) -> None:
+        groups: dict[Subscription, list[TokenOutput]] = {}
+        for output in outputs:
+            if subscription := self._subscriptions.get(output.request):
+                groups.setdefault(subscription, []).append(output)
+                if output.is_last:
+                    del self._subscriptions[output.request]
+        for subscription, group in groups.items():
+            subscription.outputs.put_nowait(group)
+
+    def _dispatch_failure(self, requests: set[GenerationRequest]) -> None:
+        subscriptions = {self._subscriptions.pop(r, None) for r in requests}
+        for subscription in subscriptions - {None}:
+            subscription.outputs.put_nowait(EngineFailed())
+
+
+def _set(future: asyncio.Future, result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future, error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

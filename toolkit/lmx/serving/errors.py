@@ -1,0 +1,44 @@
+"""Errors of the endpoint, in OpenAI's form."""
+
+from ..errors import UserError
+
+INVALID, OVERLOADED = "invalid_request_error", "overloaded_error"
+SERVER = "server_error"
+
+
+class ApiError(Exception):
+    """An answer with an error.
+
+    Args:
+        status: of HTTP.
+        param: the parameter that is wrong.
+        code: a word for programs, such as "unknown_parameter".
+        kind: OpenAI's type of error.
+        headers: further headers of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = INVALID,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message = status, message
+        self.param, self.code, self.kind = param, code, kind
+        self.headers = headers or {}
+
+    def to_json(self) -> dict:
+        """The body of the answer."""
+        error = {"message": self.message, "type": self.kind}
+        return {"error": error | {"param": self.param, "code": self.code}}
+
+    @classmethod
+    def of(cls, error: UserError, *, param: str | None = None) -> "ApiError":
+        """A request that the engine or the model refuses."""
+        hint = f" ({error.hint})" if error.hint else ""
+        return cls(400, f"{error.message}{hint}", param=param)

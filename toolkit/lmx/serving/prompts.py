@@ -1,0 +1,161 @@
+"""The prompts of requests: messages, text or tokens, as token ids."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..data.chat.messages import KEYS, BadRecord, parse_turn, require_text
+from ..errors import UserError
+from ..generation.prompt import encode_chat, encode_text
+from .errors import ApiError
+from .protocol import ChatCompletionParameters, CompletionParameters
+
+ECHOED = {"refusal", "annotations", "audio", "cache_control"}
+"""Keys of OpenAI's answers, which clients send back with the next turn."""
+RESERVED = {
+    *("conversation", "messages", "tools", "documents", "chat_template", "tokenize"),
+    *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    *("return_assistant_tokens_mask",),
+}
+"""Arguments of `apply_chat_template` that are no variables of the template."""
+MAX_THINK_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt.
+
+    Attributes:
+        in_reasoning: whether it ends inside the chain of thought.
+    """
+
+    tokens: list[int]
+    in_reasoning: bool = False
+
+
+def encode_messages(
+    tokenizer: Any, parameters: ChatCompletionParameters, *, thinking: bool
+) -> EncodedPrompt:
+    """The prompt of a chat.
+
+    Args:
+        thinking: whether the assistant may begin with a chain of thought.
+
+    Raises:
+        ApiError: a message or an argument of the template is wrong.
+    """
+    words = template_words(tokenizer)
+    messages = [
+        _message(message, index, words)
+        for index, message in enumerate(parameters.messages)
+    ]
+    tools = _tools(parameters)
+    if tools and not tokenizer.has_tool_calling:
+        message = "this model has no format of tool calls that lmx knows"
+        raise ApiError(400, message, param="tools")
+    options = _template_options(parameters, words)
+    thinking = options.pop("enable_thinking", thinking)
+    try:
+        tokens = encode_chat(
+            tokenizer,
+            messages,
+            thinking=thinking,
+            tools=tools,
+            template_kwargs=options,
+        )
+    except UserError as error:
+        raise ApiError.of(error, param="messages") from error
+    return EncodedPrompt(tokens, opens_reasoning(tokenizer, tokens))
+
+
+def encode_prompts(
+    tokenizer: Any, parameters: CompletionParameters
+) -> list[EncodedPrompt]:
+    """The prompts of a completion.
+
+    Raises:
+        ApiError: one is no text, or empty.
+    """
+    prompts = []
+    for prompt in parameters.prompts:
+        if isinstance(prompt, str):
+            try:
+                prompt = encode_text(tokenizer, prompt)
+            except UserError as error:
+                raise ApiError.of(error, param="prompt") from error
+        prompts.append(EncodedPrompt(prompt))
+    return prompts
+
+
+def template_words(tokenizer: Any) -> set[str] | None:
+    """Words of the chat template; None = it is a program, which is not read."""
+    template = tokenizer.chat_template
+    return None if template is None else set(re.findall(r"\w+", str(template)))
+
+
+def opens_reasoning(tokenizer: Any, tokens: Sequence[int]) -> bool:
+    """Whether a prompt ends with the beginning of a chain of thought.
+
+    A message may name the tag too, so only white space may come after it.
+    """
+    if not tokenizer.has_thinking:
+        return False
+    start = tokenizer.rfind_think_start(tokens, start=len(tokens) - MAX_THINK_TOKENS)
+    if start < 0:
+        return False
+    rest = tokens[start + len(tokenizer.think_start_tokens) :]
+    return not tokenizer.decode(rest).strip()
+
+
+def _message(message: dict, index: int, words: set[str] | None) -> dict:
+    place = f"messages[{index}]"
+    message = {
+        key: value
+        for key, value in message.items()
+        if value is not None and not (key in ECHOED and not value)
+    }
+    for key in message:
+        if key not in KEYS and words is not None and key not in words:
+            text = f"Unrecognized request argument supplied: {place}.{key}"
+            raise ApiError(400, text, param=f"{place}.{key}", code="unknown_parameter")
+    if "role" not in message:
+        raise ApiError(400, f"{place}: role is missing", param=f"{place}.role")
+    try:
+        return parse_turn(message, index + 1)
+    except BadRecord as error:
+        raise ApiError(400, str(error), param=place) from None
+
+
+def _tools(parameters: ChatCompletionParameters) -> list[dict] | None:
+    """The functions that the assistant may call."""
+    for index, tool in enumerate(parameters.tools or []):
+        place = f"tools[{index}]"
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            message = f'{place} is no {{"type": "function", "function": ...}}'
+            raise ApiError(400, message, param=place)
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise ApiError(400, f"{place}.function has no name", param=place)
+        if not isinstance(function.get("parameters", {}), dict):
+            message = f"{place}.function.parameters is no JSON schema"
+            raise ApiError(400, message, param=place)
+        try:
+            require_text(tool, place)
+        except BadRecord as error:
+            raise ApiError(400, str(error), param=place) from None
+    return parameters.tools if parameters.tool_choice != "none" else None
+
+
+def _template_options(
+    parameters: ChatCompletionParameters, words: set[str] | None
+) -> dict[str, Any]:
+    options = dict(parameters.chat_template_kwargs or {})
+    if parameters.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", parameters.reasoning_effort)
+    for name in options:
+        if name in RESERVED or (words is not None and name not in words):
+            message = f"the chat template of this model has no {name}"
+            raise ApiError(400, message, param=name, code="unknown_parameter")
+    return options

@@ -1,0 +1,220 @@
+"""The parameters of OpenAI's chat completions and completions, and those of vLLM.
+
+A parameter that is not here is refused by its name, and so is a value of another type.
+"""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ..config.validation import describe, path_of
+from ..errors import shorten
+from ..generation.sampling import Sampling
+from .errors import ApiError
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 1000
+MAX_DEPTH = 200
+"""Levels of a JSON body; OpenAI allows fewer in a schema."""
+IGNORED = (
+    *("user", "store", "metadata", "service_tier", "prompt_cache_key"),
+    *("prompt_cache_retention", "safety_identifier"),
+)
+"""Parameters that do not change the completion."""
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty"),
+)
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Token = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Count = Annotated[int, Field(ge=1, le=1 << 31)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(_Part):
+    """What a stream says beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationParameters(_Part):
+    """The parameters that both endpoints have. None = as the server is configured."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[Token, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | list[str] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str] | None) -> str | list[str] | None:
+        strings = [value] if isinstance(value, str) else value or []
+        if len(strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"has more than {MAX_STOP_STRINGS} strings")
+        if not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in strings):
+            raise ValueError(f"a string has not 1 to {MAX_STOP_CHARACTERS} characters")
+        return value
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The strings that end the completion."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def choices(self) -> int:
+        """Completions of each prompt."""
+        return self.n or 1
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The most tokens of a completion."""
+        return self.max_tokens
+
+    def sampling(self, defaults: dict[str, float], seed: int) -> Sampling:
+        """The settings of a completion.
+
+        Args:
+            defaults: of the server, by parameter.
+        """
+        given = {name: getattr(self, name) for name in SAMPLING}
+        given = {name: value for name, value in given.items() if value is not None}
+        options = defaults | given
+        # vLLM's -1 is the 0 of others: all tokens.
+        options["top_k"] = max(0, options.get("top_k", 0))
+        bias = tuple((int(i), float(v)) for i, v in (self.logit_bias or {}).items())
+        return Sampling(**options, logit_bias=bias, seed=seed % 2**64)
+
+    @classmethod
+    def parse(cls, body: Any) -> Self:
+        """The parameters of a JSON body.
+
+        Raises:
+            ApiError: a parameter is unknown, or has a wrong value.
+        """
+        if not isinstance(body, dict):
+            raise ApiError(400, "the body is no JSON object")
+        try:
+            return cls.model_validate(body)
+        except ValidationError as invalid:
+            # An unknown name may explain what is missing.
+            errors = invalid.errors(include_url=False, include_context=True)
+            errors.sort(key=lambda error: error["type"] != "extra_forbidden")
+            raise _api_error(errors[0], body) from None
+
+
+class ChatCompletionParameters(GenerationParameters):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
+class CompletionParameters(GenerationParameters):
+    """The body of `/v1/completions`."""
+
+    prompt: str | Tokens | Texts | TokenLists
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: Literal[1] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts, as text or tokens."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return [*self.prompt]
+
+
+def parse_body(data: bytes) -> Any:
+    """The JSON value of a body.
+
+    Raises:
+        ApiError: it is not JSON in UTF-8, or nested too deeply.
+    """
+    try:
+        text = data.decode()
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:
+            # Half of a surrogate pair is no text, and stands only in an escape.
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        message = f"the body is not JSON in UTF-8: {error}"
+        raise ApiError(400, shorten(message)) from None
+    if _depth(value) > MAX_DEPTH:
+        raise ApiError(400, f"the body has more than {MAX_DEPTH} levels")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _depth(value: Any) -> int:
+    """Levels of objects and lists."""
+    level, depth = [value], -1
+    while level:
+        depth += 1
+        inner = (v for v in level if isinstance(v, dict | list))
+        level = [c for v in inner for c in (v.values() if isinstance(v, dict) else v)]
+    return depth
+
+
+def _api_error(error: dict, body: dict) -> ApiError:
+    if error["type"] == "extra_forbidden":
+        name = ".".join(map(str, error["loc"]))
+        message = f"Unrecognized request argument supplied: {shorten(name, 100)}"
+        return ApiError(400, message, param=name, code="unknown_parameter")
+    path = path_of(error["loc"], body)
+    if error["type"] == "missing":
+        path = (*path, error["loc"][-1])
+    param = ".".join(map(str, path))
+    return ApiError(400, shorten(f"{param}: {describe(error)}"), param=param)

@@ -1,0 +1,316 @@
+"""Requests of the endpoint as requests of the engine, and their answers."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UserError
+from ..generation.sequence import GenerationRequest, TokenOutput
+from .answers import Answer, ChatAnswer
+from .chat_output import ChatOutputParser
+from .choice import Choice, Piece
+from .engine_thread import EngineFailed, EngineThread, ServedModel
+from .errors import OVERLOADED, SERVER, ApiError
+from .metrics import Metrics
+from .prompts import EncodedPrompt, encode_messages, encode_prompts
+from .protocol import (
+    ChatCompletionParameters,
+    CompletionParameters,
+    GenerationParameters,
+)
+
+KEEP_ALIVE_SECONDS = 15.0
+"""A stream without a token for so long says that it lives; proxies close it else."""
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """How the server answers.
+
+    Attributes:
+        model: the name that the model is served under.
+        max_tokens: of completions whose requests name no limit.
+        max_requests: completions that run or wait; more are refused.
+        timeout: seconds that a request may take.
+    """
+
+    model: str
+    max_tokens: int = 4096
+    max_requests: int = 256
+    timeout: float = 600.0
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that is answered.
+
+    Attributes:
+        arrival, deadline: its time, and that at which it is ended.
+    """
+
+    parameters: GenerationParameters
+    prompts: Sequence[EncodedPrompt]
+    choices: Sequence[Choice]
+    answer: Answer
+    arrival: float
+    deadline: float
+
+    @property
+    def splits_steps(self) -> bool:
+        """Whether every token has a chunk of its own, with its counts."""
+        options = self.parameters.stream_options
+        return bool(options and options.continuous_usage_stats)
+
+
+class CompletionService:
+    """Answers requests with an engine.
+
+    Args:
+        served: the model; its engine belongs to `thread`.
+    """
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        served: ServedModel,
+        settings: ServiceSettings,
+        metrics: Metrics,
+    ):
+        self.thread, self.settings, self.metrics = thread, settings, metrics
+        self._generator, self._sampling = served.generator, served.sampling
+        self._tokenizer = served.generator.tokenizer
+        # Long prompts do not stop the event loop. Tokenizers take one thread only.
+        self._encoder = ThreadPoolExecutor(1, "tokenizer")
+
+    @property
+    def models(self) -> dict[str, str | None]:
+        """The names of the base model (None) and of its adapters."""
+        return {self.settings.model: None}
+
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens that a prompt and its completion may have; None = no limit."""
+        return self._generator.max_positions
+
+    async def chat(self, body: Any) -> Job:
+        """Prepare the answer to a body of `/v1/chat/completions`.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        arrival = time.monotonic()
+        parameters = ChatCompletionParameters.parse(body)
+        if parameters.top_logprobs and not parameters.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
+        model = self._require_model(parameters)
+        self._require_room(parameters.choices)
+        tools = parameters.tools if parameters.tool_choice != "none" else None
+        if parameters.tool_choice not in (None, "none", "auto"):
+            message = "lmx takes none and auto: it does not force a call"
+            raise ApiError(400, message, param="tool_choice")
+        prompt = await self._encode(
+            lambda: encode_messages(self._tokenizer, parameters, thinking=True)
+        )
+
+        def parser() -> ChatOutputParser:
+            return ChatOutputParser(
+                self._tokenizer, tools, in_reasoning=prompt.in_reasoning
+            )
+
+        top = parameters.top_logprobs or 0
+        choices = self._choices(
+            parameters,
+            [prompt],
+            top_logprobs=top if parameters.logprobs else None,
+            parser=parser,
+            single_call=parameters.parallel_tool_calls is False,
+        )
+        answer = ChatAnswer(model, choices, [len(prompt.tokens)])
+        return self._job(parameters, [prompt], choices, answer, arrival)
+
+    async def complete(self, body: Any) -> Job:
+        """Prepare the answer to a body of `/v1/completions`.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        arrival = time.monotonic()
+        parameters = CompletionParameters.parse(body)
+        if parameters.echo and parameters.logprobs is not None:
+            message = "lmx gives no log-probabilities of prompts: echo without logprobs"
+            raise ApiError(400, message, param="echo")
+        model = self._require_model(parameters)
+        self._require_room(parameters.choices * len(parameters.prompts))
+        prompts = await self._encode(
+            lambda: encode_prompts(self._tokenizer, parameters)
+        )
+        choices = self._choices(parameters, prompts, top_logprobs=parameters.logprobs)
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        answer = Answer(model, choices, lengths)
+        return self._job(parameters, prompts, choices, answer, arrival)
+
+    async def pieces(self, job: Job) -> AsyncIterator[Piece | None]:
+        """The pieces of all completions, as they come; None = there is none yet.
+
+        Raises:
+            ApiError: a completion failed, or the time is over.
+        """
+        if getattr(job.parameters, "echo", None):
+            for choice in job.choices:
+                text = self._tokenizer.decode(choice.request.prompt)
+                yield Piece(choice, [{"text": text}], [], None)
+        by_request = {choice.request: choice for choice in job.choices}
+        subscription = self.thread.submit([*by_request])
+        try:
+            while by_request:
+                outputs = await self._next(subscription.outputs, job.deadline)
+                if outputs is None:
+                    yield None
+                    continue
+                for group in _groups(outputs, split=job.splits_steps):
+                    request = group[0].request
+                    if not (choice := by_request.get(request)):
+                        continue
+                    piece = choice.add(group)
+                    if piece.finish_reason:
+                        del by_request[request]
+                        # It may have ended by its text, of which the engine knows not.
+                        self.thread.abort(request)
+                    yield piece
+        finally:
+            for request in by_request:
+                self.thread.abort(request)
+            self._record(job)
+
+    async def _next(
+        self, queue: asyncio.Queue, deadline: float
+    ) -> list[TokenOutput] | None:
+        seconds = min(KEEP_ALIVE_SECONDS, deadline - time.monotonic())
+        try:
+            outputs = await asyncio.wait_for(queue.get(), max(0.0, seconds))
+        except TimeoutError:
+            if time.monotonic() < deadline:
+                return None
+            message = f"the request took more than {self.settings.timeout:g} seconds"
+            raise ApiError(408, message, code="timeout") from None
+        if isinstance(outputs, EngineFailed):
+            raise ApiError(500, "the engine failed; see the log", kind=SERVER)
+        for output in outputs:
+            if output.error:
+                raise ApiError.of(output.error)
+        return outputs
+
+    async def _encode(self, function: Callable[[], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._encoder, function)
+
+    def _require_model(self, parameters: GenerationParameters) -> str:
+        name = parameters.model or self.settings.model
+        if name not in self.models:
+            message = f"The model {name!r} does not exist"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name
+
+    def _require_room(self, count: int) -> None:
+        if self.thread.open_requests + count > self.settings.max_requests:
+            raise ApiError(
+                429,
+                f"{self.thread.open_requests} completions run or wait, and at most "
+                f"{self.settings.max_requests} may",
+                code="overloaded",
+                kind=OVERLOADED,
+                headers={"Retry-After": "1"},
+            )
+
+    def _choices(
+        self,
+        parameters: GenerationParameters,
+        prompts: Sequence[EncodedPrompt],
+        *,
+        top_logprobs: int | None,
+        parser: Callable[[], ChatOutputParser] | None = None,
+        single_call: bool = False,
+    ) -> list[Choice]:
+        """The completions of prompts.
+
+        Args:
+            top_logprobs: of so many most likely tokens; None = no log-probabilities.
+            parser: makes the parser of each.
+        """
+        seed = parameters.seed
+        seed = secrets.randbits(63) if seed is None else seed
+        choices = []
+        for prompt_index, prompt in enumerate(prompts):
+            for number in range(parameters.choices):
+                request = self._request(
+                    parameters, prompt.tokens, seed + number, top_logprobs
+                )
+                choices.append(
+                    Choice(
+                        index=len(choices),
+                        prompt_index=prompt_index,
+                        request=request,
+                        tokenizer=self._tokenizer,
+                        stop=parameters.stop_strings,
+                        parser=parser() if parser else None,
+                        single_call=single_call,
+                    )
+                )
+        return choices
+
+    def _request(
+        self,
+        parameters: GenerationParameters,
+        tokens: list[int],
+        seed: int,
+        top_logprobs: int | None,
+    ) -> GenerationRequest:
+        positions = self._generator.max_positions
+        if positions is not None and len(tokens) > positions:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {positions} tokens, and the "
+                f"prompt has {len(tokens)}",
+                code="context_length_exceeded",
+            )
+        limit = parameters.max_new_tokens or self.settings.max_tokens
+        try:
+            count = self._generator.clamp_max_tokens(tokens, limit)
+            sampling = parameters.sampling(self._sampling, seed)
+        except UserError as error:
+            raise ApiError.of(error) from error
+        stop_tokens = frozenset() if parameters.ignore_eos else None
+        return GenerationRequest(
+            tokens,
+            count,
+            sampling,
+            self._generator.resolve_stop_tokens(stop_tokens),
+            logprobs=None if top_logprobs is None else "raw",
+            top_logprobs=top_logprobs or 0,
+            priority=parameters.priority or 0,
+        )
+
+    def _job(self, parameters, prompts, choices, answer, arrival: float) -> Job:
+        deadline = arrival + self.settings.timeout
+        return Job(parameters, prompts, choices, answer, arrival, deadline)
+
+    def _record(self, job: Job) -> None:
+        for index, prompt in enumerate(job.prompts):
+            cached = [c.cached_tokens for c in job.choices if c.prompt_index == index]
+            self.metrics.record_prompt(len(prompt.tokens), cached[0])
+        for choice in job.choices:
+            self.metrics.record(choice, job.arrival)
+
+
+def _groups(
+    outputs: Sequence[TokenOutput], *, split: bool
+) -> Iterator[list[TokenOutput]]:
+    """The tokens of every request, or every token by itself."""
+    groups: dict[Any, list[TokenOutput]] = {}
+    for index, output in enumerate(outputs):
+        groups.setdefault(index if split else output.request, []).append(output)
+    return iter(groups.values())
