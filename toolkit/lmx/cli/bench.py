@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..errors import UserError
 from ..models.checkpoint import model_folder
 from ..run import terminal
+from .bench_load import add_load_arguments, bench_load, counts, load_argument_faults
 from .generate import add_draft_arguments, draft_argument_faults, parity_line, refuse
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx bench`."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="model folder, run directory or Hub id")
-    add("--prompt-lengths", type=_numbers, default=[32, 512], metavar="N,N")
-    add("--batch-sizes", type=_numbers, default=[1, 4, 16], metavar="N,N")
+    add("--prompt-lengths", type=counts, default=[32, 512], metavar="N,N")
+    add("--batch-sizes", type=counts, default=[1, 4, 16], metavar="N,N")
     about = "tokens to decode; default 64"
     add("--tokens", type=int, default=64, metavar="N", help=about)
     add("--repeats", type=int, default=5, metavar="N", help="runs per case; default 5")
@@ -43,14 +44,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add_draft_arguments(parser)
     add("--json", action="store_true", help="print JSON")
     add("--trust-remote-code", action="store_true", help="run the model's own Python")
-
-
-def _numbers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        message = f"expected numbers from 1, such as 32,512; got {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    return [int(part) for part in parts]
+    add_load_arguments(parser)
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -64,8 +58,11 @@ def bench(args: argparse.Namespace) -> int:
             "--tokens must be 2 or more": args.tokens < 2,
             "--repeats must be 1 or more": args.repeats < 1,
             **draft_argument_faults(args),
+            **load_argument_faults(args),
         }
     )
+    if args.load:
+        return bench_load(args)
     from .. import cpu
 
     cpu.enable()

@@ -76,9 +76,18 @@ class Chart:
 
 
 def line_chart(
-    key: str, title: str, unit: str, lines: dict[str, list[Point]]
+    key: str,
+    title: str,
+    unit: str,
+    lines: dict[str, list[Point]],
+    *,
+    across: str = "step",
 ) -> Chart | None:
-    """A chart of lines by name over steps; None if no line has a value."""
+    """A chart of lines by name over steps; None if no line has a value.
+
+    Args:
+        across: what a position is.
+    """
     known = {
         name: {x: y for x, y in points if y is not None}
         for name, points in lines.items()
@@ -97,8 +106,8 @@ def line_chart(
         key,
         title,
         unit,
-        description=" ".join(_describe(*line) for line in known.items()),
-        columns=["step", *known],
+        description=" ".join(_describe(*line, across) for line in known.items()),
+        columns=[across, *known],
         rows=[
             [
                 format_number(at),
@@ -126,9 +135,9 @@ def _path(name: str, points: list[Point], x: Scale, y: Scale) -> tuple:
     return name, " ".join(parts), marks if len(marks) <= MAX_MARKS else []
 
 
-def _describe(name: str, points: dict[float, float]) -> str:
+def _describe(name: str, points: dict[float, float], across: str) -> str:
     def at(step: float) -> str:
-        return f"{format_number(points[step])} at step {format_number(step)}"
+        return f"{format_number(points[step])} at {across} {format_number(step)}"
 
     steps = [*points]
     lowest, highest = (best(points, key=points.get) for best in (min, max))

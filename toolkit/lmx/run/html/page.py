@@ -5,7 +5,7 @@ import re
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..compare import RunSummary, TableCells, metrics_table, recipe_table
 from ..fs import write_atomic
@@ -66,7 +66,7 @@ def page(folder: Path) -> str:
     status, command = record.manifest["status"], record.manifest["command"]
     again = [f"{command} --restart"] if command else []
     facts = record.manifest["versions"] | record.manifest["machine"]
-    return _render(
+    return render(
         "report.html",
         record=record,
         status=status,
@@ -105,7 +105,7 @@ def comparison_page(
     for kind, key, label, unit in curves:
         lines = {run.name: _first_stage(run.records, kind, key) for run in runs}
         charts.append(line_chart(f"{kind}-{key}", label, unit, lines))
-    return _render(
+    return render(
         "compare.html",
         title=title or ", ".join(run.name for run in runs),
         groups=groups,
@@ -115,7 +115,7 @@ def comparison_page(
     )
 
 
-def _render(template: str, **values) -> str:
+def render(template: str, **values: Any) -> str:
     """Fill a template; all values are escaped, control characters too."""
     return _environment().get_template(template).render(**values)
 
