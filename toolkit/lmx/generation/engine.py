@@ -12,7 +12,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import nan_predictions
+from .grammar_matcher import allow_only
 from .kv_cache.batch import CacheBatch, OneRow, join
+from .logprobs import token_logprobs
 from .sampler import sample_rows
 from .scheduler import Scheduler
 from .sequence import GenerationRequest, RunningSequence, TokenOutput
@@ -147,12 +149,7 @@ class Engine:
             if self._propose():
                 self._launch_seconds += time.perf_counter() - start
                 return outputs + self._round()
-        start = time.perf_counter()
-        previous, self._in_flight = self._in_flight, self._launch()
-        if previous:
-            outputs += self._collect(previous)
-            self._time_standard(time.perf_counter() - start)
-        return outputs
+        return outputs + self._standard_step()
 
     def _rest(self) -> None:
         self._rows, self._next_tokens = None, mx.zeros(0, mx.int32)
@@ -218,6 +215,24 @@ class Engine:
 
     # Standard steps
 
+    def _standard_step(self) -> list[TokenOutput]:
+        """Launch a step of all rows, and read the tokens of the one before."""
+        start = time.perf_counter()
+        previous, self._in_flight = self._in_flight, None
+        outputs = []
+        # What a grammar allows depends on the last token, so that is read first.
+        has_grammar = self._has_grammar
+        if not has_grammar:
+            self._in_flight = self._launch()
+        if previous:
+            outputs = self._collect(previous)
+        if has_grammar:
+            self._remove_finished()
+            self._in_flight = self._launch()
+        if previous:
+            self._time_standard(time.perf_counter() - start)
+        return outputs
+
     def _launch(self) -> tuple | None:
         """Launch a step of all rows, without waiting for the one before."""
         if not self._running:
@@ -226,8 +241,13 @@ class Engine:
         is_nan = mx.isnan(logits).any(axis=(1, 2)) if self._is_first else None
         positions = [len(s.request.prompt) + s.launched for s in self._running]
         samplers = [sequence.sampler for sequence in self._running]
-        tokens = sample_rows(samplers, logits, positions)
-        logprobs = self._logprobs(logits, tokens)
+        if self._has_grammar:
+            mx.async_eval(logits)  # they are computed while the masks are
+            for sequence in self._running:
+                sequence.mask_draft([])
+        allowed = self._allowed(logits)
+        tokens = sample_rows(samplers, allowed, positions)
+        logprobs = token_logprobs(self._running, logits, allowed, tokens)
         mx.async_eval(tokens, logprobs, is_nan)
         self._next_tokens = tokens[:, 0]
         for row, sequence in enumerate(self._running):
@@ -241,46 +261,16 @@ class Engine:
         """Whether a request gets its first prediction."""
         return any(sequence.launched == 0 for sequence in self._running)
 
-    def _logprobs(
-        self,
-        logits: mx.array,
-        tokens: mx.array,
-        counts: Sequence[mx.array] | None = None,
-    ) -> mx.array | None:
-        """Log-probabilities [B, N] of tokens, if a request wants them.
+    @property
+    def _has_grammar(self) -> bool:
+        """Whether the completion of a request has to match a grammar."""
+        return any(sequence.grammar for sequence in self._running)
 
-        Args:
-            counts: those of `sample_rows`.
-        """
-        kinds = {sequence.request.logprobs for sequence in self._running}
-        if kinds == {None}:
-            return None
-        if "processed" in kinds:
-            logits = self._processed(logits, counts)
-        logits = logits.astype(mx.float32)
-        chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-        return chosen - mx.logsumexp(logits, axis=-1)
-
-    def _processed(
-        self, logits: mx.array, counts: Sequence[mx.array] | None
-    ) -> mx.array:
-        """The logits [B, N, V] that are sampled from, where a request wants them."""
-        samplers = [sequence.sampler for sequence in self._running]
-        key, shape = samplers[0].batch_key, logits.shape
-        wants = [s.request.logprobs == "processed" for s in self._running]
-        if all(wants) and key and all(s.batch_key == key for s in samplers):
-            return samplers[0].process(logits.reshape(-1, shape[-1])).reshape(shape)
-        rows = []
-        for row, (sampler, values) in enumerate(zip(samplers, logits, strict=True)):
-            if wants[row]:
-                seen = counts[row] if counts else sampler.counts
-                # Without penalties, the logits of all positions are processed alike.
-                used = sampler.process(
-                    values[: len(seen)] if seen.size else values, seen
-                )
-                values = mx.pad(used, [(0, shape[1] - len(used)), (0, 0)])
-            rows.append(values.astype(mx.float32))
-        return mx.stack(rows)
+    def _allowed(self, logits: mx.array) -> mx.array:
+        """The logits [B, N, V], -inf where the grammar of a row refuses the token."""
+        if not self._has_grammar:
+            return logits
+        return allow_only(logits, [sequence.masks for sequence in self._running])
 
     def _collect(self, step: tuple | None = None) -> list[TokenOutput]:
         """Read the tokens of a step; None = of the one in flight, if any."""
@@ -354,7 +344,7 @@ class Engine:
         for sequence in self._running:
             if sequence.proposer is None:
                 # It came before the engine had a proposer.
-                sequence.draft = NO_DRAFT
+                sequence.set_draft(NO_DRAFT)
         waiting = [s for s in self._running if s.draft is None]
         # The target adds one token to them.
         limits = [max(0, min(count, s.remaining - 1)) for s in waiting]
@@ -365,7 +355,7 @@ class Engine:
             ]
         )
         for sequence, draft in zip(waiting, drafts, strict=True):
-            sequence.draft = draft
+            sequence.set_draft(draft)
         if any(s.draft.size for s in self._running):
             self._misses = 0
             return True
@@ -395,8 +385,9 @@ class Engine:
         samplers = [sequence.sampler for sequence in sequences]
         seen = [s.sampler.counts_along(s.draft) for s in sequences]
         positions = [len(sequence.tokens) for sequence in sequences]
-        samples = sample_rows(samplers, logits, positions, seen)
-        logprobs = self._logprobs(logits, samples, seen)
+        allowed = self._allowed(logits)
+        samples = sample_rows(samplers, allowed, positions, seen)
+        logprobs = token_logprobs(sequences, logits, allowed, samples, seen)
         mx.eval(samples, tokens, logprobs, is_nan)
         scores = None if logprobs is None else logprobs.tolist()
         broken = [False] * len(counts) if is_nan is None else is_nan.tolist()
