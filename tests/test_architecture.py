@@ -57,6 +57,7 @@ LAZY = {
     "tensorboardX": {"run/tensorboard_tracker.py"},
     "trackio": {"run/trackio_tracker.py"},
     "mlflow": {"run/mlflow_tracker.py"},
+    "llguidance": {"generation/grammar_matcher.py"},
 }
 # The first calls foreign programs, whose errors must not stop a run. The second sends
 # the error of a function to another process, which raises its own. The third gives an

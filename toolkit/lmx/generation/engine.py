@@ -12,8 +12,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import nan_predictions
+from .grammar_matcher import allow_only
 from .kv_cache.batch import CacheBatch, OneRow, join
-from .logprobs import batch_logprobs
+from .logprobs import token_logprobs
 from .sampler import sample_rows
 from .scheduler import Scheduler
 from .sequence import (
@@ -158,12 +159,7 @@ class Engine:
             if self._propose():
                 self._launch_seconds += time.perf_counter() - start
                 return outputs + self._round()
-        start = time.perf_counter()
-        previous, self._in_flight = self._in_flight, self._launch()
-        if previous:
-            outputs += self._collect(previous)
-            self._time_standard(time.perf_counter() - start)
-        return outputs
+        return outputs + self._standard_step()
 
     def _rest(self) -> None:
         self._rows, self._next_tokens = None, mx.zeros(0, mx.int32)
@@ -229,6 +225,24 @@ class Engine:
 
     # Standard steps
 
+    def _standard_step(self) -> list[TokenOutput]:
+        """Launch a step of all rows, and read the tokens of the one before."""
+        start = time.perf_counter()
+        previous, self._in_flight = self._in_flight, None
+        outputs = []
+        # What a grammar allows depends on the last token, so that is read first.
+        has_grammar = self._has_grammar
+        if not has_grammar:
+            self._in_flight = self._launch()
+        if previous:
+            outputs = self._collect(previous)
+        if has_grammar:
+            self._remove_finished()
+            self._in_flight = self._launch()
+        if previous:
+            self._time_standard(time.perf_counter() - start)
+        return outputs
+
     def _launch(self) -> tuple | None:
         """Launch a step of all rows, without waiting for the one before."""
         if not self._running:
@@ -237,8 +251,13 @@ class Engine:
         is_nan = mx.isnan(logits).any(axis=(1, 2)) if self._is_first else None
         positions = [len(s.request.prompt) + s.launched for s in self._running]
         samplers = [sequence.sampler for sequence in self._running]
-        tokens = sample_rows(samplers, logits, positions)
-        logprobs = batch_logprobs(self._running, logits, tokens)
+        if self._has_grammar:
+            mx.async_eval(logits)  # they are computed while the masks are
+            for sequence in self._running:
+                sequence.mask_draft([])
+        allowed = self._allowed(logits)
+        tokens = sample_rows(samplers, allowed, positions)
+        logprobs = token_logprobs(self._running, logits, allowed, tokens)
         mx.async_eval(tokens, logprobs and logprobs.arrays, is_nan)
         self._next_tokens = tokens[:, 0]
         for row, sequence in enumerate(self._running):
@@ -251,6 +270,17 @@ class Engine:
     def _is_first(self) -> bool:
         """Whether a request gets its first prediction."""
         return any(sequence.launched == 0 for sequence in self._running)
+
+    @property
+    def _has_grammar(self) -> bool:
+        """Whether the completion of a request has to match a grammar."""
+        return any(sequence.grammar for sequence in self._running)
+
+    def _allowed(self, logits: mx.array) -> mx.array:
+        """The logits [B, N, V], -inf where the grammar of a row refuses the token."""
+        if not self._has_grammar:
+            return logits
+        return allow_only(logits, [sequence.masks for sequence in self._running])
 
     def _collect(self, step: tuple | None = None) -> list[TokenOutput]:
         """Read the tokens of a step; None = of the one in flight, if any."""
@@ -324,7 +354,7 @@ class Engine:
         for sequence in self._running:
             if sequence.proposer is None:
                 # It came before the engine had a proposer.
-                sequence.draft = NO_DRAFT
+                sequence.set_draft(NO_DRAFT)
         waiting = [s for s in self._running if s.draft is None]
         # The target adds one token to them.
         limits = [max(0, min(count, s.remaining - 1)) for s in waiting]
@@ -335,7 +365,7 @@ class Engine:
             ]
         )
         for sequence, draft in zip(waiting, drafts, strict=True):
-            sequence.draft = draft
+            sequence.set_draft(draft)
         if any(s.draft.size for s in self._running):
             self._misses = 0
             return True
@@ -365,8 +395,9 @@ class Engine:
         samplers = [sequence.sampler for sequence in sequences]
         seen = [s.sampler.counts_along(s.draft) for s in sequences]
         positions = [len(sequence.tokens) for sequence in sequences]
-        samples = sample_rows(samplers, logits, positions, seen)
-        logprobs = batch_logprobs(sequences, logits, samples, seen)
+        allowed = self._allowed(logits)
+        samples = sample_rows(samplers, allowed, positions, seen)
+        logprobs = token_logprobs(sequences, logits, allowed, samples, seen)
         mx.eval(samples, tokens, logprobs and logprobs.arrays, is_nan)
         scores = logprobs and logprobs.read()
         broken = [False] * len(counts) if is_nan is None else is_nan.tolist()

@@ -10,6 +10,8 @@ from .. import cpu
 from ..errors import UserError
 from ..models.token_ids import check_ids
 from .engine import Engine
+from .grammar import Grammar
+from .grammar_matcher import GrammarCompiler
 from .kv_cache.prefix import PrefixCache
 from .outputs import (
     CompletionOutput,
@@ -47,6 +49,7 @@ class Generator:
         self.engine = Engine(model, **options)
         self.model = model
         self.tokenizer = tokenizer
+        self.grammars = GrammarCompiler(tokenizer)
         self._streams: dict[GenerationRequest, _Stream] = {}
         config = getattr(model, "args", None)
         self.max_positions = getattr(config, "max_position_embeddings", None)
@@ -73,16 +76,21 @@ class Generator:
         sampling: Sampling = GREEDY,
         stop_tokens: Collection[int] | None = None,
         logprobs: bool = False,
+        grammar: Grammar | None = None,
     ) -> GenerationRequest:
         """A request that ends at the model's positions. Options are those of `stream`.
 
         Raises:
-            UserError: the prompt is empty, or longer than the model's positions.
+            UserError: the prompt is empty, or longer than the model's positions, or the
+                grammar is refused.
         """
         count = self.clamp_max_tokens(prompt, max_tokens)
         stop_tokens = self.resolve_stop_tokens(stop_tokens)
         kind = "raw" if logprobs else None
-        return GenerationRequest(prompt, count, sampling, stop_tokens, kind)
+        compiled = grammar and self.grammars.compile(grammar)
+        return GenerationRequest(
+            prompt, count, sampling, stop_tokens, kind, grammar=compiled
+        )
 
     def stream(
         self,
@@ -93,6 +101,7 @@ class Generator:
         stop_tokens: Collection[int] | None = None,
         stop: Sequence[str] = (),
         logprobs: bool = False,
+        grammar: Grammar | None = None,
     ) -> Iterator[GenerationResponse]:
         """Yield the completion token by token.
 
@@ -100,10 +109,12 @@ class Generator:
             stop_tokens: tokens that end the completion; None = all end-of-sequence
                 tokens of the tokenizer. The stop token comes last, with empty text.
             stop: strings that end the completion and are not part of it.
+            grammar: the completion has to match it.
 
         Raises:
             UserError: the prompt is empty, or longer than the model's positions, or
-                the KV cache of `max_tokens` does not fit in memory.
+                the KV cache of `max_tokens` does not fit in memory, or the grammar is
+                refused.
         """
         request = self.request(
             prompt,
@@ -111,6 +122,7 @@ class Generator:
             sampling=sampling,
             stop_tokens=stop_tokens,
             logprobs=logprobs,
+            grammar=grammar,
         )
         self.engine.scheduler.require_memory(request)
         if self.engine.idle:

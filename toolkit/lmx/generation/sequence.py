@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import UserError
+from .grammar_matcher import CompiledGrammar, GrammarMatcher
 from .kv_cache.sequence import CacheState
 from .sampler import Sampler
 from .sampling import Sampling
@@ -24,6 +26,10 @@ class GenerationRequest:
             distribution of the model, "processed" under the one that is sampled.
         top_logprobs: of so many most likely tokens they are wanted too.
         priority: requests with a smaller number start first.
+        grammar: the completion has to match it, from `GrammarCompiler.compile`.
+
+    Raises:
+        UserError: settings that a grammar does not go with.
     """
 
     prompt: Sequence[int]
@@ -33,6 +39,13 @@ class GenerationRequest:
     logprobs: Literal["raw", "processed"] | None = None
     top_logprobs: int = 0
     priority: int = 0
+    grammar: CompiledGrammar | None = None
+
+    def __post_init__(self):
+        if self.grammar and not self.stop_tokens:
+            raise UserError("a completion that follows a grammar needs a stop token")
+        if self.grammar and self.sampling.allowed_tokens is not None:
+            raise UserError("give either a grammar or allowed_tokens")
 
     @property
     def max_length(self) -> int:
@@ -90,8 +103,10 @@ class RunningSequence:
         cached_tokens: tokens of the prompt that the prefix cache gave.
         tokens: of the prompt and the completion so far.
         sampler: None before the first step.
+        grammar: how far its completion has come in the grammar of the request.
         launched: tokens that are computed, read or not.
         draft: draft tokens of the next round; None = not proposed yet.
+        masks: those of the grammar along the draft, see `GrammarMatcher.masks`.
         failed: whether it ended with an error.
     """
 
@@ -102,14 +117,18 @@ class RunningSequence:
     cached_tokens: int = 0
     proposer: Proposer | None = None
     sampler: Sampler | None = None
+    grammar: GrammarMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     launched: int = 0
     draft: mx.array | None = None
+    masks: np.ndarray | None = None
     finished: bool = False
     failed: bool = False
 
     def __post_init__(self):
         self.tokens = list(self.request.prompt)
+        if self.request.grammar:
+            self.grammar = self.request.grammar.start(self.request.stop_tokens)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -132,6 +151,19 @@ class RunningSequence:
             self.proposer.close()
         self.state = self.proposer = self.draft = None
 
+    def set_draft(self, draft: mx.array) -> None:
+        """Take the draft of the next round, as far as the grammar allows it."""
+        if self.grammar:
+            # This waits for a draft model.
+            self.mask_draft(draft.tolist())
+            draft = draft[: len(self.masks) - 1]
+        self.draft = draft
+
+    def mask_draft(self, draft: Sequence[int]) -> None:
+        """Set the masks along a draft, if there is a grammar."""
+        if self.grammar:
+            self.masks = self.grammar.masks(draft, self.sampler.vocab_size)
+
     def add(
         self,
         token: int,
@@ -139,7 +171,9 @@ class RunningSequence:
         *,
         is_draft: bool = False,
     ) -> TokenOutput:
-        """Append the next token of the completion."""
+        """Append the next token of the completion, unless its grammar failed."""
+        if self.grammar and (error := self.grammar.advance(token)):
+            return self.fail(error)
         self.tokens.append(token)
         is_stop = token in self.request.stop_tokens
         self.finished = is_stop or not self.remaining
