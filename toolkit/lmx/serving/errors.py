@@ -1,6 +1,6 @@
 """Errors of the endpoint, in OpenAI's form."""
 
-from ..errors import UserError
+from ..errors import UserError, shorten
 
 INVALID, OVERLOADED = "invalid_request_error", "overloaded_error"
 SERVER = "server_error"
@@ -41,4 +41,9 @@ class ApiError(Exception):
     def of(cls, error: UserError, *, param: str | None = None) -> "ApiError":
         """A request that the engine or the model refuses."""
         hint = f" ({error.hint})" if error.hint else ""
-        return cls(400, f"{error.message}{hint}", param=param)
+        place = error.place or ""
+        # Other places are files of the server.
+        is_inside = param is not None and place.startswith(param)
+        prefix = f"{place}: " if is_inside else ""
+        message = shorten(f"{prefix}{error.message}{hint}")
+        return cls(400, message, param=place if is_inside else param)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UserError
+from ..generation.grammar import Grammar
+from ..generation.grammar_matcher import CompiledGrammar
 from ..generation.sequence import GenerationRequest, TokenOutput
 from .answers import Answer, ChatAnswer
 from .chat_output import ChatOutputParser
@@ -16,6 +18,7 @@ from .choice import Choice, Piece
 from .engine_thread import EngineFailed, EngineThread, ServedModel
 from .errors import OVERLOADED, SERVER, ApiError
 from .metrics import Metrics
+from .output_formats import answer_grammar, chat_grammar
 from .prompts import EncodedPrompt, encode_messages, encode_prompts
 from .protocol import (
     ChatCompletionParameters,
@@ -109,12 +112,20 @@ class CompletionService:
         model = self._require_model(parameters)
         self._require_room(parameters.choices)
         tools = parameters.tools if parameters.tool_choice != "none" else None
-        if parameters.tool_choice not in (None, "none", "auto"):
-            message = "lmx takes none and auto: it does not force a call"
-            raise ApiError(400, message, param="tool_choice")
+        grammar = chat_grammar(parameters, self._tokenizer)
+        # A grammar has no place for a chain of thought.
         prompt = await self._encode(
-            lambda: encode_messages(self._tokenizer, parameters, thinking=True)
+            lambda: encode_messages(
+                self._tokenizer, parameters, thinking=grammar is None
+            )
         )
+        if grammar and prompt.in_reasoning:
+            message = (
+                "the chat template of this model begins with a chain of thought, for "
+                "which response_format and a forced call leave no place"
+            )
+            raise ApiError(400, message, param="response_format")
+        compiled = await self._compile(grammar)
 
         def parser() -> ChatOutputParser:
             return ChatOutputParser(
@@ -125,6 +136,7 @@ class CompletionService:
         choices = self._choices(
             parameters,
             [prompt],
+            grammar=compiled,
             top_logprobs=top if parameters.logprobs else None,
             parser=parser,
             single_call=parameters.parallel_tool_calls is False,
@@ -148,7 +160,12 @@ class CompletionService:
         prompts = await self._encode(
             lambda: encode_prompts(self._tokenizer, parameters)
         )
-        choices = self._choices(parameters, prompts, top_logprobs=parameters.logprobs)
+        choices = self._choices(
+            parameters,
+            prompts,
+            grammar=await self._compile(answer_grammar(parameters)),
+            top_logprobs=parameters.logprobs,
+        )
         lengths = [len(prompt.tokens) for prompt in prompts]
         answer = Answer(model, choices, lengths)
         return self._job(parameters, prompts, choices, answer, arrival)
@@ -204,6 +221,15 @@ class CompletionService:
                 raise ApiError.of(output.error)
         return outputs
 
+    async def _compile(self, grammar: Grammar | None) -> CompiledGrammar | None:
+        if grammar is None:
+            return None
+        try:
+            compile_ = self._generator.grammars.compile
+            return await self._encode(lambda: compile_(grammar))
+        except UserError as error:
+            raise ApiError.of(error, param="response_format") from error
+
     async def _encode(self, function: Callable[[], Any]) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._encoder, function)
@@ -231,6 +257,7 @@ class CompletionService:
         parameters: GenerationParameters,
         prompts: Sequence[EncodedPrompt],
         *,
+        grammar: CompiledGrammar | None,
         top_logprobs: int | None,
         parser: Callable[[], ChatOutputParser] | None = None,
         single_call: bool = False,
@@ -247,7 +274,11 @@ class CompletionService:
         for prompt_index, prompt in enumerate(prompts):
             for number in range(parameters.choices):
                 request = self._request(
-                    parameters, prompt.tokens, seed + number, top_logprobs
+                    parameters,
+                    prompt.tokens,
+                    seed=seed + number,
+                    grammar=grammar,
+                    top_logprobs=top_logprobs,
                 )
                 choices.append(
                     Choice(
@@ -266,7 +297,9 @@ class CompletionService:
         self,
         parameters: GenerationParameters,
         tokens: list[int],
+        *,
         seed: int,
+        grammar: CompiledGrammar | None,
         top_logprobs: int | None,
     ) -> GenerationRequest:
         positions = self._generator.max_positions
@@ -278,21 +311,20 @@ class CompletionService:
                 code="context_length_exceeded",
             )
         limit = parameters.max_new_tokens or self.settings.max_tokens
+        stop_tokens = frozenset() if parameters.ignore_eos else None
         try:
-            count = self._generator.clamp_max_tokens(tokens, limit)
-            sampling = parameters.sampling(self._sampling, seed)
+            return GenerationRequest(
+                tokens,
+                self._generator.clamp_max_tokens(tokens, limit),
+                parameters.sampling(self._sampling, seed),
+                self._generator.resolve_stop_tokens(stop_tokens),
+                logprobs=None if top_logprobs is None else "raw",
+                top_logprobs=top_logprobs or 0,
+                priority=parameters.priority or 0,
+                grammar=grammar,
+            )
         except UserError as error:
             raise ApiError.of(error) from error
-        stop_tokens = frozenset() if parameters.ignore_eos else None
-        return GenerationRequest(
-            tokens,
-            count,
-            sampling,
-            self._generator.resolve_stop_tokens(stop_tokens),
-            logprobs=None if top_logprobs is None else "raw",
-            top_logprobs=top_logprobs or 0,
-            priority=parameters.priority or 0,
-        )
 
     def _job(self, parameters, prompts, choices, answer, arrival: float) -> Job:
         deadline = arrival + self.settings.timeout
