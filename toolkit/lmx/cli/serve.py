@@ -83,14 +83,14 @@ def serve(args: argparse.Namespace) -> int:
     )
     try:
         from ..serving.app import HTTPSettings
-        from ..serving.server import serve as run
+        from ..serving.server import ModelServer
         from ..serving.service import ServiceSettings
     except ModuleNotFoundError as error:
         raise UserError(
             f"{error.name} is not installed",
             hint="pip install 'lmx-toolkit[serve]'",
         ) from error
-    return run(
+    server = ModelServer(
         lambda: _load(args),
         host=args.host,
         port=args.port,
@@ -107,6 +107,7 @@ def serve(args: argparse.Namespace) -> int:
             log_requests=args.log_requests,
         ),
     )
+    return server.run()
 
 
 def _load(args: argparse.Namespace) -> "ServedModel":

@@ -149,7 +149,8 @@ class Endpoint:
             raise ApiError(408, message) from None
         except ClientDisconnect:
             raise ApiError(CLIENT_GONE, "the client has left") from None
-        return parse_body(bytes(data))
+        # A large body does not stop the event loop.
+        return await asyncio.to_thread(parse_body, bytes(data))
 
     def _authorize(self, request: Request) -> None:
         key = self._settings.api_key
@@ -353,5 +354,6 @@ def json_response(
 
 
 def log(text: str) -> None:
-    """Write a line to the log, with the time."""
+    """Write a line to the log, with the time. A client's text does not end it."""
+    text = "\\n".join(terminal.visible(text).splitlines())
     terminal.write_err(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..generation.sequence import GenerationRequest, TokenOutput
 from ..run import terminal
 
 MAX_FAILURES = 3
-"""Steps in a row that raise an exception, after which the server ends."""
+"""Exceptions in a row without a step between them, after which the server ends."""
 
 PUBLISH_SECONDS = 0.1
 
@@ -38,7 +39,7 @@ class ServedModel:
 
 
 class EngineFailed(Exception):
-    """A step has raised an exception; its requests are lost."""
+    """The engine has raised an exception; its requests are lost."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None]
         self._commands = queue.SimpleQueue()
         self._subscriptions: dict[GenerationRequest, Subscription] = {}
+        self._calls: set[asyncio.Future] = set()
+        self._has_failed = False
         self._active: set[GenerationRequest] = set()  # of the thread
         self._published = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,16 +135,20 @@ class EngineThread:
         """Start requests, on the event loop."""
         self._loop = asyncio.get_running_loop()
         subscription = Subscription(requests)
+        if self._has_failed:
+            subscription.outputs.put_nowait(EngineFailed())
+            return subscription
         self._subscriptions |= dict.fromkeys(requests, subscription)
 
         def add(engine: Engine) -> None:
+            self._active |= {*requests}
             for request in requests:
                 try:
                     engine.scheduler.require_memory(request)
                 except UserError as error:
+                    self._active.discard(request)
                     self._deliver([TokenOutput(request, -1, True, error=error)])
                 else:
-                    self._active.add(request)
                     engine.add_request(request)
 
         self._commands.put(add)
@@ -162,20 +169,27 @@ class EngineThread:
 
         Raises:
             UserError: from the function.
+            EngineFailed: the thread has ended.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future = loop.create_future()
+        self._loop = asyncio.get_running_loop()
+        future: asyncio.Future = self._loop.create_future()
+        if self._has_failed:
+            raise EngineFailed
 
         def run(engine: Engine) -> None:
             try:
                 result = function(engine)
-            except UserError as error:
-                loop.call_soon_threadsafe(_fail, future, error)
+            except Exception as error:
+                self._notify(_fail, future, error)
             else:
-                loop.call_soon_threadsafe(_set, future, result)
+                self._notify(_set, future, result)
 
+        self._calls.add(future)
         self._commands.put(run)
-        return await future
+        try:
+            return await future
+        finally:
+            self._calls.discard(future)
 
     def stop(self) -> None:
         """End the thread after its present step. Open requests are dropped."""
@@ -191,24 +205,44 @@ class EngineThread:
             self._loaded.put(error)
             return
         self._loaded.put(served)
-        engine, failures = served.generator.engine, 0
-        while self._run_commands(engine):
+        try:
+            self._serve(served.generator.engine)
+        except Exception:
+            terminal.write_err(traceback.format_exc())
+            self._notify(self._dispatch_end)
+            self._on_end()
+
+    def _serve(self, engine: Engine) -> None:
+        """Run until `stop`.
+
+        Raises:
+            EngineFailed: several times in a row.
+        """
+        failures = 0
+        while True:
             try:
+                if not self._run_commands(engine):
+                    return
                 outputs = engine.step()
-            except Exception:
-                terminal.write_err(traceback.format_exc())
-                failed, self._active = self._active, set()
-                self._loop.call_soon_threadsafe(self._dispatch_failure, failed)
+            except Exception as error:
                 failures += 1
                 if failures == MAX_FAILURES:
-                    self._on_end()
-                    return
+                    raise EngineFailed from error
+                terminal.write_err(traceback.format_exc())
+                self._drop_active(engine)
                 continue
             failures = 0
             self._publish(engine)
             if outputs:
                 self._active -= {o.request for o in outputs if o.is_last}
                 self._deliver(outputs)
+
+    def _drop_active(self, engine: Engine) -> None:
+        """After an exception, which may have left anything of them."""
+        failed, self._active = self._active, set()
+        for request in failed:
+            engine.abort(request)
+        self._notify(self._dispatch_failure, failed)
 
     def _run_commands(self, engine: Engine) -> bool:
         """Do what was asked for, and wait while there is no request."""
@@ -242,7 +276,12 @@ class EngineThread:
         )
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        self._loop.call_soon_threadsafe(self._dispatch, outputs)
+        self._notify(self._dispatch, outputs)
+
+    def _notify(self, function: Callable, *arguments: Any) -> None:
+        # The loop may be closed, and then nobody waits.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     # On the event loop
 
@@ -255,6 +294,13 @@ class EngineThread:
                     del self._subscriptions[output.request]
         for subscription, group in groups.items():
             subscription.outputs.put_nowait(group)
+
+    def _dispatch_end(self) -> None:
+        """Nothing that is open, or comes, will be answered."""
+        self._has_failed = True
+        self._dispatch_failure({*self._subscriptions})
+        for future in self._calls:
+            _fail(future, EngineFailed())
 
     def _dispatch_failure(self, requests: set[GenerationRequest]) -> None:
         subscriptions = {self._subscriptions.pop(r, None) for r in requests}

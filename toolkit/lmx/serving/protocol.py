@@ -4,7 +4,7 @@ A parameter that is not here is refused by its name, and so is a value of anothe
 """
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -16,8 +16,15 @@ from .errors import ApiError
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 1000
+MAX_BIASES = 1024
+"""Tokens of a logit_bias."""
 MAX_DEPTH = 200
 """Levels of a JSON body; OpenAI allows fewer in a schema."""
+KINDS = {
+    "prompt": "text, token ids, or a list of either",
+    "stop": "text or a list of texts",
+}
+"""Of parameters that have one of several types."""
 IGNORED = (
     *("user", "store", "metadata", "service_tier", "prompt_cache_key"),
     *("prompt_cache_retention", "safety_identifier"),
@@ -32,6 +39,9 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Token = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
+# A list of a million wrong values is one error.
+FAIL_FAST = Field(fail_fast=True)
+Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
 
 
 class _Part(BaseModel):
@@ -46,7 +56,13 @@ class StreamOptions(_Part):
 
 
 class GenerationParameters(_Part):
-    """The parameters that both endpoints have. None = as the server is configured."""
+    """The parameters that both endpoints have. None = as the server is configured.
+
+    Attributes:
+        PROMPT: the parameter with the prompt.
+    """
+
+    PROMPT: ClassVar[str]
 
     model: str | None = None
     max_tokens: Count | None = None
@@ -59,7 +75,7 @@ class GenerationParameters(_Part):
     frequency_penalty: Penalty | None = None
     logit_bias: dict[Token, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], FAIL_FAST] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -75,6 +91,13 @@ class GenerationParameters(_Part):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
+
+    @field_validator("logit_bias", "stream_options", mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_BIASES:
+            raise ValueError(f"has more than {MAX_BIASES:,} keys")
+        return value
 
     @field_validator("stop")
     @classmethod
@@ -124,23 +147,26 @@ class GenerationParameters(_Part):
         """
         if not isinstance(body, dict):
             raise ApiError(400, "the body is no JSON object")
+        # An unknown name may explain what is missing, so it comes first.
+        if unknown := next((key for key in body if key not in cls.model_fields), None):
+            raise _unknown(unknown)
         try:
             return cls.model_validate(body)
         except ValidationError as invalid:
-            # An unknown name may explain what is missing.
             errors = invalid.errors(include_url=False, include_context=True)
-            errors.sort(key=lambda error: error["type"] != "extra_forbidden")
             raise _api_error(errors[0], body) from None
 
 
 class ChatCompletionParameters(GenerationParameters):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    PROMPT = "messages"
+
+    messages: Annotated[Objects, Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -151,13 +177,17 @@ class ChatCompletionParameters(GenerationParameters):
         return self.max_completion_tokens or self.max_tokens
 
 
-Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Prompts = Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+Texts = Annotated[list[str], Prompts]
+TokenLists = Annotated[list[Tokens], Prompts]
 
 
 class CompletionParameters(GenerationParameters):
     """The body of `/v1/completions`."""
+
+    PROMPT = "prompt"
 
     prompt: str | Tokens | Texts | TokenLists
     echo: bool | None = None
@@ -208,13 +238,19 @@ def _depth(value: Any) -> int:
     return depth
 
 
+def _unknown(name: str) -> ApiError:
+    name = shorten(name, 100)
+    message = f"Unrecognized request argument supplied: {name}"
+    return ApiError(400, message, param=name, code="unknown_parameter")
+
+
 def _api_error(error: dict, body: dict) -> ApiError:
     if error["type"] == "extra_forbidden":
-        name = ".".join(map(str, error["loc"]))
-        message = f"Unrecognized request argument supplied: {shorten(name, 100)}"
-        return ApiError(400, message, param=name, code="unknown_parameter")
+        return _unknown(".".join(map(str, error["loc"])))
     path = path_of(error["loc"], body)
     if error["type"] == "missing":
         path = (*path, error["loc"][-1])
     param = ".".join(map(str, path))
+    if param in KINDS and error["type"] != "value_error":
+        return ApiError(400, f"{param}: expected {KINDS[param]}", param=param)
     return ApiError(400, shorten(f"{param}: {describe(error)}"), param=param)

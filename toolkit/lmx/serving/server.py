@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,15 +18,17 @@ from .engine_thread import EngineThread, ServedModel
 from .metrics import Metrics
 from .service import CompletionService, ServiceSettings
 
-HEADER_SECONDS = 30.0
-"""In which the head of a request must come."""
+STALL_SECONDS = 30.0
+"""In which the head of a request must come, and an answer must be read."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class HTTPProtocol(H11Protocol):
-    """HTTP/1.1, where a connection that sends no whole request is closed."""
+    """HTTP/1.1, where a connection is closed that sends no whole request, or does not
+    read its answer."""
 
     _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -36,14 +39,32 @@ class HTTPProtocol(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer:
-            self._timer.cancel()
+        for timer in (self._timer, self._write_timer):
+            if timer:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self._abort_later()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer:
+            self._write_timer.cancel()
+
+    def _abort_later(self) -> asyncio.TimerHandle:
+        # Closing would wait until the client has read what is written.
+        return self.loop.call_later(STALL_SECONDS, self.transport.abort)
 
     def _watch(self) -> None:
         waits = self.cycle is None or self.cycle.response_complete
         if waits and self._timer is None:
-            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+            self._timer = self._abort_later()
         elif not waits and self._timer:
             self._timer.cancel()
             self._timer = None
@@ -54,8 +75,9 @@ class HTTPServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while it runs."""
-        kinds = (signal.SIGINT, signal.SIGTERM)
+        """Handle signals while it runs. Only the main thread can."""
+        is_main = threading.current_thread() is threading.main_thread()
+        kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()
         before = {kind: signal.signal(kind, self.handle_exit) for kind in kinds}
         try:
             yield
@@ -90,47 +112,60 @@ def open_socket(host: str, port: int) -> socket.socket:
     return opened
 
 
-def serve(
-    load: Callable[[], ServedModel],
-    *,
-    host: str,
-    port: int,
-    service: ServiceSettings,
-    http: HTTPSettings,
-) -> int:
-    """Serve until a signal comes; returns the exit code.
+class ModelServer:
+    """A model behind a socket.
+
+    Attributes:
+        thread: the engine.
+        url: where it is served.
 
     Raises:
         UserError: the model does not load, or the address is not free.
     """
-    # Before the model is loaded, which takes longer.
-    opened = open_socket(host, port)
-    config = uvicorn.Config(
-        None,
-        http=HTTPProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-    )
-    server = HTTPServer(config)
 
-    def end() -> None:
+    def __init__(
+        self,
+        load: Callable[[], ServedModel],
+        *,
+        host: str,
+        port: int,
+        service: ServiceSettings,
+        http: HTTPSettings,
+    ):
+        # Before the model is loaded, which takes longer.
+        self._socket = open_socket(host, port)
+        self.thread = EngineThread(load, on_end=self._on_end)
+        served = self.thread.start()
+        metrics = Metrics(service.model, lambda: self.thread.state)
+        completions = CompletionService(self.thread, served, service, metrics)
+        config = uvicorn.Config(
+            Endpoint(completions, self.thread, metrics, http).app(),
+            http=HTTPProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+        )
+        self._server = HTTPServer(config)
+        address, actual = self._socket.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        self.url = f"http://{shown}:{actual}"
+        log(f"{service.model} is served on {self.url}")
+        if host not in LOOPBACK and http.api_key is None:
+            log("warning: everyone who reaches this address can use it; see --api-key")
+
+    def run(self) -> int:
+        """Serve until a signal comes, or `stop`; returns the exit code."""
+        self._server.run(sockets=[self._socket])
+        failed = not self.thread.alive
+        self.thread.stop()
+        return FAILED if failed else 0
+
+    def stop(self) -> None:
+        """End after the open requests; from any thread."""
+        self._server.should_exit = True
+
+    def _on_end(self) -> None:
         log("the engine failed several times in a row: the server ends")
-        server.should_exit = True
-
-    thread = EngineThread(load, on_end=end)
-    served = thread.start()
-    metrics = Metrics(service.model, lambda: thread.state)
-    completions = CompletionService(thread, served, service, metrics)
-    config.app = Endpoint(completions, thread, metrics, http).app()
-    address, actual = opened.getsockname()[:2]
-    shown = f"[{address}]" if ":" in address else address
-    log(f"{service.model} is served on http://{shown}:{actual}")
-    if host not in LOOPBACK and http.api_key is None:
-        log("warning: everyone who reaches this address can use it; see --api-key")
-    server.run(sockets=[opened])
-    failed = not thread.alive
-    thread.stop()
-    return FAILED if failed else 0
+        self.stop()

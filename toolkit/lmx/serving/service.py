@@ -176,13 +176,15 @@ class CompletionService:
         Raises:
             ApiError: a completion failed, or the time is over.
         """
-        if getattr(job.parameters, "echo", None):
-            for choice in job.choices:
-                text = self._tokenizer.decode(choice.request.prompt)
-                yield Piece(choice, [{"text": text}], [], None)
         by_request = {choice.request: choice for choice in job.choices}
+        # Others may have come while the prompt was encoded.
+        self._require_room(len(by_request))
         subscription = self.thread.submit([*by_request])
         try:
+            if getattr(job.parameters, "echo", None):
+                for choice in job.choices:
+                    text = self._tokenizer.decode(choice.request.prompt)
+                    yield Piece(choice, [{"text": text}], [], None)
             while by_request:
                 outputs = await self._next(subscription.outputs, job.deadline)
                 if outputs is None:
@@ -242,6 +244,12 @@ class CompletionService:
         return name
 
     def _require_room(self, count: int) -> None:
+        if count > self.settings.max_requests:
+            message = (
+                f"the request has {count:,} completions, and this server takes "
+                f"{self.settings.max_requests}"
+            )
+            raise ApiError(400, message, param="n")
         if self.thread.open_requests + count > self.settings.max_requests:
             raise ApiError(
                 429,
@@ -268,6 +276,11 @@ class CompletionService:
             top_logprobs: of so many most likely tokens; None = no log-probabilities.
             parser: makes the parser of each.
         """
+        size = self._generator.vocab_size
+        for token in parameters.logit_bias or {}:
+            if size and int(token) >= size:
+                message = f"the model has no token {token}: 0 to {size - 1}"
+                raise ApiError(400, message, param=f"logit_bias.{token}")
         seed = parameters.seed
         seed = secrets.randbits(63) if seed is None else seed
         choices = []
@@ -308,15 +321,21 @@ class CompletionService:
                 400,
                 f"This model's maximum context length is {positions} tokens, and the "
                 f"prompt has {len(tokens)}",
+                param=parameters.PROMPT,
                 code="context_length_exceeded",
             )
         limit = parameters.max_new_tokens or self.settings.max_tokens
+        try:
+            count = self._generator.clamp_max_tokens(tokens, limit)
+        except UserError as error:
+            raise ApiError.of(error, param=parameters.PROMPT) from error
         stop_tokens = frozenset() if parameters.ignore_eos else None
+        sampling = parameters.sampling(self._sampling, seed)
         try:
             return GenerationRequest(
                 tokens,
-                self._generator.clamp_max_tokens(tokens, limit),
-                parameters.sampling(self._sampling, seed),
+                count,
+                sampling,
                 self._generator.resolve_stop_tokens(stop_tokens),
                 logprobs=None if top_logprobs is None else "raw",
                 top_logprobs=top_logprobs or 0,

@@ -1,0 +1,237 @@
+"""Answers, whole and streamed: text, log-probabilities, counts."""
+
+import threading
+
+import mlx.core as mx
+import pytest
+from tiny_generators import byte_tokenizer, tiny
+from tiny_server import CHAT, COMPLETIONS, joined, joined_chat
+
+PROMPT = "The quick brown fox"
+LONG = {"max_tokens": 40, "ignore_eos": True}
+CASES = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 3},
+    "three": {"temperature": 1.0, "seed": 3, "n": 3},
+    "stop": {"stop": ["e", "\n"]},
+    "penalties": {"frequency_penalty": 1.0, "repetition_penalty": 1.2},
+}
+
+
+def _messages(text=PROMPT):
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_stream_is_the_whole_completion(server, case, counts):
+    body = LONG | CASES[case] | {"prompt": PROMPT, "logprobs": 2}
+    whole = server.complete(**body)
+    options = {"include_usage": True, "continuous_usage_stats": counts}
+    chunks = server.stream(COMPLETIONS, body | {"stream_options": options})
+    assert joined(chunks) == whole["choices"]
+    usage = chunks[-1].pop("usage")
+    assert chunks[-1]["choices"] == []
+    # The prompt is cached now, of which the first answer knew nothing.
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert usage[name] == whole["usage"][name]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    running = [chunk.get("usage") for chunk in chunks[:-1]]
+    assert all(running) if counts else not any(running)
+    if counts:
+        totals = [u["completion_tokens"] for u in running]
+        assert totals == sorted(totals)
+        assert totals[-1] == usage["completion_tokens"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stream_is_the_whole_chat(server, case):
+    body = LONG | CASES[case] | {"logprobs": True, "top_logprobs": 2}
+    whole = server.chat(PROMPT, **body)["choices"]
+    chunks = server.stream(CHAT, _messages() | body)
+    for choice in whole:
+        choice["message"].pop("refusal")
+        choice["logprobs"].pop("refusal")
+    assert joined_chat(chunks) == whole
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_names_and_forms(server):
+    completion, chat = server.complete(), server.chat()
+    assert completion["object"] == "text_completion"
+    assert chat["object"] == "chat.completion"
+    assert completion["id"].startswith("cmpl-")
+    assert chat["id"].startswith("chatcmpl-")
+    assert chat["model"] == completion["model"] == "tiny"
+    message = chat["choices"][0]["message"]
+    assert (message["role"], message["refusal"]) == ("assistant", None)
+    assert "tool_calls" not in message
+    assert completion["choices"][0]["logprobs"] is None
+
+
+def test_prompts_as_text_tokens_and_lists(server):
+    ids = byte_tokenizer().encode("Hi")
+    text = server.complete("Hi")["choices"][0]["text"]
+    other = server.complete("Ho")["choices"][0]["text"]
+    assert text != other
+    for prompt in (ids, ["Hi"], [ids]):
+        assert server.complete(prompt)["choices"][0]["text"] == text
+    several = server.complete(["Hi", "Ho", "Hi"], n=2, temperature=0)
+    assert [c["index"] for c in several["choices"]] == [*range(6)]
+    texts = [c["text"] for c in several["choices"]]
+    assert texts == [text, text, other, other, text, text]
+    assert several["usage"]["prompt_tokens"] == 6
+    assert several["usage"]["completion_tokens"] == 6 * 16
+
+
+def test_echo(server):
+    text = server.complete(PROMPT)["choices"][0]["text"]
+    body = {"prompt": [PROMPT, "Hi"], "echo": True}
+    whole = server.complete(**body)["choices"]
+    assert whole[0]["text"] == PROMPT + text
+    assert whole[1]["text"].startswith("Hi")
+    assert joined(server.stream(COMPLETIONS, body)) == whole
+    status, error = server.refused(COMPLETIONS, body | {"logprobs": 1})
+    assert (status, error["param"]) == (400, "echo")
+
+
+# Stop strings
+
+
+def test_stop_strings_across_chunks(server):
+    """Every string of the completion ends it where it first stands."""
+    full = server.complete(PROMPT, **LONG)["choices"][0]["text"]
+    starts = [i for i in range(3, len(full) - 4) if "\ufffd" not in full[i : i + 4]]
+    for start in starts[::4]:
+        stop = full[start : start + 4]
+        body = {"prompt": PROMPT, **LONG, "stop": ["never there", stop]}
+        whole = server.complete(**body)["choices"][0]
+        assert whole["text"] == full[: full.index(stop)]
+        assert whole["finish_reason"] == "stop"
+        assert joined(server.stream(COMPLETIONS, body))[0]["text"] == whole["text"]
+    assert len(starts) > 4
+    # Negative control: the beginning of a stop string alone does not.
+    body = {"prompt": PROMPT, **LONG, "stop": full[-3:] + "never there"}
+    assert server.complete(**body)["choices"][0]["text"] == full
+
+
+# Seeds
+
+
+def _sampled(server, seed, **body):
+    options = {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True}
+    return server.complete(PROMPT, seed=seed, **options, **body)["choices"]
+
+
+def test_a_seed_gives_the_same_text_alone_and_with_neighbours(server):
+    alone = _sampled(server, 11)[0]["text"]
+    assert _sampled(server, 12)[0]["text"] != alone
+    texts = {}
+
+    def ask(number):
+        texts[number] = _sampled(server, 11 if number == 4 else 100 + number)
+
+    threads = [threading.Thread(target=ask, args=[i]) for i in range(9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts[4][0]["text"] == alone
+    assert len({c[0]["text"] for c in texts.values()}) == 9
+    # The completions of a request have seeds in a row.
+    several = _sampled(server, 10, n=3)
+    assert several[1]["text"] == alone
+    # Without a seed they differ from call to call.
+    assert _sampled(server, None)[0]["text"] != _sampled(server, None)[0]["text"]
+
+
+def test_seeds_of_all_sizes(server):
+    texts = {_sampled(server, seed)[0]["text"] for seed in (0, -1, 2**63, 2**64 - 2)}
+    assert len(texts) == 4
+    assert len(_sampled(server, 2**64 - 1, n=2)) == 2
+
+
+# Log-probabilities
+
+
+def _reference(tokens):
+    """Log-probabilities at all positions, by a forward pass without a cache."""
+    logits = tiny("llama")(mx.array([tokens]))[0].astype(mx.float32)
+    return (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logprobs_are_those_of_a_forward_pass(server, temperature):
+    tokenizer = byte_tokenizer()
+    prompt = tokenizer.encode(PROMPT)
+    sampling = {"temperature": temperature, "top_k": 50, "seed": 1}
+    body = {"max_tokens": 12, "ignore_eos": True} | sampling
+    answer = server.complete(prompt, **body, logprobs=3)["choices"][0]["logprobs"]
+    bare = server.complete(prompt, **body, logprobs=0)["choices"][0]["logprobs"]
+    assert bare["token_logprobs"] == answer["token_logprobs"]
+    assert bare["top_logprobs"] == [{}] * 12
+    # Bytes that are no character have no name, so the tokens come from a chat's form.
+    chat = server.chat(PROMPT, **body, logprobs=True, top_logprobs=3)["choices"][0]
+    entries = chat["logprobs"]["content"]
+    rendered = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.encode(rendered)
+    names = {bytes(_raw(tokenizer, i)): i for i in range(256)}
+    tokens = [names[bytes(entry["bytes"])] for entry in entries]
+    scores = _reference(ids + tokens)[len(ids) - 1 : -1]
+    for entry, token, row in zip(entries, tokens, scores, strict=True):
+        assert entry["logprob"] == pytest.approx(row[token], abs=1e-4)
+        best = sorted(row, reverse=True)[:3]
+        top = [each["logprob"] for each in entry["top_logprobs"]]
+        assert top == pytest.approx(best, abs=1e-4)
+        assert entry["token"] == tokenizer.decode([token])
+
+
+def _raw(tokenizer, token):
+    from lmx.serving.choice import token_text
+
+    return token_text(tokenizer, token)[1]
+
+
+def test_text_offsets_continue_over_a_stream(server):
+    body = {"prompt": PROMPT, "logprobs": 1, "max_tokens": 12}
+    whole = server.complete(**body)["choices"][0]["logprobs"]
+    parts = joined(server.stream(COMPLETIONS, body))[0]["logprobs"]
+    assert parts == whole
+    lengths = [len(token) for token in whole["tokens"]]
+    assert whole["text_offset"] == [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+# Counts
+
+
+def test_cached_tokens(start):
+    server = start()
+    first = server.complete([65] * 200)["usage"]
+    second = server.complete([65] * 200)["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= 128
+    other = server.complete([66] * 200)["usage"]
+    assert other["prompt_tokens_details"]["cached_tokens"] == 0
+    metrics = server.metrics()
+    assert metrics["lmx:prefix_cache_hits_total{}"] == cached
+    assert metrics["lmx:prompt_tokens_total{}"] == 600
+
+
+def test_the_reason_of_the_end(start):
+    from tiny_generators import scripted
+    from tiny_server import load
+
+    def made():
+        return scripted("Hello", ids=[tokenizer.eos_token_id])[0]
+
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    server = start(load(made))
+    answer = server.complete("^", logprobs=0)
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    # The token of the end is counted, and has no text.
+    assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"]) + 1
