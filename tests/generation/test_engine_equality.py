@@ -121,7 +121,8 @@ def differences(
     engine = Engine(
         model,
         max_batch_size=5,
-        prefill_step_size=8,
+        # Less than the longest prompt, and more than two short ones.
+        prefill_step_size=24,
         make_proposer=make_proposer,
         draft_length=DraftLengthController(fixed=3 if proposer else None),
         prefix_cache=PrefixCache(1 << 30) if prefix else None,

@@ -1,7 +1,8 @@
 """The engine: it owns every forward pass with a cache, for one request or many.
 
-A step prefills a chunk of a waiting prompt, and decodes a token of every running
-request, or a round of draft tokens. So a long prompt does not block the others.
+A step prefills a chunk of a waiting prompt, or several short ones, and decodes a token
+of every running request, or a round of draft tokens. So a long prompt does not block
+the others.
 """
 
 import time

@@ -13,6 +13,7 @@ from ..errors import WILL_NOT_FIT, UserError
 from .kv_cache.batch import is_batchable, takes_padding
 from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import CacheState, KVBits
+from .prefill import PASS_TOKENS, PrefillGroup
 from .sampler import Sampler
 from .sequence import GenerationRequest, RunningSequence, TokenOutput
 from .speculative.proposer import MakeProposer
@@ -134,45 +135,53 @@ class Scheduler:
 
         Returns:
             The errors of requests that cannot start, and the requests whose prompts are
-            in their caches, but for the last token.
+            in their caches, but for the last token. Equal prompts share a cache.
         """
-        budget, errors, ready = self.prefill_step_size, [], []
+        errors, group = [], PrefillGroup(self.prefix_cache, self.prefill_step_size)
         while (
             self.waiting
-            and budget > 0
-            and self._has_room([*running, *ready], self.waiting[0])
+            and group.left > 0
+            and self._has_room([*running, *group.sequences], self.waiting[0])
         ):
             sequence = self.waiting[0]
+            if group.saves(sequence):
+                group.process()
             try:
-                self._start(sequence)
+                self._start(sequence, group)
             except UserError as error:
                 errors.append(sequence.fail(error))
                 self.waiting.pop(0)
                 continue
-            # A prompt of one token still takes some time.
-            budget -= max(1, self._prefill_chunk(sequence, budget, bool(running)))
-            if sequence.state.length == len(sequence.tokens) - 1:
-                ready.append(self.waiting.pop(0))
-                self._share_prompt(sequence)
-        return errors, ready
+            if group.takes(sequence):
+                group.add(self.waiting.pop(0))
+            elif group.pending:
+                group.process()
+            elif group.budget < min(PASS_TOKENS, self.prefill_step_size):
+                break  # a chunk would be small
+            else:
+                group.budget -= self._prefill_chunk(
+                    sequence, group.budget, bool(running)
+                )
+        group.process()
+        if group.sequences:
+            self._share_prompt(group.sequences[-1])
+        return errors, group.sequences
 
     def _prefill_chunk(
         self, sequence: RunningSequence, budget: int, has_running: bool
     ) -> int:
-        """Process the next tokens of a prompt; returns their number."""
+        """Process the next tokens of a long prompt; returns their number."""
         state, tokens = sequence.state, sequence.tokens
-        start, last = state.length, len(tokens) - 1
-        end = min(start + budget, last)
+        start, end = state.length, min(state.length + budget, len(tokens) - 1)
         if start < sequence.matched < end:
             # Others begin like this too, so the states after it are stored.
             end = sequence.matched
-        if start < end:
-            state.forward(mx.array([tokens[start:end]]))
-            # Between long chunks, memory is kept small unless other requests run.
-            is_long = end - start == self.prefill_step_size
-            state.evaluate(wait=is_long and not has_running)
-            if self.prefix_cache and end in (sequence.matched, last):
-                self.prefix_cache.insert(tokens[:end], state)
+        state.forward(mx.array([tokens[start:end]]))
+        # Between long chunks, memory is kept small unless other requests run.
+        is_long = end - start == self.prefill_step_size
+        state.evaluate(wait=is_long and not has_running)
+        if self.prefix_cache and end == sequence.matched:
+            self.prefix_cache.insert(tokens[:end], state)
         return end - start
 
     def is_short(self, running: Sequence[RunningSequence]) -> bool:
@@ -203,8 +212,11 @@ class Scheduler:
             and (not self.make_proposer or takes_padding(self.model))
         )
 
-    def _start(self, sequence: RunningSequence) -> None:
+    def _start(self, sequence: RunningSequence, group: PrefillGroup) -> None:
         """Give a request what it needs, at its first step.
+
+        Args:
+            group: a request with equal tokens has its state from there.
 
         Raises:
             UserError: a token of its settings is outside the vocabulary.
@@ -222,8 +234,10 @@ class Scheduler:
                 sequence.matched = matched if is_long else 0
                 if not sequence.emitted:
                     sequence.cached_tokens = sequence.state.length
-            else:
+            elif self.make_proposer or not group.equal(sequence):
                 sequence.state = self.new_cache()
+            else:
+                return
         elif sequence.proposer or not self.make_proposer:
             return
         if self.make_proposer:
@@ -237,8 +251,7 @@ class Scheduler:
         if not self.waiting or self.make_proposer or self.prefix_cache:
             return
         other, state = self.waiting[0], sequence.state
-        is_same = other.request.prompt is sequence.request.prompt
-        if is_same and state.length and other.state is None:
+        if other.tokens == sequence.tokens and state.length and other.state is None:
             positions, snapshot = state.positions(0, state.length), state.snapshot()
             other.state = self.new_cache()
             other.state.restore(positions, snapshot, state.length)

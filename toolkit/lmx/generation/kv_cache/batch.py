@@ -6,6 +6,7 @@ So a rollback is a smaller length, and rows join and leave without a copy of the
 """
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from ...models.logit_errors import more_than_rounding
 from .layer_rows import FullRows, RecurrentRows, RowLengths, WindowRows
 from .length_classes import FREE_POSITIONS, class_for, replace_attention
 from .sequence import CacheState, RecordedStates
+from .window import WINDOW_SLACK, WindowCache
 
 PROMPTS = [1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12]
 """Two prompts of a check, whose rows have unequal lengths in a batch."""
@@ -117,7 +119,7 @@ class CacheBatch:
         return sum(layer.nbytes for layer in self._layers) + recorded
 
     def join(self, state: CacheState) -> None:
-        """Add a sequence as the last row. Its state must not be used any more."""
+        """Add a copy of a sequence as the last row."""
         rows, values = self._rows, [*self._rows.values]
         classes = [each.lengths for each in rows.classes]
         index = 0
@@ -265,7 +267,9 @@ class CacheBatch:
 
 
 def join(rows: OneRow | CacheBatch | None, state: CacheState) -> OneRow | CacheBatch:
-    """Rows with one more sequence, the last one. Both must not be used any more.
+    """Rows with one more sequence, the last one.
+
+    What was joined must not be used any more, but to join it again.
 
     Raises:
         UserError: see `CacheBatch`.
@@ -278,6 +282,12 @@ def join(rows: OneRow | CacheBatch | None, state: CacheState) -> OneRow | CacheB
         rows = CacheBatch(first, free_positions=free_positions)
     rows.join(state)
     return rows
+
+
+def padded(parts: Sequence[Sequence[int]]) -> tuple[mx.array, list[int]]:
+    """Tokens [B, N] of rows, padded on the right, and the number of each row."""
+    width = max(map(len, parts))
+    return mx.array([[*p, *[0] * (width - len(p))] for p in parts]), [*map(len, parts)]
 
 
 def is_batchable(model: Any) -> bool:
@@ -304,6 +314,17 @@ def takes_padding(model: Any) -> bool:
     Rounds of drafts have unequal lengths. Some architectures of mlx-lm apply no mask.
     """
     return _errors(model)[:2] == (None, None)
+
+
+def max_padded_width(state: CacheState) -> int:
+    """The most tokens of a row in a pass with padding, beside others of this kind.
+
+    The ring of a window takes no more at once.
+    """
+    if not takes_padding(state.model):
+        return 0
+    has_window = any(isinstance(leaf, WindowCache) for leaf in state.layer_caches)
+    return WINDOW_SLACK if has_window else sys.maxsize
 
 
 def takes_classes(model: Any) -> bool:

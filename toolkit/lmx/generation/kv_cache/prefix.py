@@ -135,6 +135,10 @@ class PrefixCache:
         _restore(cache, path)
         return cache, matched
 
+    def match(self, tokens: Sequence[int]) -> int:
+        """The number of tokens, from the first one, that are stored."""
+        return self._walk(np.array(tokens, np.int32))[1]
+
     def add(self, parent: PrefixNode, node: PrefixNode) -> None:
         """Add a new end to the tree."""
         node.parent = parent
@@ -153,9 +157,7 @@ class PrefixCache:
             node = path[-1].children.get(int(tokens[matched]))
             if node is None:
                 break
-            rest = tokens[matched : matched + len(node.tokens)]
-            different = np.flatnonzero(node.tokens[: len(rest)] != rest)
-            common = int(different[0]) if len(different) else len(rest)
+            common = common_length(node.tokens, tokens[matched:])
             path.append(node)
             matched += common
             if common < len(node.tokens):
@@ -203,6 +205,14 @@ class PrefixCache:
             oldest = min(ends, key=lambda node: node.used)
             del oldest.parent.children[int(oldest.tokens[0])]
             self.nbytes -= oldest.nbytes
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    count = min(len(first), len(second))
+    first, second = (np.asarray(each[:count], np.int32) for each in (first, second))
+    different = np.flatnonzero(first != second)
+    return int(different[0]) if len(different) else count
 
 
 def _arrays(tree: list | dict) -> list[mx.array]:

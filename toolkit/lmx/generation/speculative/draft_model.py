@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import nan_predictions
-from ..kv_cache.batch import CacheBatch, OneRow, is_batchable, join
+from ..kv_cache.batch import CacheBatch, OneRow, is_batchable, join, padded
 from ..kv_cache.prefix import PrefixCache
 from ..kv_cache.sequence import CacheState
 from ..kv_cache.window import WINDOW_SLACK
@@ -175,8 +175,8 @@ class DraftModelBatch:
         early = [part[:-WINDOW_SLACK] for part in unread]
         for start in range(0, max(map(len, early)), WINDOW_SLACK):
             end = start + WINDOW_SLACK
-            self._rows.forward(*_padded([part[start:end] for part in early]))
-        return _padded([part[-WINDOW_SLACK:] for part in unread])
+            self._rows.forward(*padded([part[start:end] for part in early]))
+        return padded([part[-WINDOW_SLACK:] for part in unread])
 
     def _drafts(
         self, drafting: Sequence[tuple[int, DraftRequest]], tokens: mx.array
@@ -189,12 +189,6 @@ class DraftModelBatch:
             member.drafted = tokens[index, :-1]
             drafts[member] = tokens[index, : request.num_draft_tokens]
         return drafts
-
-
-def _padded(parts: Sequence[Sequence[int]]) -> tuple[mx.array, list[int]]:
-    """Tokens [B, N] of rows, padded on the right, and the number of each row."""
-    width = max(map(len, parts))
-    return mx.array([[*p, *[0] * (width - len(p))] for p in parts]), [*map(len, parts)]
 
 
 class DraftModelProposer(Proposer):
