@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import nan_predictions
+from ..errors import UserError, nan_predictions
 from .grammar_matcher import allow_only
 from .kv_cache.batch import CacheBatch, OneRow, join
 from .logprobs import token_logprobs
@@ -112,6 +112,21 @@ class Engine:
             self._wired.enter_context(wired_limit())
             self.scheduler.measure_memory()
         self.scheduler.add(request)
+
+    def remove_adapter(self, name: str) -> None:
+        """Free an adapter, and the prefixes that were processed with it.
+
+        Raises:
+            UserError: there is none of this name, or requests have it.
+        """
+        adapters = self.scheduler.adapters
+        number = adapters.number(name)
+        users = [*self.scheduler.waiting, *self._running]
+        if any(sequence.adapter == number for sequence in users):
+            raise UserError(f"requests are running with the adapter {name!r}")
+        adapters.remove(name)
+        if self.scheduler.prefix_cache:
+            self.scheduler.prefix_cache.drop(number)
 
     def abort(self, request: GenerationRequest) -> None:
         """Drop a request, at any time between two steps."""

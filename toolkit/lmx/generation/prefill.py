@@ -36,8 +36,8 @@ class PrefillGroup:
         return self.budget - self._cost(self.pending)
 
     def equal(self, sequence: RunningSequence) -> RunningSequence | None:
-        """The first of these requests with the same tokens, if any."""
-        return next((s for s in self.sequences if s.tokens == sequence.tokens), None)
+        """The first of these requests with the same tokens and adapter, if any."""
+        return next((s for s in self.sequences if s.has_prompt_of(sequence)), None)
 
     def saves(self, sequence: RunningSequence) -> bool:
         """Whether a request should wait until the pending ones are processed.
@@ -47,10 +47,12 @@ class PrefillGroup:
         """
         if self.prefix_cache is None or not self.pending or sequence.state:
             return False
-        common = max(common_length(sequence.tokens, s.tokens) for s in self.pending)
+        tokens, adapter = sequence.tokens, sequence.adapter
+        same = [s for s in self.pending if s.adapter == adapter]
+        common = max((common_length(tokens, s.tokens) for s in same), default=0)
         return (
             common > PASS_TOKENS
-            and common > self.prefix_cache.match(sequence.tokens) + PASS_TOKENS
+            and common > self.prefix_cache.match(tokens, adapter) + PASS_TOKENS
         )
 
     def takes(self, sequence: RunningSequence) -> bool:

@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..cpu.memory import available_memory
 from ..errors import WILL_NOT_FIT, UserError
+from ..models.lora.multi_lora import BASE, MultiLoRA, multi_lora
 from .kv_cache.batch import is_batchable, takes_padding
 from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import CacheState, KVBits
@@ -70,6 +71,11 @@ class Scheduler:
         self.memory = 0
         self._orders = count()
 
+    @property
+    def adapters(self) -> MultiLoRA:
+        """LoRA adapters that requests can name."""
+        return multi_lora(self.model)
+
     @cached_property
     def _empty_cache(self) -> CacheState:
         # With KV bits, the keys of the model are measured: once, not for every request.
@@ -84,9 +90,11 @@ class Scheduler:
         # Only the shape is used, so nothing is computed.
         return self.model(mx.zeros((1, 1), mx.int32)).shape[-1]
 
-    def new_cache(self) -> CacheState:
-        """An empty cache of one sequence."""
-        return self._empty_cache.empty_copy()
+    def new_cache(self, adapter: int = BASE) -> CacheState:
+        """An empty cache of one sequence, processed with an adapter."""
+        cache = self._empty_cache.empty_copy()
+        cache.adapter = adapter
+        return cache
 
     def require_memory(self, request: GenerationRequest) -> None:
         """Refuse a request whose keys and values do not fit in memory alone.
@@ -113,8 +121,13 @@ class Scheduler:
         self.memory = self.kv_memory or available_memory()
 
     def add(self, request: GenerationRequest) -> None:
-        """Add a request to the queue."""
-        self._wait(RunningSequence(request, next(self._orders)))
+        """Add a request to the queue.
+
+        Raises:
+            UserError: there is no such adapter.
+        """
+        adapter = self.adapters.number(request.adapter)
+        self._wait(RunningSequence(request, next(self._orders), adapter))
 
     def preempt(self, sequence: RunningSequence) -> None:
         """Let a request wait again that has left the batch."""
@@ -228,14 +241,14 @@ class Scheduler:
         if sequence.state is None:
             if self.prefix_cache:
                 sequence.state, matched = self.prefix_cache.fetch(
-                    sequence.tokens, self.new_cache
+                    sequence.tokens, partial(self.new_cache, sequence.adapter)
                 )
                 is_long = matched >= sequence.state.length + MIN_SHARED
                 sequence.matched = matched if is_long else 0
                 if not sequence.emitted:
                     sequence.cached_tokens = sequence.state.length
             elif self.make_proposer or not group.equal(sequence):
-                sequence.state = self.new_cache()
+                sequence.state = self.new_cache(sequence.adapter)
             else:
                 return
         elif sequence.proposer or not self.make_proposer:
@@ -251,7 +264,7 @@ class Scheduler:
         if not self.waiting or self.make_proposer or self.prefix_cache:
             return
         other, state = self.waiting[0], sequence.state
-        if other.tokens == sequence.tokens and state.length and other.state is None:
+        if other.has_prompt_of(sequence) and state.length and other.state is None:
             positions, snapshot = state.positions(0, state.length), state.snapshot()
-            other.state = self.new_cache()
+            other.state = self.new_cache(other.adapter)
             other.state.restore(positions, snapshot, state.length)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import UserError
+from ..models.lora.multi_lora import BASE
 from .grammar_matcher import CompiledGrammar, GrammarMatcher
 from .kv_cache.sequence import CacheState
 from .sampler import Sampler
@@ -26,6 +27,7 @@ class GenerationRequest:
             distribution of the model, "processed" under the one that is sampled.
         top_logprobs: of so many most likely tokens they are wanted too.
         priority: requests with a smaller number start first.
+        adapter: the name of one of the engine's adapters; None = the model itself.
         grammar: the completion has to match it, from `GrammarCompiler.compile`.
 
     Raises:
@@ -39,6 +41,7 @@ class GenerationRequest:
     logprobs: Literal["raw", "processed"] | None = None
     top_logprobs: int = 0
     priority: int = 0
+    adapter: str | None = None
     grammar: CompiledGrammar | None = None
 
     def __post_init__(self):
@@ -97,6 +100,7 @@ class RunningSequence:
 
     Attributes:
         order: in which the requests came.
+        adapter: number of its adapter.
         state: its cache until it joins the batch.
         matched: tokens that the prefix cache has too, if those are many more than it
             could give; else 0.
@@ -112,6 +116,7 @@ class RunningSequence:
 
     request: GenerationRequest
     order: int
+    adapter: int = BASE
     state: CacheState | None = None
     matched: int = 0
     cached_tokens: int = 0
@@ -144,6 +149,10 @@ class RunningSequence:
     def remaining(self) -> int:
         """Tokens that the completion may still have."""
         return self.request.max_tokens - self.emitted
+
+    def has_prompt_of(self, other: "RunningSequence") -> bool:
+        """Whether another request has the same tokens and the same adapter."""
+        return self.tokens == other.tokens and self.adapter == other.adapter
 
     def close(self) -> None:
         """Free what it holds but its tokens, from which it can go on."""

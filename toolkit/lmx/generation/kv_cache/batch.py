@@ -16,6 +16,7 @@ import mlx.core as mx
 from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.logit_errors import more_than_rounding
+from ...models.lora.multi_lora import adapter_rows
 from .layer_rows import FullRows, RecurrentRows, RowLengths, WindowRows
 from .length_classes import FREE_POSITIONS, class_for, replace_attention
 from .sequence import CacheState, RecordedStates
@@ -88,6 +89,7 @@ class CacheBatch:
 
     Attributes:
         recorded: hidden states of every row, for drafters; None = not recorded.
+        adapters: number of the adapter of every row.
 
     Raises:
         UserError: a layer has a kind of cache that holds one sequence only.
@@ -103,6 +105,7 @@ class CacheBatch:
         self._layers: list[FullRows | RecurrentRows] = []
         self.caches = [self._of(cache) for cache in first.caches]
         self.recorded: list[RecordedStates | None] = []
+        self.adapters: list[int] = []
         # Tokens, lengths and recurrent states before the last pass, for `rollback`.
         self._last: tuple[mx.array, list[int], list] | None = None
         self.join(first)
@@ -134,6 +137,7 @@ class CacheBatch:
         rows.set([*values[:place], state.length, *values[place:]])
         self._places = [p + (p >= place) for p in self._places] + [place]
         self.recorded.append(state.recorded)
+        self.adapters.append(state.adapter)
         self._last = None
 
     def leave(self, row: int) -> None:
@@ -150,8 +154,10 @@ class CacheBatch:
             del rows.sizes[index]
         rows.set(values[:last] + values[last + 1 :])
         places[places.index(last)] = place
-        places[row], self.recorded[row] = places[-1], self.recorded[-1]
+        for values in (places, self.recorded, self.adapters):
+            values[row] = values[-1]
         self.recorded.pop()
+        self.adapters.pop()
         self._places = [p - (p > last) for p in places[:-1]]
         self._last = None
 
@@ -162,6 +168,7 @@ class CacheBatch:
         for layer, leaf in zip(self._layers, state.layer_caches, strict=True):
             layer.extract(place, leaf, length)
         state.length, state.recorded = length, self.recorded[row]
+        state.adapter = self.adapters[row]
         return state
 
     def forward(
@@ -227,7 +234,8 @@ class CacheBatch:
             tokens = tokens[mx.argsort(places)]
         for layer in self._layers:
             layer.begin(tokens.shape[1], self._in_order(counts))
-        outputs = run(tokens, cache=self.caches)
+        with adapter_rows(self.model, self._in_order(self.adapters)):
+            outputs = run(tokens, cache=self.caches)
         lengths = zip(self.lengths, counts, strict=True)
         self._set_lengths([n + count for n, count in lengths])
         for layer in self._layers:

@@ -9,6 +9,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ...cpu.memory import available_memory
+from ...models.lora.multi_lora import BASE
 from .sequence import CacheState, RecordedStates
 
 
@@ -73,12 +74,18 @@ class PrefixCache:
     def __init__(self, max_bytes: int | None = None):
         self.max_bytes = available_memory() // 8 if max_bytes is None else max_bytes
         self.nbytes = 0
-        self.root = PrefixNode(np.zeros(0, np.int32), [])
+        # By adapter: another one gives other keys and values.
+        self.roots = {BASE: PrefixNode(np.zeros(0, np.int32), [])}
         self._times = count(1)
 
+    @property
+    def root(self) -> PrefixNode:
+        """That of the model without an adapter."""
+        return self.roots[BASE]
+
     def nodes(self) -> Iterator[PrefixNode]:
-        """All nodes but the root, parents first."""
-        waiting = [*self.root.children.values()]
+        """All nodes but the roots, parents first."""
+        waiting = [n for root in self.roots.values() for n in root.children.values()]
         while waiting:
             yield (node := waiting.pop())
             waiting += node.children.values()
@@ -87,7 +94,7 @@ class PrefixCache:
         """Store a cache that has processed exactly these tokens."""
         assert len(tokens) == cache.length
         new = np.array(tokens, np.int32)
-        path, matched, in_last = self._walk(new)
+        path, matched, in_last = self._walk(new, cache.adapter)
         if in_last:
             path[-1:] = [self._split(path[-1], in_last)]
         if matched < len(new):
@@ -111,13 +118,17 @@ class PrefixCache:
 
         The last token is never included, because its logits are needed.
 
+        Args:
+            new_cache: makes empty caches, all for the same adapter.
+
         Returns:
             The cache, and the number of tokens that match. Those are more than it has
             processed where no snapshot was stored at their end.
         """
-        path, matched, in_last = self._walk(np.array(tokens[:-1], np.int32))
-        self._use(path)
         cache = new_cache()
+        new = np.array(tokens[:-1], np.int32)
+        path, matched, in_last = self._walk(new, cache.adapter)
+        self._use(path)
         if not cache.has_snapshot:
             _restore(cache, path, in_last)
             return cache, matched
@@ -135,9 +146,14 @@ class PrefixCache:
         _restore(cache, path)
         return cache, matched
 
-    def match(self, tokens: Sequence[int]) -> int:
+    def match(self, tokens: Sequence[int], adapter: int) -> int:
         """The number of tokens, from the first one, that are stored."""
-        return self._walk(np.array(tokens, np.int32))[1]
+        return self._walk(np.array(tokens, np.int32), adapter)[1]
+
+    def drop(self, adapter: int) -> None:
+        """Drop everything of an adapter."""
+        self.roots.pop(adapter, None)
+        self.nbytes = sum(node.nbytes for node in self.nodes())
 
     def add(self, parent: PrefixNode, node: PrefixNode) -> None:
         """Add a new end to the tree."""
@@ -145,14 +161,18 @@ class PrefixCache:
         parent.children[int(node.tokens[0])] = node
         self.nbytes += node.nbytes
 
-    def _walk(self, tokens: np.ndarray) -> tuple[list[PrefixNode], int, int]:
-        """Follow the tokens from the root.
+    def _walk(
+        self, tokens: np.ndarray, adapter: int
+    ) -> tuple[list[PrefixNode], int, int]:
+        """Follow the tokens from the root of an adapter.
 
         Returns:
             The nodes, the number of tokens that match, and how many of them are in the
             last node if that matches in part, else 0.
         """
-        path, matched = [self.root], 0
+        if adapter not in self.roots:
+            self.roots[adapter] = PrefixNode(np.zeros(0, np.int32), [])
+        path, matched = [self.roots[adapter]], 0
         while matched < len(tokens):
             node = path[-1].children.get(int(tokens[matched]))
             if node is None:

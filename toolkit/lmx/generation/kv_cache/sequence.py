@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.loader import make_cache
+from ...models.lora.multi_lora import BASE, adapter_rows
 from .rotation import PLAIN, KeyRotation, RotatedKVCache, key_rotations
 from .window import WindowCache
 
@@ -87,6 +88,8 @@ class CacheState:
     Attributes:
         recorded: hidden states of the processed tokens, for drafters; see
             `record_hidden_states`.
+        adapter: number of the adapter that the tokens are processed with; see
+            `models.lora.multi_lora`.
 
     Raises:
         UserError: the keys and values of this model cannot be quantized, or `kv_bits`
@@ -98,6 +101,7 @@ class CacheState:
         self.caches = self._plain_caches()
         self.length = 0
         self.recorded: RecordedStates | None = None
+        self.adapter = BASE
         if layer_bits := _bits_of_layers(kv_bits, len(self.caches)):
             self._quantize(layer_bits)
         # Recurrent states at the checkpoint, and the tokens processed since then;
@@ -140,19 +144,20 @@ class CacheState:
         """An empty cache of the same kinds, quantized ones included."""
         new = copy.copy(self)
         new.caches = [*map(_like, self._plain_caches(), self.caches)]
-        new.length, new.recorded = 0, None
+        new.length, new.recorded, new.adapter = 0, None, BASE
         new.commit()
         return new
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Process tokens [B, L]; returns lazy logits [B, L, V]."""
-        if self.recorded:
-            logits, states = forward_with_hidden_states(
-                self.model, tokens, self.recorded.layer_ids, cache=self.caches
-            )
-            self.recorded.append(states)
-        else:
-            logits = self.model(tokens, cache=self.caches)
+        with adapter_rows(self.model, [self.adapter] * len(tokens)):
+            if self.recorded:
+                logits, states = forward_with_hidden_states(
+                    self.model, tokens, self.recorded.layer_ids, cache=self.caches
+                )
+                self.recorded.append(states)
+            else:
+                logits = self.model(tokens, cache=self.caches)
         self.length += tokens.shape[1]
         if self._tokens_since is not None:
             self._tokens_since.append(tokens)

@@ -204,7 +204,6 @@ def load_adapter(model: nn.Module, folder: Path, add_layers: Callable) -> None:
     place = str(folder / WEIGHTS_FILE)
     require_tensors(tensors, expected, place=place, hint=hint)
     model.load_weights(list(tensors.items()), strict=False)
-    mx.eval(model.parameters())
     # Dropout is for training.
     model.eval()
 

@@ -1,0 +1,232 @@
+"""Several adapters in one batch: a request gets the tokens of its adapter alone."""
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from lmx.config.lora import LoRAConfig
+from lmx.errors import UserError
+from lmx.generation.engine import Engine
+from lmx.generation.kv_cache.prefix import PrefixCache
+from lmx.generation.sampling import Sampling
+from lmx.generation.sequence import GenerationRequest
+from lmx.generation.speculative.draft_length import DraftLengthController
+from lmx.generation.speculative.draft_model import draft_model_proposer
+from lmx.models.lora import lora_model, multi_lora
+from tiny_families import member
+from tiny_requests import alone, run, some_requests
+
+FAMILIES = [
+    *("llama", "gemma3_text", "qwen3_moe", "qwen3_next", "deepseek_v3", "falcon_h1")
+]
+ADAPTERS = {"wide": (8, "*"), "narrow": (2, "*self_attn*"), "deep": (4, "*mlp*")}
+"""Rank, and a pattern of the layers that it may have."""
+SETTINGS = [Sampling(), Sampling(1.0, seed=3)]
+
+
+def base(family, *, bits=None):
+    model = member(family)
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits, class_predicate=is_wide)
+    return model
+
+
+def is_wide(path, module):
+    return isinstance(module, nn.Linear) and module.weight.shape[1] % 32 == 0
+
+
+def adapted(model, name, *, seed=0, kinds=(lora_model.LINEAR,), adapter_type="lora"):
+    """The model with an adapter that changes its tokens."""
+    rank, pattern = ADAPTERS[name]
+    targets = [t for t in lora_model.find_target_modules(model) if t.inside]
+    keys = {t.key for t in targets if t.kind in kinds}
+    matching = {key for key in keys if fnmatchcase(key, pattern)} or keys
+    config = LoRAConfig(type=adapter_type, target_modules=dict.fromkeys(matching, rank))
+    lora_model.attach(model, config, seed=seed)
+    draw = iter(mx.random.split(mx.random.key(seed + 7), 4096))
+    for layer in lora_model.adapted_layers(model).values():
+        noise = mx.random.normal(layer.lora_b.shape, key=next(draw))
+        layer.lora_b = 0.3 * noise
+    model.eval()
+    return model
+
+
+@lru_cache
+def expected(family, bits):
+    """Requests with their adapters, and the tokens of each alone."""
+    requests = some_requests(12, SETTINGS, longest=40)
+    # Some begin like others, which have another adapter.
+    shared = list(range(30, 62))
+    requests = [
+        replace(r, prompt=[*shared, *r.prompt] if index % 2 else r.prompt)
+        for index, r in enumerate(requests)
+    ]
+    names = [None, *ADAPTERS]
+    requests = [
+        replace(r, adapter=names[i // 2 % 4], max_tokens=max(3, r.max_tokens))
+        for i, r in enumerate(requests)
+    ]
+    tokens = []
+    for request in requests:
+        model = base(family, bits=bits)
+        if request.adapter:
+            adapted(model, request.adapter)
+        tokens += alone(model, [replace(request, adapter=None)])
+    return requests, tokens
+
+
+def served(family, bits=None, **options):
+    model = base(family, bits=bits)
+    engine = Engine(model, prefill_step_size=16, **options)
+    for name in ADAPTERS:
+        engine.scheduler.adapters.add(name, adapted(base(family, bits=bits), name))
+    return engine
+
+
+def fresh(requests):
+    """The same requests, which an engine has not seen."""
+    return [replace(request) for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("family", "bits"),
+    [
+        ("llama", None),
+        ("gemma3_text", 4),
+        *(
+            pytest.param(family, bits, marks=pytest.mark.slow)
+            for family in FAMILIES
+            for bits in (None, 4)
+            if (family, bits) not in {("llama", None), ("gemma3_text", 4)}
+        ),
+    ],
+)
+def test_a_request_gets_the_tokens_of_its_adapter_alone(family, bits):
+    requests, tokens = expected(family, bits)
+    # Negative control: the adapters matter.
+    others = [replace(request, adapter=None) for request in requests]
+    engine = served(family, bits)
+    assert run(engine, others) != tokens
+    for seed, cache in ((1, None), (2, PrefixCache(1 << 30))):
+        engine.scheduler.prefix_cache = cache
+        assert run(engine, fresh(requests), seed=seed) == tokens
+    # The prefixes are there now, by adapter.
+    assert run(engine, fresh(requests), seed=3) == tokens
+    assert set(cache.roots) == {0, 1, 2, 3}
+
+
+def test_drafts_do_not_change_the_tokens():
+    requests, tokens = expected("llama", None)
+    make_proposer = draft_model_proposer(base("llama"))
+    engine = served(
+        "llama",
+        make_proposer=make_proposer,
+        draft_length=DraftLengthController(fixed=3),
+        prefix_cache=PrefixCache(1 << 30),
+    )
+    for seed in (1, 2):
+        assert run(engine, fresh(requests), seed=seed) == tokens
+    assert engine.stats.rounds > 0
+
+
+def test_adapters_come_and_go_while_requests_run():
+    requests, tokens = expected("llama", None)
+    engine = served("llama", prefix_cache=PrefixCache(1 << 30))
+    adapters = engine.scheduler.adapters
+    mine = [r for r in requests if r.adapter == "wide"]
+    right = [t for r, t in zip(requests, tokens, strict=True) if r in mine]
+    assert run(engine, fresh(mine)) == right
+    running = fresh(mine)[0]
+    engine.add_request(running)
+    engine.step()
+    with pytest.raises(UserError, match="requests are running"):
+        engine.remove_adapter("wide")
+    # Another one comes and goes beside it.
+    adapters.add("other", adapted(base("llama"), "deep", seed=9))
+    engine.remove_adapter("other")
+    engine.abort(running)
+    cached = engine.scheduler.prefix_cache
+    before = cached.nbytes
+    engine.remove_adapter("wide")
+    assert cached.nbytes < before
+    with pytest.raises(UserError, match="no adapter 'wide'"):
+        engine.add_request(fresh(mine)[0])
+    # The same name with other weights: nothing of the first is left.
+    adapters.add("wide", adapted(base("llama"), "wide", seed=5))
+    other = run(engine, fresh(mine))
+    reference = adapted(base("llama"), "wide", seed=5)
+    assert other == alone(reference, [replace(r, adapter=None) for r in mine])
+    assert other != right
+
+
+def test_a_removed_adapter_is_freed():
+    engine = served("llama")
+    layers = [
+        m for m in engine.model.modules() if isinstance(m, multi_lora.MultiLoRALinear)
+    ]
+    assert {len(layer.adapters.weights) for layer in layers} <= {1, 2, 3}
+    run(engine, fresh(expected("llama", None)[0]))
+    for name in ADAPTERS:
+        engine.remove_adapter(name)
+    assert not any(layer.adapters.weights or layer.adapters.joined for layer in layers)
+
+
+def test_the_base_is_computed_as_without_adapters():
+    """Bit for bit, and without a product more."""
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    engine = served("llama")
+    assert mx.array_equal(engine.model(tokens), base("llama")(tokens)).item()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: adapted(base("llama"), "wide", adapter_type="dora"), "has DoRA"),
+        (
+            lambda: adapted(base("qwen3_moe"), "deep", kinds=(lora_model.EXPERTS,)),
+            "has experts",
+        ),
+        (lambda: base("llama"), "no low-rank adapter"),
+    ],
+)
+def test_other_adapters_are_refused(make, words):
+    adapters = served("llama").scheduler.adapters
+    with pytest.raises(UserError, match=words):
+        adapters.add("new", make())
+    assert "new" not in adapters.numbers
+
+
+def test_names_are_unique_and_shared_by_the_engines_of_a_model():
+    engine = served("llama")
+    with pytest.raises(UserError, match="already"):
+        engine.scheduler.adapters.add("wide", adapted(base("llama"), "wide"))
+    other = Engine(engine.model)
+    request = GenerationRequest([3, 1, 4], 5, adapter="wide")
+    reference = adapted(base("llama"), "wide")
+    assert run(other, [request]) == alone(reference, [GenerationRequest([3, 1, 4], 5)])
+
+
+def test_infinite_values_stay_in_their_row():
+    """A mask, not a product with zero."""
+    model = base("llama")
+    engine = Engine(model)
+    broken = adapted(base("llama"), "wide")
+    for layer in lora_model.adapted_layers(broken).values():
+        layer.lora_a = mx.full(layer.lora_a.shape, mx.inf)
+    adapters = engine.scheduler.adapters
+    adapters.add("broken", broken)
+    adapters.add("deep", adapted(base("llama"), "deep"))
+    good = GenerationRequest([3, 1, 4], 9, adapter="deep")
+    bad = GenerationRequest([3, 1, 4], 9, adapter="broken")
+    tokens = {good: [], bad: []}
+    for request in tokens:
+        engine.add_request(request)
+    while not engine.idle:
+        for output in engine.step():
+            tokens[output.request].append(output.error or output.token)
+    assert isinstance(tokens[bad][-1], UserError)
+    reference = adapted(base("llama"), "deep")
+    assert tokens[good] == alone(reference, [GenerationRequest([3, 1, 4], 9)])[0]
