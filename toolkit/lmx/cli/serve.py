@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config.quant_spec import KV_CACHE_BITS
 from ..errors import UserError
@@ -23,6 +23,16 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", metavar="NAME", help="default: MODEL")
     key = f"what clients must send; or the environment variable {API_KEY}"
     add("--api-key", metavar="KEY", help=key)
+    add(
+        "--adapter",
+        action="append",
+        type=_adapter,
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter that requests name as their model; may be repeated",
+    )
+    about = "let clients load adapters from this machine's disk, and drop them"
+    add("--allow-adapter-loading", **switch, help=about)
     add_draft_arguments(parser, check_parity=False)
     add(
         "--kv-bits",
@@ -62,6 +72,14 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--log-requests", **switch, help="log bodies and answers, not only counts")
     add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
     add("--trust-remote-code", **switch, help="run the model's own Python")
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        message = f"expected NAME=FOLDER, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return name, path
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -104,6 +122,7 @@ def serve(args: argparse.Namespace) -> int:
             api_key=args.api_key or os.environ.get(API_KEY) or None,
             max_body=int(args.max_body * 1e6),
             allowed_origins=tuple(args.allowed_origins),
+            adapter_loading=args.allow_adapter_loading,
             log_requests=args.log_requests,
         ),
     )
@@ -113,6 +132,7 @@ def serve(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace) -> "ServedModel":
     """The model, on the thread that calls it."""
     from ..api.model import load, set_draft
+    from ..convert.importers import load_model
     from ..data.tokenizer_files import sampling_defaults
     from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
@@ -134,4 +154,12 @@ def _load(args: argparse.Namespace) -> "ServedModel":
         names = ("num_draft_tokens", "trust_remote_code")
         options = {name: getattr(args, name) for name in names}
         set_draft(generator, args.draft_model, loaded, **options)
-    return ServedModel(generator, sampling_defaults(loaded.path))
+
+    def load_adapter(path: str) -> Any:
+        options = {"lazy": True, "trust_remote_code": args.trust_remote_code}
+        return load_model(loaded.path, adapter=path, **options).model
+
+    adapters = generator.engine.scheduler.adapters
+    for name, path in args.adapter:
+        adapters.add(name, load_adapter(path))
+    return ServedModel(generator, sampling_defaults(loaded.path), load_adapter)

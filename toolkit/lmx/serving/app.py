@@ -24,7 +24,7 @@ from .choice import Piece
 from .engine_thread import EngineThread
 from .errors import SERVER, ApiError
 from .metrics import CONTENT_TYPE, Metrics
-from .protocol import parse_body
+from .protocol import AdapterParameters, parse_body
 from .service import CompletionService, Job
 
 JSON = "application/json"
@@ -46,6 +46,8 @@ class HTTPSettings:
         max_body: bytes of a request.
         body_timeout: seconds in which a body must come.
         allowed_origins: web pages of other origins that may ask.
+        adapter_loading: clients may load adapters from the server's disk, and drop
+            them.
         log_requests: write bodies and answers to the log.
     """
 
@@ -53,6 +55,7 @@ class HTTPSettings:
     max_body: int = 8 << 20
     body_timeout: float = 30.0
     allowed_origins: tuple[str, ...] = ()
+    adapter_loading: bool = False
     log_requests: bool = False
 
 
@@ -82,6 +85,8 @@ class Endpoint:
         routes = [
             post("/v1/chat/completions", chat),
             post("/v1/completions", complete),
+            post("/v1/load_lora_adapter", self._load_adapter),
+            post("/v1/unload_lora_adapter", self._unload_adapter),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
@@ -189,6 +194,29 @@ class Endpoint:
         if self._settings.log_requests:
             record = {"id": job.answer.id, "request": body, "answer": answer}
             terminal.write_err(json.dumps(record, ensure_ascii=False) + "\n")
+
+    # Adapters
+
+    async def _load_adapter(self, request: Request) -> Response:
+        parameters = await self._adapter_parameters(request)
+        if parameters.lora_path is None:
+            raise ApiError(400, "lora_path is missing", param="lora_path")
+        await self._service.add_adapter(parameters.lora_name, parameters.lora_path)
+        log(f"adapter {parameters.lora_name} loaded from {parameters.lora_path}")
+        return json_response({"status": "loaded"})
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        parameters = await self._adapter_parameters(request)
+        await self._service.remove_adapter(parameters.lora_name)
+        log(f"adapter {parameters.lora_name} dropped")
+        return json_response({"status": "dropped"})
+
+    async def _adapter_parameters(self, request: Request) -> AdapterParameters:
+        self._authorize(request)
+        if not self._settings.adapter_loading:
+            message = "this server does not load adapters: start it with "
+            raise ApiError(403, message + "--allow-adapter-loading")
+        return AdapterParameters.parse(await self._body(request))
 
     # Other routes
 

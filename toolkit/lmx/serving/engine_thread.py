@@ -32,10 +32,13 @@ class ServedModel:
 
     Attributes:
         sampling: settings of generation_config.json; see `sampling_defaults`.
+        load_adapter: loads the model with the adapter of a folder, weights unread; see
+            `MultiLoRA.add`. None = adapters cannot be loaded later.
     """
 
     generator: Generator
     sampling: dict[str, float] = field(default_factory=dict)
+    load_adapter: Callable[[str], Any] | None = None
 
 
 class EngineFailed(Exception):

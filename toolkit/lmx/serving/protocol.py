@@ -44,18 +44,38 @@ FAIL_FAST = Field(fail_fast=True)
 Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
 
 
-class _Part(BaseModel):
+class Parameters(BaseModel):
+    """A JSON object of a body, of strict types."""
+
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
+    @classmethod
+    def parse(cls, body: Any) -> Self:
+        """The parameters of a JSON body.
 
-class StreamOptions(_Part):
+        Raises:
+            ApiError: a parameter is unknown, or has a wrong value.
+        """
+        if not isinstance(body, dict):
+            raise ApiError(400, "the body is no JSON object")
+        # An unknown name may explain what is missing, so it comes first.
+        if unknown := next((key for key in body if key not in cls.model_fields), None):
+            raise _unknown(unknown)
+        try:
+            return cls.model_validate(body)
+        except ValidationError as invalid:
+            errors = invalid.errors(include_url=False, include_context=True)
+            raise _api_error(errors[0], body) from None
+
+
+class StreamOptions(Parameters):
     """What a stream says beside the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class GenerationParameters(_Part):
+class GenerationParameters(Parameters):
     """The parameters that both endpoints have. None = as the server is configured.
 
     Attributes:
@@ -138,24 +158,6 @@ class GenerationParameters(_Part):
         bias = tuple((int(i), float(v)) for i, v in (self.logit_bias or {}).items())
         return Sampling(**options, logit_bias=bias, seed=seed % 2**64)
 
-    @classmethod
-    def parse(cls, body: Any) -> Self:
-        """The parameters of a JSON body.
-
-        Raises:
-            ApiError: a parameter is unknown, or has a wrong value.
-        """
-        if not isinstance(body, dict):
-            raise ApiError(400, "the body is no JSON object")
-        # An unknown name may explain what is missing, so it comes first.
-        if unknown := next((key for key in body if key not in cls.model_fields), None):
-            raise _unknown(unknown)
-        try:
-            return cls.model_validate(body)
-        except ValidationError as invalid:
-            errors = invalid.errors(include_url=False, include_context=True)
-            raise _api_error(errors[0], body) from None
-
 
 class ChatCompletionParameters(GenerationParameters):
     """The body of `/v1/chat/completions`."""
@@ -200,6 +202,13 @@ class CompletionParameters(GenerationParameters):
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return [*self.prompt]
+
+
+class AdapterParameters(Parameters):
+    """The body of `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM's."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+    lora_path: str | None = None
 
 
 def parse_body(data: bytes) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UserError
+from ..generation.engine import Engine
 from ..generation.grammar import Grammar
 from ..generation.grammar_matcher import CompiledGrammar
 from ..generation.sequence import GenerationRequest, TokenOutput
@@ -85,14 +86,52 @@ class CompletionService:
     ):
         self.thread, self.settings, self.metrics = thread, settings, metrics
         self._generator, self._sampling = served.generator, served.sampling
+        self._load_adapter = served.load_adapter
+        self._adapters = {*served.generator.engine.scheduler.adapters.numbers}
         self._tokenizer = served.generator.tokenizer
         # Long prompts do not stop the event loop. Tokenizers take one thread only.
         self._encoder = ThreadPoolExecutor(1, "tokenizer")
 
     @property
     def models(self) -> dict[str, str | None]:
-        """The names of the base model (None) and of its adapters."""
-        return {self.settings.model: None}
+        """The base model and its adapters by name, with the model they belong to."""
+        base = self.settings.model
+        return {base: None} | dict.fromkeys(self._adapters, base)
+
+    async def add_adapter(self, name: str, path: str) -> None:
+        """Load an adapter, which requests name as their model.
+
+        Raises:
+            ApiError: it does not load, or the name is in use.
+        """
+        if name in self.models:
+            raise ApiError(400, f"there is a model {name!r} already", param="lora_name")
+
+        def add(engine: Engine) -> None:
+            engine.scheduler.adapters.add(name, self._load_adapter(path))
+
+        try:
+            await self.thread.call(add)
+        except UserError as error:
+            raise ApiError.of(error, param="lora_path") from error
+        self._adapters.add(name)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Drop an adapter.
+
+        Raises:
+            ApiError: there is none of this name, or requests are running with it.
+        """
+        if name not in self._adapters:
+            message = f"The adapter {name!r} does not exist"
+            raise ApiError(404, message, param="lora_name", code="model_not_found")
+        # No request comes with it from here on.
+        self._adapters.discard(name)
+        try:
+            await self.thread.call(lambda engine: engine.remove_adapter(name))
+        except UserError as error:
+            self._adapters.add(name)
+            raise ApiError(409, error.message, param="lora_name") from error
 
     @property
     def max_positions(self) -> int | None:
@@ -340,6 +379,9 @@ class CompletionService:
                 logprobs=None if top_logprobs is None else "raw",
                 top_logprobs=top_logprobs or 0,
                 priority=parameters.priority or 0,
+                adapter=parameters.model
+                if parameters.model in self._adapters
+                else None,
                 grammar=grammar,
             )
         except UserError as error:
