@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -159,7 +160,8 @@ class Endpoint:
         given = request.headers.get("authorization", "")
         kind, _, value = given.partition(" ")
         # In constant time, so that no time tells how much of it is right.
-        is_right = hmac.compare_digest(value.strip().encode(), key.encode())
+        sent = value.strip().encode("latin-1")  # as Starlette has decoded it
+        is_right = hmac.compare_digest(sent, os.fsencode(key))
         if kind.lower() != "bearer" or not is_right:
             headers = {"WWW-Authenticate": "Bearer"}
             message = "Incorrect API key provided"
