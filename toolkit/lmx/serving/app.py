@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..errors import shorten
 from ..run import terminal
 from .choice import Piece
 from .engine_thread import EngineThread
@@ -29,6 +30,8 @@ from .protocol import parse_body
 from .service import CompletionService, Job
 
 JSON = "application/json"
+MAX_LINE = 1000
+"""Characters of a line of the log; a client's text may be long."""
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499
@@ -357,5 +360,5 @@ def json_response(
 
 def log(text: str) -> None:
     """Write a line to the log, with the time. A client's text does not end it."""
-    text = "\\n".join(terminal.visible(text).splitlines())
+    text = shorten("\\n".join(terminal.visible(text).splitlines()), MAX_LINE)
     terminal.write_err(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
