@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -19,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..errors import shorten
 from ..run import terminal
 from .choice import Piece
 from .engine_thread import EngineThread
@@ -28,6 +30,8 @@ from .protocol import AdapterParameters, parse_body
 from .service import CompletionService, Job
 
 JSON = "application/json"
+MAX_LINE = 1000
+"""Characters of a line of the log; a client's text may be long."""
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499
@@ -164,7 +168,8 @@ class Endpoint:
         given = request.headers.get("authorization", "")
         kind, _, value = given.partition(" ")
         # In constant time, so that no time tells how much of it is right.
-        is_right = hmac.compare_digest(value.strip().encode(), key.encode())
+        sent = value.strip().encode("latin-1")  # as Starlette has decoded it
+        is_right = hmac.compare_digest(sent, os.fsencode(key))
         if kind.lower() != "bearer" or not is_right:
             headers = {"WWW-Authenticate": "Bearer"}
             message = "Incorrect API key provided"
@@ -383,5 +388,5 @@ def json_response(
 
 def log(text: str) -> None:
     """Write a line to the log, with the time. A client's text does not end it."""
-    text = "\\n".join(terminal.visible(text).splitlines())
+    text = shorten("\\n".join(terminal.visible(text).splitlines()), MAX_LINE)
     terminal.write_err(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
