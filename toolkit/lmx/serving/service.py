@@ -87,7 +87,7 @@ class CompletionService:
         self.thread, self.settings, self.metrics = thread, settings, metrics
         self._generator, self._sampling = served.generator, served.sampling
         self._load_adapter = served.load_adapter
-        self._adapters = {*served.generator.engine.scheduler.adapters.numbers}
+        self._adapters = [*served.generator.engine.scheduler.adapters.numbers]
         self._tokenizer = served.generator.tokenizer
         # Long prompts do not stop the event loop. Tokenizers take one thread only.
         self._encoder = ThreadPoolExecutor(1, "tokenizer")
@@ -114,7 +114,7 @@ class CompletionService:
             await self.thread.call(add)
         except UserError as error:
             raise ApiError.of(error, param="lora_path") from error
-        self._adapters.add(name)
+        self._adapters.append(name)
 
     async def remove_adapter(self, name: str) -> None:
         """Drop an adapter.
@@ -126,11 +126,11 @@ class CompletionService:
             message = f"The adapter {name!r} does not exist"
             raise ApiError(404, message, param="lora_name", code="model_not_found")
         # No request comes with it from here on.
-        self._adapters.discard(name)
+        self._adapters.remove(name)
         try:
             await self.thread.call(lambda engine: engine.remove_adapter(name))
         except UserError as error:
-            self._adapters.add(name)
+            self._adapters.append(name)
             raise ApiError(409, error.message, param="lora_name") from error
 
     @property
