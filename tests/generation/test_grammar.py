@@ -287,7 +287,7 @@ def test_a_grammar_that_fails_ends_its_request_only(llama, expected, drafts):
                 errors.append((output.request, str(output.error)))
             elif output.request is not broken:
                 tokens[output.request].append(output.token)
-    assert errors == [(broken, "the grammar: it failed: a limit")]
+    assert errors == [(broken, "grammar: it failed: a limit")]
     assert list(tokens.values()) == expected
 
 
@@ -403,15 +403,18 @@ def assert_matches(pattern, error):
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        (Grammar.json_schema({"type": "text"}), "the JSON schema: .*Invalid type"),
+        (
+            Grammar.json_schema({"type": "text"}),
+            "the JSON schema is refused: Invalid type",
+        ),
         (Grammar.json_schema({"format": "colour"}), "Unknown format"),
         (Grammar.json_schema({"enum": []}), "Unsatisfiable"),
         (Grammar.json_schema({"$ref": "http://x.org/y"}), "x.org"),
         (Grammar.json_schema({"multipleOf": 0}), "multiple of"),
-        (Grammar("regex", "(a"), "the regular expression: it is refused.*unclosed"),
+        (Grammar("regex", "(a"), "the regular expression is refused.*unclosed"),
         (Grammar("regex", "a(?=b)"), "look-ahead"),
         (Grammar("regex", "\ud800"), "the regular expression"),
-        (Grammar("lark", "start: a"), "the grammar: it is refused"),
+        (Grammar("lark", "start: a"), "grammar: the grammar is refused"),
     ],
 )
 def test_grammars_that_do_not_compile_are_refused(grammar, message):
