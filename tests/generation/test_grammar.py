@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import mlx.core as mx
@@ -434,6 +435,19 @@ def test_grammars_are_compiled_once(monkeypatch):
     compiler.compile(GRAMMARS[1])
     compiler.compile(GRAMMARS[2])
     assert compiler.compile(GRAMMARS[0]) is not first
+
+
+def test_a_grammar_compiled_in_a_thread_serves_several_requests():
+    with ThreadPoolExecutor(4) as pool:
+        compiler = GrammarCompiler(TOKENIZER)
+        grammars = [Grammar("regex", f"[ab]{{{n}}}") for n in range(1, 9)] * 4
+        compiled = list(pool.map(compiler.compile, grammars))
+        for count, each in enumerate(compiled[:8], 1):
+            one, other = each.start({STOP}), each.start({STOP})
+            for _ in range(count):
+                assert one.advance(64) is None  # "a"
+            assert one.advance(64)
+            assert other.advance(64) is None
 
 
 def test_without_llguidance_the_error_says_what_to_install(monkeypatch):

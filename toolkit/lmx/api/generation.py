@@ -139,11 +139,8 @@ def generate(
     name = None if draft is None else os.fspath(draft)
     stop = settings["stop"]
     stop = [stop] if isinstance(stop, str) else stop
-    wanted = {
-        "max_tokens": settings["max_tokens"],
-        "sampling": sampling,
-        "grammar": grammar,
-    }
+    wanted: dict[str, Any] = {"sampling": sampling, "grammar": grammar}
+    wanted["max_tokens"] = settings["max_tokens"]
     if _is_batch(prompt):
         if stream:
             raise UserError("stream works with one prompt, not with a list")
