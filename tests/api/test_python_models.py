@@ -69,6 +69,17 @@ def test_stop_string_ends_the_text(model):
         assert result.finish_reason == "stop"
 
 
+def test_the_text_follows_the_response_format(model):
+    schema = {"enum": ["on", "off"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    options = {"response_format": form, "temperature": 1.0}
+    texts = [each.text for each in lmx.generate(model, PROMPTS, **options)]
+    texts.append(lmx.generate(model, "x", **options).text)
+    chunks = lmx.generate(model, "x", stream=True, **options)
+    texts.append("".join(chunk.text for chunk in chunks))
+    assert set(texts) <= {'"on"', '"off"'}
+
+
 def test_draft_gives_the_same_text(run, model):
     plain = lmx.generate(model, PROMPTS[0], max_tokens=12)
     for draft in ("prompt-lookup", run.model_path, str(run.model_path)):
@@ -90,6 +101,7 @@ def test_draft_gives_the_same_text(run, model):
         ("x", {"stop": [""]}, "stop.0: string should have at least 1 character"),
         ("x", {"temperature": -1.0}, "temperature is -1.0"),
         ("x", {"system": "s", "ignore_chat_template": True}, "needs the chat template"),
+        ("x", {"response_format": {"type": "x"}}, "response_format: there is no type"),
         (["x"], {"stream": True}, "stream works with one prompt"),
         ([1, 2], {}, "prompt.0: expected a dict or text or a list, got 1"),
         ([{"content": "x"}], {}, "prompt.0: a message needs role"),

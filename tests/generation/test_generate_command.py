@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import os
+import re
 
 import pytest
 from lmx.cli import generate, main
@@ -14,6 +15,8 @@ from lmx.generation.outputs import GenerationResponse, GenerationResult
 from lmx.generation.sampling import Sampling
 from lmx.run.terminal import StreamedText, printable
 from tiny_generators import chatting, write_folder
+
+DRAFT = ["--draft-model", "prompt-lookup"]
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +254,13 @@ def test_generate_json_escapes_and_keeps_every_character(
             "remove --temperature",
         ),
         (
+            ["--prompt", "x", *DRAFT, "--check-parity", "--regex", "a"],
+            "does not work with --json-schema",
+        ),
+        (["--prompt", "x", "--json-schema", '{"minLenght": 1}'], "minLenght"),
+        (["--prompt", "x", "--json-schema", "no-such"], "cannot read the JSON schema"),
+        (["--prompt", "x", "--regex", "(a"], "the regular expression is refused"),
+        (
             ["--input-file", "x", "--save-prompt-cache", "y"],
             "--input-file does not work with prompt caches",
         ),
@@ -264,6 +274,34 @@ def test_generate_json_escapes_and_keeps_every_character(
 def test_generate_rejects_invalid_options(run_folder, options, message):
     with pytest.raises(UserError, match=message):
         lmx(run_folder, *options)
+
+
+def test_generate_follows_a_grammar(run_folder, capsys, tmp_path):
+    schema = {"enum": ["the lamp", 7]}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    for source in (json.dumps(schema), tmp_path / "schema.json"):
+        lmx(run_folder, "--prompt", "hello", "--json-schema", source)
+        assert capsys.readouterr().out in ('"the lamp"\n', "7\n")
+    lmx(run_folder, "--prompt", "hello", "--regex", "[ab]{3}")
+    assert re.fullmatch("[ab]{3}\n", capsys.readouterr().out)
+
+
+def test_requests_of_a_file_have_grammars_of_their_own(run_folder, capsys, tmp_path):
+    file = tmp_path / "requests.jsonl"
+    choice = {"prompt": "x", "response_format": {"choice": ["on", "off"]}}
+    file.write_text(f'{json.dumps(choice)}\n{{"prompt": "x"}}\n')
+    lmx(run_folder, "--input-file", file, "--regex", "[ab]{3}")
+    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert texts[0] in ("on", "off")
+    assert re.fullmatch("[ab]{3}", texts[1])
+    for wrong, message in [
+        ({"choice": []}, f"{file}:1: response_format.choice: expected a list"),
+        ({"regex": "(a"}, f"{file}:1: the regular expression is refused"),
+        ({"type": "x"}, f"{file}:1: response_format: there is no type"),
+    ]:
+        file.write_text(json.dumps(choice | {"response_format": wrong}))
+        with pytest.raises(UserError, match=re.escape(message)):
+            lmx(run_folder, "--input-file", file)
 
 
 def test_generate_requires_a_prompt(run_folder, capsys):

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import mlx.core as mx
@@ -287,7 +288,7 @@ def test_a_grammar_that_fails_ends_its_request_only(llama, expected, drafts):
                 errors.append((output.request, str(output.error)))
             elif output.request is not broken:
                 tokens[output.request].append(output.token)
-    assert errors == [(broken, "the grammar: it failed: a limit")]
+    assert errors == [(broken, "grammar: it failed: a limit")]
     assert list(tokens.values()) == expected
 
 
@@ -359,43 +360,6 @@ def test_hostile_grammars_are_refused_at_once(name):
     assert time.perf_counter() - start < 5
 
 
-def nested(depth):
-    schema = {"type": "string"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}}
-    return schema
-
-
-def test_deep_and_long_schemas():
-    COMPILER.compile(Grammar.json_schema(nested(40)))
-    for bad in (nested(60), nested(2000), "[" * 100_000, {"enum": ["x" * 300_000]}):
-        with pytest.raises(UserError, match=r"deep|long|JSON|characters"):
-            Grammar.json_schema(bad)
-
-
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"minLenght": 3}, "at: the keyword 'minLenght'.*\n.*minLength"),
-        ({"properties": {"a": {"not": {}}}}, "at.properties.a: the keyword 'not'"),
-        ({"anyOf": [{}, {"uniqueItems": True}]}, r"at.anyOf\[1\]: .*uniqueItems"),
-        ({"items": {"if": {}}}, "at.items: .*'if'"),
-        ({"$defs": {"b": {"nullable": True}}}, r"at.\$defs.b: .*nullable"),
-        ({"x-guidance": {"lenient": True}}, "x-guidance"),
-        ({"exclusiveMinimum": True}, "must be a number"),
-        ({"properties": []}, "an object of schemas"),
-        ({"items": 3}, "at.items: a JSON schema is an object"),
-        (True, "at: a JSON schema is an object"),
-        ("{", "at: not JSON"),
-        ({"const": float("nan")}, "at: not JSON"),
-    ],
-)
-def test_schemas_that_would_not_be_enforced_are_refused(schema, message):
-    with pytest.raises(UserError) as caught:
-        Grammar.json_schema(schema, "at")
-    assert_matches(message, caught.value)
-
-
 def assert_matches(pattern, error):
     assert re.search(pattern, str(error)), str(error)
 
@@ -403,15 +367,18 @@ def assert_matches(pattern, error):
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        (Grammar.json_schema({"type": "text"}), "the JSON schema: .*Invalid type"),
+        (
+            Grammar.json_schema({"type": "text"}),
+            "the JSON schema is refused: Invalid type",
+        ),
         (Grammar.json_schema({"format": "colour"}), "Unknown format"),
         (Grammar.json_schema({"enum": []}), "Unsatisfiable"),
         (Grammar.json_schema({"$ref": "http://x.org/y"}), "x.org"),
         (Grammar.json_schema({"multipleOf": 0}), "multiple of"),
-        (Grammar("regex", "(a"), "the regular expression: it is refused.*unclosed"),
+        (Grammar("regex", "(a"), "the regular expression is refused.*unclosed"),
         (Grammar("regex", "a(?=b)"), "look-ahead"),
         (Grammar("regex", "\ud800"), "the regular expression"),
-        (Grammar("lark", "start: a"), "the grammar: it is refused"),
+        (Grammar("lark", "start: a"), "grammar: the grammar is refused"),
     ],
 )
 def test_grammars_that_do_not_compile_are_refused(grammar, message):
@@ -431,6 +398,19 @@ def test_grammars_are_compiled_once(monkeypatch):
     compiler.compile(GRAMMARS[1])
     compiler.compile(GRAMMARS[2])
     assert compiler.compile(GRAMMARS[0]) is not first
+
+
+def test_a_grammar_compiled_in_a_thread_serves_several_requests():
+    with ThreadPoolExecutor(4) as pool:
+        compiler = GrammarCompiler(TOKENIZER)
+        grammars = [Grammar("regex", f"[ab]{{{n}}}") for n in range(1, 9)] * 4
+        compiled = list(pool.map(compiler.compile, grammars))
+        for count, each in enumerate(compiled[:8], 1):
+            one, other = each.start({STOP}), each.start({STOP})
+            for _ in range(count):
+                assert one.advance(64) is None  # "a"
+            assert one.advance(64)
+            assert other.advance(64) is None
 
 
 def test_without_llguidance_the_error_says_what_to_install(monkeypatch):

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from ..config.draft import MAX_DRAFT_TOKENS
 from ..config.quant_spec import KVCacheBits
 from ..errors import UserError
+from ..generation.grammar import parse_response_format
 from ..generation.outputs import GenerationResponse, GenerationResult
 from ..generation.prompt import encode_prompt
 from ..generation.sampling import Sampling
@@ -35,6 +36,7 @@ SAMPLING = [field.name for field in fields(Sampling)]
 DEFAULTS: dict[str, Any] = {
     **{"max_tokens": 256, "stop": [], "system": None, "draft": None, "kv_bits": None},
     **{"num_draft_tokens": None, "ignore_chat_template": False},
+    "response_format": None,
 }
 
 
@@ -58,6 +60,7 @@ class GenerateOptions(TypedDict, total=False):
     num_draft_tokens: Annotated[Integer, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None
     kv_bits: KVCacheBits | None
     ignore_chat_template: bool
+    response_format: dict[str, Any] | None
 
 
 @overload
@@ -110,7 +113,10 @@ def generate(
             `generation.sampling.Sampling`; stop, strings that end the text; system, a
             system message; draft and num_draft_tokens, as in `lmx.load`; kv_bits (2 to
             6 or 8 = quantize the KV cache, 16 = not; default: as the
-            model's config.json says); ignore_chat_template, use the text as it is.
+            model's config.json says); ignore_chat_template, use the text as it is;
+            response_format, what the text has to match, as for OpenAI: {"type":
+            "json_schema", "json_schema": {"schema": ...}}, {"type": "json_object"},
+            {"type": "regex", "regex": ...} or {"choice": [...]}.
 
     Returns:
         A result with `text`, `tokens` (ids without the end token), `prompt_tokens`,
@@ -126,28 +132,27 @@ def generate(
     if settings["ignore_chat_template"] and settings["system"] is not None:
         raise UserError("system needs the chat template: omit ignore_chat_template")
     sampling = Sampling(**{k: settings[k] for k in SAMPLING if k in settings})
+    grammar = parse_response_format(settings["response_format"])
     loaded = model if isinstance(model, Model) else load(model)
     draft, count = settings.pop("draft"), settings.pop("num_draft_tokens")
     kv_bits = settings.pop("kv_bits")
     name = None if draft is None else os.fspath(draft)
-    max_tokens, stop = settings["max_tokens"], settings["stop"]
+    stop = settings["stop"]
     stop = [stop] if isinstance(stop, str) else stop
+    wanted: dict[str, Any] = {"sampling": sampling, "grammar": grammar}
+    wanted["max_tokens"] = settings["max_tokens"]
     if _is_batch(prompt):
         if stream:
             raise UserError("stream works with one prompt, not with a list")
         prompts = [_encode(loaded, each, settings) for each in prompt]
         generator = loaded.generator(name, count, kv_bits=kv_bits)
-        requests = [
-            generator.request(tokens, max_tokens=max_tokens, sampling=sampling)
-            for tokens in prompts
-        ]
+        requests = [generator.request(tokens, **wanted) for tokens in prompts]
         return list(generator.generate_all(requests, stop=stop))
     tokens = _encode(loaded, prompt, settings)
     generator = loaded.generator(name, count, kv_bits=kv_bits)
-    wanted = {"max_tokens": max_tokens, "sampling": sampling, "stop": stop}
     if stream:
-        return generator.stream(tokens, **wanted)
-    return generator.generate(tokens, **wanted)
+        return generator.stream(tokens, stop=stop, **wanted)
+    return generator.generate(tokens, stop=stop, **wanted)
 
 
 def _is_batch(prompt: Any) -> bool:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from ..config.validation import FileConfig
 from ..errors import UserError
 from ..generation.generator import Generator
+from ..generation.grammar import Grammar, parse_response_format
 from ..generation.prompt import encode_prompt
 from ..generation.sampling import Sampling
 from ..run.fs import parse_json
@@ -29,6 +30,7 @@ class _Request(FileConfig):
     max_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: float = 0.0
     seed: int = 0
+    response_format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _require_one_input(self) -> Self:
@@ -50,7 +52,10 @@ def parse_requests(text: str, *, place: str) -> list[dict]:
         position = f"{place}:{number}"
         record = parse_json(line, position)
         _Request.read(record, place=position)
-        records.append(record | {"place": position})
+        grammar = parse_response_format(
+            record.get("response_format"), f"{position}: response_format"
+        )
+        records.append(record | {"place": position, "grammar": grammar})
     if not records:
         raise UserError("there are no requests", place=place)
     return records
@@ -62,6 +67,7 @@ def answer_records(
     *,
     max_tokens: int,
     sampling: Sampling,
+    grammar: Grammar | None = None,
     stop: Sequence[str] = (),
     system: str | None = None,
     ignore_chat_template: bool = False,
@@ -70,12 +76,12 @@ def answer_records(
 
     Args:
         records: those of `parse_requests`.
-        max_tokens, sampling: defaults for requests without their own.
+        max_tokens, sampling, grammar: defaults for requests without their own.
         system: system message for requests with a prompt.
         ignore_chat_template: use prompts as they are.
 
     Raises:
-        UserError: a prompt cannot be encoded or is too long.
+        UserError: a prompt cannot be encoded or is too long, or a grammar is refused.
     """
     requests = []
     for record in records:
@@ -91,10 +97,17 @@ def answer_records(
             limit = record.get("max_tokens", max_tokens)
             settings = replace(sampling, **options)
             requests.append(
-                generator.request(prompt, max_tokens=limit, sampling=settings)
+                generator.request(
+                    prompt,
+                    max_tokens=limit,
+                    sampling=settings,
+                    grammar=record["grammar"] or grammar,
+                )
             )
         except UserError as error:
-            raise UserError(error.message, place=record["place"]) from error
+            raise UserError(
+                error.message, place=record["place"], hint=error.hint
+            ) from error
     results = generator.generate_all(requests, stop=stop)
     for index, result in enumerate(results):
         yield {

@@ -19,6 +19,7 @@ from ..run import terminal
 
 if TYPE_CHECKING:
     from ..generation.generator import Generator
+    from ..generation.grammar import Grammar
     from ..generation.outputs import GenerationResponse, GenerationResult
     from ..generation.sampling import Sampling
     from ..models.loader import LoadedModel
@@ -50,11 +51,19 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--input-file",
         metavar="FILE",
         help='JSONL requests {"prompt": ...} or {"messages": ...}, generated as a '
-        "batch; a request may have max_tokens, temperature and seed",
+        "batch; a request may have max_tokens, temperature, seed and "
+        "response_format",
     )
     add("--system", metavar="TEXT", help="system message")
     add("--max-tokens", type=int, default=256, metavar="N", help="default 256")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop string")
+    grammar = parser.add_mutually_exclusive_group().add_argument
+    grammar(
+        "--json-schema",
+        metavar="FILE_OR_JSON",
+        help="the text is JSON that is valid under this schema",
+    )
+    grammar("--regex", metavar="TEXT", help="the text matches this expression")
     for name, (kind, default, about) in SAMPLING.items():
         add(f"--{name}", type=kind, default=default, metavar="X", help=about)
     raw = "use the prompt as it is, without chat template"
@@ -119,6 +128,9 @@ def _check(args: argparse.Namespace) -> None:
             ),
             "--check-parity compares greedy decoding: remove --temperature": (
                 args.check_parity and args.temperature != 0
+            ),
+            "--check-parity does not work with --json-schema and --regex": (
+                args.check_parity and (args.json_schema or args.regex)
             ),
             **draft_argument_faults(args),
         }
@@ -218,6 +230,7 @@ def _generate(args: argparse.Namespace, text: str) -> int:
     names = (name.replace("-", "_") for name in SAMPLING)
     sampling = Sampling(**{name: getattr(args, name) for name in names})
     requests = parse_requests(text, place=args.input_file) if args.input_file else None
+    grammar = _grammar(args)
     loaded = load(
         args.model,
         args.adapter_path,
@@ -231,19 +244,39 @@ def _generate(args: argparse.Namespace, text: str) -> int:
             requests,
             max_tokens=args.max_tokens,
             sampling=sampling,
+            grammar=grammar,
             stop=args.stop,
             system=args.system,
             ignore_chat_template=args.ignore_chat_template,
         ):
             terminal.write_json(response)
         return 0
-    session = InteractiveSession(args, loaded, generator, sampling)
+    session = InteractiveSession(args, loaded, generator, sampling, grammar)
     if args.chat:
         session.chat(_chat_lines())
     else:
         session.respond(text)
     session.save()
     return 0
+
+
+def _grammar(args: argparse.Namespace) -> "Grammar | None":
+    """The grammar of `--json-schema` or `--regex`.
+
+    Raises:
+        UserError: the file cannot be read, or the schema is refused.
+    """
+    from ..generation.grammar import MAX_CHARACTERS, Grammar
+
+    schema = args.json_schema
+    if schema is None:
+        return None if args.regex is None else Grammar("regex", args.regex)
+    place = "--json-schema"
+    if not schema.lstrip().startswith("{"):
+        place = schema
+        path = Path(os.path.expanduser(schema))
+        schema = read_text(path, "JSON schema", max_bytes=4 * MAX_CHARACTERS)
+    return Grammar.json_schema(schema, place)
 
 
 def _chat_lines() -> Iterator[str]:
@@ -272,9 +305,11 @@ class InteractiveSession:
         loaded: "LoadedModel",
         generator: "Generator",
         sampling: "Sampling",
+        grammar: "Grammar | None" = None,
     ):
         self._args, self._loaded = args, loaded
         self._generator, self._sampling = generator, sampling
+        self._grammar = grammar
         self._messages: list[dict[str, str]] = []
         self._output = terminal.StreamedText()
         if args.save_prompt_cache:
@@ -353,6 +388,7 @@ class InteractiveSession:
                 prompt,
                 max_tokens=self._args.max_tokens,
                 sampling=self._sampling,
+                grammar=self._grammar,
                 stop=self._args.stop,
                 on_token=on_token,
             )

@@ -79,7 +79,7 @@ class GrammarCompiler:
         vocabulary, kind = self._vocabulary, grammar.kind
         from llguidance import LLMatcher, LLParserLimits
 
-        with library_errors("it is refused", place=NAMES[kind]):
+        with library_errors(f"{NAMES[kind]} is refused", place="grammar"):
             if kind == "json_schema":
                 options = {"whitespace_pattern": WHITESPACE, "lenient": False}
                 source = LLMatcher.grammar_from_json_schema(
@@ -238,7 +238,7 @@ class GrammarMatcher:
 @contextmanager
 def _matcher_errors(matcher: Matcher) -> Iterator[None]:
     """Raise an error of the matcher, which never leaves that state, as `UserError`."""
-    with library_errors("it failed", place="the grammar"):
+    with library_errors("it failed", place="grammar"):
         yield
         if matcher.is_error():
             raise ValueError(matcher.get_error())

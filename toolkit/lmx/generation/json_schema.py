@@ -52,6 +52,8 @@ def check_schema(schema: Any, place: str) -> None:
             raise UserError("a JSON schema is an object, true or false", place=place)
         if depth > MAX_DEPTH:
             raise UserError("the JSON schema is nested too deeply", place=place)
+        if "additionalItems" in schema and not isinstance(schema.get("items"), list):
+            raise UserError("additionalItems needs a list of items", place=place)
         for keyword, value in schema.items():
             _check_keyword(keyword, value, place)
             inner = _schemas_below(keyword, value)
