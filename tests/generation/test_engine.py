@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from lmx.errors import UserError
 from lmx.generation.engine import Engine
 from lmx.generation.kv_cache.batch import batch_error
 from lmx.generation.kv_cache.prefix import PrefixCache
@@ -247,16 +246,32 @@ def test_predictions_that_are_nan_end_one_request(family, make_proposer):
         assert not engine.nbytes
 
 
-def test_draft_models_whose_predictions_are_nan_are_refused():
-    engine = Engine(
-        sharpened("llama"),
-        make_proposer=lambda _: DraftModelProposer(broken()),
-        draft_length=FIXED,
-    )
-    engine.add_request(request(*PROMPT))
-    with pytest.raises(UserError, match="the draft model's predictions are NaN"):
-        [*rounds(engine)]
-    assert engine.idle
+def one_by_one(draft_model):
+    return lambda _: DraftModelProposer(draft_model)
+
+
+@pytest.mark.parametrize("maker", [one_by_one, draft_model_proposer])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_requests_go_on_without_a_draft_model_that_predicts_nan(family, maker):
+    """All of them if its weights are NaN, else those that it cannot read."""
+    model = sharpened(family)
+    good = [request(5, 9, 5), request(3, 5, 3, 3), request(8, 8, max_tokens=20)]
+    bad = [request(4, 77), request(77, 4, 77)]
+    for draft, requests, has_drafts in (
+        (broken(), good, False),
+        (Poisoned(model), good + bad, True),
+        (Poisoned(model), bad, False),
+    ):
+        engine = Engine(model, make_proposer=maker(draft), draft_length=FIXED)
+        with pytest.warns(UserWarning, match="without drafts") as warned:
+            got = [run(engine, requests) for _ in range(2)]
+        assert got == [alone(model, requests)] * 2
+        assert len(warned) == 1
+        assert "the draft model's predictions are NaN" in str(warned[0].message)
+        assert bool(engine.stats.rounds) == has_drafts
+        if has_drafts:  # of the good ones, whose draft is the target
+            assert engine.stats.acceptance_rate == 1
+        assert not engine.nbytes
 
 
 class Failing(Recorder):

@@ -6,6 +6,7 @@ the others.
 """
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -83,6 +84,7 @@ class Engine:
         self._controllers: dict[int, DraftLengthController] = {}
         self._standard = StandardSteps()
         self._misses = 0  # tries in a row without draft tokens
+        self._has_warned = False  # of a broken draft model
         self._launch_seconds = 0.0
         self._steps = 0
         self._wired = ExitStack()
@@ -381,6 +383,8 @@ class Engine:
             ]
         )
         for sequence, draft in zip(waiting, drafts, strict=True):
+            if isinstance(draft, UserError):
+                draft = self._stop_drafting(sequence, draft)
             sequence.set_draft(draft)
         if any(s.draft.size for s in self._running):
             self._misses = 0
@@ -392,6 +396,18 @@ class Engine:
             self._standard = StandardSteps(RETRY_STEPS[self._misses])
             self._misses = (self._misses + 1) % len(RETRY_STEPS)
         return False
+
+    def _stop_drafting(self, sequence: RunningSequence, error: UserError) -> mx.array:
+        """Let a request go on without drafts, on which its tokens do not depend."""
+        sequence.proposer.close()
+        sequence.proposer = None
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{error.message}; the requests concerned go on without drafts",
+                stacklevel=2,
+            )
+        return NO_DRAFT
 
     def _round(self) -> list[TokenOutput]:
         """Verify the drafts of all rows, roll back the rejected ones, draft again."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...errors import nan_predictions
+from ...errors import UserError, nan_predictions
 from ..kv_cache.batch import CacheBatch, OneRow, is_batchable, join, padded
 from ..kv_cache.prefix import PrefixCache
 from ..kv_cache.sequence import CacheState
@@ -46,13 +46,17 @@ class DraftModelRow(Proposer):
         # The tokens in the cache: the context, then draft tokens of the last round.
         self.context: list[int] = []
         self.drafted: mx.array = NO_DRAFT
+        self.is_checked = False  # whether its first predictions are numbers
 
     def propose(
         self, context: Sequence[int], num_draft_tokens: int, sampler: Sampler
     ) -> mx.array:
         """Launch the draft. It waits only for the draft tokens of the last round."""
         request = DraftRequest(self, context, num_draft_tokens, sampler)
-        return self.shared.propose([request])[0]
+        [draft] = self.shared.propose([request])
+        if isinstance(draft, UserError):
+            raise draft
+        return draft
 
     def close(self) -> None:
         """Free the cache of the request."""
@@ -71,10 +75,9 @@ class DraftModelBatch:
         self._members: list[DraftModelRow] = []
         self._rows: OneRow | CacheBatch | None = None
         self._prefixes = PrefixCache(PREFIX_BYTES)
-        self._is_first = True
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[mx.array]:
-        """The draft tokens of every request; see `Proposer.propose`."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[mx.array | UserError]:
+        """The draft tokens of every request, or the error of its proposer."""
         active = {r.proposer: r for r in requests if r.num_draft_tokens}
         if not active:
             return [NO_DRAFT] * len(requests)
@@ -130,7 +133,7 @@ class DraftModelBatch:
 
     def _draft(
         self, active: dict[DraftModelRow, DraftRequest]
-    ) -> dict[DraftModelRow, mx.array]:
+    ) -> dict[DraftModelRow, mx.array | UserError]:
         """Launch the draft of every request."""
         rows = [*enumerate(self._members)]
         inputs, counts = self._unread(active)
@@ -138,13 +141,12 @@ class DraftModelBatch:
         drafting = [(row, active[m]) for row, m in rows if m in active]
         indices = mx.array([row for row, _ in drafting])
         seen = [request.sampler.counts for _, request in drafting]
-        drafted: list[mx.array] = []
+        errors, drafted = {}, []
         for index in range(max(r.num_draft_tokens for _, r in drafting)):
             logits = self._rows.forward(inputs, counts)
             logits = mx.take_along_axis(logits, last, axis=1)[indices]
-            if self._is_first and mx.isnan(logits).any().item():
-                raise nan_predictions("the draft model")
-            self._is_first = False
+            if not index:
+                errors = _errors([r.proposer for _, r in drafting], logits)
             samplers = [request.sampler for _, request in drafting]
             positions = [len(request.context) + index for _, request in drafting]
             tokens = sample_rows(samplers, logits, positions, seen)
@@ -158,7 +160,7 @@ class DraftModelBatch:
             inputs[indices] = tokens
             last = mx.zeros((len(rows), 1, 1), mx.int32)
             counts = [int(member in active) for member in self._members]
-        return self._drafts(drafting, mx.concatenate(drafted, axis=1))
+        return self._drafts(drafting, mx.concatenate(drafted, axis=1)) | errors
 
     def _unread(
         self, active: dict[DraftModelRow, DraftRequest]
@@ -189,6 +191,21 @@ class DraftModelBatch:
             member.drafted = tokens[index, :-1]
             drafts[member] = tokens[index, : request.num_draft_tokens]
         return drafts
+
+
+def _errors(
+    members: Sequence[DraftModelRow], logits: mx.array
+) -> dict[DraftModelRow, UserError]:
+    """The errors of members whose first logits [1, V] of [B, 1, V] are NaN."""
+    if all(member.is_checked for member in members):
+        return {}
+    error = nan_predictions("the draft model")
+    broken = mx.isnan(logits).any(axis=(1, 2)).tolist()
+    pairs = [*zip(members, broken, strict=True)]
+    errors = {m: error for m, is_nan in pairs if is_nan and not m.is_checked}
+    for member in members:
+        member.is_checked = True
+    return errors
 
 
 class DraftModelProposer(Proposer):

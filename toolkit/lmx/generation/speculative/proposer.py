@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ...errors import nan_predictions
+from ...errors import UserError, nan_predictions
 from ..kv_cache.sequence import CacheState
 from ..sampler import Sampler
 
@@ -37,6 +37,9 @@ class Proposer(ABC):
         Args:
             context: all tokens of the prompt and the completion so far.
             sampler: of the request.
+
+        Raises:
+            UserError: the first predictions are NaN. It must not propose again.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -56,22 +59,29 @@ class DraftRequest:
 class SharedProposer(Protocol):
     """Proposes draft tokens for several requests at once."""
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[mx.array]:
-        """The draft tokens of every request; see `Proposer.propose`."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[mx.array | UserError]:
+        """The draft tokens of every request, or the error of its proposer."""
         ...
 
 
-def propose(requests: Sequence[DraftRequest]) -> list[mx.array]:
-    """The draft tokens of every request, together where their proposers can."""
-    drafts: list[mx.array | None] = [None] * len(requests)
+def propose(requests: Sequence[DraftRequest]) -> list[mx.array | UserError]:
+    """The draft tokens of every request, together where their proposers can.
+
+    Returns:
+        Tokens as from `Proposer.propose`, or what is wrong with the draft model.
+    """
+    drafts: list[mx.array | UserError] = [NO_DRAFT] * len(requests)
     shared: dict[SharedProposer, list[int]] = {}
     for index, request in enumerate(requests):
         if request.proposer.shared:
             shared.setdefault(request.proposer.shared, []).append(index)
         else:
-            drafts[index] = request.proposer.propose(
-                request.context, request.num_draft_tokens, request.sampler
-            )
+            try:
+                drafts[index] = request.proposer.propose(
+                    request.context, request.num_draft_tokens, request.sampler
+                )
+            except UserError as error:
+                drafts[index] = error
     for proposer, indices in shared.items():
         together = proposer.propose([requests[index] for index in indices])
         for index, draft in zip(indices, together, strict=True):
