@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -26,6 +25,7 @@ from .choice import Piece
 from .engine_thread import EngineThread
 from .errors import SERVER, ApiError
 from .metrics import CONTENT_TYPE, Metrics
+from .page import page_response
 from .protocol import AdapterParameters, parse_body
 from .service import CompletionService, Job
 
@@ -36,9 +36,6 @@ KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499
 """nginx's status for a client that left; it is only logged."""
-PAGE_POLICY = (
-    "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-)
 
 
 @dataclass(frozen=True)
@@ -257,9 +254,7 @@ class Endpoint:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
     async def _page(self, request: Request) -> Response:
-        page = files(__package__).joinpath("page.html").read_bytes()
-        headers = {"Content-Security-Policy": PAGE_POLICY}
-        return Response(page, media_type="text/html", headers=headers)
+        return page_response()
 
     # Errors
 

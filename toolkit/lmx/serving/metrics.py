@@ -113,7 +113,6 @@ class Metrics:
         Args:
             arrival: time of the request.
         """
-        self._generated.labels(self._model).inc(choice.tokens)
         reason = choice.finish_reason or "abort"
         self._success.labels(self._model, reason).inc()
         if choice.first:
@@ -121,6 +120,10 @@ class Metrics:
             self._latency.observe(choice.last - arrival)
         for seconds in choice.intervals:
             self._inter_token.observe(seconds)
+
+    def record_tokens(self, count: int) -> None:
+        """Count tokens of completions, as they come."""
+        self._generated.labels(self._model).inc(count)
 
     def record_prompt(self, tokens: int, cached: int) -> None:
         """Count a prompt."""

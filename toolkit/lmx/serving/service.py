@@ -233,7 +233,9 @@ class CompletionService:
                     request = group[0].request
                     if not (choice := by_request.get(request)):
                         continue
+                    tokens = choice.tokens
                     piece = choice.add(group)
+                    self.metrics.record_tokens(choice.tokens - tokens)
                     if piece.finish_reason:
                         del by_request[request]
                         # It may have ended by its text, of which the engine knows not.
