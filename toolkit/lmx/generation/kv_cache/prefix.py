@@ -146,7 +146,7 @@ class PrefixCache:
         _restore(cache, path)
         return cache, matched
 
-    def match(self, tokens: Sequence[int], adapter: int) -> int:
+    def match(self, tokens: Sequence[int], adapter: int = BASE) -> int:
         """The number of tokens, from the first one, that are stored."""
         return self._walk(np.array(tokens, np.int32), adapter)[1]
 
