@@ -238,13 +238,14 @@ def test_preempted_requests_keep_their_place_in_the_grammar(llama):
 
 
 @pytest.mark.parametrize("make", [None, lambda _: lookup()])
-def test_processed_logprobs_are_those_of_allowed_tokens(llama, make):
+@pytest.mark.parametrize("neighbours", [0, 1])
+def test_processed_logprobs_are_those_of_allowed_tokens(llama, make, neighbours):
     values = {}
     for kind in ("processed", "raw"):
         engine = Engine(llama, make_proposer=make, draft_length=FIXED)
-        free = request(None, 20, prompt=[3])
+        others = [request(None, 20, prompt=[3]) for _ in range(neighbours)]
         only = request(Grammar.choice(["abababab"]), logprobs=kind)
-        for each in (only, free):
+        for each in (only, *others):
             engine.add_request(each)
         outputs = [o for _ in range(40) if not engine.idle for o in engine.step()]
         values[kind] = [o.logprob for o in outputs if o.request is only]
