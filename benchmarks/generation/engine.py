@@ -18,7 +18,7 @@ import generate
 from lmx import cpu
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-ROW = "{:34}{:>12}{:>12}{:>12}"
+ROW = "{:34}{:>12}{:>12}{:>12}{:>12}"
 
 
 def main() -> None:
@@ -83,6 +83,7 @@ def run(engine, requests) -> tuple[float, list[float], dict]:
 def shared_prompt(target, draft, arguments: argparse.Namespace) -> None:
     """Many requests that begin alike."""
     from lmx.generation.engine import Engine
+    from lmx.generation.kv_cache.batch import batch_error
     from lmx.generation.kv_cache.prefix import PrefixCache
     from lmx.generation.sequence import GenerationRequest
     from lmx.generation.speculative.draft_length import DraftLengthController
@@ -99,7 +100,7 @@ def shared_prompt(target, draft, arguments: argparse.Namespace) -> None:
         f"{arguments.requests} requests with one system prompt of {arguments.shared:,} "
         f"tokens and 8 to 24 of their own, {arguments.max_tokens} decoded, 16 at once"
     )
-    print(ROW.format("", "prefilled", "TTFT p50 s", "seconds"))
+    print(ROW.format("", "prefilled", "passes", "TTFT p50 s", "seconds"))
     texts = []
     for name, has_prefixes, has_draft in (
         ("without a prefix cache", False, False),
@@ -107,6 +108,7 @@ def shared_prompt(target, draft, arguments: argparse.Namespace) -> None:
         ("prefix cache, draft model", True, True),
     ):
         model = Counted(target)
+        batch_error(model)  # kept with the model
         engine = Engine(
             model,
             max_batch_size=16,
@@ -115,18 +117,20 @@ def shared_prompt(target, draft, arguments: argparse.Namespace) -> None:
             draft_length=DraftLengthController(fixed=arguments.num_draft_tokens),
         )
         requests = [GenerationRequest(p, arguments.max_tokens) for p in prompts]
-        prefill, counted = engine.scheduler.prefill, [0]
+        prefill, counted = engine.scheduler.prefill, [0, 0]
 
         def counting(running, prefill=prefill, counted=counted, model=model):
-            before = model.positions
+            before = model.positions, model.passes
             result = prefill(running)
-            counted[0] += model.positions - before
+            counted[0] += model.positions - before[0]
+            counted[1] += model.passes - before[1]
             return result
 
         engine.scheduler.prefill = counting
         seconds, first, tokens = run(engine, requests)
         texts.append([*tokens.values()])
-        cells = f"{counted[0]:,}", f"{statistics.median(first):.1f}", f"{seconds:.1f}"
+        times = statistics.median(first), seconds
+        cells = [f"{n:,}" for n in counted] + [f"{time:.1f}" for time in times]
         print(ROW.format(name, *cells))
     same = sum(a == b == c for a, b, c in zip(*texts, strict=True))
     print(f"{same} of {arguments.requests} requests have the same tokens\n")
@@ -148,7 +152,7 @@ def drafts_of_a_batch(target, draft, arguments: argparse.Namespace) -> None:
         f"4 requests of {arguments.decoded} tokens, {arguments.num_draft_tokens} draft "
         "tokens at most; tokens per target pass are those of one request"
     )
-    print(ROW.format("", "plain", "with drafts", "per pass"))
+    print(ROW.format("", "plain", "with drafts", "per pass", "").rstrip())
     for temperature in TEMPERATURES:
         rates, texts = [], []
         for make_proposer in (None, draft_model_proposer(draft)):
@@ -168,7 +172,9 @@ def drafts_of_a_batch(target, draft, arguments: argparse.Namespace) -> None:
         cells = [f"{rate:,.0f} /s" for rate in rates]
         same = sum(a == b for a, b in zip(*texts, strict=True))
         name = f"temperature {temperature}, {same} of 4 the same"
-        print(ROW.format(name, *cells, f"{engine.stats.accepted_length:.2f}"))
+        print(
+            ROW.format(name, *cells, f"{engine.stats.accepted_length:.2f}", "").rstrip()
+        )
 
 
 if __name__ == "__main__":

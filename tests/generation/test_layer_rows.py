@@ -19,6 +19,7 @@ from lmx.generation.kv_cache.layer_rows import FullRows, WindowRows
 from lmx.generation.kv_cache.length_classes import replace_attention
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.kv_cache.window import WINDOW_SLACK
+from mlx.utils import tree_map
 from test_kv_cache import tiny
 from tiny_families import FAMILIES, VOCABULARY, WINDOW, member
 from tiny_generators import tiny as tiny_generator_model
@@ -79,7 +80,7 @@ class Rows:
             if count:
                 error = mx.abs(logits[row, :count] - expected).max()
                 errors.append((error / mx.abs(expected).max()).item())
-        return max(errors)
+        return np.max(errors)  # NaN if one is
 
     def wrong_step(self, width):
         """Process other tokens, and roll back all of them."""
@@ -210,6 +211,27 @@ def test_rows_leave_join_and_are_extracted(family, has_classes):
         rows.order[0] = rows.order[-1]
         rows.order.pop()
     assert rows.step() < CLOSE
+
+
+@pytest.mark.parametrize("length", [0, 9])
+@pytest.mark.parametrize("family", KINDS)
+def test_a_row_that_was_nan_leaves_nothing(family, length):
+    """A mask hides no NaN: zero times NaN is NaN."""
+    rows = rows_of(family, 3, 2 * RING, 20)
+    rows.batch.leave(1)
+    rows.order = [0, 2]
+    broken = started(rows.model, [7] * RING, RING)
+    for cache in broken.layer_caches:
+        cache.state = tree_map(
+            lambda part: part * mx.nan if isinstance(part, mx.array) else part,
+            cache.state,
+        )
+    rows.batch.join(broken)
+    rows.batch.leave(2)
+    rows.batch.join(started(rows.model, rows.texts[1], length))
+    rows.order = [0, 2, 1]
+    for _ in range(2):
+        assert rows.step() < CLOSE
 
 
 def test_one_row_is_a_batch():

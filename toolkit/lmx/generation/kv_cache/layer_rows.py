@@ -152,6 +152,9 @@ class FullRows:
             self.buffers.append([])
             self._rows.append(0)
         row, self._rows[index] = self._rows[index], self._rows[index] + 1
+        for buffer in self.buffers[index]:
+            # A mask hides no NaN that another sequence left in a row.
+            buffer[row : row + 1] = 0
         if cache.keys is not None:
             self._copy_in(
                 [*_parts(cache.keys), *_parts(cache.values)], cache, index, row
