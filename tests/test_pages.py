@@ -52,9 +52,12 @@ RUN_ELSEWHERE = re.compile(
     r"|python benchmarks/(train_step|finetune|generate)\.py.*"
 )
 # Programs of other packages.
-EXTERNAL = {"hf", "python", "ollama", "llama-cli"} | {
-    f"mlx_lm.{name}" for name in ("evaluate", "generate", "perplexity", "server")
-}
+SERVING = {"pip", "curl", "nginx", "caddy"}  # tests/serving runs what they show
+EXTERNAL = (
+    {"hf", "python", "ollama", "llama-cli"}
+    | SERVING
+    | {f"mlx_lm.{name}" for name in ("evaluate", "generate", "perplexity", "server")}
+)
 # Our programs and their entry points.
 PROGRAMS = {"lmx": "main", "lmx-train": "train"}
 ENTRY_POINT = "import sys; from lmx.cli import main as cli; sys.exit(cli.{}())"
@@ -73,6 +76,7 @@ WORK = (
     "cli.generate.generate",
     "cli.convert.convert",
     "cli.runs.push",
+    "cli.serve.serve",
 )
 # The rest of a recipe that is shown as a list of stages.
 RECIPE = {

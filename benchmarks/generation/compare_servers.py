@@ -159,8 +159,9 @@ def ask(client: httpx.Client, probe: Probe) -> Outcome:
 
 
 def _is_healthy(client: httpx.Client) -> bool:
+    """Whether it answers on a new connection: it may have closed the other one."""
     try:
-        return client.get("/health").status_code < 500
+        return httpx.get(client.base_url.join("/health")).status_code < 500
     except httpx.TransportError:
         return False
 
