@@ -45,8 +45,14 @@ class ChatOutputParser:
         """Whether the next text belongs to the chain of thought."""
         return self._state[0] == "reasoning"
 
-    def add(self, text: str, *, last: bool) -> list[dict]:
-        """The fields of a message that some more text gives, in their order."""
+    def add(self, text: str, *, last: bool, cut: bool = False) -> list[dict]:
+        """The fields of a message that some more text gives, in their order.
+
+        Args:
+            last: whether the completion ends here.
+            cut: whether it ends by a limit or a stop string. A call that has begun is
+                text then: some parsers take the half of a call for a whole one.
+        """
         self._state, segments = self._machine.split(self._state, text)
         if last:
             self._state, rest, name = self._machine.flush(self._state)
@@ -61,13 +67,23 @@ class ChatOutputParser:
             if part and name in FIELDS:
                 fields.append({FIELDS[name]: part})
         if last and self._call is not None:
-            fields += self._finish_call(is_cut=bool(self._tokenizer.tool_call_end))
+            is_open = bool(self._tokenizer.tool_call_end)
+            fields += self._finish_call(is_open=is_open, is_cut=is_open and cut)
         return _joined(fields)
 
-    def _finish_call(self, *, is_cut: bool = False) -> list[dict]:
-        """The calls in the text between the markers; the text itself if it has none."""
+    def _finish_call(
+        self, *, is_open: bool = False, is_cut: bool = False
+    ) -> list[dict]:
+        """The calls in the text between the markers; the text itself if it has none.
+
+        Args:
+            is_open: the marker of the end has not come.
+        """
         text, self._call = self._call, None
         start, end = self._tokenizer.tool_call_start, self._tokenizer.tool_call_end
+        as_text = [{"content": start + text + ("" if is_open else end or "")}]
+        if is_cut:
+            return as_text
         try:
             # The parsers fail in many ways when the model has written no call.
             with library_errors("no tool call", place="completion"):
@@ -75,7 +91,7 @@ class ChatOutputParser:
                 calls = calls if isinstance(calls, list) else [calls]
                 parsed = [_call(call) for call in calls]
         except UserError:
-            return [{"content": start + text + ("" if is_cut else end or "")}]
+            return as_text
         fields = []
         for call in parsed:
             fields.append({"tool_calls": [{"index": self.calls} | call]})

@@ -83,15 +83,15 @@ class Choice:
             is_stop = output.token in self.request.stop_tokens
             if output.logprob is not None and not is_stop:
                 logprobs.append(self._logprobs(output.token, output.logprobs))
-            fields += self._read(text, reason)
+            fields += self._read(text, reason, cut=not is_stop)
         return Piece(self, fields, logprobs, self.finish_reason)
 
-    def _read(self, text: str, reason: str | None) -> list[dict]:
+    def _read(self, text: str, reason: str | None, *, cut: bool) -> list[dict]:
         self.finish_reason = reason
         if self.parser is None:
             return [{"text": text}] if text else []
         self.reasoning_tokens += self.parser.in_reasoning
-        fields = self.parser.add(text, last=reason is not None)
+        fields = self.parser.add(text, last=reason is not None, cut=cut)
         if self.parser.calls and self.single_call:
             self.finish_reason = "tool_calls"
             calls = [f for f in fields if "tool_calls" in f]

@@ -1,0 +1,242 @@
+"""Completions of chats as content, chain of thought and calls, cut at any character."""
+
+import importlib
+import itertools
+import json
+
+import pytest
+from lmx.serving.chat_output import ChatOutputParser
+from lmx.serving.choice import token_text
+from tiny_generators import byte_tokenizer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    }
+]
+ARGUMENTS = {"city": "Paris", "days": 2}
+CALLS = {
+    "json_tools": '\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n',
+    "qwen3_coder": "\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n",
+    "mistral": 'weather[ARGS]{"city": "Paris", "days": 2}',
+    "pythonic": "[weather(city='Paris', days=2)]",
+    "glm47": "weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n",
+    "longcat": "weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+    "<longcat_arg_value>Paris</longcat_arg_value>\n<longcat_arg_key>days"
+    "</longcat_arg_key>\n<longcat_arg_value>2</longcat_arg_value>\n",
+    "minimax_m2": '<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="days">2</parameter>\n</invoke>\n',
+    "kimi_k2": "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris", "days": 2}<|tool_call_end|>',
+    "gemma4": 'call:weather{city:<|"|>Paris<|"|>,days:2}',
+    "function_gemma": "call:weather{city:<escape>Paris<escape>,days:2}",
+    "minicpm5": '"weather"><param name="city">Paris</param>'
+    '<param name="days">2</param>',
+}
+THINKING = {
+    "think": ("<think>", "</think>"),
+    "longcat": ("<longcat_think>", "</longcat_think>"),
+    "colon": ("<|think:start|>", "<|think:end|>"),
+}
+
+
+def _tokenizer(parser=None, *, added=()):
+    """A byte-level tokenizer of a model that thinks or calls."""
+    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+
+    fast = byte_tokenizer()._tokenizer
+    fast.add_tokens([*added], special_tokens=False)
+    options = {}
+    if parser:
+        module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+        options = {
+            "tool_parser": module.parse_tool_call,
+            "tool_call_start": module.tool_call_start,
+            "tool_call_end": module.tool_call_end,
+        }
+    return TokenizerWrapper(fast, BPEStreamingDetokenizer, eos_token_ids=[1], **options)
+
+
+def _message(tokenizer, pieces, *, tools=TOOLS, in_reasoning=False, cut=False):
+    """The message of some pieces of text; cut = the last ends at a limit."""
+    parser = ChatOutputParser(tokenizer, tools, in_reasoning=in_reasoning)
+    message = {"content": "", "reasoning_content": "", "tool_calls": []}
+    pieces = [*pieces]
+    for number, piece in enumerate(pieces):
+        for field in parser.add(piece, last=number == len(pieces) - 1, cut=cut):
+            ((name, value),) = field.items()
+            message[name] += value
+    assert parser.calls == len(message["tool_calls"])
+    return message
+
+
+def _calls(message):
+    return [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in message["tool_calls"]
+    ]
+
+
+def _cuts(text):
+    """The text whole, in characters, and in two pieces at every place."""
+    return [[text], [*text], *([text[:i], text[i:]] for i in range(1, len(text)))]
+
+
+# Calls
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_a_call(parser):
+    tokenizer = _tokenizer(parser)
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    text = f"Let me see. {start}{CALLS[parser]}{end}"
+    for pieces in _cuts(text):
+        message = _message(tokenizer, pieces)
+        assert _calls(message) == [("weather", ARGUMENTS)], pieces
+        assert message["content"] == "Let me see. "
+    (call,) = message["tool_calls"]
+    assert call["type"] == "function"
+    assert call["index"] == 0
+    assert call["id"]
+
+
+@pytest.mark.parametrize("parser", [p for p in CALLS if p != "mistral"])
+def test_two_calls_and_text(parser):
+    tokenizer = _tokenizer(parser)
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    call = f"{start}{CALLS[parser]}{end}"
+    text = f"{call}\n{call.replace(':0', ':1')} Done."
+    for pieces in ([text], text):
+        message = _message(tokenizer, pieces)
+        assert _calls(message) == [("weather", ARGUMENTS)] * 2
+        assert message["content"].endswith(" Done.")
+        assert [c["index"] for c in message["tool_calls"]] == [0, 1]
+        assert len({c["id"] for c in message["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_a_call_that_does_not_parse_is_text(parser):
+    tokenizer = _tokenizer(parser)
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    # GLM's parser takes any word for a function.
+    for inner in ("",) if parser == "glm47" else ("{not a call", ""):
+        text = f"See: {start}{inner}{end}"
+        for pieces in ([text], text):
+            message = _message(tokenizer, pieces)
+            assert message["tool_calls"] == []
+            assert message["content"] == text, pieces
+
+
+@pytest.mark.parametrize("parser", [p for p in CALLS if p != "mistral"])
+def test_a_call_that_is_cut_is_text(parser):
+    """Some parsers take the half of a call for a whole one."""
+    tokenizer = _tokenizer(parser)
+    text = f"See: {tokenizer.tool_call_start}{CALLS[parser]}"
+    for length in range(len("See: "), len(text) - 1, 3):
+        message = _message(tokenizer, [text[:length]], cut=True)
+        assert message["tool_calls"] == [], text[:length]
+        assert message["content"] == text[:length]
+    # A model may end its turn in place of the call.
+    assert _calls(_message(tokenizer, [text])) == [("weather", ARGUMENTS)]
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_without_tools_a_call_is_text(parser):
+    tokenizer = _tokenizer(parser)
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    text = f"See: {start}{CALLS[parser]}{end}"
+    for tools in (None, []):
+        for pieces in ([text], text):
+            assert _message(tokenizer, pieces, tools=tools)["content"] == text
+
+
+# Chains of thought
+
+
+@pytest.mark.parametrize("kind", THINKING)
+def test_a_chain_of_thought(kind):
+    start, end = THINKING[kind]
+    tokenizer = _tokenizer(added=(start, end))
+    text = f"{start}\nIs 1 < 2?\n{end}\n\nYes, <b>it is</b>."
+    for pieces in _cuts(text):
+        message = _message(tokenizer, pieces)
+        assert message["reasoning_content"] == "\nIs 1 < 2?\n", pieces
+        assert message["content"] == "\n\nYes, <b>it is</b>."
+    # The prompt has begun it.
+    text = text.removeprefix(start)
+    for pieces in ([text], text):
+        message = _message(tokenizer, pieces, in_reasoning=True)
+        assert message["reasoning_content"] == "\nIs 1 < 2?\n"
+    # Negative control: it has not.
+    assert _message(tokenizer, [text])["content"] == text
+    # It is cut.
+    for length in range(len(start), len(text), 4):
+        message = _message(tokenizer, [(start + text)[:length]])
+        whole = message["reasoning_content"] + message["content"]
+        assert start not in whole
+
+
+def test_channels():
+    tokenizer = _tokenizer(added=("<|channel>", "<channel|>"))
+    text = "<|channel>thought\nHm.<channel|>Yes."
+    for pieces in _cuts(text):
+        message = _message(tokenizer, pieces)
+        assert (message["reasoning_content"], message["content"]) == ("\nHm.", "Yes.")
+
+
+def test_thoughts_and_calls():
+    tokenizer = _tokenizer("json_tools", added=THINKING["think"])
+    call = f"<tool_call>{CALLS['json_tools']}</tool_call>"
+    text = f"<think>I call.</think>\n{call}"
+    for pieces in ([text], text):
+        message = _message(tokenizer, pieces)
+        assert message["reasoning_content"] == "I call."
+        assert _calls(message) == [("weather", ARGUMENTS)]
+
+
+# Bytes of tokens
+
+
+def test_the_bytes_of_byte_level_tokens():
+    tokenizer = byte_tokenizer()
+    for text in ("é", "🙂", "a", " ", "\n", "東京"):
+        tokens = tokenizer.encode(text)
+        raw = b"".join(token_text(tokenizer, token)[1] for token in tokens)
+        assert raw == text.encode()
+    values = {token_text(tokenizer, token)[1] for token in range(256)}
+    assert values == {bytes([value]) for value in range(256)}
+
+
+def test_the_bytes_of_byte_fallback_tokens():
+    from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<unk>", *(f"<0x{value:02X}>" for value in range(256)), "▁", "a"]
+    bpe = Tokenizer(
+        models.BPE(
+            dict(zip(names, itertools.count())),
+            [],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe)
+    tokenizer = TokenizerWrapper(fast, NaiveStreamingDetokenizer, eos_token_ids=[0])
+    tokens = tokenizer.encode("🙂a")
+    assert len(tokens) == 5
+    raw = [token_text(tokenizer, token)[1] for token in tokens]
+    assert b"".join(raw) == "🙂a".encode()
+    assert [len(each) for each in raw] == [1] * 5
+    # A token that is the character of a decoding error itself.
+    assert token_text(tokenizer, 1 + 0x41) == ("A", b"A")
