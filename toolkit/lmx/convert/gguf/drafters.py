@@ -16,11 +16,13 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ...config.draft import DraftConfig
 from ...errors import FAILED, UserError
 from ...models.drafters.base import Drafter
 from ...models.drafters.configs import AttentionConfig, Eagle3Config
+from ...models.drafters.io import ARCHITECTURES
 from ...models.hooks import require_hidden_states
-from ...models.loader import LoadedModel
+from ...models.loader import LoadedModel, model_arguments
 from ..importers import gguf as gguf_importer
 from . import blocks, config, reader, tokenizer
 from .architecture import ATTENTION, MLP, NORMS, QK_NORMS, YARN, Architecture
@@ -91,6 +93,22 @@ def to_metadata(
     return metadata
 
 
+def check_planned(target: dict, draft: DraftConfig) -> None:
+    """Refuse a drafter that a draft stage will make for a target; see `to_metadata`."""
+    sizes = model_arguments(config.text_config(target))
+    planned = ARCHITECTURES[draft.architecture].config_class.for_target(
+        target,
+        draft.drafter,
+        width=sizes.hidden_size,
+        vocab_size=sizes.vocab_size,
+        num_blocks=sizes.num_hidden_layers,
+        mask_token_id=0,
+    )
+    is_eagle3 = isinstance(planned, Eagle3Config)
+    layer_ids = planned.layer_ids if is_eagle3 else planned.target_layer_ids
+    to_metadata(planned, layer_ids, target)
+
+
 def write(file: Path, drafter: Drafter, target: LoadedModel, *, name: str) -> None:
     """Write the file of a drafter, and verify it by reading it.
 
@@ -129,7 +147,7 @@ def _check_target(target: dict, layer_ids: Sequence[int]) -> None:
             hint=f"its targets of drafters: {', '.join(TARGETS)}",
             code=FAILED,
         )
-    last = config.text_config(target)["num_hidden_layers"] - 1
+    last = model_arguments(config.text_config(target)).num_hidden_layers - 1
     if last in layer_ids:
         raise _unsupported(f"that read the output of the target's last block ({last})")
 
