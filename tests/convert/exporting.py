@@ -11,12 +11,12 @@ from lmx.quantization.packing import pack
 from mlx.utils import tree_flatten
 
 
-def export(module, model, target, *, adapters=None):
+def export(module, model, target, *, adapters=None, draft=None):
     """Export a model with an exporter module and return the log lines."""
     lines = []
     target.mkdir()
     load_stored = partial(load, compute="stored", lazy=True)
-    context = ExportContext("name", model, adapters, load_stored, lines.append)
+    context = ExportContext("name", model, adapters, load_stored, lines.append, draft)
     module.export(target, context)
     return lines
 

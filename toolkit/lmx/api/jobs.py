@@ -194,7 +194,8 @@ def export(
         formats: "mlx", "hf" (transformers), "gguf" (llama.cpp), and "peft", the
             adapter that the `Run` trained, or that the `Model` was loaded with.
         keys: further keys of an export stage: hub_repo_id, private, license, and
-            adapter_path, the adapter that "peft" exports.
+            adapter_path, the adapter that "peft" exports; draft_model, the drafter or
+            draft model that "gguf" exports beside the model.
 
     Returns:
         The run; its folder has model/, hf/, gguf/ and peft/.

@@ -15,10 +15,14 @@ class ExportConfig(ConfigModel):
     formats: list[Literal["mlx", "hf", "peft", "gguf"]] = Field(["mlx"], min_length=1)
     """mlx: model/, for mlx-lm, LM Studio and mlx-swift. hf: hf/, the dequantized
     weights for transformers. peft: peft/, the trained adapter. gguf: gguf/NAME.gguf for
-    llama.cpp; docs/export.md lists its architectures."""
+    llama.cpp, and gguf/draft/NAME-draft.gguf if there is a draft; docs/export.md lists
+    its architectures."""
     adapter_path: str | None = Field(None, examples=["exports/lora/adapters"])
     """The folder of a trained adapter of mlx-lm, which peft exports. Default: the
     adapter of the recipe's train stage."""
+    draft_model: str | None = Field(None, examples=["exports/draft_eagle3/draft"])
+    """Folder or Hub id of a drafter or draft model of the current model, which gguf
+    exports beside it. Default: that of the recipe's draft stage."""
     hub_repo_id: str | None = Field(
         None, pattern=HUB_REPO_ID, examples=["user/Qwen3-0.6B-4bit-qat"]
     )
@@ -36,6 +40,8 @@ class ExportConfig(ConfigModel):
             raise ValueError("formats has duplicates")
         if self.adapter_path and "peft" not in self.formats:
             raise ValueError("adapter_path needs peft in formats")
+        if self.draft_model and "gguf" not in self.formats:
+            raise ValueError("draft_model needs gguf in formats")
         if self.hub_repo_id and "mlx" not in self.formats:
             raise ValueError("hub_repo_id needs mlx in formats")
         return self

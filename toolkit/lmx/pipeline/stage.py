@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from ..config.base import ConfigModel
 from ..config.data import DataConfig
+from ..config.draft import DraftConfig
 from ..config.errors import KeyPath
 from ..config.messages import Problem, nearest
 from ..config.quant_spec import QuantizationConfig, QuantSpec
@@ -36,6 +37,7 @@ class ModelState:
         source: the recipe's name of its model while no stage has changed it.
         has_adapter: the last train stage trained an adapter.
         has_draft: a draft stage has distilled a draft model from the current model.
+        draft: the block of that stage; None if it is not valid.
     """
 
     config: dict
@@ -44,6 +46,7 @@ class ModelState:
     source: str | None = None
     has_adapter: bool = False
     has_draft: bool = False
+    draft: DraftConfig | None = None
 
 
 @dataclass(frozen=True)

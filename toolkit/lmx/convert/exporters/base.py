@@ -42,6 +42,7 @@ class ExportContext:
         name: the base name of single-file formats.
         model: the MLX checkpoint folder that was evaluated.
         adapters: folder of the trained adapter in mlx-lm's format, if any.
+        draft: folder of the model's drafter or draft model, if any.
         load: loads a checkpoint lazily in its stored dtype.
         info: logs a line.
     """
@@ -51,3 +52,4 @@ class ExportContext:
     adapters: Path | None
     load: Callable[[Path], LoadedModel]
     info: Callable[[str], None]
+    draft: Path | None = None

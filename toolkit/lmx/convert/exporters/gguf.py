@@ -7,11 +7,18 @@ scales, and those of mxfp4 and nvfp4. Every other matrix is written dequantized.
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ...config.draft import DraftConfig
 from ...run.fs import write_atomic
 from .base import ExportContext, FormatCard
 
+if TYPE_CHECKING:
+    from ...models.loader import LoadedModel
+
 FOLDER = "gguf"
+# Beside the model, which must be the only GGUF file in its folder.
+DRAFT_FOLDER = "draft"
 DENSE = ("F16", "BF16", "F32")
 CARD = FormatCard(
     kind="A GGUF model",
@@ -37,8 +44,25 @@ def check_supported(config: dict) -> None:
     to_metadata(config)
 
 
+def check_draft(config: dict, draft: DraftConfig) -> None:
+    """Refuse a drafter to be trained that llama.cpp lacks or computes differently.
+
+    Args:
+        config: of its target, which is supported.
+
+    Raises:
+        UserError: names what is not supported.
+    """
+    if draft.architecture != "model":
+        from ..gguf.drafters import check_planned
+
+        check_planned(config, draft)
+
+
 def export(folder: Path, context: ExportContext) -> None:
     """Write NAME.gguf and verify it; write a Modelfile for Ollama.
+
+    The model's drafter or draft model becomes draft/NAME-draft.gguf.
 
     Raises:
         UserError: GGUF cannot hold the model or tokenizer, or a weight differs after
@@ -58,6 +82,32 @@ def export(folder: Path, context: ExportContext) -> None:
     context.info(f"matrices of {file.name}: {counts}")
     for text in _other_codes(types):
         context.info(text)
+    if context.draft:
+        _export_draft(folder / DRAFT_FOLDER, context, loaded)
+
+
+def _export_draft(folder: Path, context: ExportContext, target: "LoadedModel") -> None:
+    """Write NAME-draft.gguf into a new folder and verify it."""
+    from ...models.drafters.io import is_drafter, read_drafter
+    from ..gguf import drafters
+    from ..gguf.writer import verify_roundtrip, write
+
+    folder.mkdir()
+    name = f"{context.name}-draft"
+    file, use = folder / f"{name}.gguf", f"-md {folder.name}/{name}.gguf"
+    if is_drafter(context.draft):
+        drafter = read_drafter(context.draft)
+        drafters.write(file, drafter, target, name=name)
+        use += f" --spec-type draft-{drafter.architecture}"
+        if drafter.drafts_in_one_pass:
+            # Fewer slots than in training would be another input.
+            use += f" --spec-draft-n-max {drafter.max_draft_tokens}"
+    else:
+        draft = context.load(context.draft)
+        write(file, draft, name=name)
+        verify_roundtrip(file, draft)
+        use += " --spec-type draft-simple"
+    context.info(f"with the draft: llama-server -m {context.name}.gguf {use}")
 
 
 def _other_codes(types: list[tuple[str, int | None]]) -> Iterator[str]:

@@ -180,20 +180,19 @@ def _number(
     return value
 
 
-def to_metadata(config: dict) -> dict[str, Any]:
+def to_metadata(
+    config: dict, architecture: Architecture | None = None
+) -> dict[str, Any]:
     """The metadata from which llama.cpp builds the model.
+
+    Args:
+        architecture: of a drafter with such layers; None = that of the model type.
 
     Raises:
         UserError: llama.cpp lacks the architecture, or computes it differently.
     """
     config = text_config(config)
-    architecture = BY_MODEL_TYPE.get(config["model_type"])
-    if architecture is None or "model_file" in config:
-        raise UserError(
-            f"GGUF export of {config['model_type']} models is not supported",
-            hint=f"supported model types: {', '.join([*BY_MODEL_TYPE, *WITH_IMAGES])}",
-            code=FAILED,
-        )
+    architecture = architecture or model_architecture(config)
     known = _known_values(config)
     _check_computed_alike(architecture, known)
     head = head_size(config)
@@ -231,6 +230,22 @@ def to_metadata(config: dict) -> dict[str, Any]:
     prefix = architecture.name
     general = {"general.architecture": prefix}
     return general | {f"{prefix}.{key}": value for key, value in values.items()}
+
+
+def model_architecture(config: dict) -> Architecture:
+    """The architecture of a model, or of the text part of one with images.
+
+    Raises:
+        UserError: the export does not support its model type.
+    """
+    kind = text_config(config)["model_type"]
+    if kind not in BY_MODEL_TYPE or "model_file" in config:
+        raise UserError(
+            f"GGUF export of {kind} models is not supported",
+            hint=f"supported model types: {', '.join([*BY_MODEL_TYPE, *WITH_IMAGES])}",
+            code=FAILED,
+        )
+    return BY_MODEL_TYPE[kind]
 
 
 def text_config(config: dict) -> dict:

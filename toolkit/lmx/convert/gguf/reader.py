@@ -30,7 +30,7 @@ MIN_BYTES, MIN_VALUE_BYTES, MIN_TENSOR_BYTES = (12, 8), 13, 24
 MAX_DIMENSIONS, MAX_DEPTH, MAX_ALIGNMENT = 4, 4, 1 << 20
 NO_GGUF = "this is not a GGUF file"
 HINT = "download or copy the file again"
-PLAIN = ("F32", "F16")
+PLAIN = ("F32", "F16", "I64")
 
 
 @dataclass(frozen=True)

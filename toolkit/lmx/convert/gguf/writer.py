@@ -1,6 +1,6 @@
 """Writes a model as a GGUF file, and verifies the file by reading it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +18,10 @@ from . import blocks, config, tokenizer
 from .architecture import ONE_ROW, PARAMETERS, Architecture
 from .architectures import BY_MODEL_TYPE, TEXT_PART
 
+# llama.cpp's name of a tensor, ggml's type, its values or blocks, and the bits of its
+# codes in the model.
+StoredTensor = tuple[str, str, np.ndarray, int | None]
+
 
 def write(
     file: Path, loaded: LoadedModel, *, name: str
@@ -31,17 +35,38 @@ def write(
     Raises:
         UserError: GGUF cannot hold the model or its tokenizer.
     """
+    metadata = config.to_metadata(loaded.config)
+    metadata |= tokenizer.to_metadata(
+        loaded.path, loaded.config, embedding_rows(loaded)
+    )
+    return write_file(file, metadata, lambda: _tensors(loaded), name=name)
+
+
+def embedding_rows(loaded: LoadedModel) -> int:
+    """Rows of the token embedding, which are the tokens of the file."""
+    modules = {_without_prefix(n): m for n, m in loaded.model.named_modules()}
+    return quantized_layers.weight_shape(modules["model.embed_tokens"])[0]
+
+
+def write_file(
+    file: Path,
+    metadata: dict[str, Any],
+    tensors: Callable[[], Iterator[StoredTensor]],
+    *,
+    name: str,
+) -> list[tuple[str, int | None]]:
+    """Write a file of these tensors; returns what `write` does.
+
+    Args:
+        tensors: iterates over them; called twice.
+    """
     import gguf
 
-    metadata = config.to_metadata(loaded.config)
-    modules = {_without_prefix(n): m for n, m in loaded.model.named_modules()}
-    vocab_size, _ = quantized_layers.weight_shape(modules["model.embed_tokens"])
-    metadata |= tokenizer.to_metadata(loaded.path, loaded.config, vocab_size)
     writer = gguf.GGUFWriter(file, metadata.pop("general.architecture"))
     types: list[tuple[str, int | None]] = []
     # The header needs all sizes first. A second pass writes the values, so that only
     # one tensor is in memory.
-    for tensor, ggml_type, value, bits in _tensors(loaded):
+    for tensor, ggml_type, value, bits in tensors():
         raw = gguf.GGMLQuantizationType[ggml_type]
         writer.add_tensor_info(tensor, value.shape, value.dtype, value.nbytes, raw)
         is_matrix = value.ndim > 1 and not tensor.endswith(".bias")
@@ -57,7 +82,7 @@ def write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, _, value, _ in _tensors(loaded):
+    for _, _, value, _ in tensors():
         writer.write_tensor_data(value)
     writer.close()
     return types
@@ -69,23 +94,32 @@ def verify_roundtrip(file: Path, loaded: LoadedModel) -> None:
     Raises:
         UserError: names what differs.
     """
-    from tokenizers import Tokenizer
-
     with TemporaryDirectory() as scratch:
         _, weights, layers = gguf_importer.read(file, Path(scratch))
-        encoded = [
-            Tokenizer.from_file(f"{folder}/tokenizer.json").encode(tokenizer.PROBE).ids
-            for folder in (scratch, loaded.path)
-        ]
+        differing = differing_tokenizer(Path(scratch), loaded.path)
     for path, layer in layers.items():
         weight = quantized_layers.dequantize_groups(layer.tensors(), layer)
         weights[f"{path}.weight"] = weight
     expected = _as_read(dequantized_weights(loaded.reread(), mx.float32), loaded)
-    differing = sorted(weights.keys() ^ expected.keys())
+    differing += sorted(weights.keys() ^ expected.keys())
     if not differing:
-        differing = [n for n in expected if not _equal(expected[n], weights[n])]
-    if encoded[0] != encoded[1]:
-        differing.append("the tokenizer")
+        differing = [n for n in expected if not equals(expected[n], weights[n])]
+    require_equal(file, differing)
+
+
+def differing_tokenizer(folder: Path, other: Path) -> list[str]:
+    """What differs if two tokenizers encode the test text differently."""
+    from tokenizers import Tokenizer
+
+    first, second = (
+        Tokenizer.from_file(str(f / "tokenizer.json")).encode(tokenizer.PROBE).ids
+        for f in (folder, other)
+    )
+    return [] if first == second else ["the tokenizer"]
+
+
+def require_equal(file: Path, differing: list[str]) -> None:
+    """Raise UserError for the first of the differences after reading a file."""
     if differing:
         raise UserError(
             f"{differing[0]} differs after reading the GGUF file; nothing is published",
@@ -112,9 +146,8 @@ def _adder(writer: Any, value: Any):
     return getattr(writer, f"add_{by_type.get(type(value), 'array')}")
 
 
-def _tensors(loaded: LoadedModel) -> Iterator[tuple[str, str, np.ndarray, int | None]]:
-    """llama.cpp's name of every tensor, ggml's type, its values or blocks, and the bits
-    of its codes in the model."""
+def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
+    """All tensors of a model."""
     model, settings = loaded.reread(), config.text_config(loaded.config)
     architecture = BY_MODEL_TYPE[settings["model_type"]]
     head = config.head_size(settings)
@@ -134,24 +167,24 @@ def _tensors(loaded: LoadedModel) -> Iterator[tuple[str, str, np.ndarray, int | 
             ggml_type, value = grouped or blocks.from_dense(
                 quantized_layers.dequantize(module, parts)
             )
-            name = _gguf_name(f"{path}.weight", architecture)
-            rows = _row_order(path, value, head, architecture)
-            yield name, ggml_type, rows, module.bits
+            stored = gguf_name(f"{path}.weight", architecture)
+            rows = row_order(path, value, head, architecture)
+            yield stored, ggml_type, rows, module.bits
     for name in list(tensors):
         value = tensors.pop(name)
         path, _, leaf = name.rpartition(".")
         if gguf_importer.is_norm(leaf, value.shape):
             value = value.astype(mx.float32) + architecture.norm_offset
-        gguf_name = _gguf_name(name, architecture)
+        stored = gguf_name(name, architecture)
         shape = value.shape
-        if leaf == "bias" or gguf_name.split(".")[-2] in ONE_ROW:
+        if leaf == "bias" or stored.split(".")[-2] in ONE_ROW:
             value = value.reshape(-1)
         ggml_type, value = blocks.from_dense(value)
         if leaf == "bias":
             # Experts have their biases in rows.
             value = value.reshape(shape)
-        rows = _row_order(path, value, head, architecture)
-        yield gguf_name, ggml_type, rows, None
+        rows = row_order(path, value, head, architecture)
+        yield stored, ggml_type, rows, None
 
 
 def _without_prefix(name: str) -> str:
@@ -159,7 +192,7 @@ def _without_prefix(name: str) -> str:
     return name.removeprefix(TEXT_PART)
 
 
-def _gguf_name(name: str, architecture: Architecture) -> str:
+def gguf_name(name: str, architecture: Architecture) -> str:
     """llama.cpp's name of a tensor."""
     path, _, leaf = _without_prefix(name).rpartition(".")
     layer, _, inner = path.removeprefix("model.layers.").partition(".")
@@ -173,7 +206,7 @@ def _gguf_name(name: str, architecture: Architecture) -> str:
     raise UserError(f"GGUF has no name for the tensor {name}", code=FAILED)
 
 
-def _row_order(
+def row_order(
     path: str, value: np.ndarray, head: int, architecture: Architecture
 ) -> np.ndarray:
     """The rows of q and k in llama.cpp's order.
@@ -188,7 +221,7 @@ def _row_order(
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
 
 
-def _equal(expected: mx.array, value: mx.array) -> bool:
+def equals(expected: mx.array, value: mx.array) -> bool:
     """Whether a weight is the same, or, dequantized, the same in float16."""
     expected, value = expected.astype(mx.float32), value.astype(mx.float32)
     half = expected.astype(mx.float16).astype(mx.float32)

@@ -116,6 +116,8 @@ def _config(
 ) -> dict:
     """The config.json of a file's model, its sizes compared with the tensors."""
     settings = config.from_metadata(metadata, tensors)
+    if integers := [n for n, tensor in tensors.items() if tensor.ggml_type == "I64"]:
+        raise UserError(f"{integers[0]} has integers, which no model has as weights")
     check_config(settings, str(path))
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     check_sizes(settings, shapes, str(path))
@@ -144,7 +146,8 @@ def _weights(
         if name in config.ROPE_TENSORS:
             continue
         path, leaf = _module_path(name, architecture)
-        order = _row_order(path, tensor, settings)
+        head = settings.get("head_dim", 0)
+        order = row_order(path, tensor.shape[0], head, architecture)
         is_grouped = tensor.ggml_type in {**blocks.GROUPED_TYPES, **blocks.FLOAT_TYPES}
         if is_grouped and (leaf != "weight" or len(tensor.shape) not in (2, 3)):
             raise UserError(f"{name} is no matrix, but has blocks {tensor.ggml_type}")
@@ -178,18 +181,21 @@ def _module_path(name: str, architecture: Architecture) -> tuple[str, str]:
     return path, leaf
 
 
-def _row_order(path: str, tensor: GGUFTensor, settings: dict) -> np.ndarray | None:
+def row_order(
+    path: str, count: int, head: int, architecture: Architecture
+) -> np.ndarray | None:
     """The rows of q and k in Hugging Face's order for Llama models; else None.
 
     Hugging Face rotates the two halves of a head; llama.cpp rotates adjacent rows.
+
+    Args:
+        count: rows of the matrix at this path.
+        head: rows of a head.
     """
     is_qk = path.endswith(("self_attn.q_proj", "self_attn.k_proj"))
-    if not is_qk or BY_MODEL_TYPE[settings["model_type"]].rope != "permuted":
+    if not is_qk or architecture.rope != "permuted":
         return None
-    head = settings["head_dim"]
-    if head % 2 or tensor.shape[0] % head:
-        raise UserError(
-            f"{path} has {tensor.shape[0]:,} rows, which are no heads of {head:,}"
-        )
-    rows = np.arange(tensor.shape[0]).reshape(-1, head // 2, 2)
+    if head % 2 or count % head:
+        raise UserError(f"{path} has {count:,} rows, which are no heads of {head:,}")
+    rows = np.arange(count).reshape(-1, head // 2, 2)
     return rows.swapaxes(1, 2).reshape(-1)

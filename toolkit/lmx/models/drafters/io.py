@@ -69,10 +69,18 @@ def load_drafter(source: str | Path, target: nn.Module) -> Drafter:
     """Load the drafter of a folder or Hub id, for this target.
 
     Raises:
-        UserError: it is no drafter, its files are damaged or incomplete, or it was made
-            for another target.
+        UserError: see `read_drafter`; or it was made for another target.
     """
     folder = checkpoint_folder(source)
+    return bind_target(read_drafter(folder), target, place=str(folder))
+
+
+def read_drafter(folder: Path) -> Drafter:
+    """The drafter of a folder, in the type that it is stored in, without a target.
+
+    Raises:
+        UserError: it is no drafter, or its files are damaged or incomplete.
+    """
     place = str(folder)
     require_own_files(folder)
     config = read_json(folder / "config.json")
@@ -95,7 +103,7 @@ def load_drafter(source: str | Path, target: nn.Module) -> Drafter:
     require_tensors(weights, parameters, place=place, hint=hint)
     drafter.load_weights(list(weights.items()))
     mx.eval(drafter.parameters())
-    return bind_target(drafter, target, place=place)
+    return drafter
 
 
 def save_drafter(folder: Path, drafter: Drafter, dtype: mx.Dtype) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from ...config.data import DataConfig
 from ...config.draft import DraftConfig
 from ...config.messages import Problem
@@ -34,7 +36,12 @@ class DraftStage(Stage):
 
     @classmethod
     def next_state(cls, raw: RawStage, state: ModelState) -> ModelState:
-        return replace(super().next_state(raw, state), has_draft=True)
+        try:
+            draft = DraftConfig(**raw.block)
+        except ValidationError:
+            draft = None
+        state = super().next_state(raw, state)
+        return replace(state, has_draft=True, draft=draft)
 
     def resources(self, workload: Workload, current: ModelShape) -> StageResources:
         config, shape = self.config, workload.shape

@@ -22,8 +22,17 @@ from ...run.report import REPORT, read_report
 from ...run.tables import table
 from ..context import ModelArtifact, StageContext
 from ..estimate import ModelShape, StageResources, Workload
-from ..stage import Find, ModelState, RawStage, Stage, looks_local, missing_source
+from ..stage import (
+    Find,
+    ModelState,
+    RawStage,
+    Stage,
+    is_missing,
+    looks_local,
+    missing_source,
+)
 
+WITHOUT_DRAFT = "an export stage before the draft stage exports the model alone"
 # Of an adapter of mlx-lm.
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 
@@ -34,6 +43,11 @@ class ExportStage(Stage):
     kind = "export"
     config: ExportConfig
 
+    @property
+    def named_models(self) -> dict[str, str]:
+        name = self.config.draft_model
+        return {"draft_model": name} if name else {}
+
     def outputs(self, output: Path) -> list[Path]:
         return [output / FORMATS[name].FOLDER for name in self.config.formats]
 
@@ -43,16 +57,15 @@ class ExportStage(Stage):
         adapter = raw.value("adapter_path")
         if isinstance(adapter, str):
             yield from _check_adapter((*raw.path, "adapter_path"), adapter, raw.find)
+        draft = raw.value("draft_model")
+        if isinstance(draft, str) and is_missing(draft, raw.find):
+            yield missing_source((*raw.path, "draft_model"), draft, raw.find)
         for path, name in raw.items("formats"):
             if name == "peft" and not (state.has_adapter or adapter):
                 hint = "train with `adapter:`, set adapter_path, or leave peft out"
                 yield Problem(path, "there is no trained adapter to export", hint)
-            require = getattr(FORMATS.get(name), "check_supported", None)
-            if require and "model_type" in state.config:
-                try:
-                    require(state.config)
-                except UserError as error:
-                    yield Problem(path, error.message, error.hint)
+            if "model_type" in state.config:
+                yield from _check_format(path, name, state, draft is not None)
 
     def resources(self, workload: Workload, current: ModelShape) -> StageResources:
         # These formats may hold every weight in 16 bits.
@@ -76,12 +89,16 @@ class ExportStage(Stage):
         adapters = current.adapters
         if config.adapter_path:
             adapters = context.find(config.adapter_path)
+        draft = current.draft
+        if config.draft_model:
+            draft = context.resolve(config.draft_model)
         source = ExportContext(
             name=context.name,
             model=current.model,
             adapters=adapters,
             load=lambda folder: context.load(folder, compute="stored", lazy=True),
             info=context.logger.info,
+            draft=draft,
         )
         if current.model == context.base:
             require_finite(current.model)
@@ -153,6 +170,30 @@ def _of_adapter(facts: CardFacts, adapter: Path, context: StageContext) -> CardF
         return facts
     is_on_hub = context.find(name) is None and not looks_local(name, context.find)
     return replace(facts, base=name if is_on_hub else None, origin=f"`{name}`")
+
+
+def _check_format(
+    path: KeyPath, name: str, state: ModelState, has_other_draft: bool
+) -> Iterator[Problem]:
+    """The problems of a format with the model, or with its drafter to be trained.
+
+    Args:
+        has_other_draft: the stage exports a draft that exists already.
+    """
+    module = FORMATS.get(name)
+    try:
+        if require := getattr(module, "check_supported", None):
+            require(state.config)
+    except UserError as error:
+        yield Problem(path, error.message, error.hint)
+        return
+    require_draft = getattr(module, "check_draft", None)
+    if require_draft is None or state.draft is None or has_other_draft:
+        return
+    try:
+        require_draft(state.config, state.draft)
+    except UserError as error:
+        yield Problem(path, error.message, WITHOUT_DRAFT)
 
 
 def _check_adapter(path: KeyPath, source: str, find: Find) -> Iterator[Problem]:
