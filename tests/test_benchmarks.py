@@ -377,13 +377,14 @@ def test_requests_of_one_engine_share_their_prompt():
     text = run(
         "engine.py",
         "--hidden-size 64 --num-layers 1 --vocab-size 512 --requests 4 --shared 64 "
-        "--max-tokens 4 --decoded 12",
+        "--max-tokens 4 --decoded 12 --adapters 2 --rank 2 --repeats 1",
     )
     rows = [re.split(r" {2,}", line) for line in text.splitlines()]
     every, once, with_draft = (int(row[1]) for row in rows if "cache" in row[0])
     assert once == with_draft < every - 3 * 60
     assert "4 of 4 requests have the same tokens" in text
     assert text.count("4 of 4 the same") == 3
+    assert "4 of 4 have the same tokens together and alone" in text
 
 
 def test_generate_takes_a_real_model(small_base):

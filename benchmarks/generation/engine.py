@@ -1,4 +1,4 @@
-"""What requests of one engine share: a system prompt, and rounds of draft tokens.
+"""What requests of one engine share: a system prompt, rounds of draft tokens, a model.
 
 The checkpoints are random: a target, and a draft model that is the target with noise.
 The counts do not depend on the machine. mlx-lm has no counterpart: its batches take no
@@ -34,6 +34,7 @@ def main() -> None:
         )
         shared_prompt(target, draft, arguments)
         drafts_of_a_batch(target, draft, arguments)
+        adapters_of_a_batch(arguments)
 
 
 def _arguments() -> argparse.Namespace:
@@ -47,6 +48,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--decoded", type=int, default=200, help="with drafts")
     parser.add_argument("--num-draft-tokens", type=int, default=3)
     parser.add_argument("--noise", type=float, default=0.1)
+    parser.add_argument("--adapters", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3, help="of the adapters")
     arguments = parser.parse_args()
     arguments.bits = None
     return arguments
@@ -175,6 +179,68 @@ def drafts_of_a_batch(target, draft, arguments: argparse.Namespace) -> None:
         print(
             ROW.format(name, *cells, f"{engine.stats.accepted_length:.2f}", "").rstrip()
         )
+
+
+def adapters_of_a_batch(arguments: argparse.Namespace) -> None:
+    """Two requests for every adapter: together, and one adapter after the other."""
+    from lmx.generation.engine import Engine
+    from lmx.generation.sequence import GenerationRequest
+    from lmx.models.loader import load
+
+    def model():
+        return load(arguments.folder / "model").model
+
+    engine = Engine(model())
+    names = [f"adapter {number}" for number in range(arguments.adapters)]
+    for seed, name in enumerate(names):
+        engine.scheduler.adapters.add(name, _with_adapter(model(), arguments, seed))
+    rng = random.Random(2)
+    prompts = [
+        [rng.randrange(3, arguments.vocab_size) for _ in range(16)]
+        for _ in range(2 * len(names))
+    ]
+
+    def requests(adapters: list, count: int = arguments.decoded) -> list:
+        pairs = zip(prompts, 2 * adapters, strict=False)
+        return [GenerationRequest(p, count, adapter=name) for p, name in pairs]
+
+    together, base = requests(names), requests([None] * len(names))
+    alone = [r for name in names for r in [[q for q in together if q.adapter == name]]]
+    runs = {"base": [base], "adapters together": [together], "one by one": alone}
+    run(engine, requests(names, 4))
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    texts: dict[str, dict] = {}
+    for _ in range(arguments.repeats):
+        for name, groups in runs.items():
+            done = [run(engine, group) for group in groups]
+            seconds[name].append(sum(each[0] for each in done))
+            texts[name] = {r: t for *_, tokens in done for r, t in tokens.items()}
+    same = sum(
+        texts["one by one"][r] == t for r, t in texts["adapters together"].items()
+    )
+    print(
+        f"\n{len(together)} requests of {arguments.decoded} tokens, "
+        f"{len(names)} adapters of rank {arguments.rank}; {same} of {len(together)} "
+        "have the same tokens together and alone"
+    )
+    for name, times in seconds.items():
+        rate = len(together) * arguments.decoded / statistics.median(times)
+        print(ROW.format(name, f"{rate:,.0f} /s", "", "", "").rstrip())
+
+
+def _with_adapter(model, arguments: argparse.Namespace, seed: int):
+    """The model with a random adapter on all linear layers of its blocks."""
+    import mlx.core as mx
+    from lmx.config.lora import LoRAConfig
+    from lmx.models.lora import lora_model
+
+    lora_model.attach(model, LoRAConfig(rank=arguments.rank), seed=seed)
+    layers = lora_model.adapted_layers(model).values()
+    for layer, key in zip(
+        layers, mx.random.split(mx.random.key(seed), 4096), strict=False
+    ):
+        layer.lora_b = 0.1 * mx.random.normal(layer.lora_b.shape, key=key)
+    return model
 
 
 if __name__ == "__main__":
