@@ -192,6 +192,15 @@ def open_page(browser):
     assert not [text for text in wrong if not text.startswith("Failed to load")]
 
 
+def open_real(browser, url):
+    """The page of a real server."""
+    page = browser.new_page()
+    page.set_default_timeout(30_000)
+    page.goto(url)
+    page.wait_for_selector("#model option", state="attached")
+    return page
+
+
 def ask(page, text="Hello"):
     page.fill("#input", text)
     page.press("#input", "Enter")
@@ -332,6 +341,25 @@ def test_key_is_asked_for_and_forgotten(open_page):
     stored = page.evaluate("[Object.values(sessionStorage), localStorage.length]")
     assert stored == [["right"], 0]
     assert page.evaluate("document.cookie") == ""
+
+
+def test_real_server(browser, server):
+    page = open_real(browser, server.url)
+    page.fill("#max_tokens", "5")
+    page.fill("#temperature", "0")
+    ask(page)
+    answered(page)
+    [message] = server.chat("Hello", max_tokens=5, temperature=0)["choices"]
+    shown = page.locator("article > .text").text_content()
+    assert shown == message["message"]["content"]
+    assert page.locator("article .note").inner_text().startswith("5 tokens · ")
+    page.fill("#max_tokens", "")
+    page.fill("#system", "x" * 10)
+    page.fill("#seed", "9007199254740993")
+    page.press("#seed", "Enter")
+    ask(page)
+    assert page.locator("article").count() == 1, "the browser rounds this seed"
+    page.context.close()
 
 
 def test_metrics(open_page):

@@ -153,7 +153,7 @@ def test_shown_client_runs(server, capsys):
 
 
 def test_shown_request_is_answered(server):
-    [line] = re.findall(r"^curl (.*)$", PAGE, re.MULTILINE)
+    line, _ = re.findall(r"^curl (.*)$", PAGE, re.MULTILINE)
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("-H")
