@@ -227,12 +227,14 @@ def chats(rng, connection):
 
 def grammar_bombs(rng, connection):
     deep: dict = {"type": "string"}
-    for _ in range(rng.choice([3, 60])):
-        deep = rng.choice(
-            [{"type": "array", "items": deep}, {"anyOf": [deep, deep], "not": {}}]
-        )
+    wide = deep
+    for level in range(rng.choice([3, 60])):
+        deep = {"type": "array", "items": deep}
+        # Its text doubles with each level.
+        wide = {"anyOf": [wide, wide], "not": {}} if level < 12 else wide
     schemas = [
         deep,
+        wide,
         {"$ref": "#"},
         {"$ref": "http://127.0.0.1:1/x"},
         {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},

@@ -1,5 +1,6 @@
 """Keys, routes, sizes, times and numbers of requests."""
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -126,6 +127,17 @@ def test_web_pages_of_other_origins(start):
 # Sizes and times
 
 
+def test_small_packets_do_not_wait(start):
+    """Each answer took 40 ms more, until the client had acknowledged its head."""
+    server = start()
+    with connect(server.port) as connection:
+        connection.sendall(head("/health", 0, method="GET"))
+        assert connection.recv(100)
+        (protocol,) = server.server._server.server_state.connections
+        accepted = protocol.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 @pytest.mark.parametrize(
     "kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"]
 )
@@ -190,9 +202,7 @@ def test_clients_that_do_not_read_are_closed(start, monkeypatch):
     monkeypatch.setattr(server_module, "STALL_SECONDS", 0.3)
     server = start()
     # What is not read waits in the server, and not in the system.
-    server.server._socket.setsockopt(
-        server_module.socket.SOL_SOCKET, server_module.socket.SO_SNDBUF, 2048
-    )
+    server.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
     body = {"prompt": "x", "logprobs": 20, "n": 4, "max_tokens": 30, "ignore_eos": True}
     for options in ({"stream": True}, {}):
         connection = connect(server.port, buffer=2048)

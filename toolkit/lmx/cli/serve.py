@@ -92,10 +92,11 @@ def serve(args: argparse.Namespace) -> int:
     refuse(
         {
             **{
-                f"--{name.replace('_', '-')} must be 1 or more": getattr(args, name) < 1
+                f"--{name.replace('_', '-')} must be 1 or more": not getattr(args, name)
+                >= 1
                 for name in ("max_batch_size", "max_requests", "max_tokens", "timeout")
             },
-            "--max-body must be more than 0": args.max_body <= 0,
+            "--max-body must be more than 0": not 0 < args.max_body < 1e9,
             **draft_argument_faults(args),
         }
     )

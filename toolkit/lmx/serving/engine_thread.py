@@ -121,6 +121,8 @@ class EngineThread:
         self._thread.start()
         loaded = self._loaded.get()
         if isinstance(loaded, BaseException):
+            # A process that ends while MLX's thread does is aborted.
+            self._thread.join()
             raise loaded
         return loaded
 
