@@ -52,7 +52,7 @@ RUN_ELSEWHERE = re.compile(
     r"|python benchmarks/(train_step|finetune|generate)\.py.*"
 )
 # Programs of other packages.
-SERVING = {"pip", "curl", "nginx", "caddy"}  # tests/serving runs what they show
+SERVING = {"pip", "uv", "curl", "nginx", "caddy"}  # tests/serving runs what they show
 EXTERNAL = (
     {"hf", "python", "ollama", "llama-cli"}
     | SERVING
@@ -77,6 +77,7 @@ WORK = (
     "cli.convert.convert",
     "cli.runs.push",
     "cli.serve.serve",
+    "cli.bench.bench_load",
 )
 # The rest of a recipe that is shown as a list of stages.
 RECIPE = {
