@@ -1,6 +1,7 @@
 """Answers, whole and streamed: text, log-probabilities, counts."""
 
 import threading
+import time
 
 import mlx.core as mx
 import pytest
@@ -235,3 +236,24 @@ def test_the_reason_of_the_end(start):
     assert choice["finish_reason"] == "stop"
     # The token of the end is counted, and has no text.
     assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"]) + 1
+
+
+def test_tokens_are_counted_as_they_come(server, monkeypatch):
+    step = server.engine.step
+
+    def slow():
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(server.engine, "step", slow)
+    before = server.metrics()
+    body = LONG | {"prompt": PROMPT, "stream": True}
+    with server.client.stream("POST", COMPLETIONS, json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        now = server.metrics()
+    name = "lmx:generation_tokens_total{}"
+    assert 0 < now[name] - before.get(name, 0) < LONG["max_tokens"]
+    ends = [{k: v for k, v in m.items() if "success" in k} for m in (before, now)]
+    assert ends[0] == ends[1], "it has ended"
+    server.until_idle()
