@@ -52,7 +52,7 @@ RUN_ELSEWHERE = re.compile(
     r"|python benchmarks/(train_step|finetune|generate)\.py.*"
 )
 # Programs of other packages.
-EXTERNAL = {"hf", "python", "ollama", "llama-cli"} | {
+EXTERNAL = {"hf", "python", "ollama", "llama-cli", "llama-server"} | {
     f"mlx_lm.{name}" for name in ("evaluate", "generate", "perplexity", "server")
 }
 # Our programs and their entry points.
