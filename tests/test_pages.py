@@ -54,7 +54,7 @@ RUN_ELSEWHERE = re.compile(
 # Programs of other packages.
 SERVING = {"pip", "uv", "curl", "nginx", "caddy"}  # tests/serving runs what they show
 EXTERNAL = (
-    {"hf", "python", "ollama", "llama-cli"}
+    {"hf", "python", "ollama", "llama-cli", "llama-server"}
     | SERVING
     | {f"mlx_lm.{name}" for name in ("evaluate", "generate", "perplexity", "server")}
 )

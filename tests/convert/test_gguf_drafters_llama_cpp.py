@@ -96,6 +96,7 @@ CASES = [
     ("eagle3", "mistral", {}, {}),
     ("eagle3", "qwen3", {"num_key_value_heads": 1}, {}),
     ("eagle3", "qwen3_moe", FEW_BLOCKS, {}),
+    ("eagle3", "mixtral", {}, {}),
     ("eagle3", "gpt_oss", {}, {}),
     ("dflash", "llama", {"rope_scaling": LLAMA3_SCALING}, {}),
     ("dflash", "llama", LINEAR, {"num_layers": 1, "layer_ids": [0, 1, 2]}),

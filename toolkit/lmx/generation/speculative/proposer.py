@@ -11,7 +11,9 @@ from ...errors import UserError, nan_predictions
 from ..kv_cache.sequence import CacheState
 from ..sampler import Sampler
 
-NO_DRAFT = mx.zeros(0, mx.int32)
+# From values, not `mx.zeros`: that would be computed on the stream of the thread that
+# imports this module, which other threads do not have.
+NO_DRAFT = mx.array([], mx.int32)
 
 
 class Proposer(ABC):
