@@ -36,11 +36,16 @@ class EncodedPrompt:
 
 
 def encode_messages(
-    tokenizer: Any, parameters: ChatCompletionParameters, *, thinking: bool
+    tokenizer: Any,
+    parameters: ChatCompletionParameters,
+    tools: Sequence[dict] | None,
+    *,
+    thinking: bool,
 ) -> EncodedPrompt:
     """The prompt of a chat.
 
     Args:
+        tools: those of `checked_tools`.
         thinking: whether the assistant may begin with a chain of thought.
 
     Raises:
@@ -51,7 +56,6 @@ def encode_messages(
         _message(message, index, words)
         for index, message in enumerate(parameters.messages)
     ]
-    tools = _tools(parameters)
     if tools and not tokenizer.has_tool_calling:
         message = "this model has no format of tool calls that lmx knows"
         raise ApiError(400, message, param="tools")
@@ -128,8 +132,12 @@ def _message(message: dict, index: int, words: set[str] | None) -> dict:
         raise ApiError(400, str(error), param=place) from None
 
 
-def _tools(parameters: ChatCompletionParameters) -> list[dict] | None:
-    """The functions that the assistant may call."""
+def checked_tools(parameters: ChatCompletionParameters) -> list[dict] | None:
+    """The functions that the assistant may call.
+
+    Raises:
+        ApiError: one is no function with a name.
+    """
     for index, tool in enumerate(parameters.tools or []):
         place = f"tools[{index}]"
         function = tool.get("function")

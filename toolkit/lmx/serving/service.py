@@ -20,7 +20,7 @@ from .engine_thread import EngineFailed, EngineThread, ServedModel
 from .errors import OVERLOADED, SERVER, ApiError
 from .metrics import Metrics
 from .output_formats import answer_grammar, chat_grammar
-from .prompts import EncodedPrompt, encode_messages, encode_prompts
+from .prompts import EncodedPrompt, checked_tools, encode_messages, encode_prompts
 from .protocol import (
     ChatCompletionParameters,
     CompletionParameters,
@@ -150,12 +150,12 @@ class CompletionService:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
         model = self._require_model(parameters)
         self._require_room(parameters.choices)
-        tools = parameters.tools if parameters.tool_choice != "none" else None
+        tools = checked_tools(parameters)
         grammar = chat_grammar(parameters, self._tokenizer)
         # A grammar has no place for a chain of thought.
         prompt = await self._encode(
             lambda: encode_messages(
-                self._tokenizer, parameters, thinking=grammar is None
+                self._tokenizer, parameters, tools, thinking=grammar is None
             )
         )
         if grammar and prompt.in_reasoning:

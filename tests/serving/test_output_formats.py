@@ -1,0 +1,212 @@
+"""Answers of a random model that follow a format: JSON, choices, and forced calls."""
+
+import importlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import pytest
+from lmx.generation.generator import Generator
+from lmx.generation.kv_cache.prefix import PrefixCache
+from lmx.generation.speculative.draft_length import DraftLengthController
+from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
+from lmx.serving.engine_thread import ServedModel
+from tiny_generators import byte_tokenizer, tiny
+from tiny_server import CHAT, COMPLETIONS, TEMPLATE, joined_chat
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tag": {"enum": ["red", "blue"]},
+    },
+    "required": ["n", "tag"],
+    "additionalProperties": False,
+}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "level": {"type": "integer", "maximum": 9, "minimum": 0}
+                },
+                "required": ["level"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("dim", "raise")
+]
+THINKING = "{% if add_generation_prompt %}<think>\n{% endif %}"
+
+
+def served(parser="json_tools", template=TEMPLATE, *, lookup=False):
+    """A function that loads a random model whose tokenizer has a format of calls."""
+
+    def load():
+        tokenizer = byte_tokenizer(template=template)
+        tokenizer.add_tokens(["<think>", "</think>"], special_tokens=False)
+        tokenizer = type(tokenizer)(tokenizer._tokenizer, eos_token_ids=[257])
+        module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+        tokenizer._tool_parser = module.parse_tool_call
+        tokenizer._tool_call_start = module.tool_call_start
+        tokenizer._tool_call_end = module.tool_call_end
+        index = NGramIndex()
+        generator = Generator(
+            tiny("llama"),
+            tokenizer,
+            prefix_cache=PrefixCache(10_000_000),
+            make_proposer=(lambda _: PromptLookupProposer(index)) if lookup else None,
+            draft_length=DraftLengthController(fixed=3),
+        )
+        return ServedModel(generator)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def server():
+    from tiny_server import TinyServer
+
+    started = TinyServer(served(), max_tokens=300)
+    yield started
+    assert started.stop() == 0
+
+
+def chat(**options):
+    return {"messages": [{"role": "user", "content": "Hi"}], "temperature": 1} | options
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_every_answer_follows_its_schema(start, lookup):
+    """With requests beside it that have none, and with drafts."""
+    server = start(served(lookup=lookup), max_tokens=300)
+    bodies = [
+        chat(seed=seed, **({"response_format": FORMAT} if seed % 2 else {}))
+        for seed in range(12)
+    ]
+    with ThreadPoolExecutor(6) as pool:
+        answers = [*pool.map(lambda b: server.post(CHAT, b).json(), bodies)]
+    for seed, answer in enumerate(answers):
+        choice = answer["choices"][0]
+        if seed % 2:
+            jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+            assert choice["finish_reason"] == "stop"
+        else:
+            # Negative control.
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(choice["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"structured_outputs": {"choice": ["red", "blue"]}}, {"red", "blue"}),
+        ({"structured_outputs": {"regex": "a{3}"}}, {"aaa"}),
+        ({"response_format": {"type": "regex", "pattern": "(x|y)z"}}, {"xz", "yz"}),
+    ],
+)
+def test_completions_follow_formats(server, options, texts):
+    assert server.complete(temperature=1, **options)["choices"][0]["text"] in texts
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"dim", "raise"}),
+        ({"type": "function", "function": {"name": "raise"}}, {"raise"}),
+    ],
+)
+def test_calls_are_forced(server, choice, names):
+    found = set()
+    for seed in range(6):
+        body = chat(tools=TOOLS, tool_choice=choice, seed=seed)
+        message, reason = _answer(server, body)
+        (call,) = message["tool_calls"]
+        found.add(call["function"]["name"])
+        arguments = json.loads(call["function"]["arguments"])
+        parameters = TOOLS[0]["function"]["parameters"]
+        jsonschema.validate(arguments, parameters)
+        assert (message["content"], reason) == (None, "tool_calls")
+        streamed = joined_chat(server.stream(CHAT, body))[0]
+        (same,) = streamed["message"]["tool_calls"]
+        assert same["function"] == call["function"]
+        assert streamed["finish_reason"] == "tool_calls"
+    assert found == names
+    # Negative control: a random model does not call by itself.
+    assert "tool_calls" not in _answer(server, chat(tools=TOOLS, seed=0))[0]
+
+
+def _answer(server, body):
+    choice = server.post(CHAT, body).json()["choices"][0]
+    return choice["message"], choice["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_object", "schema": {"minLenght": 1}}},
+            "response_format.schema",
+        ),
+        (
+            {"response_format": FORMAT, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
+        ({"structured_outputs": {"regex": "a{9"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {"type": "function", "function": {"name": "fly"}},
+            },
+            "tool_choice",
+        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True},
+            "parallel_tool_calls",
+        ),
+        ({"response_format": FORMAT, "ignore_eos": True}, None),
+        ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools[0]"),
+    ],
+)
+def test_wrong_formats_are_refused(server, options, param):
+    status, error = server.refused(CHAT, chat(**options))
+    assert (status, error["param"]) == (400, param), error
+
+
+def test_a_template_that_thinks_leaves_no_place(start):
+    """Its prompt ends inside the chain of thought."""
+    server = start(served(template=TEMPLATE + THINKING))
+    status, error = server.refused(CHAT, chat(response_format=FORMAT))
+    assert status == 400
+    assert "chain of thought" in error["message"]
+    # The switch of the template is used, if it has one.
+    switch = THINKING.replace("add_generation", "enable_thinking and add_generation")
+    server = start(served(template=TEMPLATE + switch), max_tokens=300)
+    message, _ = _answer(server, chat(response_format=FORMAT))
+    jsonschema.validate(json.loads(message["content"]), SCHEMA)
+
+
+def test_other_formats_of_calls_are_not_forced(start):
+    server = start(served("pythonic"))
+    body = chat(tools=TOOLS, tool_choice="required")
+    assert server.refused(CHAT, body)[1]["param"] == "tool_choice"
+
+
+def test_completions_take_formats_of_every_prompt(server):
+    body = {"prompt": ["a", "b"], "n": 2, "response_format": FORMAT, "temperature": 1}
+    for choice in server.post(COMPLETIONS, body).json()["choices"]:
+        jsonschema.validate(json.loads(choice["text"]), SCHEMA)
