@@ -9,6 +9,7 @@ from ..errors import UserError
 from .generate import add_draft_arguments, draft_argument_faults, refuse
 
 if TYPE_CHECKING:
+    from ..generation.generator import Generator
     from ..serving.engine_thread import ServedModel
 
 API_KEY = "LMX_API_KEY"
@@ -147,7 +148,6 @@ def _load(args: argparse.Namespace) -> "ServedModel":
         loaded.model,
         loaded.tokenizer,
         max_batch_size=args.max_batch_size,
-        prefix_cache=PrefixCache(None if prefixes is None else int(prefixes * 1e9)),
         kv_bits=args.kv_bits or loaded.kv_bits,
         kv_memory=None if memory is None else int(memory * 1e9),
     )
@@ -162,7 +162,24 @@ def _load(args: argparse.Namespace) -> "ServedModel":
         options = {"lazy": True, "trust_remote_code": args.trust_remote_code}
         return load_model(loaded.path, adapter=path, **options).model
 
-    adapters = generator.engine.scheduler.adapters
+    _warm_up(generator)
+    scheduler = generator.engine.scheduler
+    max_bytes = None if prefixes is None else int(prefixes * 1e9)
+    scheduler.prefix_cache = PrefixCache(max_bytes)
     for name, path in args.adapter:
-        adapters.add(name, load_adapter(path))
+        scheduler.adapters.add(name, load_adapter(path))
     return ServedModel(generator, sampling_defaults(loaded.path), load_adapter)
+
+
+def _warm_up(generator: "Generator") -> None:
+    """Compile what the first requests need, before they come.
+
+    Raises:
+        UserError: the model's predictions are NaN.
+    """
+    from ..generation.sampling import Sampling
+    from ..generation.sequence import GenerationRequest
+
+    requests = [GenerationRequest([0] * n, 8, Sampling(1.0)) for n in (4, 40, 12)]
+    for _ in generator.generate_all(requests):
+        pass

@@ -135,6 +135,7 @@ class ModelServer:
     ):
         # Before the model is loaded, which takes longer.
         self._socket = open_socket(host, port)
+        log(f"loading {service.model}")
         self.thread = EngineThread(load, on_end=self._on_end)
         served = self.thread.start()
         metrics = Metrics(service.model, lambda: self.thread.state)
