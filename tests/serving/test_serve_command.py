@@ -96,8 +96,6 @@ def test_options(folder):
         "0.01",
         "--max-requests",
         "2",
-        "--kv-bits",
-        "8",
         "--prefix-cache",
         "0.01",
     ]
@@ -164,6 +162,8 @@ def test_accepted_draft_tokens(folder):
         (["--timeout", "nan"], "--timeout"),
         (["--kv-bits", "7"], "--kv-bits"),
         (["--max-body", "nan"], "--max-body must be more than 0"),
+        (["--port", "0", "--draft-model", "nowhere"], "nowhere"),
+        (["--port", "0", "--kv-bits", "8"], "no group size divides the head dimension"),
     ],
     ids=lambda value: str(value)[:24],
 )

@@ -151,6 +151,8 @@ def _load(args: argparse.Namespace) -> "ServedModel":
         kv_bits=args.kv_bits or loaded.kv_bits,
         kv_memory=None if memory is None else int(memory * 1e9),
     )
+    # KV bits that the model cannot have are refused now, not with every request.
+    generator.engine.scheduler.new_cache()
     if args.draft_model:
         names = ("num_draft_tokens", "trust_remote_code")
         options = {name: getattr(args, name) for name in names}

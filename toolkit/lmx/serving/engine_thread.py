@@ -105,6 +105,7 @@ class EngineThread:
         self._subscriptions: dict[GenerationRequest, Subscription] = {}
         self._calls: set[asyncio.Future] = set()
         self._has_failed = False
+        self._ended = threading.Event()
         self._active: set[GenerationRequest] = set()  # of the thread
         self._published = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -121,15 +122,13 @@ class EngineThread:
         self._thread.start()
         loaded = self._loaded.get()
         if isinstance(loaded, BaseException):
-            # A process that ends while MLX's thread does is aborted.
-            self._thread.join()
             raise loaded
         return loaded
 
     @property
     def alive(self) -> bool:
         """Whether requests are processed."""
-        return self._thread.is_alive()
+        return not self._ended.is_set()
 
     @property
     def open_requests(self) -> int:
@@ -199,11 +198,17 @@ class EngineThread:
     def stop(self) -> None:
         """End the thread after its present step. Open requests are dropped."""
         self._commands.put(None)
-        self._thread.join()
+        self._ended.wait()
 
     # On the thread
 
     def _main(self) -> None:
+        self._load_and_serve()
+        self._ended.set()
+        # A process that ends just after a thread of MLX is aborted: this one stays.
+        threading.Event().wait()
+
+    def _load_and_serve(self) -> None:
         try:
             served = self._load()
         except BaseException as error:
@@ -214,6 +219,7 @@ class EngineThread:
             self._serve(served.generator.engine)
         except Exception:
             terminal.write_err(traceback.format_exc())
+            self._ended.set()
             self._notify(self._dispatch_end)
             self._on_end()
 
