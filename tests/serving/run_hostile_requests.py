@@ -1,12 +1,12 @@
 """Send hostile requests to a running server, beside clients that behave.
 
-    lmx serve MODEL --port 8080 &
+    lmx serve MODEL --port 8080 --prefix-cache 0.02 &
     python tests/serving/run_hostile_requests.py --port 8080 --pid $! --requests 10000
     python tests/serving/run_hostile_requests.py --port 8080 --pid $! --minutes 30
 
 The server must answer or close every connection in time, give the clients that behave
 the tokens that they got before, and be idle at the end with the memory (Linux) and the
-files that it had after a warm-up.
+files that it had after a warm-up. The prefix cache has to be full by then: it is small.
 """
 
 import argparse
