@@ -240,7 +240,7 @@ def test_invalid_lists_of_numbers_are_refused(lengths, capsys):
     with pytest.raises(SystemExit) as caught:
         main.main(["bench", "m", f"--prompt-lengths={lengths}"])
     assert caught.value.code == 2
-    expected = f"expected numbers from 1, such as 32,512; got {lengths!r}"
+    expected = f"expected numbers from 1, such as 1,4,16; got {lengths!r}"
     assert expected in capsys.readouterr().err
 
 

@@ -18,7 +18,9 @@ PROMPT = "Once upon a time there was a"
 
 @pytest.fixture(scope="module")
 def folder(make_checkpoint):
-    return make_checkpoint(dtype="float32", num_hidden_layers=2)
+    return make_checkpoint(
+        dtype="float32", num_hidden_layers=2, max_position_embeddings=4096
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def test_adapters_are_models(folder, adapters, serve):
 def test_an_adapter_in_use_is_not_dropped(adapters, serve):
     server = serve()
     server.post(LOAD, {"lora_name": "red", "lora_path": str(adapters["red"])})
-    body = {"prompt": PROMPT, "model": "red", "max_tokens": 60, "ignore_eos": True}
+    body = {"prompt": PROMPT, "model": "red", "max_tokens": 2000, "ignore_eos": True}
     with server.client.stream("POST", COMPLETIONS, json=body | {"stream": True}) as got:
         next(got.iter_lines())
         assert server.refused(UNLOAD, {"lora_name": "red"})[0] == 409
