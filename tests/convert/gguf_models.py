@@ -83,7 +83,9 @@ MODELS = {
     "phi3": {"hidden_size": 128},
     "phi3 longrope": {
         "model_type": "phi3",
-        "original_max_position_embeddings": 32,
+        # llama.cpp chooses the factors by the size of its context, at least 256.
+        "original_max_position_embeddings": 256,
+        "max_position_embeddings": 1024,
         "partial_rotary_factor": 0.75,
         "rope_scaling": {
             "type": "longrope",

@@ -98,12 +98,15 @@ CASES = [
     ("eagle3", "qwen3_moe", FEW_BLOCKS, {}),
     ("eagle3", "mixtral", {}, {}),
     ("eagle3", "gpt_oss", {}, {}),
+    ("eagle3", "hunyuan_v1_dense", {}, {}),
     ("dflash", "llama", {"rope_scaling": LLAMA3_SCALING}, {}),
     ("dflash", "llama", LINEAR, {"num_layers": 1, "layer_ids": [0, 1, 2]}),
     ("dflash", "mistral", {}, {"num_draft_tokens": 7}),
     ("dflash", "qwen3", {}, {"layer_ids": [1]}),
     ("dflash", "qwen3_moe", FEW_BLOCKS, {}),
+    ("dflash", "mixtral", {}, {}),
     ("dflash", "gpt_oss", {}, {}),
+    ("dflash", "hunyuan_v1_dense", {}, {}),
 ]
 
 

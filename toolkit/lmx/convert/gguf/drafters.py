@@ -38,7 +38,7 @@ from .writer import (
 )
 
 # llama.cpp's targets that keep the inputs of their blocks for a drafter.
-TARGETS = ("llama", "qwen3", "qwen3moe", "gpt-oss")
+TARGETS = ("llama", "qwen3", "qwen3moe", "gpt-oss", "hunyuan-dense")
 LAYERS = NORMS | ATTENTION | MLP
 SCALINGS = (*YARN, "llama3")
 EAGLE3 = Architecture(
