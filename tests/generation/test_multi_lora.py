@@ -19,6 +19,7 @@ from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import draft_model_proposer
 from lmx.models.lora import lora_model, multi_lora
 from lmx.models.lora import multi_lora_layers as layers
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from tiny_families import VOCABULARY, member
 from tiny_requests import alone, run, some_requests
 
@@ -231,6 +232,30 @@ def test_rows_have_experts_with_their_adapter(family, bits, monkeypatch):
     assert mx.concatenate(steps_up).all()
     # Negative control: rows of others.
     assert not mx.allclose(mixed_logits(model, names[::-1], steps), right, atol=0.01)
+
+
+def test_adapters_of_mlx_lm_have_experts():
+    """Those that a server loads. Only one layer of a group has an adapter."""
+
+    def own():
+        model = base("qwen3_moe", bits=4)
+        lora = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+        lora["keys"] = ["mlp.switch_mlp.gate_proj"]
+        linear_to_lora_layers(model, 1, lora)
+        layer = model.layers[1].mlp.switch_mlp.gate_proj
+        layer.lora_a = mx.random.normal(layer.lora_a.shape, key=mx.random.key(1))
+        layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(2))
+        return model
+
+    model = served("qwen3_moe", 4).model
+    steps = mx.random.randint(1, VOCABULARY, (2, 20), key=mx.random.key(4))
+    others = mixed_logits(model, [None, None], steps)
+    multi_lora.multi_lora(model).add("new", own())
+    got = mixed_logits(model, ["new", None], steps)
+    right = mixed_logits(own(), [None], steps[:1])
+    assert mx.allclose(got[:1], right, rtol=1e-4, atol=1e-4)
+    assert mx.allclose(got[1:], others[1:], rtol=1e-4, atol=1e-4)
+    assert not mx.allclose(others[:1], right, atol=0.01)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
