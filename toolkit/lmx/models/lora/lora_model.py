@@ -83,7 +83,7 @@ def find_target_modules(
     num_experts = _num_experts(model)
     targets = []
     for path, module in model.named_modules():
-        kind, inside = _kind(module), id(module) in keys
+        kind, inside = layer_kind(module), id(module) in keys
         key = keys.get(id(module), path)
         if kind is None or _is_router(path, key, module, num_experts):
             continue
@@ -92,7 +92,7 @@ def find_target_modules(
     return targets
 
 
-def _kind(module: nn.Module) -> str | None:
+def layer_kind(module: nn.Module) -> str | None:
     # By name: only the loader imports mlx-lm.
     if type(module).__name__ in ("SwitchLinear", "QuantizedSwitchLinear"):
         return EXPERTS
@@ -108,7 +108,7 @@ def _num_experts(model: nn.Module) -> dict[str, int]:
     return {
         path.rsplit(".", 2)[0]: quantized_layers.weight_shape(module)[0]
         for path, module in model.named_modules()
-        if _kind(module) == EXPERTS
+        if layer_kind(module) == EXPERTS
     }
 
 
