@@ -110,7 +110,8 @@ def test_an_adapter_in_use_is_not_dropped(adapters, serve):
     server.post(LOAD, {"lora_name": "red", "lora_path": str(adapters["red"])})
     body = {"prompt": PROMPT, "model": "red", "max_tokens": 2000, "ignore_eos": True}
     with server.client.stream("POST", COMPLETIONS, json=body | {"stream": True}) as got:
-        next(got.iter_lines())
+        lines = got.iter_lines()  # closed with its last reference
+        next(lines)
         assert server.refused(UNLOAD, {"lora_name": "red"})[0] == 409
     server.until_idle()
     assert server.post(UNLOAD, {"lora_name": "red"}).status_code == 200

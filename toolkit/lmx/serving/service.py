@@ -249,14 +249,16 @@ class CompletionService:
     async def _next(
         self, queue: asyncio.Queue, deadline: float
     ) -> list[TokenOutput] | None:
-        seconds = min(KEEP_ALIVE_SECONDS, deadline - time.monotonic())
-        try:
-            outputs = await asyncio.wait_for(queue.get(), max(0.0, seconds))
-        except TimeoutError:
-            if time.monotonic() < deadline:
-                return None
+        now = time.monotonic()
+        if now >= deadline:
             message = f"the request took more than {self.settings.timeout:g} seconds"
-            raise ApiError(408, message, code="timeout") from None
+            raise ApiError(408, message, code="timeout")
+        try:
+            # Not `wait_for`: it may return in place of ending when it is cancelled.
+            async with asyncio.timeout(min(KEEP_ALIVE_SECONDS, deadline - now)):
+                outputs = await queue.get()
+        except TimeoutError:
+            return None
         if isinstance(outputs, EngineFailed):
             raise ApiError(500, "the engine failed; see the log", kind=SERVER)
         for output in outputs:
