@@ -36,7 +36,8 @@ SETTINGS = [Sampling(), Sampling(1.0, seed=3)]
 def base(family, *, bits=None):
     model = member(family)
     if bits:
-        nn.quantize(model, group_size=32, bits=bits, class_predicate=is_wide)
+        mode = {"mode": bits, "bits": 4} if bits == "mxfp4" else {"bits": bits}
+        nn.quantize(model, group_size=32, **mode, class_predicate=is_wide)
     return model
 
 
@@ -207,7 +208,7 @@ def own_logits(family, bits, name, step):
     return state.forward(step[None])
 
 
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("bits", [None, 4, "mxfp4"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_rows_have_experts_with_their_adapter(family, bits, monkeypatch):
     names = ["deep", None, "wide", "deep", "narrow"]
