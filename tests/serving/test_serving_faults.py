@@ -1,5 +1,6 @@
 """Clients that leave, an engine that fails, a server that ends."""
 
+import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ import httpx
 import pytest
 from lmx.errors import FAILED
 from lmx.serving.engine_thread import MAX_FAILURES
+from lmx.serving.service import CompletionService
 from raw_http import connect, request
 from test_limits_of_requests import Hold
 from tiny_server import CHAT, COMPLETIONS, load
@@ -261,3 +263,24 @@ def _is_open(server):
     except ConnectionRefusedError:
         return False
     return True
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_client_may_leave_while_a_token_comes(turns):
+    """In this turn of the event loop or in the one before."""
+
+    async def is_cancelled():
+        queue = asyncio.Queue()
+        outputs = CompletionService._next(None, queue, time.monotonic() + 60)
+        task = asyncio.create_task(outputs)
+        await asyncio.sleep(0.01)
+        queue.put_nowait([])
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if task.done():
+            return True
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert asyncio.run(is_cancelled())

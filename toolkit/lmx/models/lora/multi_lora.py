@@ -13,12 +13,12 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ...errors import UserError
+from ..loader import stored_dtype
 from .lora_model import EXPERTS, layer_kind
 from .multi_lora_layers import (
     AdapterRows,
     MultiLoRAExperts,
     MultiLoRALinear,
-    compute_dtype,
     split_by_row,
 )
 
@@ -67,10 +67,11 @@ class MultiLoRA:
             if path not in self._layers:
                 self._wrap(path, modules)
         self._last += 1
+        # Not a layer's own: scales may be of 8 bits.
+        dtype = stored_dtype(self._model)
         for path, (a, b) in weights.items():
-            layer = self._layers[path]
-            dtype = compute_dtype(layer.linear)
-            layer.adapters.add(self._last, a.astype(dtype), b.astype(dtype))
+            adapters = self._layers[path].adapters
+            adapters.add(self._last, a.astype(dtype), b.astype(dtype))
         self.numbers[name] = self._last
         return self._last
 

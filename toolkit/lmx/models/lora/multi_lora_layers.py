@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..quantized_layers import is_quantized
-
 
 @dataclass
 class AdapterRows:
@@ -272,8 +270,3 @@ def split_by_row(group: nn.Module, rows: AdapterRows) -> None:
     kind = type(group)
     group._adapter_rows = rows
     group.__class__ = type(kind.__name__, (ExpertsByRow, kind), {})
-
-
-def compute_dtype(linear: nn.Module) -> mx.Dtype:
-    """The type in which a layer computes."""
-    return linear.scales.dtype if is_quantized(linear) else linear.weight.dtype
