@@ -61,7 +61,7 @@ def main() -> None:
                     requests=-(-arguments.shared_requests // CLIENTS),
                     shared_prefix=arguments.shared_prefix,
                 )
-                for row in measure_load(shared):
+                for row in measure_load(shared) if shared.requests else []:
                     show(server, "shared", row)
 
 
@@ -71,12 +71,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--servers", default="lmx,mlx-lm,llama.cpp")
     parser.add_argument("--gguf", type=Path, help="the model for llama.cpp")
     parser.add_argument("--llama-python", default=sys.executable)
+    parser.add_argument("--context", type=int, default=2048, help="of llama.cpp")
     parser.add_argument("--shares", type=_numbers, default=[0.5, 1.0, 2.0])
     parser.add_argument("--duration", type=int, default=30, help="of every rate")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--shared-prefix", type=int, default=500)
-    parser.add_argument("--shared-requests", type=int, default=200)
+    parser.add_argument("--shared-requests", type=int, default=200, help="0 = none")
     parser.add_argument("--options", default="", help="further ones of lmx serve")
     return parser.parse_args()
 
@@ -116,7 +117,16 @@ def command(server: str, model: Path, port: int, arguments) -> tuple[list[str], 
         options = ["--model", str(model), "--port", str(port), "--log-level", "ERROR"]
         return [sys.executable, "-c", MLX_LM, *options], str(model)
     options = ["--model", str(arguments.gguf), "--model_alias", "bench"]
-    options += ["--port", str(port), "--n_ctx", "2048", "--cache", "true"]
+    options += [
+        "--port",
+        str(port),
+        "--n_ctx",
+        str(arguments.context),
+        "--cache",
+        "true",
+    ]
+    # Otherwise a new request ends the stream of another.
+    options += ["--interrupt_requests", "false"]
     return [arguments.llama_python, "-m", "llama_cpp.server", *options], "bench"
 
 
