@@ -135,6 +135,17 @@ def test_wrong_adapters_are_refused(serve, path, body, status, param):
     assert (found, error["param"]) == (status, param)
 
 
+def test_an_adapter_may_go_before_its_request_comes(serve):
+    """Neighbours of the request go on."""
+    server = serve()
+    server.server.completions._adapters.append("gone")
+    body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        good = pool.submit(server.post, COMPLETIONS, body)
+        assert server.refused(COMPLETIONS, body | {"model": "gone"})[0] == 400
+        assert good.result().json()["usage"]["completion_tokens"] == 60
+
+
 def test_loading_must_be_allowed(adapters, serve):
     """A client could read any file of the server."""
     body = {"lora_name": "red", "lora_path": str(adapters["red"])}

@@ -155,11 +155,10 @@ class EngineThread:
             for request in requests:
                 try:
                     engine.scheduler.require_memory(request)
+                    engine.add_request(request)
                 except UserError as error:
                     self._active.discard(request)
                     self._deliver([TokenOutput(request, -1, True, error=error)])
-                else:
-                    engine.add_request(request)
 
         self._commands.put(add)
         return subscription

@@ -1,6 +1,6 @@
 """Errors of the endpoint, in OpenAI's form."""
 
-from ..errors import UserError, shorten
+from ..errors import FAILED, UserError, shorten
 
 INVALID, OVERLOADED = "invalid_request_error", "overloaded_error"
 SERVER = "server_error"
@@ -39,11 +39,14 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: UserError, *, param: str | None = None) -> "ApiError":
-        """A request that the engine or the model refuses."""
+        """A request that the engine or the model refuses, or that failed."""
         hint = f" ({error.hint})" if error.hint else ""
         place = error.place or ""
         # Other places are files of the server.
         is_inside = param is not None and place.startswith(param)
         prefix = f"{place}: " if is_inside else ""
         message = shorten(f"{prefix}{error.message}{hint}")
-        return cls(400, message, param=place if is_inside else param)
+        # Such as predictions that are NaN: not the client's fault.
+        status, kind = (500, SERVER) if error.code == FAILED else (400, INVALID)
+        param = place if is_inside else param
+        return cls(status, message, param=param, kind=kind)
