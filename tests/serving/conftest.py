@@ -11,7 +11,8 @@ sys.path.append(str(Path(__file__).parents[1] / "generation"))
 from tiny_server import TinyServer, load
 
 
-@pytest.fixture(scope="session")
+# Not of the session: other tests set the clock, by which the server's event loop runs.
+@pytest.fixture(scope="module")
 def server():
     """The server with default settings, and a prompt cache that remembers."""
     started = TinyServer(load())
