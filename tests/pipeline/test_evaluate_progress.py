@@ -135,7 +135,7 @@ def worst_error(clock) -> float:
     for now, text in lines[1:]:
         true, match = clock.now - now, re.search(r"about (\d+) (s|min) left", text)
         said = int(match[1]) * {"s": 1, "min": 60}[match[2]] if match else 0
-        if max(said, true) > 2:  # a second more or less at the end is rounding
+        if max(said, true) > 3:  # the last steps and rounding
             errors.append(max(said / true, true / max(said, 0.1)))
     return max(errors)
 
