@@ -176,8 +176,14 @@ class FullRows:
         if not rows:
             del self.buffers[index], self._rows[index]
             return
+        has_place = bool(parts) and rows < len(parts[0])
         for buffer in parts if row != rows else []:
-            buffer[row] = buffer[rows]
+            if has_place:
+                buffer[row] = buffer[rows]
+            else:
+                # The last row is empty, and gets its place in the next pass. MLX would
+                # read and write beyond the buffer. (A slice ends with it.)
+                buffer[row : row + 1] = 0
         if parts and parts[0].shape[0] > rows + 1 + rows // 4:
             self.buffers[index] = [mx.contiguous(buffer[:rows]) for buffer in parts]
 
