@@ -14,6 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
+from ..cpu import malloc
 from ..errors import UserError
 from ..generation.engine import Engine
 from ..generation.generator import Generator
@@ -24,6 +27,8 @@ MAX_FAILURES = 3
 """Exceptions in a row without a step between them, after which the server ends."""
 
 PUBLISH_SECONDS = 0.1
+TRIM_SECONDS = 1.0
+"""Without a request, after which freed memory goes back to the system."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ class EngineThread:
         self._ended = threading.Event()
         self._active: set[GenerationRequest] = set()  # of the thread
         self._published = 0.0
+        self._is_trimmed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: queue.SimpleQueue[ServedModel | BaseException]
         self._loaded = queue.SimpleQueue()
@@ -258,14 +264,26 @@ class EngineThread:
         """Do what was asked for, and wait while there is no request."""
         while True:
             try:
-                command = self._commands.get(block=engine.idle)
+                # Not for ever: memory is returned after a while without requests.
+                seconds = None if self._is_trimmed else TRIM_SECONDS
+                command = self._commands.get(block=engine.idle, timeout=seconds)
             except queue.Empty:
-                return True
+                if not engine.idle:
+                    return True
+                self._trim()
+                continue
+            self._is_trimmed = False
             if command is None:
                 return False
             command(engine)
             if engine.idle:
                 self._publish(engine)
+
+    def _trim(self) -> None:
+        """Return free memory to the system."""
+        mx.clear_cache()
+        malloc.trim()
+        self._is_trimmed = True
 
     def _publish(self, engine: Engine) -> None:
         now = time.monotonic()
