@@ -171,19 +171,17 @@ class FullRows:
     def leave(self, place: int) -> None:
         """Remove a row; the last row of its class takes its place."""
         index, row = self._find(place)
+        if self.buffers[index]:
+            # Rows that came since the last pass have no place yet, and MLX would read
+            # beyond the buffers.
+            self._reserve(index, self.buffers[index], 0)
         self._rows[index] -= 1
         rows, parts = self._rows[index], self.buffers[index]
         if not rows:
             del self.buffers[index], self._rows[index]
             return
-        has_place = bool(parts) and rows < len(parts[0])
         for buffer in parts if row != rows else []:
-            if has_place:
-                buffer[row] = buffer[rows]
-            else:
-                # The last row is empty, and gets its place in the next pass. MLX would
-                # read and write beyond the buffer. (A slice ends with it.)
-                buffer[row : row + 1] = 0
+            buffer[row] = buffer[rows]
         if parts and parts[0].shape[0] > rows + 1 + rows // 4:
             self.buffers[index] = [mx.contiguous(buffer[:rows]) for buffer in parts]
 
