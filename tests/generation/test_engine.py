@@ -5,7 +5,6 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 from lmx.generation.engine import Engine
-from lmx.generation.kv_cache.batch import batch_error
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.rotation import CALIBRATION_TOKENS
 from lmx.generation.sampler import Sampler
@@ -26,7 +25,7 @@ from lmx.generation.speculative.proposer import (
 from lmx.models.loader import build_model
 from tiny_families import changed, config
 from tiny_generators import tiny
-from tiny_requests import PROMPT, alone, run, sharpened, some_requests
+from tiny_requests import PROMPT, Recorder, alone, run, sharpened, some_requests
 
 SETTINGS = [Sampling(), Sampling(temperature=1.0, seed=3)]
 FIXED = DraftLengthController(fixed=3)
@@ -45,23 +44,6 @@ def rounds(engine):
 
 def request(*prompt, max_tokens=9, **options):
     return GenerationRequest(list(prompt), max_tokens, **options)
-
-
-class Recorder:
-    """A model that records the shapes of its inputs."""
-
-    def __init__(self, model):
-        self.model, self.shapes = model, []
-        batch_error(self)  # kept with the model
-        self.shapes.clear()
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def __call__(self, tokens, cache=None):
-        if cache is not None:
-            self.shapes.append(tokens.shape)
-        return self.model(tokens, cache=cache)
 
 
 def lookup(_):

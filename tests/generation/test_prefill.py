@@ -3,7 +3,7 @@
 import pytest
 from lmx.generation import prefill
 from lmx.generation.engine import Engine
-from lmx.generation.kv_cache.batch import CacheBatch, batch_error, padded
+from lmx.generation.kv_cache.batch import CacheBatch, padded
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.kv_cache.window import WINDOW_SLACK
@@ -13,30 +13,20 @@ from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController
 from test_engine_equality import model_of, proposer_maker, wide_llama
 from tiny_families import VOCABULARY
-from tiny_requests import alone
+from tiny_requests import Recorder, alone
 
 LONG = PASS_TOKENS + WINDOW_SLACK
 SAMPLINGS = [Sampling(), Sampling(1.0, seed=3), Sampling(repetition_penalty=1.3)]
 
 
-class Recorder:
+class PromptRecorder(Recorder):
     """A model that records the shapes of its inputs [B, N], N > 1."""
 
-    def __init__(self, model):
-        self.model, self.shapes = model, []
-        batch_error(self)  # kept with the model
-        self.shapes.clear()
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def __getitem__(self, name):
-        return self.model[name]
-
     def __call__(self, tokens, cache=None):
-        if tokens.shape[1] > 1:
-            self.shapes.append(tokens.shape)
-        return self.model(tokens, cache=cache)
+        logits = super().__call__(tokens, cache=cache)
+        if tokens.shape[1] == 1 and cache is not None:
+            self.shapes.pop()
+        return logits
 
 
 def request(length, first=1, max_tokens=6, sampling=SAMPLINGS[0]):
@@ -67,7 +57,7 @@ def run(model, requests, **options):
 
 def first_passes(model, requests, **options):
     """The shapes of the first step that are no decoding, and that tokens are equal."""
-    recorded = Recorder(model)
+    recorded = PromptRecorder(model)
     got, _ = run(recorded, requests, **options)
     assert got == alone(model, requests)
     return recorded.shapes
@@ -104,7 +94,7 @@ def test_prompts_of_different_lengths(family, proposer, passes):
 
 @pytest.mark.parametrize("kv_bits", [8, [3, 16, 4]])
 def test_prompts_in_quantized_caches(kv_bits):
-    model, requests = Recorder(wide_llama()), requests_of(*LENGTHS)
+    model, requests = PromptRecorder(wide_llama()), requests_of(*LENGTHS)
     got, _ = run(model, requests, kv_bits=kv_bits)
     assert model.shapes[-1:] == ONE_PASS
     assert got == alone(model, requests, kv_bits=kv_bits)
@@ -164,7 +154,7 @@ def test_prefixes_of_different_lengths(family, proposer):
     ]
     got, _ = run(model, old, prefix_cache=prefixes, **options)
     assert got == alone(model, old)
-    recorded = Recorder(model)
+    recorded = PromptRecorder(model)
     got, _ = run(recorded, new, prefix_cache=prefixes, **options)
     assert got == alone(model, new)
     # A snapshot is stored at the end of a prompt only, before its last token.
@@ -220,7 +210,7 @@ def test_a_group_waits_for_memory():
 
 def test_a_request_of_a_group_ends_alone():
     """With an error at its start, or dropped after its pass."""
-    model, requests = Recorder(model_of("llama")), requests_of(12, 9, 10, 7)
+    model, requests = PromptRecorder(model_of("llama")), requests_of(12, 9, 10, 7)
     expected = alone(model.model, requests)
     model.shapes.clear()
     bad = request(8)

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 from lmx.generation.engine import Engine
 from lmx.generation.generator import Generator
+from lmx.generation.kv_cache.batch import batch_error
 from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController
@@ -68,6 +69,26 @@ class Noisy:
             if (len(context) + position) % 3 == 2:
                 draft[position] = (draft[position] + 1) % VOCABULARY
         return mx.array(draft, mx.int32)
+
+
+class Recorder:
+    """A model that records the shapes of its inputs."""
+
+    def __init__(self, model):
+        self.model, self.shapes = model, []
+        batch_error(self)  # kept with the model
+        self.shapes.clear()
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __getitem__(self, name):
+        return self.model[name]
+
+    def __call__(self, tokens, cache=None):
+        if cache is not None:
+            self.shapes.append(tokens.shape)
+        return self.model(tokens, cache=cache)
 
 
 def some_requests(count, settings, vocabulary=VOCABULARY, seed=0, longest=60):

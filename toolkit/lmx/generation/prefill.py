@@ -1,9 +1,9 @@
 """The prompts that a step processes: several short ones in one pass of the model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from .kv_cache.batch import join, max_padded_width, padded
-from .kv_cache.prefix import PrefixCache, common_length
+from .kv_cache.batch import join, padded
+from .kv_cache.prefix import PrefixCache
 from .sequence import RunningSequence
 
 PASS_TOKENS = 32
@@ -18,6 +18,8 @@ class PrefillGroup:
     Args:
         prefix_cache: stores their prompts; None = it has none.
         budget: tokens that the step may process, with padding.
+        max_width: the most tokens of a row in a pass with padding. A function, because
+            its first call runs the model.
 
     Attributes:
         sequences: all of them, in order.
@@ -25,8 +27,14 @@ class PrefillGroup:
         budget: what the others have left.
     """
 
-    def __init__(self, prefix_cache: PrefixCache | None, budget: int):
+    def __init__(
+        self,
+        prefix_cache: PrefixCache | None,
+        budget: int,
+        max_width: Callable[[], int],
+    ):
         self.prefix_cache, self.budget = prefix_cache, budget
+        self._max_width = max_width
         self.sequences: list[RunningSequence] = []
         self.pending: list[RunningSequence] = []
 
@@ -48,11 +56,10 @@ class PrefillGroup:
         if self.prefix_cache is None or not self.pending or sequence.state:
             return False
         tokens, adapter = sequence.tokens, sequence.adapter
-        same = [s for s in self.pending if s.adapter == adapter]
-        common = max((common_length(tokens, s.tokens) for s in same), default=0)
-        return (
-            common > PASS_TOKENS
-            and common > self.prefix_cache.match(tokens, adapter) + PASS_TOKENS
+        end = self.prefix_cache.match(tokens, adapter) + PASS_TOKENS + 1
+        return len(tokens) >= end and any(
+            s.adapter == adapter and s.tokens[:end] == tokens[:end]
+            for s in self.pending
         )
 
     def takes(self, sequence: RunningSequence) -> bool:
@@ -72,7 +79,7 @@ class PrefillGroup:
         Those with equal tokens share a state: it must be copied before it is used.
         """
         self.budget = self.left
-        for each in _passes(self.pending):
+        for each in self._passes(self.pending):
             _process(each)
             for sequence in each if self.prefix_cache else []:
                 self.prefix_cache.insert(sequence.tokens[:-1], sequence.state)
@@ -82,25 +89,26 @@ class PrefillGroup:
 
     def _cost(self, sequences: Sequence[RunningSequence]) -> int:
         """Tokens with padding; those of one token still take some time."""
-        widths = [_rest(each[0]) for each in _passes(sequences) for _ in each]
+        widths = [_rest(each[0]) for each in self._passes(sequences) for _ in each]
         return sum(widths) + len(sequences) - len(widths)
 
+    def _passes(
+        self, sequences: Sequence[RunningSequence]
+    ) -> list[list[RunningSequence]]:
+        """The requests of every pass, the longest one first.
 
-def _passes(sequences: Sequence[RunningSequence]) -> list[list[RunningSequence]]:
-    """The requests of every pass, the longest one first.
-
-    A request joins a pass if that pads it by less than a pass of its own costs.
-    """
-    passes: list[list[RunningSequence]] = []
-    waiting = [s for s in sequences if s.state and _rest(s)]
-    for sequence in sorted(waiting, key=_rest, reverse=True):
-        width = _rest(passes[-1][0]) if passes else 0
-        is_close = width - _rest(sequence) < PASS_TOKENS
-        if passes and is_close and width <= max_padded_width(sequence.state):
-            passes[-1].append(sequence)
-        else:
-            passes.append([sequence])
-    return passes
+        A request joins a pass if that pads it by less than a pass of its own costs.
+        """
+        passes: list[list[RunningSequence]] = []
+        waiting = [s for s in sequences if s.state and _rest(s)]
+        for sequence in sorted(waiting, key=_rest, reverse=True):
+            width = _rest(passes[-1][0]) if passes else 0
+            is_close = width - _rest(sequence) < PASS_TOKENS
+            if passes and is_close and width <= self._max_width():
+                passes[-1].append(sequence)
+            else:
+                passes.append([sequence])
+        return passes
 
 
 def _rest(sequence: RunningSequence) -> int:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..cpu.memory import available_memory
 from ..errors import WILL_NOT_FIT, UserError
 from ..models.lora.multi_lora import BASE, MultiLoRA, multi_lora
-from .kv_cache.batch import is_batchable, takes_padding
+from .kv_cache.batch import is_batchable, max_padded_width, takes_padding
 from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import CacheState, KVBits
 from .prefill import PASS_TOKENS, PrefillGroup
@@ -82,6 +82,10 @@ class Scheduler:
         return CacheState(self.model, kv_bits=self.kv_bits)
 
     @cached_property
+    def _max_padded_width(self) -> int:
+        return max_padded_width(self._empty_cache)
+
+    @cached_property
     def _bytes_per_token(self) -> float:
         return self.new_cache().bytes_per_token()
 
@@ -150,7 +154,14 @@ class Scheduler:
             The errors of requests that cannot start, and the requests whose prompts are
             in their caches, but for the last token. Equal prompts share a cache.
         """
-        errors, group = [], PrefillGroup(self.prefix_cache, self.prefill_step_size)
+        errors, group = (
+            [],
+            PrefillGroup(
+                self.prefix_cache,
+                self.prefill_step_size,
+                lambda: self._max_padded_width,
+            ),
+        )
         while (
             self.waiting
             and group.left > 0

@@ -11,8 +11,8 @@ from ...data.answer_filters import FILTERS
 from ...data.record_formats import DataRecord
 from ...generation.generator import Generator
 from ...generation.kv_cache.batch import is_batchable
+from ...generation.kv_cache.prefix import common_length
 from ...generation.outputs import GenerationResponse
-from ...generation.speculative.proposer import accepted_tokens
 
 # Words of a text that the models continue.
 OPENING_WORDS = 24
@@ -186,7 +186,7 @@ def distinct_tokens(prompts: Sequence[Sequence[int]]) -> int:
     """Tokens of prompts in all, but what several have in common only once."""
     ordered = sorted(prompts)
     # Those that begin alike follow each other.
-    shared = (accepted_tokens(*pair) for pair in pairwise(ordered))
+    shared = (common_length(*pair) for pair in pairwise(ordered))
     return sum(map(len, ordered)) - sum(shared)
 
 
