@@ -5,6 +5,7 @@ import threading
 import time
 
 import httpx
+from lmx.generation.sampling import Sampling
 from lmx.serving.app import HTTPSettings
 from lmx.serving.engine_thread import ServedModel
 from lmx.serving.server import ModelServer
@@ -27,14 +28,14 @@ def load(make=None, sampling=(), **options):
         from lmx.generation.kv_cache.prefix import PrefixCache
 
         if make:
-            return ServedModel(make(), dict(sampling))
+            return ServedModel(make(), Sampling(**dict(sampling)))
         generator = Generator(
             tiny("llama"),
             byte_tokenizer(template=TEMPLATE),
             prefix_cache=PrefixCache(10_000_000),
             **options,
         )
-        return ServedModel(generator, dict(sampling))
+        return ServedModel(generator, Sampling(**dict(sampling)))
 
     return load
 

@@ -135,9 +135,9 @@ def _load(args: argparse.Namespace) -> "ServedModel":
     """The model, on the thread that calls it."""
     from ..api.model import load, set_draft
     from ..convert.importers import load_model
-    from ..data.tokenizer_files import sampling_defaults
     from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
+    from ..generation.sampling import sampling_defaults
     from ..serving.engine_thread import ServedModel
 
     loaded = load(

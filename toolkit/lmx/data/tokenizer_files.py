@@ -58,35 +58,6 @@ def eos_token_ids(folder: Path) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-SAMPLING_RANGES = {
-    "temperature": (0, 100),
-    "top_p": (1e-6, 1),
-    "top_k": (0, 2**31),
-    "min_p": (0, 1),
-    "repetition_penalty": (1e-6, 100),
-}
-
-
-def sampling_defaults(folder: Path) -> dict[str, float]:
-    """The sampling settings of generation_config.json, by their names.
-
-    The temperature is 1 if it has none, as everywhere but in mlx-lm.
-
-    Raises:
-        UserError: the file cannot be read, or a setting is outside its range.
-    """
-    file, settings = folder / "generation_config.json", {"temperature": 1.0}
-    values = read_json(file) if file.is_file() else {}
-    for name, (low, high) in SAMPLING_RANGES.items():
-        if (value := values.get(name)) is None:
-            continue
-        if type(value) not in (int, float) or not low <= value <= high:
-            message = f"{name} is {str(value)[:40]}, not {low:g} to {high:g}"
-            raise UserError(message, place=str(file))
-        settings[name] = value
-    return settings
-
-
 def check_tokenizer_files(folder: Path) -> dict:
     """Check the tokenizer files of a folder, as far as their kind tells.
 

@@ -10,11 +10,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 
 import mlx.core as mx
 
 from ..errors import UserError
+from ..run.fs import read_json
 
+# Settings of generation_config.json.
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MIN_TEMPERATURE = 1e-6  # below it, dividing by the temperature overflows float32
 
 
@@ -74,6 +78,28 @@ class Sampling:
             if not is_valid:
                 value = getattr(self, name)
                 raise UserError(f"{name} is {value}, but must be {valid_range}")
+
+
+def sampling_defaults(folder: Path) -> Sampling:
+    """The sampling settings of a model's generation_config.json.
+
+    The temperature is 1 if it has none, as everywhere but in mlx-lm.
+
+    Raises:
+        UserError: the file cannot be read, or a setting is no number or outside its
+            range.
+    """
+    file = folder / "generation_config.json"
+    values = read_json(file) if file.is_file() else {}
+    given = {n: v for n in SETTINGS if (v := values.get(n)) is not None}
+    for name, value in given.items():
+        if type(value) not in (int, float):
+            message = f"{name} is {str(value)[:40]}, not a number"
+            raise UserError(message, place=str(file))
+    try:
+        return Sampling(**{"temperature": 1.0} | given)
+    except UserError as error:
+        raise UserError(error.message, place=str(file)) from error
 
 
 def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:

@@ -20,6 +20,7 @@ from ..cpu import malloc
 from ..errors import UserError
 from ..generation.engine import Engine
 from ..generation.generator import Generator
+from ..generation.sampling import Sampling
 from ..generation.sequence import GenerationRequest, TokenOutput
 from ..run import terminal
 
@@ -42,7 +43,7 @@ class ServedModel:
     """
 
     generator: Generator
-    sampling: dict[str, float] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
     load_adapter: Callable[[str], Any] | None = None
 
 

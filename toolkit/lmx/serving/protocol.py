@@ -4,6 +4,7 @@ A parameter that is not here is refused by its name, and so is a value of anothe
 """
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -144,19 +145,18 @@ class GenerationParameters(Parameters):
         """The most tokens of a completion."""
         return self.max_tokens
 
-    def sampling(self, defaults: dict[str, float], seed: int) -> Sampling:
+    def sampling(self, defaults: Sampling, seed: int) -> Sampling:
         """The settings of a completion.
 
         Args:
-            defaults: of the server, by parameter.
+            defaults: of the model.
         """
-        given = {name: getattr(self, name) for name in SAMPLING}
-        given = {name: value for name, value in given.items() if value is not None}
-        options = defaults | given
-        # vLLM's -1 is the 0 of others: all tokens.
-        options["top_k"] = max(0, options.get("top_k", 0))
+        values = ((name, getattr(self, name)) for name in SAMPLING)
+        given = {name: value for name, value in values if value is not None}
+        if self.top_k == -1:
+            given["top_k"] = 0  # vLLM's name of all tokens
         bias = tuple((int(i), float(v)) for i, v in (self.logit_bias or {}).items())
-        return Sampling(**options, logit_bias=bias, seed=seed % 2**64)
+        return replace(defaults, **given, logit_bias=bias, seed=seed % 2**64)
 
 
 class ChatCompletionParameters(GenerationParameters):
