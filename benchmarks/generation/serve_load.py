@@ -24,17 +24,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from lmx.evaluation.server_load import LoadPlan, measure_load
+from lmx.evaluation.server_load import COLUMNS, LoadPlan, cells, measure_load
 
 MLX_LM = "from lmx import cpu; cpu.enable(); from mlx_lm.server import main; main()"
 LMX = "import sys; from lmx.cli.main import main; sys.exit(main(sys.argv[1:]))"
 SECONDS_TO_START = 180
 CLIENTS = 16
-ROW = "{:10}{:>12}{:>9}{:>7}{:>26}{:>22}{:>10}{:>9}"
-COLUMNS = (
-    *("server", "load", "requests", "errors", "TTFT p50 / p90 / p99 (s)"),
-    *("inter-token (ms)", "tokens/s", "goodput"),
-)
+ROW = "{:10}{:>12}{:>9}{:>7}{:>26}{:>26}{:>12}{:>10}{:>9}{:>13}"
 
 
 def main() -> None:
@@ -47,13 +43,13 @@ def main() -> None:
             rate = saturation(plan(url, name, model, arguments))
         rates = [share * rate for share in arguments.shares]
         print(f"lmx serve is saturated at {rate:.2f} requests a second")
-        print(ROW.format(*COLUMNS))
+        print(ROW.format("server", *COLUMNS))
         for server in servers:
             with served(server, model, arguments) as (url, name):
                 wanted = plan(url, name, model, arguments)
                 wanted = replace(wanted, rates=rates, concurrencies=[])
                 for row in measure_load(wanted):
-                    show(server, f"{row['load']:.2f}/s", row)
+                    show(server, row)
                 shared = replace(
                     wanted,
                     rates=[],
@@ -62,7 +58,7 @@ def main() -> None:
                     shared_prefix=arguments.shared_prefix,
                 )
                 for row in measure_load(shared) if shared.requests else []:
-                    show(server, "shared", row)
+                    show(server, row)
 
 
 def _arguments() -> argparse.Namespace:
@@ -192,25 +188,9 @@ def saturation(wanted: LoadPlan) -> float:
     return row["requests_per_second"]
 
 
-def show(server: str, load: str, row: dict) -> None:
+def show(server: str, row: dict) -> None:
     """Print a line of the table."""
-
-    def times(name: str, scale: float, digits: int) -> str:
-        values = (v for v in row[name].values())
-        return " / ".join(
-            "-" if v is None else f"{v * scale:.{digits}f}" for v in values
-        )
-
-    print(
-        ROW.format(
-            *(server, load, row["requests"], row["errors"]),
-            times("ttft_ms", 1e-3, 2),
-            times("inter_token_ms", 1, 0),
-            f"{row['output_tokens_per_second'] or 0:.1f}",
-            f"{row['goodput'] or 0:.0%}",
-        ),
-        flush=True,
-    )
+    print(ROW.format(server, *cells(row)), flush=True)
 
 
 if __name__ == "__main__":

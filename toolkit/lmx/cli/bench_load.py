@@ -15,10 +15,6 @@ from .serve import API_KEY
 if TYPE_CHECKING:
     from ..evaluation.server_load import LoadPlan
 
-COLUMNS = (
-    *("load", "requests", "errors", "TTFT (ms)", "inter-token (ms)"),
-    *("requests/s", "tokens/s", "goodput", "per million"),
-)
 ROW = "{:>10}{:>10}{:>8}{:>24}{:>22}{:>12}{:>10}{:>9}{:>13}"
 DEFAULTS = {
     "rates": [],
@@ -95,7 +91,14 @@ def bench_load(args: argparse.Namespace) -> int:
     Raises:
         UserError: inference-perf is not installed, or the server does not answer.
     """
-    from ..evaluation.server_load import cost_per_million, measure_load, require_program
+    from ..evaluation.server_load import (
+        COLUMNS,
+        cells,
+        cost_per_million,
+        label,
+        measure_load,
+        require_program,
+    )
 
     require_program()
     plan = _plan(args)
@@ -107,18 +110,19 @@ def bench_load(args: argparse.Namespace) -> int:
         left = len(plan.loads) - number
         # The time of a number of clients is not known before.
         about = f"about {plan.seconds} s" if kind == "rate" else "some time"
-        note = f"{_label(kind, value)}: {about}, {left - 1} loads after it\n"
+        note = f"{label(kind, value)}: {about}, {left - 1} loads after it\n"
         terminal.write_err(note)
         row = next(loads)
         if args.price_per_hour:
             row["cost_per_million"] = cost_per_million(row, args.price_per_hour)
         rows.append(row)
         if not args.json:
-            terminal.write_out(_cells(row) + "\n")
+            terminal.write_out(ROW.format(*cells(row)) + "\n")
     if args.report:
         from ..run.html.load_page import load_page
 
-        args.report.write_text(load_page(plan.url, plan.model, rows))
+        table = [*COLUMNS], [cells(row) for row in rows]
+        args.report.write_text(load_page(plan.url, plan.model, rows, table))
     if args.json:
         terminal.write_json({plan.url: rows}, indent=2)
     return 0
@@ -171,27 +175,3 @@ def _served_model(url: str, key: str | None) -> str:
         hint = "start it: lmx serve MODEL"
         message = "there is no OpenAI endpoint here"
         raise UserError(message, place=url, hint=hint) from error
-
-
-def _label(kind: str, value: float) -> str:
-    return f"{value:g}/s" if kind == "rate" else f"{value:g} clients"
-
-
-def _cells(row: dict) -> str:
-    def percentiles(name: str, digits: int) -> str:
-        values = row[name].values()
-        return " / ".join("-" if v is None else f"{v:,.{digits}f}" for v in values)
-
-    def number(name: str, form: str) -> str:
-        value = row.get(name)
-        return "-" if value is None else form.format(value)
-
-    return ROW.format(
-        *(_label(row["kind"], row["load"]), row["requests"], row["errors"]),
-        percentiles("ttft_ms", 0),
-        percentiles("inter_token_ms", 1),
-        number("requests_per_second", "{:.2f}"),
-        number("output_tokens_per_second", "{:.1f}"),
-        number("goodput", "{:.0%}"),
-        number("cost_per_million", "{:,.2f}"),
-    )

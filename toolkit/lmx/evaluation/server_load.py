@@ -211,6 +211,37 @@ def _row(record: dict) -> dict:
     return row
 
 
+COLUMNS = (
+    *("load", "requests", "errors", "TTFT (ms)", "inter-token (ms)"),
+    *("requests/s", "tokens/s", "goodput", "per million"),
+)
+
+
+def label(kind: str, value: float) -> str:
+    """The name of a load."""
+    return f"{value:g}/s" if kind == "rate" else f"{value:g} clients"
+
+
+def cells(row: dict) -> list[str]:
+    """The cells of a load, by `COLUMNS`; times are p50 / p90 / p99."""
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    def percentiles(name: str, form: str) -> str:
+        return " / ".join(number(value, form) for value in row[name].values())
+
+    return [
+        *(label(row["kind"], row["load"]), str(row["requests"]), str(row["errors"])),
+        percentiles("ttft_ms", "{:,.0f}"),
+        percentiles("inter_token_ms", "{:,.1f}"),
+        number(row["requests_per_second"], "{:.2f}"),
+        number(row["output_tokens_per_second"], "{:.1f}"),
+        number(row["goodput"], "{:.0%}"),
+        number(row.get("cost_per_million"), "{:,.2f}"),
+    ]
+
+
 def cost_per_million(row: dict, price_per_hour: float) -> float | None:
     """The price of a million tokens of output, at a price of the machine."""
     rate = row["output_tokens_per_second"]

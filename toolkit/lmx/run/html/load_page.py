@@ -16,11 +16,14 @@ RATES = {
 }
 
 
-def load_page(url: str, model: str, rows: Sequence[dict]) -> str:
+def load_page(
+    url: str, model: str, rows: Sequence[dict], table: tuple[list, list]
+) -> str:
     """The page as HTML.
 
     Args:
         rows: those of `server_load.measure_load`.
+        table: columns, and the cells of every row.
     """
     kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
     charts = {
@@ -31,7 +34,7 @@ def load_page(url: str, model: str, rows: Sequence[dict]) -> str:
         "load.html",
         title=f"{model} under load",
         url=url,
-        table=_table(rows),
+        table=table,
         charts=charts,
     )
 
@@ -46,27 +49,3 @@ def _charts(kind: str, rows: Sequence[dict]) -> list[Chart]:
         lines = {title: [(r["load"], r[key]) for r in rows]}
         charts.append(line_chart(f"{kind}-{key}", title, unit, lines, across="load"))
     return [chart for chart in charts if chart]
-
-
-def _table(rows: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
-    columns = ["load", "requests", "errors", "TTFT p50 / p90 / p99 (ms)"]
-    columns += ["inter-token p50 / p90 / p99 (ms)", "requests/s", "tokens/s"]
-    columns += ["goodput", "price per million tokens"]
-    return columns, [[*_cells(row)] for row in rows]
-
-
-def _cells(row: dict) -> list[str]:
-    def form(value: float | None, text: str) -> str:
-        return "-" if value is None else text.format(value)
-
-    return [
-        f"{row['load']:g} {KINDS[row['kind']]}",
-        str(row["requests"]),
-        str(row["errors"]),
-        " / ".join(form(v, "{:,.0f}") for v in row["ttft_ms"].values()),
-        " / ".join(form(v, "{:,.1f}") for v in row["inter_token_ms"].values()),
-        form(row["requests_per_second"], "{:.2f}"),
-        form(row["output_tokens_per_second"], "{:.1f}"),
-        form(row["goodput"], "{:.0%}"),
-        form(row.get("cost_per_million"), "{:,.2f}"),
-    ]
