@@ -10,6 +10,7 @@ from lmx.generation.generator import Generator
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.models.lora import io, lora_model
 from lmx.serving.engine_thread import ServedModel
+from lmx.serving.service import CompletionService
 from tiny_server import COMPLETIONS, TEMPLATE
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -135,10 +136,12 @@ def test_wrong_adapters_are_refused(serve, path, body, status, param):
     assert (found, error["param"]) == (status, param)
 
 
-def test_an_adapter_may_go_before_its_request_comes(serve):
+def test_an_adapter_may_go_before_its_request_comes(serve, monkeypatch):
     """Neighbours of the request go on."""
     server = serve()
-    server.server.completions._adapters.append("gone")
+    adapters = {"tiny": None, "gone": "tiny"}
+    monkeypatch.setattr(CompletionService, "models", adapters)
+    monkeypatch.setattr(CompletionService, "_adapters", ["gone"])
     body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
     with ThreadPoolExecutor(2) as pool:
         good = pool.submit(server.post, COMPLETIONS, body)

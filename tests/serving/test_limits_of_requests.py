@@ -1,5 +1,6 @@
 """Keys, routes, sizes, times and numbers of requests."""
 
+import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -342,3 +343,10 @@ def test_requests_are_logged_on_word(start, capfd):
     record = capfd.readouterr().err.splitlines()[-1]
     assert '"request": {"prompt": "a secret prompt"}' in record
     assert '"answer": {' in record
+    # A stream too, as the same request has it whole.
+    body = {"prompt": "Hello", "logprobs": 2, "temperature": 0, "max_tokens": 6}
+    whole = server.complete(**body)["choices"]
+    server.stream(COMPLETIONS, body)
+    server.until_idle()
+    logged = json.loads(capfd.readouterr().err.splitlines()[-1])["answer"]["choices"]
+    assert logged == whole

@@ -44,7 +44,7 @@ class Grammar:
         """JSON that is valid under a schema, given as an object or as its text.
 
         Raises:
-            UserError: with the place of what is not supported.
+            UserError: a keyword is not supported, which the error names.
         """
         try:
             schema = json.loads(schema) if isinstance(schema, str) else schema
@@ -82,8 +82,8 @@ def parse_response_format(value: Any, place: str = "response_format") -> Grammar
         None if the text is free.
 
     Raises:
-        UserError: with the place of what is wrong. A grammar may still be refused
-            when it is compiled.
+        UserError: a key or a value is wrong, which the error names. The compiler may
+            refuse the grammar later.
     """
     if value is None:
         return None

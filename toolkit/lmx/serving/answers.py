@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from ..version import __version__
@@ -110,10 +111,8 @@ class Answer:
         entries = [entry for piece in pieces for entry in piece.logprobs]
         if not entries:
             return None
-        choice, offsets = pieces[0].choice, []
-        for entry in entries:
-            offsets.append(choice.text_offset)
-            choice.text_offset += len(entry["token"])
+        lengths = (len(entry["token"]) for entry in entries[:-1])
+        offsets = [*accumulate(lengths, initial=pieces[0].text_offset)]
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],

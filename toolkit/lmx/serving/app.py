@@ -115,17 +115,17 @@ class Endpoint:
         self._authorize(request)
         body = await self._body(request)
         job = await prepare(body)
-        stream = EventStream(self._service, job, partial(self._log, request, body))
         if job.parameters.stream:
-            return stream
+            log_end = partial(self._log, request, body)
+            keep = self._settings.log_requests
+            return EventStream(self._service, job, log_end, keep=keep)
         try:
-            await while_connected(request.receive, stream.finish())
+            await while_connected(request.receive, self._service.finish(job))
         except ClientGone:
             self._log(request, body, job, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
-        answer = job.answer.whole()
-        self._log(request, body, job, 200, answer)
-        return json_response(answer)
+        self._log(request, body, job, 200)
+        return JSONResponse(job.answer.whole())
 
     async def _body(self, request: Request) -> Any:
         """The JSON value of a request.
@@ -172,14 +172,7 @@ class Endpoint:
             message = "Incorrect API key provided"
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
-    def _log(
-        self,
-        request: Request,
-        body: Any,
-        job: Job,
-        status: int,
-        answer: dict | None = None,
-    ) -> None:
+    def _log(self, request: Request, body: Any, job: Job, status: int) -> None:
         """One line for a request, without its text unless the user asked for it."""
         choices, usage = job.choices, job.answer.usage()
         first = min((c.first for c in choices if c.first), default=None)
@@ -194,6 +187,7 @@ class Endpoint:
         text = " ".join(f"{name}={value}" for name, value in parts.items())
         log(f"{request.method} {request.url.path} {status} {job.answer.id} {text}")
         if self._settings.log_requests:
+            answer = job.answer.whole()
             record = {"id": job.answer.id, "request": body, "answer": answer}
             terminal.write_err(json.dumps(record, ensure_ascii=False) + "\n")
 
@@ -205,13 +199,13 @@ class Endpoint:
             raise ApiError(400, "lora_path is missing", param="lora_path")
         await self._service.add_adapter(parameters.lora_name, parameters.lora_path)
         log(f"adapter {parameters.lora_name} loaded from {parameters.lora_path}")
-        return json_response({"status": "loaded"})
+        return JSONResponse({"status": "loaded"})
 
     async def _unload_adapter(self, request: Request) -> Response:
         parameters = await self._adapter_parameters(request)
         await self._service.remove_adapter(parameters.lora_name)
         log(f"adapter {parameters.lora_name} dropped")
-        return json_response({"status": "dropped"})
+        return JSONResponse({"status": "dropped"})
 
     async def _adapter_parameters(self, request: Request) -> AdapterParameters:
         self._authorize(request)
@@ -225,7 +219,7 @@ class Endpoint:
     async def _models(self, request: Request) -> Response:
         self._authorize(request)
         data = [self._model_record(name) for name in self._service.models]
-        return json_response({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": data})
 
     async def _model(self, request: Request) -> Response:
         self._authorize(request)
@@ -233,7 +227,7 @@ class Endpoint:
         if name not in self._service.models:
             message = f"The model {name!r} does not exist"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return json_response(self._model_record(name))
+        return JSONResponse(self._model_record(name))
 
     def _model_record(self, name: str) -> dict:
         return {
@@ -248,7 +242,7 @@ class Endpoint:
     async def _health(self, request: Request) -> Response:
         alive = self._thread.alive
         status = {"status": "ok" if alive else "unavailable"}
-        return json_response(status, 200 if alive else 503)
+        return JSONResponse(status, 200 if alive else 503)
 
     async def _prometheus(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
@@ -261,7 +255,7 @@ class Endpoint:
     async def _on_error(self, request: Request, error: ApiError) -> Response:
         self._metrics.record_error(error.status)
         log(f"{request.method} {request.url.path} {error.status} {error.message}")
-        return json_response(error.to_json(), error.status, error.headers)
+        return JSONResponse(error.to_json(), error.status, error.headers)
 
     async def _on_http_error(self, request: Request, error: HTTPException) -> Response:
         converted = ApiError(error.status_code, error.detail)
@@ -274,26 +268,23 @@ class Endpoint:
 
 
 class EventStream(Response):
-    """Server-sent events of an answer."""
+    """Server-sent events of an answer.
+
+    Args:
+        keep: the whole answer is kept, for the log.
+    """
 
     def __init__(
         self,
         service: CompletionService,
         job: Job,
         log_end: Callable[[Job, int], None],
+        *,
+        keep: bool,
     ):
         self.background = None
         self._service, self._job, self._log_end = service, job, log_end
-
-    async def finish(self) -> None:
-        """Wait for the whole answer.
-
-        Raises:
-            ApiError: a completion failed.
-        """
-        async for piece in self._service.pieces(self._job):
-            if piece:
-                self._job.answer.add(piece)
+        self._keep = keep
 
     async def __call__(self, scope, receive, send) -> None:
         """Send the events. An error before the first one has its own status."""
@@ -332,6 +323,8 @@ class EventStream(Response):
     def _events(self, piece: Piece | None) -> bytes:
         if piece is None:
             return KEEP_ALIVE
+        if self._keep:
+            self._job.answer.add(piece)
         chunks = [*self._job.answer.chunks(piece)]
         if self._job.splits_steps:
             usage = {"usage": self._job.answer.usage()}
@@ -372,13 +365,6 @@ async def _disconnected(receive: Callable) -> None:
 def event(value: dict) -> bytes:
     """A JSON value as a server-sent event."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
-
-
-def json_response(
-    value: dict, status: int = 200, headers: dict[str, str] | None = None
-) -> JSONResponse:
-    """An answer in JSON."""
-    return JSONResponse(value, status, headers)
 
 
 def log(text: str) -> None:

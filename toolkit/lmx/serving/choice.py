@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from ..generation.outputs import REPLACEMENT, StreamingDetokenizer
@@ -20,6 +21,7 @@ class Piece:
     Attributes:
         fields: of the message; see `ChatOutputParser`. A completion has "text" only.
         logprobs: of every token, in OpenAI's form for chats.
+        text_offset: characters of all tokens before these.
         finish_reason: set on the last piece only.
     """
 
@@ -27,6 +29,7 @@ class Piece:
     fields: list[dict]
     logprobs: list[dict]
     finish_reason: str | None
+    text_offset: int = 0
 
 
 @dataclass(eq=False)
@@ -58,7 +61,6 @@ class Choice:
     accepted_tokens: int = 0
     reasoning_tokens: int = 0
     cached_tokens: int = 0
-    text_offset: int = 0
     first: float = 0.0
     last: float = 0.0
     intervals: list[float] = field(default_factory=list)
@@ -68,10 +70,13 @@ class Choice:
             self.tokenizer, self.request.prompt, self.request.stop_tokens, self.stop
         )
 
+        self._offset = 0  # characters of tokens with log-probabilities
+
     def add(self, outputs: Sequence[TokenOutput]) -> Piece:
         """Append the tokens of a step; those after the end do not count."""
         fields: list[dict] = []
         logprobs: list[dict] = []
+        offset = self._offset
         self._time(len(outputs))
         for output in outputs:
             if self.finish_reason:
@@ -83,8 +88,9 @@ class Choice:
             is_stop = output.token in self.request.stop_tokens
             if output.logprob is not None and not is_stop:
                 logprobs.append(self._logprobs(output.token, output.logprobs))
+                self._offset += len(logprobs[-1]["token"])
             fields += self._read(text, reason, cut=not is_stop)
-        return Piece(self, fields, logprobs, self.finish_reason)
+        return Piece(self, fields, logprobs, self.finish_reason, offset)
 
     def _read(self, text: str, reason: str | None, *, cut: bool) -> list[dict]:
         self.finish_reason = reason
@@ -131,6 +137,7 @@ def token_text(tokenizer: Any, token: int) -> tuple[str, bytes]:
     return text, text.encode()
 
 
+@cache
 def _byte_characters() -> dict[str, int]:
     """The bytes of the characters with which byte-level BPE writes its tokens."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]

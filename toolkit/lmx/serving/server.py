@@ -118,7 +118,6 @@ class ModelServer:
 
     Attributes:
         thread: the engine.
-        completions: what answers requests.
         url: where it is served.
 
     Raises:
@@ -140,9 +139,9 @@ class ModelServer:
         self.thread = EngineThread(load, on_end=self._on_end)
         served = self.thread.start()
         metrics = Metrics(service.model, lambda: self.thread.state)
-        self.completions = CompletionService(self.thread, served, service, metrics)
+        completions = CompletionService(self.thread, served, service, metrics)
         config = uvicorn.Config(
-            Endpoint(self.completions, self.thread, metrics, http).app(),
+            Endpoint(completions, self.thread, metrics, http).app(),
             http=HTTPProtocol,
             ws="none",
             lifespan="off",

@@ -87,7 +87,6 @@ class CompletionService:
         self.thread, self.settings, self.metrics = thread, settings, metrics
         self._generator, self._sampling = served.generator, served.sampling
         self._load_adapter = served.load_adapter
-        self._adapters = [*served.generator.engine.scheduler.adapters.numbers]
         self._tokenizer = served.generator.tokenizer
         # Long prompts do not stop the event loop. Tokenizers take one thread only.
         self._encoder = ThreadPoolExecutor(1, "tokenizer")
@@ -97,6 +96,11 @@ class CompletionService:
         """The base model and its adapters by name, with the model they belong to."""
         base = self.settings.model
         return {base: None} | dict.fromkeys(self._adapters, base)
+
+    @property
+    def _adapters(self) -> list[str]:
+        # Another thread adds and removes them. A request that comes too late fails.
+        return [*self._generator.engine.scheduler.adapters.numbers]
 
     async def add_adapter(self, name: str, path: str) -> None:
         """Load an adapter, which requests name as their model.
@@ -114,7 +118,6 @@ class CompletionService:
             await self.thread.call(add)
         except UserError as error:
             raise ApiError.of(error, param="lora_path") from error
-        self._adapters.append(name)
 
     async def remove_adapter(self, name: str) -> None:
         """Drop an adapter.
@@ -125,12 +128,9 @@ class CompletionService:
         if name not in self._adapters:
             message = f"The adapter {name!r} does not exist"
             raise ApiError(404, message, param="lora_name", code="model_not_found")
-        # No request comes with it from here on.
-        self._adapters.remove(name)
         try:
             await self.thread.call(lambda engine: engine.remove_adapter(name))
         except UserError as error:
-            self._adapters.append(name)
             raise ApiError(409, error.message, param="lora_name") from error
 
     @property
@@ -208,6 +208,16 @@ class CompletionService:
         lengths = [len(prompt.tokens) for prompt in prompts]
         answer = Answer(model, choices, lengths)
         return self._job(parameters, prompts, choices, answer, arrival)
+
+    async def finish(self, job: Job) -> None:
+        """Wait for the whole answer.
+
+        Raises:
+            ApiError: a completion failed, or the time is over.
+        """
+        async for piece in self.pieces(job):
+            if piece:
+                job.answer.add(piece)
 
     async def pieces(self, job: Job) -> AsyncIterator[Piece | None]:
         """The pieces of all completions, as they come; None = there is none yet.
