@@ -219,7 +219,7 @@ COLUMNS = (
 
 def label(kind: str, value: float) -> str:
     """The name of a load."""
-    return f"{value:g}/s" if kind == "rate" else f"{value:g} clients"
+    return f"{value:.3g}/s" if kind == "rate" else f"{value:.0f} clients"
 
 
 def cells(row: dict) -> list[str]:
