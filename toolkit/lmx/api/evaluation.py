@@ -14,8 +14,8 @@ from ..models.loader import LoadedModel
 from ..pipeline.evaluate.evaluator import Evaluator
 from ..pipeline.extensions import Extensions
 from ..pipeline.runner import make_context
-from ..run.distributed import SINGLE_PROCESS
 from ..run.logger import RunLogger
+from ..run.parallel_dims import ParallelDims
 from ..run.tables import table
 from .arguments import Integer, checked
 from .functions import Metrics, checked_metric
@@ -143,7 +143,7 @@ def evaluate(
             recipe.loaded,
             Path(scratch),
             RunLogger(None, quiet=quiet),
-            SINGLE_PROCESS,
+            ParallelDims(),
             Extensions(metrics=functions),
         )
         if run:

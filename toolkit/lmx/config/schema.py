@@ -10,6 +10,7 @@ from .draft import DraftConfig
 from .evaluate import EvaluateConfig
 from .export import ExportConfig
 from .model import ModelConfig
+from .parallel import TENSOR_PARALLEL_STAGES, ParallelConfig
 from .quantize import QuantizeConfig
 from .trackers import Trackers
 from .train import TrainConfig
@@ -97,6 +98,8 @@ class RecipeConfig(ConfigModel):
     """Random seed."""
     output: str | None = Field(None, examples=["exports/try"])
     """Run directory. Default: `exports/<recipe name>`."""
+    parallel: ParallelConfig = ParallelConfig()
+    """What the processes of a run divide among themselves."""
     tracker: Trackers = Field([])
     """Experiment trackers: a name, a block, or a list of both."""
     stages: list[StageEntry] = Field(min_length=1, max_length=MAX_STAGES)
@@ -118,6 +121,17 @@ class RecipeConfig(ConfigModel):
                 )
         if kinds.count("draft") > 1:
             raise ValueError("a recipe has at most one draft stage")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tensor_parallel(self):
+        for kind in (stage.kind for stage in self.stages):
+            if self.parallel.tensor > 1 and kind not in TENSOR_PARALLEL_STAGES:
+                raise ValueError(
+                    f"parallel.tensor is {self.parallel.tensor}, and a {kind} stage "
+                    "holds the whole model in every process: use parallel.data, or "
+                    "fsdp in a train stage"
+                )
         return self
 
     @field_validator("output")

@@ -20,9 +20,10 @@ from ..models.drafters.mtp import copy_mtp
 from ..models.loader import LoadedModel, load
 from ..models.safetensors_io import require_finite
 from ..quantization.target_layers import QuantizationPlan
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
+from ..run.distributed import ProcessGroup
 from ..run.fs import atomic_folder, read_index, remove, write_atomic, write_index
 from ..run.logger import RunLogger
+from ..run.parallel_dims import ParallelDims
 from ..run.report import REPORT
 from .extensions import Extensions
 
@@ -179,7 +180,7 @@ class StageContext:
         current: the current model; None while a model from scratch is untrained.
         find: the path of a file that the recipe names; None if there is none.
         rows: training and validation examples, each read when first used.
-        ranks: the processes of the run; only rank 0 writes.
+        parallel: the processes of the run as a mesh.
         extensions: what the caller added in Python.
     """
 
@@ -193,8 +194,13 @@ class StageContext:
     logger: RunLogger
     find: Callable[[str], Path | None]
     rows: Splits
-    ranks: ProcessGroup = SINGLE_PROCESS
+    parallel: ParallelDims = field(default_factory=ParallelDims)
     extensions: Extensions = field(default_factory=Extensions)
+
+    @property
+    def ranks(self) -> ProcessGroup:
+        """All processes of the run; only rank 0 writes files that all of them see."""
+        return self.parallel.world
 
     def load(
         self, path: Path, compute: str = "auto", *, lazy: bool = False

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.loader import LoadedRecipe
+from ..config.parallel import ParallelConfig
 from ..convert.importers import find_importable, gguf
 from ..data import builtin
 from ..data.dataset import RecordReader
@@ -14,7 +15,8 @@ from ..data.tokenization import EncodeResult, encode_all, render_mask, template_
 from ..errors import UserError
 from ..models.rope_parameters import check_length
 from ..quantization.target_layers import QuantizationPlan
-from ..run import terminal
+from ..run import launcher, terminal
+from ..run.parallel_dims import require_process_count
 from ..run.progress import readable_size
 from ..run.run_dir import check_output
 from .estimate import ModelShape
@@ -114,6 +116,7 @@ class DryRun:
         lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
         yield from lines
         yield from _stages(plan)
+        yield from _processes(loaded.recipe.parallel)
         share = sample.total / max(1, len(sample.rows))
         if shape:
             check_length(shape.config, max(lengths, default=0))
@@ -185,6 +188,18 @@ def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
         run.require()
     else:
         check.require()
+
+
+def _processes(config: ParallelConfig) -> Iterator[Line]:
+    """The mesh of processes, if the recipe or a launcher asks for several."""
+    if launcher.launched_rank() is None:
+        if (size := (config.data or 1) * config.tensor) == 1:
+            return
+    else:
+        size = launcher.process_count()
+        require_process_count(config, size)
+    data, tensor = size // config.tensor, config.tensor
+    yield "parallel", f"{data} (data) x {tensor} (tensor) = {size} processes"
 
 
 def _is_local(loaded: LoadedRecipe) -> bool:

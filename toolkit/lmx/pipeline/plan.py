@@ -18,7 +18,7 @@ from ..convert.importers import find_importable
 from ..errors import UserError
 from ..models.checkpoint import read_config
 from ..run import manifest
-from ..run.tables import OUTPUT_KEYS
+from ..run.tables import KEYS_WITHOUT_EFFECT
 from ..run.trackers import TRACKERS, is_installed
 from .dataset_checks import check_datasets
 from .draft.stage import DraftStage
@@ -160,13 +160,13 @@ def _identities(resolved: str, stages: list[Stage]) -> Iterator[str]:
 
 
 def recipe_hash(resolved: str) -> str:
-    """Sha256 of a resolved recipe without the keys that say where results go."""
+    """Sha256 of a resolved recipe without the keys that do not change the result."""
     return _hash(_result_values(resolved))
 
 
 def _result_values(resolved: str) -> dict:
     data = yaml_io.read_shared(resolved).data
-    return {key: value for key, value in data.items() if key not in OUTPUT_KEYS}
+    return {key: value for key, value in data.items() if key not in KEYS_WITHOUT_EFFECT}
 
 
 def _hash(values: Any) -> str:

@@ -22,6 +22,7 @@ from ..run.fs import FULL_HINT, read_json, write_atomic
 from ..run.html.page import NAME as PAGE
 from ..run.launcher import backend
 from ..run.logger import NullLogger, RunLogger
+from ..run.parallel_dims import ParallelDims
 from ..run.report import REPORT, read_report
 from ..run.run_dir import NullRunDir, RunDir
 from ..run.signals import sigterm_interrupts
@@ -65,6 +66,7 @@ def run(
     ranks = join()
     with ranks.connection_errors():
         _check(loaded, replace(plan, restart=restart), ranks, ignore_limits)
+        parallel = ParallelDims.build(loaded.recipe.parallel, ranks)
         with ranks.collective_errors():
             opened = _open(loaded, plan, command, restart, ranks)
     with opened as run_dir:
@@ -76,7 +78,9 @@ def run(
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
             with sigterm_interrupts(), tracking, ranks.connection_errors():
-                context = make_context(loaded, run_dir.path, logger, ranks, extensions)
+                context = make_context(
+                    loaded, run_dir.path, logger, parallel, extensions
+                )
                 last = _run_stages(context, plan, run_dir)
         except (Interrupted, KeyboardInterrupt):
             logger.warning(f"interrupted; to resume: {command}")
@@ -174,7 +178,7 @@ def _check(
 ) -> None:
     """Refuse a run that cannot reach its end."""
     ranks.require_same(
-        plan.recipe_hash,
+        [plan.recipe_hash, loaded.recipe.parallel.model_dump()],
         "runs another recipe",
         hint="give all machines the same file and the same arguments",
     )
@@ -314,7 +318,7 @@ def make_context(
     loaded: LoadedRecipe,
     output: Path,
     logger: RunLogger,
-    ranks: ProcessGroup,
+    parallel: ParallelDims,
     extensions: Extensions,
 ) -> StageContext:
     """The surroundings of the first stage.
@@ -342,6 +346,6 @@ def make_context(
         logger=logger,
         find=loaded.find,
         rows=rows,
-        ranks=ranks,
+        parallel=parallel,
         extensions=extensions,
     )

@@ -32,12 +32,13 @@ class ProcessGroup:
     All processes must call the collective methods in the same order.
 
     Attributes:
+        group: MLX's own, for layers that communicate; None with one process.
         rank: rank of this process, from 0.
         size: number of processes.
     """
 
     def __init__(self, group: mx.distributed.Group | None = None):
-        self._group = group
+        self.group = group
         self.rank = group.rank() if group else 0
         self.size = group.size() if group else 1
 
@@ -45,6 +46,14 @@ class ProcessGroup:
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes files and logs."""
         return self.rank == 0
+
+    def split(self, color: int) -> "ProcessGroup":
+        """The processes that call this with the same number, ordered by rank.
+
+        Raises:
+            RuntimeError: the backend has no such groups; only MPI has.
+        """
+        return ProcessGroup(self.group.split(color))
 
     def shard(self, items: Iterable[Item]) -> Iterator[Item]:
         """The items of this rank: every `size`-th."""
@@ -59,7 +68,7 @@ class ProcessGroup:
         for bucket in _buckets(flat):
             # The dependency gives all ranks the same order of calls.
             [joined] = mx.depends([mx.concatenate(bucket)], sums[-1:])
-            total = mx.distributed.all_sum(joined, group=self._group)
+            total = mx.distributed.all_sum(joined, group=self.group)
             ends = accumulate(value.size for value in bucket[:-1])
             sums += mx.split(total, list(ends))
         pairs = zip(sums, values, strict=True)
@@ -67,14 +76,14 @@ class ProcessGroup:
 
     def all_gather(self, value: mx.array) -> mx.array:
         """The lazy concatenation of the arrays of all ranks along axis 0."""
-        return mx.distributed.all_gather(value, group=self._group)
+        return mx.distributed.all_gather(value, group=self.group)
 
     def reduce_scatter(self, value: mx.array) -> mx.array:
         """This rank's slice of the lazy sum over all ranks, along axis 0.
 
         Only NCCL and JACCL support it; other backends raise a RuntimeError.
         """
-        return mx.distributed.sum_scatter(value, group=self._group)
+        return mx.distributed.sum_scatter(value, group=self.group)
 
     def all_reduce_scalars(self, *values: float) -> list[float]:
         """Sums of numbers over all processes, in float64."""
@@ -84,9 +93,7 @@ class ProcessGroup:
         high = mx.array(values, mx.float32)
         low = [v - h for v, h in zip(values, high.tolist(), strict=True)]
         parts = [high, mx.array(low, mx.float32)]
-        gathered = [
-            mx.distributed.all_gather(p[None], group=self._group) for p in parts
-        ]
+        gathered = [mx.distributed.all_gather(p[None], group=self.group) for p in parts]
         rows = [row for part in gathered for row in part.tolist()]
         return [math.fsum(column) for column in zip(*rows, strict=True)]
 
@@ -99,7 +106,7 @@ class ProcessGroup:
             # As bytes: a sum with zero would change -0.0 and some NaN.
             data = mx.contiguous(value).reshape(-1).view(mx.uint8)
             data = data if self.is_first else mx.zeros_like(data)
-            data = mx.distributed.all_sum(data, group=self._group)
+            data = mx.distributed.all_sum(data, group=self.group)
             received.append(data.view(value.dtype).reshape(value.shape))
             mx.eval(received[-1])
         return received
@@ -168,7 +175,7 @@ class ProcessGroup:
     def _max_code(self, code: int) -> int:
         if self.size == 1:
             return code
-        codes = mx.distributed.all_gather(mx.array([code]), group=self._group)
+        codes = mx.distributed.all_gather(mx.array([code]), group=self.group)
         return max(codes.tolist())
 
 

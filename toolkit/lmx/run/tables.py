@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 # Keys that do not change the result.
-OUTPUT_KEYS = ("output", "tracker")
+KEYS_WITHOUT_EFFECT = ("output", "parallel", "tracker")
 
 
 def recipe_values(data: dict) -> dict[str, Any]:
     """All values of a resolved recipe that affect the result."""
     return flatten(
-        {key: value for key, value in data.items() if key not in OUTPUT_KEYS}
+        {key: value for key, value in data.items() if key not in KEYS_WITHOUT_EFFECT}
     )
 
 
