@@ -10,6 +10,7 @@ import pytest
 from lmx.cli import main
 from lmx.run import launcher
 from processes import free_ports, hostfile, in_ring
+from small_base import BASE, write_small_base
 from tiny_runs import (
     EVALUATE,
     SIGNAL_AT_CALL,
@@ -128,7 +129,7 @@ def test_death_of_one_rank_ends_the_others(tmp_path, expected, rank):
     processes = in_ring(SIGNAL_ONE_RANK, *arguments, folder=tmp_path)
     assert processes[rank].returncode == -signal.SIGKILL
     assert processes[1 - rank].returncode == 1
-    assert "lost the connection to another process" in processes[1 - rank].stderr
+    assert f"process {rank} ended; the others end too" in processes[1 - rank].stderr
     assert run.json("manifest.json")["status"] == ("running", "failed")[rank]
     if rank == 0:
         assert [process.returncode for process in run_both_ranks(run)] == [0, 0]
@@ -187,6 +188,16 @@ OTHER_MODEL = """
 
     TrainRun._attach_adapter = other
 """
+# The recipe names the same folder on both machines.
+OTHER_FOLDER = """
+    from pathlib import Path
+    from lmx.pipeline.context import StageContext
+    StageContext.base = Path("{}")
+"""
+OTHER_VERSION = """
+    from lmx.pipeline import runner
+    runner.version = lambda name: "0.0"
+"""
 
 
 @pytest.mark.parametrize(
@@ -194,6 +205,7 @@ OTHER_MODEL = """
     [
         ('    os.chdir("elsewhere")\n', "reads other examples than"),
         ('    sys.argv.append("seed=1")\n', "runs another recipe than"),
+        (OTHER_VERSION, "has other versions of lmx, mlx or mlx-lm than"),
         (OTHER_MODEL, "begins with another model than"),
     ],
 )
@@ -212,6 +224,20 @@ def test_ranks_must_have_the_same_recipe_and_model(
     )
     assert (first.returncode, second.returncode) == (2, 2)
     assert f"process 1 {message} the first one" in second.stderr
+
+
+def test_ranks_must_have_the_same_base_model(tmp_path):
+    run = make_run(tmp_path, {"train": TRAIN})
+    run.model = str(BASE)
+    run.write()
+    first, second = in_ring(
+        ON_RANK_1 + OTHER_FOLDER.format(write_small_base(tmp_path / "base")) + MAIN,
+        *run.arguments(),
+        folder=tmp_path,
+    )
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert "process 1 has another model than the first one" in second.stderr
+    assert not (run.output / "stages").exists()
 
 
 # Rank 1 hangs. Rank 0 gets SIGTERM while it waits for rank 1.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 
 from .. import cpu
@@ -176,7 +177,12 @@ def _models(output: Path) -> dict[str, dict]:
 def _check(
     loaded: LoadedRecipe, plan: RunPlan, ranks: ProcessGroup, ignore_limits: bool
 ) -> None:
-    """Refuse a run that cannot reach its end."""
+    """Refuse a run that cannot reach its end, or whose processes differ."""
+    ranks.require_same(
+        {name: version(name) for name in ("lmx-toolkit", "mlx", "mlx-lm")},
+        "has other versions of lmx, mlx or mlx-lm",
+        hint="install the same versions on all machines",
+    )
     ranks.require_same(
         [plan.recipe_hash, loaded.recipe.parallel.model_dump()],
         "runs another recipe",
@@ -221,6 +227,13 @@ def _run_stages(
 ) -> ModelArtifact:
     """Run the stages in order; returns the artifact of the last one."""
     logger, ranks = context.logger, context.ranks
+    with ranks.collective_errors():
+        digest = quick_digest(context.base) if context.base else ""
+    ranks.require_same(
+        digest,
+        "has another model",
+        hint="give all machines the same folder, or the same revision",
+    )
     names = [planned.name for planned in plan.stages]
     for position, planned in enumerate(plan.stages):
         name = planned.name

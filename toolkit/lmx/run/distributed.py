@@ -1,7 +1,9 @@
 """Process group: collectives, and propagation of errors and interrupts to all ranks."""
 
+import atexit
 import json
 import math
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate, islice
@@ -10,13 +12,16 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
-from . import launcher
+from . import launcher, watchdog
+from .watchdog import RESUMES, Watchdog
 
 Item = TypeVar("Item")
 # Bytes per all-reduce. Small arrays are concatenated, because each call has latency.
 BUCKET_BYTES = 32 << 20
 # Prefixes of MLX's messages about lost connections.
 BACKEND_PREFIXES = ("[ring]", "[jaccl]", "[nccl]", "[mpi]")
+# The backend may notice a lost connection before the watchdog does.
+NOTICE_SECONDS = 5.0
 
 
 class RemoteError(UserError):
@@ -37,8 +42,13 @@ class ProcessGroup:
         size: number of processes.
     """
 
-    def __init__(self, group: mx.distributed.Group | None = None):
+    def __init__(
+        self,
+        group: mx.distributed.Group | None = None,
+        watchdog: Watchdog | None = None,
+    ):
         self.group = group
+        self._watchdog = watchdog
         self.rank = group.rank() if group else 0
         self.size = group.size() if group else 1
 
@@ -53,7 +63,7 @@ class ProcessGroup:
         Raises:
             RuntimeError: the backend has no such groups; only MPI has.
         """
-        return ProcessGroup(self.group.split(color))
+        return ProcessGroup(self.group.split(color), self._watchdog)
 
     def shard(self, items: Iterable[Item]) -> Iterator[Item]:
         """The items of this rank: every `size`-th."""
@@ -159,16 +169,24 @@ class ProcessGroup:
 
     @contextmanager
     def connection_errors(self) -> Iterator[None]:
-        """Convert lost connections to `UserError`."""
+        """Convert lost connections to `UserError`, which names the process.
+
+        A process that leaves with an error ends the others, unless they know of it.
+        """
         try:
             yield
-        except RuntimeError as error:
-            if self.size == 1 or not str(error).startswith(BACKEND_PREFIXES):
+        except BaseException as error:
+            if self._watchdog is None:
                 raise
+            atexit.unregister(self._watchdog.close)
+            is_lost = str(error).startswith(BACKEND_PREFIXES)
+            if not (isinstance(error, RuntimeError) and is_lost):
+                raise
+            if self._watchdog.failure_within(NOTICE_SECONDS):
+                raise self._watchdog.error() from error
             raise UserError(
                 f"lost the connection to another process: {error}",
-                hint="see the message of that process; the same command resumes from "
-                "the last checkpoint",
+                hint=RESUMES,
                 code=FAILED,
             ) from error
 
@@ -185,6 +203,8 @@ SINGLE_PROCESS = ProcessGroup()
 def join() -> ProcessGroup:
     """Connect the launched processes; SINGLE_PROCESS without a launcher.
 
+    A watchdog watches them until this process exits.
+
     Raises:
         UserError: the connection fails.
     """
@@ -198,7 +218,13 @@ def join() -> ProcessGroup:
             f"cannot connect the processes with {launcher.backend()}: {error}",
             hint="see `mlx.launch --help` for hosts and backends",
         ) from error
-    return ProcessGroup(group) if group.size() > 1 else SINGLE_PROCESS
+    if group.size() == 1:
+        return SINGLE_PROCESS
+    ranks = ProcessGroup(group)
+    host = launcher.first_host() or ranks.broadcast_object(socket.gethostname())
+    watching = watchdog.start(rank, group.size(), host, ranks.broadcast_object)
+    atexit.register(watching.close)
+    return ProcessGroup(group, watching)
 
 
 def _buckets(values: list[mx.array]) -> Iterator[list[mx.array]]:

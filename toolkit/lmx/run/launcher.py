@@ -31,6 +31,14 @@ def backend() -> str | None:
     return next((name for key, name in BACKENDS.items() if _env(key)), None)
 
 
+def first_host() -> str:
+    """The host of rank 0, as the launcher names it; empty if it does not."""
+    if backend() == "ring":
+        return _ring()[0][0].rpartition(":")[0]
+    coordinator = _env("MLX_JACCL_COORDINATOR").rpartition(":")[0]
+    return coordinator or _env("NCCL_HOST_IP")
+
+
 def local_process_count() -> int:
     """Number of processes of this run on this machine, as far as known."""
     rank = launched_rank()

@@ -1,0 +1,137 @@
+"""A process that ends, hangs or is cut off is named, and the others end."""
+
+import signal
+import socket
+
+import pytest
+from lmx.errors import UserError
+from lmx.run import watchdog
+from lmx.run.watchdog import Watchdog, _accept
+from processes import in_ring
+
+# All processes add numbers for ever. The first argument is the rank that gets a signal
+# after a while, the second one the signal.
+SUMS = """
+import os, subprocess, sys, threading
+import mlx.core as mx
+from lmx.errors import UserError
+from lmx.run import terminal, watchdog
+from lmx.run.distributed import join
+
+watchdog.BEAT_SECONDS, watchdog.SILENCE_SECONDS, watchdog.GRACE_SECONDS = 0.2, 1.5, 1
+ranks = join()
+ends = sys.argv[2] == "return"
+if sys.argv[1] == str(ranks.rank) and not ends:
+    # A stopped process does not end by itself.
+    subprocess.Popen(["sh", "-c", f"sleep 6; kill -KILL {os.getpid()}"])
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), int(sys.argv[2])))
+    timer.start()
+try:
+    with ranks.connection_errors():
+        for _ in range(20 if ends else 10**9):
+            mx.eval(ranks.all_sum([mx.ones(1)]))
+except UserError as error:
+    if str(error):
+        terminal.write_err(f"{error}\\n")
+    sys.exit(error.code)
+"""
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "SILENCE_SECONDS", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("lines", "closes", "failure"),
+    [
+        (b"", False, "process 1 has been silent for 0.5 s"),
+        (b"beat\nbe", False, "process 1 has been silent for 0.5 s"),
+        (b"beat\n", True, "process 1 ended"),
+        (b"failed process 2 ended\n", False, "process 2 ended"),
+        (b"beat\nbye\n", True, ""),
+    ],
+)
+def test_a_process_that_is_silent_or_gone_has_failed(fast, lines, closes, failure):
+    ours, theirs = socket.socketpair()
+    watching = Watchdog(0, {1: ours})
+    theirs.sendall(lines)
+    if closes:
+        theirs.close()
+    assert watching.failure_within(1.5) == failure
+    watching.close()
+    theirs.close()
+
+
+def test_two_that_beat_are_well_and_part_without_a_failure(fast):
+    ours, theirs = socket.socketpair()
+    first, second = Watchdog(0, {1: ours}), Watchdog(1, {0: theirs})
+    assert first.failure_within(1) == second.failure_within(0.1) == ""
+    first.close()
+    assert second.failure_within(0.7) == ""
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "failure", "printed"),
+    [
+        (0, b"failed process 2 ended\n", "process 2 ended; the others end too"),
+        (1, b"", "process 0 ended; the others end too"),
+        (1, b"failed process 2 ended\n", ""),
+        (2, b"", ""),
+    ],
+)
+def test_the_lowest_rank_that_runs_prints_the_failure(rank, failure, printed):
+    ours, theirs = socket.socketpair()
+    watching = Watchdog(rank, {int(rank == 0): ours})
+    theirs.sendall(failure)
+    if not failure:
+        theirs.close()
+    assert watching.failure_within(5)
+    assert watching.error().message == printed
+    watching.close()
+    theirs.close()
+
+
+def test_a_stranger_is_no_process_and_one_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(watchdog, "CONNECT_SECONDS", 1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as stranger,
+        socket.create_connection(server.getsockname()) as known,
+    ):
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        known.sendall(b"secret 1\n")
+        with pytest.raises(UserError, match="process 2 has not reached process 0"):
+            _accept(server, {b"secret 1\n": 1, b"secret 2\n": 2})
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "reporter", "how"),
+    [
+        (2, signal.SIGKILL, 0, "ended"),
+        pytest.param(0, signal.SIGKILL, 1, "ended", marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGSTOP, 0, "has been silent", marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, 1, "has been silent", marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_end_with_one_message(tmp_path, rank, kind, reporter, how):
+    results = in_ring(SUMS, str(rank), str(int(kind)), folder=tmp_path, count=3)
+    for number, result in enumerate(results):
+        if number != rank:
+            assert result.returncode == 1, result.stderr
+            named = f"process {rank} {how}" in result.stderr
+            assert named == (number == reporter), result.stderr
+            # MLX's ring has lines of its own.
+            others = [
+                line
+                for line in result.stderr.splitlines()
+                if not line.startswith("[ring]")
+            ]
+            assert bool(others) == named
+
+
+def test_processes_that_return_end_well(tmp_path):
+    results = in_ring(SUMS, "0", "return", folder=tmp_path, count=3)
+    assert [(r.returncode, r.stderr) for r in results] == [(0, "")] * 3

@@ -1,0 +1,198 @@
+"""Watchdog: a process that ends, hangs or is cut off ends the run on all machines.
+
+A collective that waits for such a process can block for ever, outside Python. So every
+process has one more connection with rank 0. Both ends send a line every few seconds,
+and rank 0 tells all others which process failed. A thread does this: it speaks for a
+process that computes for minutes, and not for one that is stopped or has no network.
+"""
+
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from typing import Any
+
+from ..errors import FAILED, UserError
+from . import terminal
+
+BEAT_SECONDS = 2.0
+# A system call or a function in C that keeps Python's lock for longer is not known.
+SILENCE_SECONDS = 30.0
+# The main thread gets this time to end by itself, with its own message.
+GRACE_SECONDS = 10.0
+CONNECT_SECONDS = 30.0
+BEAT, BYE, FAILURE = b"beat", b"bye", b"failed "
+RESUMES = "the same command resumes the run, also with another number of processes"
+
+
+class Watchdog:
+    """Watches the other processes from a thread.
+
+    Args:
+        rank: of this process.
+        peers: connections by rank: rank 0 has one with each process, the others have
+            one with rank 0.
+
+    Attributes:
+        failure: which process failed and how; empty while all are well.
+    """
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket]):
+        self.rank = rank
+        self.failure = ""
+        self._peers = peers
+        self._heard = dict.fromkeys(peers, time.monotonic())
+        self._unread = dict.fromkeys(peers, b"")
+        self._failed, self._closed = threading.Event(), threading.Event()
+        self._selector = selectors.DefaultSelector()
+        for peer, connection in peers.items():
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_reporter(self) -> bool:
+        """Whether this process prints the failure: the lowest rank that still runs."""
+        return self.rank == (0 if 0 in self._peers or self.rank == 0 else 1)
+
+    def failure_within(self, seconds: float) -> str:
+        """The failure; waits for it, because a backend may notice it first."""
+        self._failed.wait(seconds)
+        return self.failure
+
+    def error(self) -> UserError:
+        """The failure as an error; other ranks than the reporter print nothing."""
+        text = f"{self.failure}; the others end too" if self.is_reporter else ""
+        return UserError(text, hint=RESUMES if text else None, code=FAILED)
+
+    def close(self) -> None:
+        """Say that this process ends as it should, and watch no longer."""
+        self._closed.set()
+        self._thread.join()
+        self._send(BYE)
+        for connection in self._peers.values():
+            connection.close()
+        self._selector.close()
+
+    def _watch(self) -> None:
+        next_beat = time.monotonic()
+        while not self._closed.is_set():
+            if time.monotonic() >= next_beat:
+                self._send(BEAT)
+                next_beat = time.monotonic() + BEAT_SECONDS
+            for key, _ in self._selector.select(min(BEAT_SECONDS, 0.2)):
+                self._read(key.data)
+            for peer, heard in [*self._heard.items()]:
+                if time.monotonic() - heard > SILENCE_SECONDS:
+                    self._fail(peer, f"has been silent for {SILENCE_SECONDS:g} s")
+            if self.failure:
+                self._end()
+                return
+
+    def _send(self, line: bytes) -> None:
+        for connection in self._peers.values():
+            # A process that does not read is silent too.
+            with suppress(OSError):
+                connection.send(line + b"\n")
+
+    def _read(self, peer: int) -> None:
+        try:
+            data = self._peers[peer].recv(1 << 12)
+        except OSError:
+            data = b""
+        self._heard[peer] = time.monotonic()
+        *lines, self._unread[peer] = (self._unread[peer] + data).split(b"\n")
+        for line in lines:
+            if line == BYE:
+                self._forget(peer)
+                return
+            if line.startswith(FAILURE):
+                self.failure = line.removeprefix(FAILURE).decode()
+        if not data and not self.failure:
+            self._fail(peer, "ended")
+
+    def _fail(self, peer: int, how: str) -> None:
+        self.failure = f"process {peer} {how}"
+        self._forget(peer)
+
+    def _forget(self, peer: int) -> None:
+        """Watch this process no longer."""
+        connection = self._peers.pop(peer)
+        self._selector.unregister(connection)
+        del self._heard[peer], self._unread[peer]
+        connection.close()
+
+    def _end(self) -> None:
+        """Tell the others, and exit if the main thread does not."""
+        if self.rank == 0:
+            self._send(FAILURE + self.failure.encode())
+        self._failed.set()
+        if self._closed.wait(GRACE_SECONDS):
+            return
+        if self.is_reporter:
+            terminal.write_err(f"{self.error()}\n")
+        os._exit(FAILED)
+
+
+def start(rank: int, size: int, host: str, broadcast: Callable[[Any], Any]) -> Watchdog:
+    """Connect this process with rank 0, and watch.
+
+    Args:
+        host: a name or address of rank 0's machine that all machines reach.
+        broadcast: returns rank 0's value on all ranks.
+
+    Raises:
+        UserError: a process does not connect.
+    """
+    if rank:
+        port, token = broadcast(None)
+        connection = _connect(rank, host, port, f"{token} {rank}\n".encode())
+        return Watchdog(rank, {0: connection})
+    with closing(socket.create_server((host, 0))) as server:
+        token = secrets.token_hex()
+        broadcast([server.getsockname()[1], token])
+        names = {f"{token} {peer}\n".encode(): peer for peer in range(1, size)}
+        return Watchdog(0, _accept(server, names))
+
+
+def _connect(rank: int, host: str, port: int, name: bytes) -> socket.socket:
+    try:
+        connection = socket.create_connection((host, port), CONNECT_SECONDS)
+        connection.sendall(name)
+    except OSError as error:
+        raise UserError(
+            f"process {rank} does not reach process 0 at {host}:{port}: {error}",
+            hint="allow TCP connections between the machines",
+            code=FAILED,
+        ) from error
+    return connection
+
+
+def _accept(server: socket.socket, names: dict[bytes, int]) -> dict[int, socket.socket]:
+    """A connection by rank, each of which has said its name."""
+    peers: dict[int, socket.socket] = {}
+    end = time.monotonic() + CONNECT_SECONDS
+    while len(peers) < len(names) and (left := end - time.monotonic()) > 0:
+        server.settimeout(left)
+        with suppress(OSError):
+            connection, _ = server.accept()
+            connection.settimeout(left)
+            with connection.makefile("rb", buffering=0) as stream:
+                rank = names.get(stream.readline(len(max(names, key=len))))
+            if rank is None:
+                connection.close()
+            else:
+                peers[rank] = connection
+    if missing := sorted({*names.values()} - peers.keys()):
+        raise UserError(
+            f"process {', '.join(map(str, missing))} has not reached process 0 within "
+            f"{CONNECT_SECONDS:g} s",
+            hint="allow TCP connections between the machines",
+            code=FAILED,
+        )
+    return peers
