@@ -54,7 +54,7 @@ RUN_ELSEWHERE = re.compile(
 # Programs of other packages.
 SERVING = {"pip", "uv", "curl", "nginx", "caddy"}  # tests/serving runs what they show
 EXTERNAL = (
-    {"hf", "python", "ollama", "llama-cli", "llama-server"}
+    {"hf", "python", "ollama", "llama-cli", "llama-server", "mlx.distributed_config"}
     | SERVING
     | {f"mlx_lm.{name}" for name in ("evaluate", "generate", "perplexity", "server")}
 )
@@ -78,6 +78,7 @@ WORK = (
     "cli.runs.push",
     "cli.serve.serve",
     "cli.bench.bench_load",
+    "cli.doctor.doctor",
 )
 # The rest of a recipe that is shown as a list of stages.
 RECIPE = {

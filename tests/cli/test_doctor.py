@@ -1,11 +1,15 @@
 """`lmx doctor` prints versions, hardware and speed, and never the Hub token."""
 
+from types import SimpleNamespace
+
 import pytest
 from lmx import __version__, cpu
 from lmx.cli import doctor
+from lmx.cli.main import main
 from lmx.cpu import blas
-from lmx.evaluation import memory_bandwidth
+from lmx.evaluation import memory_bandwidth, network_bandwidth
 from lmx.pipeline import work
+from processes import in_ring
 
 
 @pytest.fixture
@@ -16,7 +20,7 @@ def doctor_output(monkeypatch, capsys):
     monkeypatch.setattr(work, "_measure", lambda dtype: speed)
 
     def run():
-        assert doctor.doctor(None) == 0
+        assert doctor.doctor(SimpleNamespace(distributed=False)) == 0
         lines = capsys.readouterr().out.splitlines()
         return {line[:18].strip(): line[18:] for line in lines}
 
@@ -76,3 +80,30 @@ def test_doctor_reports_an_unused_cuda_wheel(monkeypatch):
     assert "--force-reinstall --no-deps mlx-cuda-12" in doctor._unused_cuda(False)[0][1]
     monkeypatch.setattr(doctor, "_version", lambda name: "not installed")
     assert doctor._unused_cuda(on_gpu=False) == []
+
+
+DISTRIBUTED = """
+import sys
+from lmx.cli.main import main
+from lmx.evaluation import network_bandwidth
+
+network_bandwidth.LARGE_BYTES = 1 << 20
+sys.exit(main(["doctor", "--distributed"]))
+"""
+
+
+def test_doctor_measures_the_network_and_keeps_it_for_dry_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("LMX_CACHE", str(tmp_path / "cache"))
+    first, second = in_ring(DISTRIBUTED, folder=tmp_path)
+    assert [first.returncode, second.returncode] == [0, 0], second.stderr
+    assert second.stdout == ""
+    assert "2 over ring, 2 on this machine" in first.stdout
+    assert first.stdout.count("ms measured") == len(doctor.ALL_REDUCED)
+    link = network_bandwidth.known_link(2)
+    assert f"{link.bytes_per_second / 1e9:,.2f} GB/s" in first.stdout
+    assert network_bandwidth.known_link(3) is None
+
+
+def test_doctor_measures_no_network_of_one_process(capsys):
+    assert main(["doctor", "--distributed"]) == 2
+    assert "mlx.launch -n 2" in capsys.readouterr().err

@@ -51,9 +51,10 @@ stages: [{train: {epochs: 2, batch_size: 2}}, {export: }]
 """
 
 
-def cost_of(compute: int = 4, **settings) -> TrainingCost:
+def cost_of(compute: int = 4, processes: int = 1, **settings) -> TrainingCost:
     config = TrainConfig(**({"steps": 1, "batch_size": 8} | settings))
-    return training_cost(sized(), config, BatchShape(64, 512, 512), compute)
+    batch = BatchShape(64, 512, 512)
+    return training_cost(sized(), config, batch, compute, processes)
 
 
 def train_steps(step: TrainStep, batch) -> None:
@@ -250,12 +251,11 @@ def test_cost_of_options():
     assert offline == plain
 
 
-def test_fsdp_divides_shards(monkeypatch):
+def test_fsdp_divides_shards():
     plain, single = (cost_of(compute=2, fsdp=shard) for shard in (False, True))
     assert single.memory == plain.memory
-    monkeypatch.setattr("lmx.pipeline.train.estimate.process_count", lambda: 4)
-    assert cost_of(compute=2).memory == plain.memory
-    sharded = cost_of(compute=2, fsdp=True).memory
+    assert cost_of(compute=2, processes=4).memory == plain.memory
+    sharded = cost_of(compute=2, processes=4, fsdp=True).memory
     assert sharded["optimizer"] == plain.memory["optimizer"] // 4
     stored = sized().bytes + 4 * plain.trained
     saved = plain.memory["weights"] - sharded["weights"]

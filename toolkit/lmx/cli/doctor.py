@@ -9,21 +9,72 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .. import cpu
 from ..data import cache
+from ..errors import UserError
 from ..evaluation.memory_bandwidth import measure_memory_bandwidth, shortest_time
 from ..run import terminal
+from ..run.progress import readable_size
 from ..version import __version__
 
 MATMUL_WIDTH = 1024
+# Bytes: a token of a small model, a prompt, the gradients of a large adapter.
+ALL_REDUCED = (1 << 13, 1 << 20, 1 << 25)
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """`lmx doctor` has no arguments of its own."""
+    """Declare what is measured."""
     parser.description = "Show hardware, versions and measured speed."
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="measure the network between the processes that mlx.launch started",
+    )
 
 
-def doctor(_: argparse.Namespace) -> int:
-    """Print one line per fact; the exit code is 0."""
+def doctor(arguments: argparse.Namespace) -> int:
+    """Print one line per fact; the exit code is 0.
+
+    Raises:
+        UserError: there is one process, and its network is asked for.
+    """
+    if arguments.distributed:
+        return _doctor_of_network()
     for label, value in (*_software(), *_machine(), *_speed(), *_disk(), *_hub()):
+        terminal.write_out(f"{label:<18}{value}\n")
+    return 0
+
+
+def _doctor_of_network() -> int:
+    """Measure all-reduces, for which all processes are needed; rank 0 prints."""
+    from ..evaluation import network_bandwidth as network
+    from ..run import launcher
+    from ..run.distributed import join
+
+    ranks = join()
+    if ranks.size == 1:
+        raise UserError(
+            "there is one process, and no network between several",
+            hint="mlx.launch -n 2 --hostfile hosts.json -- lmx doctor --distributed",
+        )
+    with ranks.connection_errors():
+        link = network.measure_link(ranks)
+        times = [network.all_reduce_seconds(ranks, size) for size in ALL_REDUCED]
+    if not ranks.is_first:
+        return 0
+    network.keep_link(link, ranks.size)
+    local = launcher.local_process_count()
+    lines = [
+        (
+            "processes",
+            f"{ranks.size} over {launcher.backend()}, {local} on this machine",
+        ),
+        ("message", f"{link.message_seconds * 1e6:,.0f} us"),
+        ("bandwidth", f"{link.bytes_per_second / 1e9:,.2f} GB/s in one direction"),
+    ]
+    for size, seconds in zip(ALL_REDUCED, times, strict=True):
+        planned = link.all_reduce_seconds(size, ranks.size)
+        text = f"{seconds * 1e3:,.2f} ms measured, {planned * 1e3:,.2f} ms planned"
+        lines.append((f"all-reduce {readable_size(size)}", text))
+    for label, value in lines:
         terminal.write_out(f"{label:<18}{value}\n")
     return 0
 

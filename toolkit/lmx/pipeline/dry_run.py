@@ -13,6 +13,7 @@ from ..data.dataset import RecordReader
 from ..data.record_formats import DataRecord
 from ..data.tokenization import EncodeResult, encode_all, render_mask, template_messages
 from ..errors import UserError
+from ..evaluation.network_bandwidth import known_link
 from ..models.rope_parameters import check_length
 from ..quantization.target_layers import QuantizationPlan
 from ..run import launcher, terminal
@@ -20,6 +21,7 @@ from ..run.parallel_dims import require_process_count
 from ..run.progress import readable_size
 from ..run.run_dir import check_output
 from .estimate import ModelShape
+from .parallel_cost import shard_share, training_traffic
 from .plan import RunPlan
 from .resources import (
     FIT_KEYS,
@@ -116,12 +118,12 @@ class DryRun:
         lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
         yield from lines
         yield from _stages(plan)
-        yield from _processes(loaded.recipe.parallel)
         share = sample.total / max(1, len(sample.rows))
         if shape:
             check_length(shape.config, max(lengths, default=0))
             self.resources = ResourceCheck(loaded, plan, shape, lengths, share)
             yield from self.resources.lines()
+            yield from _parallel(loaded.recipe.parallel, plan, shape, self.resources)
         if not self.find:
             return
         if shape is None:
@@ -190,16 +192,38 @@ def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
         check.require()
 
 
-def _processes(config: ParallelConfig) -> Iterator[Line]:
-    """The mesh of processes, if the recipe or a launcher asks for several."""
-    if launcher.launched_rank() is None:
-        if (size := (config.data or 1) * config.tensor) == 1:
-            return
-    else:
+def _parallel(
+    config: ParallelConfig, plan: RunPlan, shape: ModelShape, check: ResourceCheck
+) -> Iterator[Line]:
+    """What several processes hold and exchange, if the recipe or a launcher has them.
+
+    Raises:
+        UserError: the launcher has started another number of processes.
+    """
+    size = (config.data or 1) * config.tensor
+    if launcher.launched_rank() is not None:
         size = launcher.process_count()
         require_process_count(config, size)
+    if size == 1:
+        return
     data, tensor = size // config.tensor, config.tensor
     yield "parallel", f"{data} (data) x {tensor} (tensor) = {size} processes"
+    if tensor > 1:
+        share = shard_share(shape.model(), tensor)
+        held = readable_size(int(share * shape.bytes))
+        yield "parallel", f"a process holds {share:.0%} of an evaluated model, {held}"
+    link = known_link(size)
+    for planned in plan.stages:
+        cost = check.stages[planned.name].training
+        if cost is None:
+            continue
+        traffic = training_traffic(shape, planned.stage.config, cost)
+        text = f"{readable_size(traffic.sent(size))} sent per process and step"
+        if link:
+            text += f", {traffic.seconds(size, link):.2g} s"
+        else:
+            text += "; `lmx doctor --distributed` measures how long that takes"
+        yield "parallel", f"{planned.name}: {text}"
 
 
 def _is_local(loaded: LoadedRecipe) -> bool:

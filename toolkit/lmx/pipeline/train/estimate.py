@@ -41,7 +41,6 @@ from ...config.train import TrainConfig
 from ...cpu import on_cpu
 from ...models.lora import lora_model
 from ...quantization.target_layers import select_layers
-from ...run.launcher import process_count
 from ...training.dynamic_quantization import BLOCK_SIZE
 from ...training.optimizers import MIN_8BIT_SIZE, OPTIMIZERS_8BIT
 from ..estimate import (
@@ -63,17 +62,23 @@ DEQUANTIZED_AT_ONCE = 8
 
 
 def training_cost(
-    shape: ModelShape, config: TrainConfig, batch: BatchShape, compute: int
+    shape: ModelShape,
+    config: TrainConfig,
+    batch: BatchShape,
+    compute: int,
+    processes: int = 1,
 ) -> TrainingCost:
-    """Cost of a train stage that computes in a dtype of `compute` bytes.
+    """Cost for each process of a train stage.
+
+    Args:
+        compute: bytes of the dtype it computes in.
+        processes: with FSDP, each holds its part.
 
     Raises:
         UserError: a pattern of the adapter matches no layer, or mlx-lm has no such
             architecture.
     """
-    if shape.is_quantized and config.qat:
-        qat = config.qat.for_quantized_model(adapts=config.adapter is not None)
-        config = config.model_copy(update={"qat": qat})
+    config = _as_trained(config, shape)
     model = shape.model()
     total = sum(v.size for _, v in tree_flatten(model.parameters()))
     matrices = matrix_shapes(model)
@@ -95,10 +100,8 @@ def training_cost(
         + _loss(shape, batch, config)
         + sum(_quantizer_bytes(size, spec, config, kept) for size, spec in layers)
     )
-    shards = process_count() if config.fsdp else 1
-    sampled, caches = 0.0, 0
-    if config.rollouts:
-        sampled, caches = _rollouts(shape, config, batch.length)
+    shards = processes if config.fsdp else 1
+    sampled, caches = _rollouts(shape, config, batch.length)
     fused = compute * total if config.adapter and not config.qat else 0
     memory = {
         "weights": (shape.bytes + masters) // shards + computed,
@@ -117,6 +120,14 @@ def training_cost(
     step = Work(per_token * tokens, forward=2 * online * active * tokens)
     step = step * config.num_trainings + Work(generated=2 * active * sampled)
     return TrainingCost(total, trained, memory, step)
+
+
+def _as_trained(config: TrainConfig, shape: ModelShape) -> TrainConfig:
+    """The block with the quantizer that continues from a quantized model."""
+    if not (shape.is_quantized and config.qat):
+        return config
+    qat = config.qat.for_quantized_model(adapts=config.adapter is not None)
+    return config.model_copy(update={"qat": qat})
 
 
 def _trained(
@@ -142,6 +153,8 @@ def _trained(
 
 def _rollouts(shape: ModelShape, config: TrainConfig, length: int) -> tuple[float, int]:
     """Tokens per step that are generated, and values in the caches of a batch."""
+    if not config.rollouts:
+        return 0.0, 0
     heads = shape.setting("num_attention_heads") or 1
     head = shape.setting("head_dim") or shape.setting("hidden_size") // heads
     heads = shape.setting("num_key_value_heads") or heads

@@ -14,6 +14,7 @@ from ...config.train import TrainConfig
 from ...data.record_formats import FORMATS
 from ...errors import UserError
 from ...run.distributed import ProcessGroup
+from ...run.launcher import process_count
 from ...training.rewards import check_reward
 from ..context import ModelArtifact, StageContext, create_from_scratch
 from ..estimate import (
@@ -111,7 +112,7 @@ class TrainStage(Stage):
         config, shape = self.config, workload.shape
         dtype = training_dtype(config.compute_dtype, workload.dtype)
         batch = self._batch(workload)
-        cost = training_cost(current, config, batch, dtype.size)
+        cost = training_cost(current, config, batch, dtype.size, process_count())
         if current.is_quantized:
             # An adapter is fused into dequantized weights, usually of 16 bits.
             current = replace(current, bytes=2 * cost.parameters, float_values=None)

@@ -1,0 +1,139 @@
+"""What several processes exchange and hold, and how long a step of them takes.
+
+An all-reduce costs what `Link` says; an all-gather or a reduce-scatter half of that.
+With P parameters, T trained ones and c bytes of the compute dtype, a step exchanges:
+
+    data parallel     an all-reduce of the gradients, 4 T
+    fsdp              an all-gather of c P, twice with gradient checkpointing, and a
+                      reduce-scatter of 4 P
+    tensor parallel   two all-reduces in every block, after attention and after the MLP
+                      (Megatron-LM, arXiv 1909.08053), of c width tokens each
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from types import SimpleNamespace
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..config.base import ConfigModel
+from ..errors import UserError
+from ..evaluation.network_bandwidth import Link
+from ..run.distributed import BUCKET_BYTES
+from .estimate import ModelShape, TrainingCost, config_dtype
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a process exchanges in a step.
+
+    Attributes:
+        all_reduced: bytes of the arrays of all-reduces.
+        all_reduces: their number.
+        gathered: bytes of the full arrays of all-gathers and reduce-scatters.
+        gathers: their number.
+    """
+
+    all_reduced: int = 0
+    all_reduces: int = 0
+    gathered: int = 0
+    gathers: int = 0
+
+    def sent(self, processes: int) -> int:
+        """Bytes that every process sends."""
+        share = (processes - 1) / processes
+        return int(share * (2 * self.all_reduced + self.gathered))
+
+    def seconds(self, processes: int, link: Link) -> float:
+        """The time of all collectives, if nothing else runs beside them."""
+        messages = (processes - 1) * (2 * self.all_reduces + self.gathers)
+        sent = self.sent(processes) / link.bytes_per_second
+        return messages * link.message_seconds + sent
+
+
+def training_traffic(
+    shape: ModelShape, config: ConfigModel, cost: TrainingCost
+) -> Traffic:
+    """Of a training step of a stage: FSDP if its block asks for it."""
+    if not getattr(config, "fsdp", False):
+        return data_parallel(
+            cost.trained, buckets=ceil(4 * cost.trained / BUCKET_BYTES)
+        )
+    blocks = shape.setting("num_hidden_layers")
+    compute = config_dtype(shape.config).size
+    checkpointing = config.gradient_checkpointing
+    return fsdp(cost.parameters, blocks, compute, checkpointing=checkpointing)
+
+
+def data_parallel(trained: int, buckets: int = 1) -> Traffic:
+    """Of a training step; T parameters have gradients, summed in so many calls."""
+    return Traffic(all_reduced=4 * trained, all_reduces=buckets)
+
+
+def fsdp(parameters: int, blocks: int, compute: int, *, checkpointing: bool) -> Traffic:
+    """Of a training step with sharded parameters.
+
+    Args:
+        blocks: that are gathered each by itself.
+        compute: bytes of the compute dtype.
+        checkpointing: every block runs, and is gathered, twice.
+    """
+    passes = 1 + checkpointing
+    size = (passes * compute + 4) * parameters
+    return Traffic(gathered=size, gathers=(passes + 1) * blocks)
+
+
+def tensor_parallel(blocks: int, width: int, tokens: int, compute: int) -> Traffic:
+    """Of a forward pass over so many tokens."""
+    return Traffic(2 * blocks * width * tokens * compute, 2 * blocks)
+
+
+def shard_share(model: nn.Module, size: int) -> float:
+    """The share of the weights that each of `size` tensor-parallel processes holds.
+
+    From shapes alone: the model is sharded, and never computed.
+
+    Raises:
+        UserError: mlx-lm cannot shard the architecture.
+    """
+    if size == 1:
+        return 1.0
+    if not hasattr(model, "shard"):
+        raise UserError(
+            f"mlx-lm cannot shard {type(model).__module__.rpartition('.')[2]} models",
+            hint="parallel.tensor=1",
+        )
+    whole = _size(model)
+    # Layers keep the group for their collectives, which never run here.
+    model.shard(SimpleNamespace(size=lambda: size, rank=lambda: 0))
+    return _size(model) / whole
+
+
+def _size(model: nn.Module) -> int:
+    return sum(value.size for _, value in tree_flatten(model.parameters()))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by what it waits for.
+
+    Attributes:
+        memory: to read the weights.
+        compute: of the operations, during which the weights are read too.
+        network: of the collectives, which come one after the other with the rest.
+    """
+
+    memory: float
+    compute: float
+    network: float
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step."""
+        return max(self.memory, self.compute) + self.network
+
+    @property
+    def limit(self) -> str:
+        """What takes the longest: memory, compute or network."""
+        return max(vars(self), key=vars(self).get)
