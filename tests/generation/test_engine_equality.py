@@ -178,6 +178,15 @@ def test_quantized_caches_in_batches(kv_bits, proposer):
     check("llama", proposer, kv_bits=kv_bits, **options)
 
 
+@pytest.mark.parametrize("proposer", [None, "lookup"])
+def test_quantized_windows_in_batches(proposer):
+    """The requests are longer than the window, and past it."""
+    model = noisy(random_target("gemma3_text", head_dim=32)[0], 0.1)
+    kinds = [type(leaf).__name__ for leaf in CacheState(model, kv_bits=4).caches]
+    assert {*kinds} == {"RotatedWindowCache", "RotatedKVCache"}
+    check("gemma3_text", proposer, kv_bits=4, model=model, prefix=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_cache_and_proposer(family):

@@ -264,6 +264,7 @@ class CacheBatch:
             "KVCache": FullRows,
             "RotatedKVCache": FullRows,
             "WindowCache": WindowRows,
+            "RotatedWindowCache": WindowRows,
             "ArraysCache": RecurrentRows,
         }
         kind = type(cache).__name__

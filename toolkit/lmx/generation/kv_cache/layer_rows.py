@@ -331,7 +331,7 @@ class WindowRows(FullRows):
 
     def _copy_out(self, rows: Sequence[mx.array], cache: Any, length: int) -> None:
         slots = mx.arange(max(0, length - self.max_size + 1), length) % self._size
-        cache.keys, cache.values = (row[:, :, slots] for row in rows)
+        cache.keys, cache.values = self._joined([row[:, :, slots] for row in rows])
 
     def _mask(self, rows: LengthClass, length: int, window: float) -> mx.array:
         queries = rows.positions(length)[:, None, :, None]

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from ...models.loader import make_cache
 
-PLAIN = "KVCache"
+PLAIN, WINDOW = "KVCache", "RotatingKVCache"
 GROUP_SIZES = (128, 64, 32)
 CALIBRATION_TOKENS = 256
 """Random tokens that measure the channels of keys and queries."""
@@ -228,7 +228,7 @@ class RotatedKVCache:
 
 
 def key_rotations(model: Any) -> list[KeyRotation | None]:
-    """The rotation of every layer with a full-attention cache; it is kept.
+    """The rotation of every layer with full or sliding attention; it is kept.
 
     Random tokens do for it, because the large channels are the same for all tokens. A
     rotation changes no result but by rounding, so it stays right for other weights.
@@ -248,7 +248,8 @@ def key_rotations(model: Any) -> list[KeyRotation | None]:
         recorded: list[RecordedChannels | None] = [None] * len(caches)
         recording = make_cache(model)
         for i, cache in enumerate(caches):
-            if type(cache).__name__ == PLAIN and not cache.empty():
+            # Also for a window: the model hides what is outside of it.
+            if type(cache).__name__ in (PLAIN, WINDOW) and not cache.empty():
                 recorded[i] = RecordedChannels(_group_size(cache))
                 recording[i] = RotatedKVCache(recorded[i], 8)
         rng = np.random.default_rng(0)

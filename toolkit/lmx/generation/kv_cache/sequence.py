@@ -15,7 +15,7 @@ from ...models.hooks import forward_with_hidden_states
 from ...models.loader import make_cache
 from ...models.lora.multi_lora import BASE, adapter_rows
 from .rotation import PLAIN, KeyRotation, RotatedKVCache, key_rotations
-from .window import WindowCache
+from .window import RotatedWindowCache, WindowCache
 
 GROWING = PLAIN, RotatedKVCache.__name__
 KVBits = int | Sequence[int] | None
@@ -83,7 +83,6 @@ class CacheState:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
         kv_bits: 2, 3, 4, 5, 6 or 8 = quantize keys and values (see `rotation`); 16 or
             None = keep the model's dtype. A sequence has the bits of every layer.
-            Sliding-window caches are small and never quantized.
 
     Attributes:
         recorded: hidden states of the processed tokens, for drafters; see
@@ -301,7 +300,7 @@ class CacheState:
         try:
             rotations = key_rotations(self.model)
             if not any(rotations):
-                raise TypeError("it has no full-attention cache")
+                raise TypeError("it has no attention cache")
         except (TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"this model's keys and values cannot be quantized: {error}",
@@ -338,9 +337,11 @@ def _like(empty, cache):
 
 
 def _quantized(cache, bits: int, rotation: KeyRotation | None):
-    if type(cache).__name__ != PLAIN or bits == UNQUANTIZED or rotation is None:
+    if bits == UNQUANTIZED or rotation is None:
         return cache
-    return RotatedKVCache(rotation, bits)
+    if isinstance(cache, WindowCache):
+        return RotatedWindowCache(cache.max_size, rotation, bits)
+    return RotatedKVCache(rotation, bits) if type(cache).__name__ == PLAIN else cache
 
 
 def _with_window_cache(cache):

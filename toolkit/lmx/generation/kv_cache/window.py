@@ -1,6 +1,11 @@
-"""A sliding-window KV cache of one sequence that supports rollback."""
+"""Sliding-window KV caches of one sequence that support rollback."""
+
+from collections.abc import Sequence
+from typing import Self
 
 import mlx.core as mx
+
+from .rotation import KeyRotation, quantized_entries, with_rotation
 
 WINDOW_SLACK = 64
 """Positions that a sliding-window cache keeps beyond its window, for rollback."""
@@ -36,11 +41,11 @@ class WindowCache:
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Append N positions [B, H, N, D]; returns all that they may attend to."""
-        count = keys.shape[2]
-        self._reserve(keys, values)
+        count, new = keys.shape[2], self._entries(keys, values)
+        self._reserve(new)
         start = self.offset - self.first
-        self.keys[..., start : start + count, :] = keys
-        self.values[..., start : start + count, :] = values
+        for buffer, part in zip(self._buffers, new, strict=True):
+            buffer[..., start : start + count, :] = part
         self.offset += count
         self._visible = slice(max(0, start - self.max_size + 1), start + count)
         return self.keys_and_values()
@@ -83,7 +88,7 @@ class WindowCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
     def state(self) -> tuple:
@@ -94,19 +99,81 @@ class WindowCache:
     def state(self, state: tuple) -> None:
         self.keys, self.values, self.offset, self.first = state
 
-    def _reserve(self, keys: mx.array, values: mx.array) -> None:
+    @property
+    def _buffers(self) -> Sequence[mx.array]:
+        """All arrays of the keys, then those of the values."""
+        return [] if self.keys is None else [self.keys, self.values]
+
+    def _set(self, buffers: Sequence[mx.array]) -> None:
+        self.keys, self.values = buffers
+
+    def _entries(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
+        """What the buffers get for new keys and values."""
+        return keys, values
+
+    def _reserve(self, new: Sequence[mx.array]) -> None:
         """Make room for more positions, dropping those that left the window."""
-        used, end = self.offset - self.first, keys.shape[2]
-        if self.keys is not None and used + end <= self.keys.shape[2]:
+        used, end = self.offset - self.first, new[0].shape[2]
+        if self._buffers and used + end <= self._buffers[0].shape[2]:
             return
         drop = max(0, used - (self.max_size - 1 + WINDOW_SLACK))
         end += used - drop
         size = end + BUFFER_STEP
         if end < self.max_size:
             size = -(-end // BUFFER_STEP) * BUFFER_STEP
-        self.keys = _resize(self.keys, keys, drop, used, size)
-        self.values = _resize(self.values, values, drop, used, size)
+        buffers = self._buffers or [None] * len(new)
+        self._set(
+            [
+                _resize(buffer, part, drop, used, size)
+                for buffer, part in zip(buffers, new, strict=True)
+            ]
+        )
         self.first += drop
+
+
+class RotatedWindowCache(WindowCache):
+    """A sliding-window cache with rotated and quantized entries.
+
+    Args:
+        max_size: see `WindowCache`.
+        rotation: of the layer.
+        bits: as for `mx.quantize`. mlx-lm's attention reads them, and `group_size`.
+
+    Attributes:
+        keys, values: codes, scales and biases; None at first.
+    """
+
+    def __init__(self, max_size: int, rotation: KeyRotation, bits: int):
+        super().__init__(max_size)
+        self.rotation, self.bits = rotation, bits
+        self.group_size = rotation.group_size
+
+    def empty_copy(self) -> Self:
+        """An empty cache of the same kind."""
+        return type(self)(self.max_size, self.rotation, self.bits)
+
+    def keys_and_values(self) -> tuple:
+        """The last result of `update_and_fetch`, for layers that share keys."""
+        keys, values = (
+            tuple(part[..., self._visible, :] for part in parts)
+            for parts in (self.keys, self.values)
+        )
+        return with_rotation(keys, self.rotation), values
+
+    @property
+    def name(self) -> str:
+        """The kind of the cache; see `RotatedKVCache.name`."""
+        return f"{type(self).__name__} of {self.bits} bits, {self.rotation.digest}"
+
+    @property
+    def _buffers(self) -> Sequence[mx.array]:
+        return [*(self.keys or ()), *(self.values or ())]
+
+    def _set(self, buffers: Sequence[mx.array]) -> None:
+        self.keys, self.values = tuple(buffers[:3]), tuple(buffers[3:])
+
+    def _entries(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
+        return quantized_entries(self, keys, values)
 
 
 def _resize(

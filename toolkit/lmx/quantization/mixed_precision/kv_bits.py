@@ -19,6 +19,7 @@ from ...data.calibration import CalibrationBatch
 from ...data.sequence_mean import mean_over_sequences
 from ...errors import UserError
 from ...generation.kv_cache.rotation import (
+    PLAIN,
     KeyRotation,
     key_rotations,
     quantized,
@@ -205,7 +206,7 @@ def _measure(
 
 
 def quantizable_layers(model: nn.Module) -> list[KVLayer]:
-    """The full-attention caches of the model; windows and recurrent states stay."""
+    """The full-attention caches of the model, which grow with every token."""
     caches = make_cache(model)
     mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
     return [
@@ -217,7 +218,7 @@ def quantizable_layers(model: nn.Module) -> list[KVLayer]:
         for index, (cache, rotation) in enumerate(
             zip(caches, key_rotations(model), strict=True)
         )
-        if rotation
+        if rotation and type(cache).__name__ == PLAIN
     ]
 
 
