@@ -15,7 +15,7 @@ from lmx.models.loader import build_model
 from lmx.pipeline import parallel_cost
 from lmx.pipeline.estimate import BatchShape, ModelShape, active_weights, matrix_shapes
 from lmx.pipeline.parallel_cost import StepTime, Traffic
-from lmx.pipeline.train.estimate import training_cost
+from lmx.pipeline.train.estimate import training_cost, training_traffic
 
 LLAMA = {
     "model_type": "llama",
@@ -142,7 +142,7 @@ class ModelPlan:
         tokens = BATCH / count
         batch = BatchShape(LENGTH, int(tokens), tokens)
         cost = training_cost(shape, config, batch, COMPUTE_BYTES, count)
-        traffic = parallel_cost.training_traffic(shape, config, cost)
+        traffic = training_traffic(shape, config, cost, COMPUTE_BYTES)
         seconds = step_time(machine, count, 0, cost.step.trained, traffic)
         return sum(cost.memory.values()), seconds
 

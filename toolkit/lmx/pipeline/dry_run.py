@@ -21,7 +21,7 @@ from ..run.parallel_dims import require_process_count
 from ..run.progress import readable_size
 from ..run.run_dir import check_output
 from .estimate import ModelShape
-from .parallel_cost import shard_share, training_traffic
+from .parallel_cost import shard_share
 from .plan import RunPlan
 from .resources import (
     FIT_KEYS,
@@ -214,10 +214,9 @@ def _parallel(
         yield "parallel", f"a process holds {share:.0%} of an evaluated model, {held}"
     link = known_link(size)
     for planned in plan.stages:
-        cost = check.stages[planned.name].training
-        if cost is None:
+        traffic = check.stages[planned.name].traffic
+        if not traffic.sent(size):
             continue
-        traffic = training_traffic(shape, planned.stage.config, cost)
         text = f"{readable_size(traffic.sent(size))} sent per process and step"
         if link:
             text += f", {traffic.seconds(size, link):.2g} s"

@@ -17,6 +17,7 @@ from ..cpu import on_cpu
 from ..models.checkpoint import checkpoint_size, config_int
 from ..models.loader import build_model
 from ..quantization.target_layers import QuantizationPlan, select_layers
+from .parallel_cost import Traffic
 from .work import Work
 
 # Chunks of the loss whose buffers exist at once.
@@ -175,6 +176,7 @@ class StageResources:
         other_memory: bytes by part, if it does not train.
         work: besides training.
         data: what it generates, as text.
+        traffic: what each of several processes exchanges in a training step.
     """
 
     model: ModelShape
@@ -187,6 +189,7 @@ class StageResources:
     other_memory: dict[str, int] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     data: str = ""
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def parts(self) -> dict[str, int]:

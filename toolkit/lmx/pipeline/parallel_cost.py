@@ -17,11 +17,9 @@ from types import SimpleNamespace
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..config.base import ConfigModel
 from ..errors import UserError
 from ..evaluation.network_bandwidth import Link
 from ..run.distributed import BUCKET_BYTES
-from .estimate import ModelShape, TrainingCost, config_dtype
 
 
 @dataclass(frozen=True)
@@ -52,23 +50,10 @@ class Traffic:
         return messages * link.message_seconds + sent
 
 
-def training_traffic(
-    shape: ModelShape, config: ConfigModel, cost: TrainingCost
-) -> Traffic:
-    """Of a training step of a stage: FSDP if its block asks for it."""
-    if not getattr(config, "fsdp", False):
-        return data_parallel(
-            cost.trained, buckets=ceil(4 * cost.trained / BUCKET_BYTES)
-        )
-    blocks = shape.setting("num_hidden_layers")
-    compute = config_dtype(shape.config).size
-    checkpointing = config.gradient_checkpointing
-    return fsdp(cost.parameters, blocks, compute, checkpointing=checkpointing)
-
-
-def data_parallel(trained: int, buckets: int = 1) -> Traffic:
-    """Of a training step; T parameters have gradients, summed in so many calls."""
-    return Traffic(all_reduced=4 * trained, all_reduces=buckets)
+def data_parallel(trained: int) -> Traffic:
+    """Of a training step; T parameters have gradients."""
+    size = 4 * trained
+    return Traffic(all_reduced=size, all_reduces=ceil(size / BUCKET_BYTES))
 
 
 def fsdp(parameters: int, blocks: int, compute: int, *, checkpointing: bool) -> Traffic:

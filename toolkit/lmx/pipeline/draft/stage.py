@@ -11,6 +11,7 @@ from ...config.draft import DraftConfig
 from ...config.messages import Problem
 from ..context import DRAFT_FOLDER, ModelArtifact, StageContext
 from ..estimate import BatchShape, ModelShape, StageResources, Workload, training_dtype
+from ..parallel_cost import data_parallel
 from ..stage import ModelState, RawStage, Stage, needs_training_data
 from .estimate import draft_benchmark_work, draft_training_cost, generation_cost
 
@@ -63,6 +64,7 @@ class DraftStage(Stage):
             batch_key="batch_tokens",
             work=work + draft_benchmark_work(shape, config),
             data=data,
+            traffic=data_parallel(training.trained),
             remedies=(
                 f"{self.address}.batch_tokens={max(8, config.batch_tokens // 2)}",
                 f"{self.address}.{block}.num_layers=1",

@@ -52,6 +52,7 @@ from ..estimate import (
     logit_bytes,
     matrix_shapes,
 )
+from ..parallel_cost import Traffic, data_parallel, fsdp
 from ..work import Work
 
 # Moments per trained parameter.
@@ -120,6 +121,17 @@ def training_cost(
     step = Work(per_token * tokens, forward=2 * online * active * tokens)
     step = step * config.num_trainings + Work(generated=2 * active * sampled)
     return TrainingCost(total, trained, memory, step)
+
+
+def training_traffic(
+    shape: ModelShape, config: TrainConfig, cost: TrainingCost, compute: int
+) -> Traffic:
+    """What each of several processes exchanges in a step."""
+    if not config.fsdp:
+        return data_parallel(cost.trained)
+    blocks = shape.setting("num_hidden_layers")
+    checkpointing = config.gradient_checkpointing
+    return fsdp(cost.parameters, blocks, compute, checkpointing=checkpointing)
 
 
 def _as_trained(config: TrainConfig, shape: ModelShape) -> TrainConfig:

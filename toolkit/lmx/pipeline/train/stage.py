@@ -31,7 +31,7 @@ from ..stage import (
     needs_training_data,
     quantization_values,
 )
-from .estimate import training_cost
+from .estimate import training_cost, training_traffic
 
 CONTINUES = (
     f"quantizer {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"
@@ -131,6 +131,7 @@ class TrainStage(Stage):
             steps=self._steps(workload, batch),
             batch_key="batch_tokens" if config.batch_tokens else "batch_size",
             remedies=tuple(self._remedies(workload.max_seq_length)),
+            traffic=training_traffic(shape, config, cost, dtype.size),
         )
 
     def check_ranks(self, ranks: ProcessGroup) -> None:
