@@ -1,0 +1,109 @@
+"""What the ranks of a tensor-parallel model compute, beside the whole model."""
+
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from lmx import cpu
+from lmx.generation.kv_cache.sequence import CacheState
+from lmx.models import tensor_parallel
+from lmx.models.loader import build_model
+from lmx.run.distributed import ProcessGroup
+from mlx.utils import tree_flatten, tree_map
+from tiny_families import FAMILIES, VOCABULARY, changed, config
+
+# Counts that four processes divide, and widths of four groups of 32.
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "expert_ffn_hidden_size": 128,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "index_n_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+TOKENS = 24
+LATENT = {"num_key_value_heads": 8}
+
+
+def model_of(family: str, mode: str | None = None, **changes) -> nn.Module:
+    """A random model, whose layers are quantized in a mode, such as "affine"."""
+    settings = changed(config(family), SIZES)
+    if "kv_lora_rank" in str(settings):
+        settings = changed(settings, LATENT)
+    mx.random.seed(3)
+    model = build_model(changed(settings, changes)).eval()
+
+    def noisy(weight):
+        return weight + 0.05 * mx.random.normal(weight.shape, weight.dtype)
+
+    model.update(tree_map(noisy, model.parameters()))
+    if mode:
+        bits = {"mxfp8": 8}.get(mode, 4)
+        nn.quantize(
+            model, 16 if mode == "nvfp4" else 32, bits, mode=mode, class_predicate=_can
+        )
+    mx.eval(model.parameters())
+    cpu.enable(model)
+    return model
+
+
+def _can(path: str, layer: nn.Module) -> bool:
+    if not hasattr(layer, "to_quantized") or path.endswith("gate"):
+        return False
+    return layer.weight.shape[-1] % 32 == 0
+
+
+def logits(model: nn.Module) -> mx.array:
+    """Of a prompt, and of tokens decoded after it, [TOKENS, V]."""
+    tokens = np.random.default_rng(0).integers(1, VOCABULARY, (1, TOKENS))
+    cache = CacheState(model)
+    parts = [cache.forward(mx.array(tokens[:, : TOKENS - 4]))]
+    for position in range(TOKENS - 4, TOKENS):
+        parts.append(cache.forward(mx.array(tokens[:, position : position + 1])))
+    return mx.concatenate(parts, axis=1)[0]
+
+
+def errors(ranks: ProcessGroup, target: Path, *cases: str) -> None:
+    """Save the largest relative error of the logits, and the share of the bytes that
+    this rank holds, for every `family:mode`; "wrong" = rank 1 holds rank 0's part."""
+    found = {}
+    for case in cases:
+        family, mode, wrong = [*case.split(":"), "", ""][:3]
+        make = partial(model_of, family, mode or None)
+        whole = make()
+        expected = logits(whole)
+        model = make()
+        tensor_parallel.shard(model, ranks, make)
+        if wrong:
+            other = make()
+            tensor_parallel._divide(other, tensor_parallel.Place(0, ranks.size))
+            part = dict(tree_flatten(other.parameters()))
+            blocks = {k: v for k, v in part.items() if ".layers." in k}
+            model.load_weights(list(blocks.items()), strict=False)
+        ours = logits(model)
+        scale = mx.abs(expected).max()
+        error = (mx.abs(ours - expected).max() / scale).item()
+        share = _nbytes(model) / _nbytes(whole)
+        found[case] = np.array([error, share, ours.std().item()])
+    np.savez(target / f"{ranks.rank}.npz", **found)
+
+
+def _nbytes(model: nn.Module) -> int:
+    return sum(value.nbytes for _, value in tree_flatten(model.parameters()))
+
+
+SHARDED = [name for name in FAMILIES if hasattr(build_model(config(name)), "shard")]
+
+
+def weights(model: nn.Module) -> dict[str, np.ndarray]:
+    """The parameters of a model."""
+    return {name: np.array(value) for name, value in tree_flatten(model.parameters())}
