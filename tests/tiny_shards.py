@@ -84,17 +84,20 @@ def errors(ranks: ProcessGroup, target: Path, *cases: str) -> None:
         model = make()
         tensor_parallel.shard(model, ranks, make)
         if wrong:
-            other = make()
-            tensor_parallel._divide(other, tensor_parallel.Place(0, ranks.size))
-            part = dict(tree_flatten(other.parameters()))
-            blocks = {k: v for k, v in part.items() if ".layers." in k}
-            model.load_weights(list(blocks.items()), strict=False)
+            hold_first_part(model, make(), ranks.size)
         ours = logits(model)
         scale = mx.abs(expected).max()
         error = (mx.abs(ours - expected).max() / scale).item()
         share = _nbytes(model) / _nbytes(whole)
         found[case] = np.array([error, share, ours.std().item()])
     np.savez(target / f"{ranks.rank}.npz", **found)
+
+
+def hold_first_part(model: nn.Module, whole: nn.Module, size: int) -> None:
+    """Let the blocks of a divided model hold the part of rank 0."""
+    tensor_parallel._divide(whole, tensor_parallel.Place(0, size))
+    part = tree_flatten(whole.parameters())
+    model.load_weights([each for each in part if ".layers." in each[0]], strict=False)
 
 
 def _nbytes(model: nn.Module) -> int:

@@ -38,7 +38,7 @@ def assert_equal(ranks: list[dict], count: int) -> None:
         # All ranks have the same logits, bit for bit.
         assert all(rank[case][0] == error for rank in ranks), case
         is_latent = case.split(":")[0] in MAX_SHARE
-        assert share <= (1.15 if is_latent else 1.04) / count, case
+        assert share <= (1.3 if is_latent else 1.06) / count, case
 
 
 def test_two_ranks_compute_what_one_does(tmp_path):
@@ -64,7 +64,7 @@ def test_four_ranks(tmp_path):
     families = "llama", "qwen3_moe", "gpt_oss", "deepseek_v3"
     cases = [f"{family}:{mode}" for family in families for mode in ("", "affine")]
     ranks = in_ranks("errors", tmp_path, *cases, count=4)
-    assert_equal([{c: rank[c] for c in cases[:4]} for rank in ranks], 4)
+    assert_equal(ranks, 4)
 
 
 class Group(ProcessGroup):

@@ -223,6 +223,7 @@ class EngineThread:
         self._loaded.put(served)
         try:
             self._serve(served.generator.engine)
+            served.generator.end()
         except Exception:
             terminal.write_err(traceback.format_exc())
             self._ended.set()
