@@ -38,7 +38,7 @@ def assert_equal(ranks: list[dict], count: int) -> None:
         # All ranks have the same logits, bit for bit.
         assert all(rank[case][0] == error for rank in ranks), case
         is_latent = case.split(":")[0] in MAX_SHARE
-        assert share <= (1.3 if is_latent else 1.06) / count, case
+        assert share <= (1.3 if is_latent else 1.08) / count, case
 
 
 def test_two_ranks_compute_what_one_does(tmp_path):
