@@ -20,7 +20,7 @@ from .outputs import (
     GenerationResult,
     StreamingDetokenizer,
 )
-from .parallel_engine import ParallelEngine
+from .parallel_engine import BEAT_SECONDS, ParallelEngine
 from .prompt import Messages, encode_chat, encode_text
 from .sampling import Sampling
 from .sequence import GenerationRequest, TokenOutput
@@ -68,6 +68,11 @@ class Generator:
         self.max_positions = getattr(config, "max_position_embeddings", None)
         text = getattr(config, "text_config", None) or {}
         self.vocab_size = getattr(config, "vocab_size", None) or text.get("vocab_size")
+
+    @property
+    def beat_seconds(self) -> float | None:
+        """Seconds after which an engine without requests takes a step; None = never."""
+        return BEAT_SECONDS if isinstance(self.engine, ParallelEngine) else None
 
     def end(self) -> None:
         """Let the other ranks end, if there are any."""

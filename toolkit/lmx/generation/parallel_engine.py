@@ -9,6 +9,7 @@ also carries a checksum of the tokens so far, which must agree.
 
 import json
 import struct
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,6 +36,11 @@ HEADER = struct.Struct("<II")
 TOKEN = struct.Struct("<Ii")
 ROW_BYTES = 512
 """What every rank sends for a step. Longer messages follow by themselves."""
+
+
+BEAT_SECONDS = 0.05
+"""Between steps without requests. A rank that waits in a collective takes a whole core,
+so none waits there for long, and a dead one is noticed."""
 
 
 @dataclass
@@ -71,6 +77,8 @@ class ParallelEngine(Engine):
 
     All ranks make it with the same options. Rank 0 uses it as any engine, and ends with
     `close`; the others call `follow`.
+
+    While it has no requests, rank 0 takes a step every `BEAT_SECONDS`.
 
     Args:
         ranks: the processes.
@@ -157,6 +165,8 @@ class ParallelEngine(Engine):
         """Take the steps of rank 0, until it ends."""
         while not self._has_ended:
             self.step()
+            if super().idle:
+                time.sleep(BEAT_SECONDS)
 
     def step(self) -> list[TokenOutput]:
         """One step of all requests, as in `Engine`, on all ranks.
