@@ -12,7 +12,17 @@ from lmx.models import tensor_parallel
 from lmx.models.loader import build_model
 from lmx.run.distributed import ProcessGroup
 from mlx.utils import tree_flatten, tree_map
-from tiny_families import FAMILIES, VOCABULARY, changed, config
+from tiny_families import (
+    DEEPSEEK_EXPERTS,
+    EXPERTS,
+    FAMILIES,
+    LATENT_ATTENTION,
+    LOCAL_AND_GLOBAL,
+    SHAPE,
+    VOCABULARY,
+    changed,
+    config,
+)
 
 # Counts that four processes divide, and widths of four groups of 32.
 SIZES = {
@@ -32,11 +42,42 @@ SIZES = {
 }
 TOKENS = 24
 LATENT = {"num_key_value_heads": 8}
+# Families that are tested only here.
+MORE = {
+    "exaone_moe": EXPERTS
+    | LOCAL_AND_GLOBAL
+    | {"num_shared_experts": 1, "is_moe_layer": [False, True]},
+    "glm4_moe_lite": DEEPSEEK_EXPERTS | LATENT_ATTENTION,
+    "mistral4": DEEPSEEK_EXPERTS
+    | LATENT_ATTENTION
+    | {
+        "rope_parameters": {
+            "rope_theta": 1e4,
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "step3p5": {
+        "num_attention_groups": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 8,
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "moe_intermediate_size": 128,
+        "share_expert_dim": 128,
+        "moe_layers_enum": "1",
+    },
+    "iquestloopcoder": {"loop_window_size": 8},
+    "longcat_flash_ngram": FAMILIES["longcat_flash"]
+    | {"ngram_vocab_size_ratio": 4, "emb_neighbor_num": 2, "emb_split_num": 2},
+}
 
 
 def model_of(family: str, mode: str | None = None, **changes) -> nn.Module:
     """A random model, whose layers are quantized in a mode, such as "affine"."""
-    settings = changed(config(family), SIZES)
+    settings = changed(configuration(family), SIZES)
     if "kv_lora_rank" in str(settings):
         settings = changed(settings, LATENT)
     mx.random.seed(3)
@@ -104,7 +145,15 @@ def _nbytes(model: nn.Module) -> int:
     return sum(value.nbytes for _, value in tree_flatten(model.parameters()))
 
 
+def configuration(family: str) -> dict:
+    """A config whose counts four processes divide."""
+    if family in MORE:
+        return SHAPE | {"rope_scaling": None} | MORE[family] | {"model_type": family}
+    return config(family)
+
+
 SHARDED = [name for name in FAMILIES if hasattr(build_model(config(name)), "shard")]
+SHARDED += MORE
 
 
 def weights(model: nn.Module) -> dict[str, np.ndarray]:

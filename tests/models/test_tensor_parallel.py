@@ -1,11 +1,14 @@
 """Models divided among processes compute what whole ones do."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tiny_shards
 from lmx.errors import UserError
 from lmx.models import loader, tensor_parallel
-from lmx.models.loader import load
+from lmx.models.loader import build_model, load
 from lmx.run.distributed import ProcessGroup
 from processes import in_ring
 from tiny_checkpoints import LLAMA, QWEN3_MOE
@@ -18,8 +21,11 @@ import tiny_shards
 from lmx.run import distributed
 tiny_shards.{name}(distributed.join(), Path(sys.argv[1]), *sys.argv[2:])
 """
-# Parameters without a part for every rank are few, but for latent attention.
-MAX_SHARE = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k25", "longcat_flash"}
+# Latent attention has parameters of which every rank needs all.
+LATENT = {
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k25", "longcat_flash"),
+    *("glm4_moe_lite", "mistral4", "longcat_flash_ngram"),
+}
 MODES = "mxfp4", "mxfp8", "nvfp4"
 
 
@@ -37,7 +43,7 @@ def assert_equal(ranks: list[dict], count: int) -> None:
         assert deviation > 0.1, case
         # All ranks have the same logits, bit for bit.
         assert all(rank[case][0] == error for rank in ranks), case
-        is_latent = case.split(":")[0] in MAX_SHARE
+        is_latent = case.split(":")[0] in LATENT
         assert share <= (1.3 if is_latent else 1.08) / count, case
 
 
@@ -110,6 +116,22 @@ def test_counts_that_cannot_be_divided(mode, changes, size, message, hint):
         )
     assert message in str(caught.value)
     assert hint in caught.value.hint
+
+
+def test_architectures_without_a_comparison_are_named(monkeypatch):
+    models = Path(find_spec("mlx_lm").origin).parent / "models"
+    have_shard = {
+        path.stem for path in models.glob("*.py") if "def shard(" in path.read_text()
+    }
+    compared = {
+        tensor_parallel.architecture(build_model(tiny_shards.configuration(family)))
+        for family in SHARDED
+    }
+    # That of qwen3_5_moe has the method of another module.
+    assert have_shard - compared == set(tensor_parallel.UNCHECKED)
+    monkeypatch.setattr(tensor_parallel, "UNCHECKED", ["llama"])
+    with pytest.warns(UserWarning, match="compares llama in several"):
+        tensor_parallel.shard(model_of("llama"), Group(0, 2), lambda: None)
 
 
 def test_models_that_cannot_be_divided(make_checkpoint):
