@@ -31,7 +31,7 @@ def assert_equal(ranks: list[dict], family: str, kinds) -> None:
         for name in ("checksum", "rounds"):
             key = f"{kind} {name}"
             assert len({rank[key] for rank in ranks}) == 1, key
-        is_fixed = kind in ("lookup", "draft")
+        is_fixed = kind in tiny_parallel.DRAFTS
         assert ranks[0][f"{kind} rounds"] > 0 or not is_fixed
 
 
@@ -41,9 +41,18 @@ def test_two_ranks_generate_what_one_does(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gpt_oss", "deepseek_v3"])
-def test_kinds_of_requests(tmp_path, family):
-    kinds = tiny_parallel.KINDS if family == "llama" else tiny_parallel.KINDS[:5]
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("llama", ("sampled", "adaptive", "draft")),
+        ("llama", ("grammar", "kv_bits")),
+        ("small", ("eagle3", "dflash")),
+        ("qwen3_5", ("greedy", "lookup")),
+        ("gpt_oss", ("greedy", "lookup")),
+        ("deepseek_v3", ("greedy", "lookup")),
+    ],
+)
+def test_kinds_of_requests(tmp_path, family, kinds):
     assert_equal(in_ranks(tmp_path, family, "", *kinds), family, kinds)
 
 

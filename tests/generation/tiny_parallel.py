@@ -4,6 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import tiny_families
 from lmx.errors import UserError
 from lmx.generation import engine as engine_module
 from lmx.generation import sampler
@@ -14,11 +15,15 @@ from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.parallel_engine import ParallelEngine
 from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
+from lmx.generation.speculative.dflash import DFlashProposer
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import draft_model_proposer
+from lmx.generation.speculative.eagle3 import Eagle3Proposer
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
 from lmx.models import tensor_parallel
 from lmx.run.distributed import ProcessGroup
+from tiny_dflash import random_drafter, random_target
+from tiny_eagle3 import tiny_drafter
 from tiny_generators import VOCABULARY, byte_tokenizer
 from tiny_requests import noisy, run, some_requests
 from tiny_shards import hold_first_part, model_of
@@ -31,12 +36,15 @@ SAMPLED = [
     Sampling(temperature=0.8, frequency_penalty=0.3, seed=5),
     Sampling(temperature=0.8, allowed_tokens=tuple(range(5, 60)), seed=6),
 ]
-KINDS = "greedy", "sampled", "lookup", "adaptive", "draft", "grammar", "kv_bits"
+DRAFTS = "lookup", "draft", "eagle3", "dflash"
 ABORTED = (1, 4)
 
 
 def target(family: str):
     """A model whose next token varies."""
+    if family == "small":
+        small, _ = random_target(num_key_value_heads=2, vocab_size=VOCABULARY)
+        return small
     # Keys of 32 numbers can be quantized.
     sizes = {"head_dim": 32} if family == "llama" else {}
     return noisy(model_of(family, vocab_size=VOCABULARY, **sizes), 0.05)
@@ -57,15 +65,25 @@ def requests(kind: str) -> list[GenerationRequest]:
     return found
 
 
-def options(kind: str, family: str) -> dict:
-    """Those of an engine."""
+def options(kind: str, family: str, model) -> dict:
+    """Those of an engine.
+
+    Args:
+        model: the target, or this rank's part of it.
+    """
     chosen: dict = {"max_batch_size": 4, "prefill_step_size": 32}
     index = NGramIndex()
     if kind in ("lookup", "adaptive"):
         chosen["make_proposer"] = lambda _: PromptLookupProposer(index)
     if kind == "draft":
         chosen["make_proposer"] = draft_model_proposer(noisy(target(family), 0.01))
-    if kind in ("lookup", "draft"):
+    if kind == "eagle3":
+        drafter = tiny_drafter(model, vocab_size=VOCABULARY)
+        chosen["make_proposer"] = lambda cache: Eagle3Proposer(drafter, cache)
+    if kind == "dflash":
+        dflash = random_drafter(model, tiny_families.config("llama"))
+        chosen["make_proposer"] = lambda cache: DFlashProposer(dflash, cache)
+    if kind in DRAFTS:
         chosen["draft_length"] = DraftLengthController(fixed=3)
     if kind == "kv_bits":
         chosen["kv_bits"] = 8
@@ -74,8 +92,9 @@ def options(kind: str, family: str) -> dict:
 
 def expected(kind: str, family: str) -> list[list[int]]:
     """The tokens of one process."""
-    chosen = options(kind, family) | {"prefix_cache": PrefixCache()}
-    return run(Engine(target(family), **chosen), requests(kind), seed=1)
+    model = target(family)
+    chosen = options(kind, family, model) | {"prefix_cache": PrefixCache()}
+    return run(Engine(model, **chosen), requests(kind), seed=1)
 
 
 def generate(
@@ -90,7 +109,9 @@ def generate(
         tensor_parallel.shard(model, ranks, partial(target, family))
         if fault == "wrong":
             hold_first_part(model, target(family), ranks.size)
-        engine = ParallelEngine(model, ranks, COMPILER.compile, **options(kind, family))
+        engine = ParallelEngine(
+            model, ranks, COMPILER.compile, **options(kind, family, model)
+        )
         try:
             if ranks.is_first:
                 found[kind] = led(engine, kind)
