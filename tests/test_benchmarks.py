@@ -387,6 +387,22 @@ def test_requests_of_one_engine_share_their_prompt():
     assert "4 of 4 have the same tokens together and alone" in text
 
 
+def test_two_processes_hold_half_of_the_weights_each():
+    text = run(
+        "tensor_parallel.py",
+        "--hidden-size 128 --num-layers 2 --vocab-size 512 --prompt-length 64 "
+        "--max-tokens 8 --requests 1 --repeats 1",
+    )
+    rows = {line[:14].strip(): line[14:].split() for line in text.splitlines()[2:]}
+    assert [*rows] == ["1 process", "2 processes", "ratio"]
+    assert all(
+        float(cell.replace(",", "")) > 0 for row in rows.values() for cell in row
+    )
+    weights, peak = map(float, rows["ratio"][2:4])
+    assert weights <= 0.52
+    assert peak <= 0.7
+
+
 def test_generate_takes_a_real_model(small_base):
     text = run(
         "generate.py",

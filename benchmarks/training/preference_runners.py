@@ -121,7 +121,8 @@ def _lmx_pairs(folder: Path, settings: dict) -> tuple:
     from lmx.data.dataset import RecordReader
     from lmx.data.preference import encode_pairs
     from lmx.data.tokenization import encode_all
-    from lmx.models.loader import load, set_compute_dtype
+    from lmx.models.dtypes import set_compute_dtype
+    from lmx.models.loader import load
     from lmx.models.lora import lora_model
     from lmx.training.chunked_loss import ChunkedLoss
 

@@ -103,7 +103,7 @@ def _step(case: str, quantizer: str | None, arguments: argparse.Namespace):
     import mlx.core as mx
     from lmx.config.lora import LoRAConfig
     from lmx.config.qat import QATConfig
-    from lmx.models.loader import set_compute_dtype
+    from lmx.models.dtypes import set_compute_dtype
     from lmx.models.lora import lora_model
     from lmx.quantization.qat.fake_quant import FakeQuant
     from lmx.quantization.target_layers import select_layers

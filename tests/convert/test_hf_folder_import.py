@@ -10,7 +10,8 @@ import pytest
 from lmx.convert.importers import load_model, resolve_checkpoint
 from lmx.convert.importers.convert import convert_checkpoint
 from lmx.errors import UserError
-from lmx.models.loader import load, set_compute_dtype
+from lmx.models.dtypes import set_compute_dtype
+from lmx.models.loader import load
 from mlx.utils import tree_flatten
 from packers import awq, compressed, gptq, random_codes, write_checkpoint
 from safetensors.numpy import load_file, save_file

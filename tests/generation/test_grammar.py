@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from random import Random
 
 import mlx.core as mx
@@ -16,7 +17,6 @@ from lmx.generation.engine import Engine
 from lmx.generation.generator import Generator
 from lmx.generation.grammar import ANY_OBJECT, Grammar, parse_response_format
 from lmx.generation.grammar_matcher import (
-    CompiledGrammar,
     GrammarCompiler,
     allow_only,
 )
@@ -278,7 +278,7 @@ def test_a_grammar_that_fails_ends_its_request_only(llama, expected, drafts):
     engine = Engine(llama, make_proposer=make, draft_length=FIXED)
     compiled = COMPILER.compile(GRAMMARS[0])
     broken = request(grammar=None, prompt=[1, 2])
-    broken.grammar = CompiledGrammar(Breaking(compiled.matcher), compiled.eos_tokens)
+    broken.grammar = replace(compiled, matcher=Breaking(compiled.matcher))
     requests = mixed_requests()
     tokens, errors = {each: [] for each in requests}, []
     for each in [*requests[:3], broken, *requests[3:]]:

@@ -225,8 +225,8 @@ def test_saved_prompt_cache_is_reused(folder, run_json, tmp_path, monkeypatch):
     run_json(*words[:-1], text, "--save-prompt-cache", cache_folder)
     reused, original = [], generate.make_generator
 
-    def counting_generator(args, loaded):
-        session = original(args, loaded)
+    def counting_generator(*arguments):
+        session = original(*arguments)
         fetch = session.engine.scheduler.prefix_cache.fetch
 
         def counted(*arguments):

@@ -10,7 +10,8 @@ import mlx.nn as nn
 import pytest
 from lmx.cpu.quantized_matmul import FastQuantizedLinear
 from lmx.errors import UserError
-from lmx.models.loader import checkpoint_folder, load, load_tokenizer, set_compute_dtype
+from lmx.models.dtypes import set_compute_dtype
+from lmx.models.loader import checkpoint_folder, load, load_tokenizer
 from mlx.utils import tree_flatten
 
 

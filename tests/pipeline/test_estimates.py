@@ -17,7 +17,8 @@ from lmx.config.quantize import GPTQConfig
 from lmx.config.train import TeacherConfig, TrainConfig
 from lmx.data.batching import Batch
 from lmx.models import from_scratch
-from lmx.models.loader import build_model, set_compute_dtype
+from lmx.models.dtypes import set_compute_dtype
+from lmx.models.loader import build_model
 from lmx.models.lora import lora_model
 from lmx.pipeline import resources
 from lmx.pipeline.draft.estimate import (

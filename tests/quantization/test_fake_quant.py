@@ -11,7 +11,8 @@ from lmx.config.qat import QATConfig
 from lmx.config.quant_spec import QuantizationConfig, QuantSpec
 from lmx.data.batching import Batch
 from lmx.models import checkpoint_writer
-from lmx.models.loader import load, set_compute_dtype
+from lmx.models.dtypes import set_compute_dtype
+from lmx.models.loader import load
 from lmx.models.lora import lora_model
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.fake_quant import FakeQuant

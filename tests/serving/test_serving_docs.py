@@ -48,7 +48,7 @@ def test_shown_defaults_are_those_of_the_parser():
         for cells in rows("Options")
         if (match := re.search(r"default:? `?(\d[\d.]*\d|\d)", cells[1]))
     }
-    assert len(shown) == 6
+    assert len(shown) == 7
     assert {k: str(defaults[k]).removesuffix(".0") for k in shown} == shown
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from lmx.config.lora import LoRAConfig
 from lmx.data.batching import Batch
-from lmx.models.loader import load, set_compute_dtype
+from lmx.models.dtypes import set_compute_dtype
+from lmx.models.loader import load
 from lmx.models.lora import lora_model
 from lmx.pipeline.estimate import training_dtype
 from lmx.training.document_mask import DocumentCaches, PackingUnsupported

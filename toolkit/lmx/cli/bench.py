@@ -9,7 +9,8 @@ from ..errors import UserError
 from ..models.checkpoint import model_folder
 from ..run import terminal
 from .bench_load import add_load_arguments, bench_load, counts, load_argument_faults
-from .generate import add_draft_arguments, draft_argument_faults, parity_line, refuse
+from .generate import parity_line
+from .options import add_draft_arguments, draft_argument_faults, refuse
 
 if TYPE_CHECKING:
     from ..evaluation.latency import BenchmarkArms

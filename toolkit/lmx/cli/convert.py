@@ -35,7 +35,7 @@ def convert(args: argparse.Namespace) -> int:
     from ..convert.importers import fetch_checkpoint, find_importable, load_model, peft
     from ..convert.importers.convert import convert_checkpoint
     from ..models.checkpoint import checkpoint_size
-    from ..models.loader import DTYPES as MLX_DTYPES
+    from ..models.dtypes import DTYPES as MLX_DTYPES
     from ..run.fs import atomic_folder
 
     target, dtype = Path(os.path.expanduser(args.target)), MLX_DTYPES.get(args.dtype)

@@ -8,14 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from ..config.draft import MAX_DRAFT_TOKENS
 from ..config.quant_spec import KV_CACHE_BITS
 from ..config.text_files import read_text
 from ..errors import INTERRUPTED, UserError
 from ..generation.prompt import utf8_text
 from ..run import terminal
+from .options import add_draft_arguments, draft_argument_faults, refuse
+from .tensor_parallel import (
+    add_tensor_parallel_argument,
+    follow,
+    join_processes,
+    load_part,
+)
 
 if TYPE_CHECKING:
     from ..generation.generator import Generator
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from ..generation.outputs import GenerationResponse, GenerationResult
     from ..generation.sampling import Sampling
     from ..models.loader import LoadedModel
+    from ..run.distributed import ProcessGroup
 
 # Bytes of a prompt file, or of a file of requests.
 MAX_INPUT = 1 << 30
@@ -70,6 +77,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ignore-chat-template", **switch, help=raw)
     add("--adapter-path", metavar="FOLDER", help="LoRA or DoRA adapter")
     add_draft_arguments(parser)
+    add_tensor_parallel_argument(parser)
     add(
         "--kv-bits",
         type=int,
@@ -82,29 +90,6 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", **switch, help="print one JSON object instead of text")
     add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
     add("--trust-remote-code", **switch, help="run the model's own Python")
-
-
-def add_draft_arguments(
-    parser: argparse.ArgumentParser, *, check_parity: bool = True
-) -> None:
-    """Declare the arguments of speculative decoding."""
-    add = parser.add_argument
-    add(
-        "--draft-model",
-        metavar="DRAFT",
-        help="speculative decoding with the same output: prompt-lookup (n-grams of "
-        "this and earlier texts), mtp (the model's own multi-token-prediction head), "
-        "a model folder or Hub id, or prompt-lookup+ one of these",
-    )
-    add(
-        "--num-draft-tokens",
-        type=int,
-        metavar="N",
-        help="draft tokens per step; absent = adapted to the measured speed-up",
-    )
-    if check_parity:
-        about = "compare with standard greedy decoding and report mismatches"
-        add("--check-parity", action="store_true", help=about)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -141,28 +126,9 @@ def _keeps_cache(args: argparse.Namespace) -> bool:
     return bool(args.save_prompt_cache or args.prompt_cache_file)
 
 
-def refuse(faults: dict[str, Any]) -> None:
-    """Raise a `UserError` with the first message whose value is true."""
-    for message, is_fault in faults.items():
-        if is_fault:
-            raise UserError(message)
-
-
-def draft_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
-    """Messages about the arguments of `add_draft_arguments`, and whether they apply."""
-    number = args.num_draft_tokens
-    needs_draft = number is not None or getattr(args, "check_parity", False)
-    return {
-        "--num-draft-tokens and --check-parity need --draft-model": (
-            needs_draft and not args.draft_model
-        ),
-        f"--num-draft-tokens must be 1 to {MAX_DRAFT_TOKENS}, got {number}": (
-            number is not None and not 1 <= number <= MAX_DRAFT_TOKENS
-        ),
-    }
-
-
-def make_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generator":
+def make_generator(
+    args: argparse.Namespace, loaded: "LoadedModel", ranks: "ProcessGroup"
+) -> "Generator":
     """The generator, with a prefix cache if another request may use it.
 
     Raises:
@@ -176,6 +142,7 @@ def make_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generato
     generator = Generator(
         loaded.model,
         loaded.tokenizer,
+        ranks=ranks,
         prefix_cache=PrefixCache() if reuses else None,
         kv_bits=args.kv_bits or loaded.kv_bits,
     )
@@ -193,9 +160,15 @@ def generate(args: argparse.Namespace) -> int:
         UserError: the model or a file does not exist, or an option is invalid.
     """
     _check(args)
-    text = _read_input(args)
+    ranks = join_processes(
+        args,
+        check_parity=args.check_parity,
+        save_prompt_cache=args.save_prompt_cache,
+        prompt_cache_file=args.prompt_cache_file,
+    )
     try:
-        return _generate(args, text)
+        with ranks.connection_errors():
+            return _generate(args, ranks)
     except KeyboardInterrupt:
         terminal.write_out("\n", tolerant=True)
         return INTERRUPTED
@@ -222,42 +195,59 @@ def _standard_input() -> Iterator[TextIO]:
         raise UserError(f"cannot read the prompt: {error}", place="-") from error
 
 
-def _generate(args: argparse.Namespace, text: str) -> int:
-    from ..api.model import load
+def _generate(args: argparse.Namespace, ranks: "ProcessGroup") -> int:
     from ..generation.sampling import Sampling
-    from .batch_file import answer_records, parse_requests
+    from .batch_file import parse_requests
 
-    names = (name.replace("-", "_") for name in SAMPLING)
-    sampling = Sampling(**{name: getattr(args, name) for name in names})
-    requests = parse_requests(text, place=args.input_file) if args.input_file else None
-    grammar = _grammar(args)
-    loaded = load(
-        args.model,
-        args.adapter_path,
-        revision=args.revision,
-        trust_remote_code=args.trust_remote_code,
-    ).loaded
-    generator = make_generator(args, loaded)
-    if requests is not None:
-        for response in answer_records(
-            generator,
-            requests,
-            max_tokens=args.max_tokens,
-            sampling=sampling,
-            grammar=grammar,
-            stop=args.stop,
-            system=args.system,
-            ignore_chat_template=args.ignore_chat_template,
-        ):
-            terminal.write_json(response)
-        return 0
-    session = InteractiveSession(args, loaded, generator, sampling, grammar)
-    if args.chat:
-        session.chat(_chat_lines())
-    else:
-        session.respond(text)
-    session.save()
+    with ranks.collective_errors():
+        text, requests = "", None
+        if ranks.is_first:
+            text = _read_input(args)
+            if args.input_file:
+                requests = parse_requests(text, place=args.input_file)
+        names = (name.replace("-", "_") for name in SAMPLING)
+        sampling = Sampling(**{name: getattr(args, name) for name in names})
+        grammar = _grammar(args)
+    loaded = load_part(args, ranks, args.adapter_path)
+    generator = make_generator(args, loaded, ranks)
+    if not ranks.is_first:
+        return follow(generator.engine)
+    try:
+        if requests is not None:
+            _answer_requests(args, generator, requests, sampling, grammar)
+            return 0
+        session = InteractiveSession(args, loaded, generator, sampling, grammar)
+        if args.chat:
+            session.chat(_chat_lines())
+        else:
+            session.respond(text)
+        session.save()
+    finally:
+        generator.end()
     return 0
+
+
+def _answer_requests(
+    args: argparse.Namespace,
+    generator: "Generator",
+    requests: list[dict],
+    sampling: "Sampling",
+    grammar: "Grammar | None",
+) -> None:
+    """Generate the responses of an input file, and print them."""
+    from .batch_file import answer_records
+
+    for response in answer_records(
+        generator,
+        requests,
+        max_tokens=args.max_tokens,
+        sampling=sampling,
+        grammar=grammar,
+        stop=args.stop,
+        system=args.system,
+        ignore_chat_template=args.ignore_chat_template,
+    ):
+        terminal.write_json(response)
 
 
 def _grammar(args: argparse.Namespace) -> "Grammar | None":

@@ -6,10 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.quant_spec import KV_CACHE_BITS
 from ..errors import UserError
-from .generate import add_draft_arguments, draft_argument_faults, refuse
+from .options import add_draft_arguments, draft_argument_faults, refuse
+from .tensor_parallel import (
+    add_tensor_parallel_argument,
+    follow,
+    join_processes,
+    load_part,
+)
 
 if TYPE_CHECKING:
     from ..generation.generator import Generator
+    from ..run.distributed import ProcessGroup
     from ..serving.engine_thread import ServedModel
 
 API_KEY = "LMX_API_KEY"
@@ -35,6 +42,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     about = "let clients load adapters from this machine's disk, and drop them"
     add("--allow-adapter-loading", **switch, help=about)
     add_draft_arguments(parser, check_parity=False)
+    add_tensor_parallel_argument(parser)
     add(
         "--kv-bits",
         type=int,
@@ -110,8 +118,14 @@ def serve(args: argparse.Namespace) -> int:
             f"{error.name} is not installed",
             hint="pip install 'lmx-toolkit[serve]'",
         ) from error
+    ranks = join_processes(
+        args, adapter=args.adapter, allow_adapter_loading=args.allow_adapter_loading
+    )
+    if not ranks.is_first:
+        with ranks.connection_errors():
+            return follow(_load(args, ranks).generator.engine)
     server = ModelServer(
-        lambda: _load(args),
+        lambda: _load(args, ranks),
         host=args.host,
         port=args.port,
         service=ServiceSettings(
@@ -131,22 +145,23 @@ def serve(args: argparse.Namespace) -> int:
     return server.run()
 
 
-def _load(args: argparse.Namespace) -> "ServedModel":
-    """The model, on the thread that calls it."""
-    from ..api.model import load, set_draft
+def _load(args: argparse.Namespace, ranks: "ProcessGroup") -> "ServedModel":
+    """The model, on the thread that calls it; for other ranks, what follows rank 0."""
+    from ..api.model import set_draft
     from ..convert.importers import load_model
     from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
     from ..generation.sampling import sampling_defaults
     from ..serving.engine_thread import ServedModel
 
-    loaded = load(
-        args.model, revision=args.revision, trust_remote_code=args.trust_remote_code
-    ).loaded
+    loaded = load_part(args, ranks)
     memory, prefixes = args.kv_memory, args.prefix_cache
+    max_bytes = None if prefixes is None else int(prefixes * 1e9)
     generator = Generator(
         loaded.model,
         loaded.tokenizer,
+        ranks=ranks,
+        prefix_cache=PrefixCache(max_bytes),
         max_batch_size=args.max_batch_size,
         kv_bits=args.kv_bits or loaded.kv_bits,
         kv_memory=None if memory is None else int(memory * 1e9),
@@ -162,13 +177,12 @@ def _load(args: argparse.Namespace) -> "ServedModel":
         options = {"lazy": True, "trust_remote_code": args.trust_remote_code}
         return load_model(loaded.path, adapter=path, **options).model
 
-    _warm_up(generator)
-    scheduler = generator.engine.scheduler
-    max_bytes = None if prefixes is None else int(prefixes * 1e9)
-    scheduler.prefix_cache = PrefixCache(max_bytes)
+    if ranks.is_first:
+        _warm_up(generator)
     for name, path in args.adapter:
-        scheduler.adapters.add(name, load_adapter(path))
-    return ServedModel(generator, sampling_defaults(loaded.path), load_adapter)
+        generator.engine.scheduler.adapters.add(name, load_adapter(path))
+    sampling = sampling_defaults(loaded.path)
+    return ServedModel(generator, sampling, load_adapter)
 
 
 def _warm_up(generator: "Generator") -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import sum_gradients
 
 from . import blas
 from .memory import available_memory
@@ -33,10 +34,8 @@ EXPANDED_SHARE = 0.25
 def use_fast_layers(model: nn.Module) -> None:
     """Let the quantized layers of `model` use all cores, for few rows and for many."""
     for _, module in model.named_modules():
-        if type(module) is nn.QuantizedLinear:
-            module.__class__ = FastQuantizedLinear
-        elif type(module) is nn.QuantizedEmbedding:
-            module.__class__ = FastQuantizedEmbedding
+        if fast := FAST_LAYERS.get(type(module)):
+            module.__class__ = fast
 
 
 def keep_dequantized(model: Any) -> int:
@@ -185,4 +184,26 @@ class FastQuantizedEmbedding(nn.QuantizedEmbedding):
         return multiply(self, x)
 
 
-KEPT_LAYERS = (FastQuantizedLinear, FastQuantizedEmbedding, nn.QQLinear)
+class FastAllToShardedLinear(nn.QuantizedAllToShardedLinear):
+    """`nn.QuantizedAllToShardedLinear` that uses all cores."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = multiply(self, sum_gradients(self.group)(x))
+        return y + self.bias if "bias" in self else y
+
+
+class FastShardedToAllLinear(nn.QuantizedShardedToAllLinear):
+    """`nn.QuantizedShardedToAllLinear` that uses all cores."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = mx.distributed.all_sum(multiply(self, x), group=self.group)
+        return y + self.bias if "bias" in self else y
+
+
+FAST_LAYERS = {
+    nn.QuantizedLinear: FastQuantizedLinear,
+    nn.QuantizedEmbedding: FastQuantizedEmbedding,
+    nn.QuantizedAllToShardedLinear: FastAllToShardedLinear,
+    nn.QuantizedShardedToAllLinear: FastShardedToAllLinear,
+}
+KEPT_LAYERS = (*FAST_LAYERS.values(), nn.QQLinear)

@@ -9,6 +9,7 @@ from typing import Any
 from .. import cpu
 from ..errors import UserError
 from ..models.token_ids import check_ids
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from .engine import Engine
 from .grammar import Grammar
 from .grammar_matcher import GrammarCompiler
@@ -19,6 +20,7 @@ from .outputs import (
     GenerationResult,
     StreamingDetokenizer,
 )
+from .parallel_engine import BEAT_SECONDS, ParallelEngine
 from .prompt import Messages, encode_chat, encode_text
 from .sampling import Sampling
 from .sequence import GenerationRequest, TokenOutput
@@ -38,23 +40,44 @@ class Generator:
         tokenizer: mlx-lm's TokenizerWrapper.
         keep_dequantized: on a Linux CPU, keep the weights of quantized layers in
             float32, if memory allows; see `cpu.keep_dequantized`.
+        ranks: processes that hold the model together; see `ParallelEngine`.
         options: those of `Engine` and `Scheduler`.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, keep_dequantized: bool = True, **options
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        keep_dequantized: bool = True,
+        ranks: ProcessGroup = SINGLE_PROCESS,
+        **options,
     ):
         if keep_dequantized:
             cpu.keep_dequantized(model)
-        self.engine = Engine(model, **options)
         self.model = model
         self.tokenizer = tokenizer
         self.grammars = GrammarCompiler(tokenizer)
+        self.engine = (
+            Engine(model, **options)
+            if ranks.size == 1
+            else ParallelEngine(model, ranks, self.grammars.compile, **options)
+        )
         self._streams: dict[GenerationRequest, _Stream] = {}
         config = getattr(model, "args", None)
         self.max_positions = getattr(config, "max_position_embeddings", None)
         text = getattr(config, "text_config", None) or {}
         self.vocab_size = getattr(config, "vocab_size", None) or text.get("vocab_size")
+
+    @property
+    def beat_seconds(self) -> float | None:
+        """Seconds after which an engine without requests takes a step; None = never."""
+        return BEAT_SECONDS if isinstance(self.engine, ParallelEngine) else None
+
+    def end(self) -> None:
+        """Let the other ranks end, if there are any."""
+        if isinstance(self.engine, ParallelEngine):
+            self.engine.close()
 
     @property
     def speculative_stats(self) -> SpeculativeStats | None:

@@ -93,7 +93,7 @@ class GrammarCompiler:
                 vocabulary, source, log_level=0, limits=LLParserLimits(**LIMITS)
             )
             _probe(matcher, vocabulary)
-        return CompiledGrammar(matcher, tuple(vocabulary.eos_tokens))
+        return CompiledGrammar(matcher, tuple(vocabulary.eos_tokens), grammar)
 
     @cached_property
     def _vocabulary(self) -> Any:
@@ -149,6 +149,7 @@ class CompiledGrammar:
 
     matcher: Matcher
     eos_tokens: tuple[int, ...]
+    grammar: Grammar
 
     def start(self, stop_tokens: Collection[int]) -> "GrammarMatcher":
         """The state of a completion that has no token yet.

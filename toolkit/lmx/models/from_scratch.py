@@ -9,7 +9,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..config.model import ScratchModelConfig
-from .loader import DTYPES, build_model
+from .dtypes import DTYPES
+from .loader import build_model
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 

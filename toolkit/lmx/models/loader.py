@@ -17,14 +17,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten
 
 from .. import cpu
 from ..config.quant_spec import KV_CACHE_BITS
 from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..run.fs import object_in
-from . import config_check, global_scale, rope_parameters, token_ids
+from . import config_check, global_scale, rope_parameters, tensor_parallel, token_ids
 from .architecture_fixes import repair
 from .checkpoint import (
     check_weights,
@@ -33,6 +34,7 @@ from .checkpoint import (
     missing_shards,
     read_config,
 )
+from .dtypes import cast, compute_dtype, stored_dtype
 from .lora.io import load_adapter
 from .quantized_layers import replace_qq_layers
 
@@ -43,7 +45,6 @@ CHECKPOINT_PATTERNS = [
 # Some repositories hold all weights twice, once in their authors' own layout.
 DUPLICATE_WEIGHTS = ["consolidated*.safetensors"]
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # mlx-lm rounds AWQ's biases and misreads GPTQ's words; convert.importers does neither.
 IMPORTED_METHODS = ("awq", "gptq")
 MODULE_NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -100,6 +101,7 @@ def load(
     compute: str = "auto",
     lazy: bool = False,
     adapter: str | Path | None = None,
+    group: ProcessGroup = SINGLE_PROCESS,
 ) -> LoadedModel:
     """Load an MLX checkpoint: a folder or a Hub id.
 
@@ -111,23 +113,38 @@ def load(
             slower, else as stored), "stored", or the name of a type.
         lazy: read weights when they are first used.
         adapter: folder of a LoRA or DoRA adapter in mlx-lm's format.
+        group: processes of which each holds a part of the model, and one weight of the
+            whole model at a time; see `tensor_parallel`.
 
     Raises:
         UserError: no such model, not a model, an unknown architecture, damaged files,
-            or an adapter of another model.
+            an adapter of another model, or a model that the group cannot divide.
     """
     path = checkpoint_folder(
         source, revision=revision, trust_remote_code=trust_remote_code
     )
     own_config = check_loadable(path, trust_remote_code=trust_remote_code)
 
-    def read() -> tuple[nn.Module, dict, mx.Dtype]:
-        return _load_lazily(path, own_config, trust_remote_code, compute, adapter)
+    if adapter and group.size > 1:
+        raise UserError("a model with an adapter cannot be divided among processes")
+
+    def read(group: ProcessGroup = group) -> tuple[nn.Module, dict, mx.Dtype]:
+        model, config = _build(path, own_config, trust_remote_code)
+        dtype = stored_dtype(model)
+        if group.size > 1:
+            tensor_parallel.shard(model, group, lambda: read(SINGLE_PROCESS)[0])
+            _check_forward_pass(model, path)
+        if adapter:
+            _add_adapter(model, adapter)
+        if compute != "stored":
+            cast(model, compute_dtype(compute, dtype))
+        cpu.enable(model)
+        return model, config, dtype
 
     model, config, dtype = read()
     if not lazy:
         with _load_errors(path):
-            mx.eval(model.parameters())
+            _evaluate(model, one_by_one=group.size > 1)
     # mlx-lm keeps only the end tokens that generation_config.json names.
     if ids := eos_token_ids(path):
         config["eos_token_id"] = ids if len(ids) > 1 else ids[0]
@@ -135,10 +152,8 @@ def load(
     return LoadedModel(model, tokenizer, config, path, dtype, lambda: read()[0])
 
 
-def _load_lazily(
-    path: Path, config: dict, trust_remote_code: bool, compute: str, adapter
-):
-    """A model whose weights are unread, its config, and the type it is stored in."""
+def _build(path: Path, config: dict, trust_remote_code: bool) -> tuple[nn.Module, dict]:
+    """A model whose weights are unread, as they are stored, and its config."""
     with _mlx_lm() as utils, _load_errors(path):
         model, config = utils.load_model(
             path,
@@ -150,17 +165,23 @@ def _load_lazily(
     replace_qq_layers(model)
     global_scale.support_cpus(model)
     _check_dtypes(model, path)
-    dtype = stored_dtype(model)
     _check_forward_pass(model, path)
-    if adapter:
-        with _mlx_lm():
-            from mlx_lm.tuner.utils import linear_to_lora_layers
-        folder = Path(os.path.expanduser(adapter))
-        load_adapter(model, folder, linear_to_lora_layers)
-    if compute != "stored":
-        cast(model, compute_dtype(compute, dtype))
-    cpu.enable(model)
-    return model, config, dtype
+    return model, config
+
+
+def _evaluate(model: nn.Module, *, one_by_one: bool) -> None:
+    """Read the weights. Of a part of one, the whole is read, so that they come one
+    after the other there."""
+    weights = model.parameters()
+    for part in [w for _, w in tree_flatten(weights)] if one_by_one else [weights]:
+        mx.eval(part)
+
+
+def _add_adapter(model: nn.Module, adapter: str | Path) -> None:
+    with _mlx_lm():
+        from mlx_lm.tuner.utils import linear_to_lora_layers
+    folder = Path(os.path.expanduser(adapter))
+    load_adapter(model, folder, linear_to_lora_layers)
 
 
 def checkpoint_folder(
@@ -451,41 +472,6 @@ def make_rope(head_dim: int, config: dict) -> nn.Module:
         config["rope_scaling"],
         config["max_position_embeddings"],
     )
-
-
-def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
-    """The type to compute in; see `load`."""
-    if name in DTYPES:
-        return DTYPES[name]
-    return mx.float32 if name == "auto" and cpu.on_cpu() else stored
-
-
-def stored_dtype(model: nn.Module) -> mx.Dtype:
-    """The floating type of most parameters (or their scales)."""
-    sizes: dict[mx.Dtype, int] = {}
-    for _, value in tree_flatten(model.parameters()):
-        if mx.issubdtype(value.dtype, mx.floating):
-            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.size
-    return max(sizes, key=sizes.get)
-
-
-def set_compute_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast the floating parameters, except those that the model must keep as stored."""
-    cast(model, dtype)
-    mx.eval(model.parameters())
-
-
-def cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """`set_compute_dtype` without evaluation."""
-    may_cast = getattr(model, "cast_predicate", lambda _: True)
-
-    def cast_one(path, value):
-        is_float = mx.issubdtype(value.dtype, mx.floating)
-        # MLX takes global scales in float32 only.
-        is_kept = path.endswith(f".{global_scale.NAME}") or not may_cast(path)
-        return value.astype(dtype) if is_float and not is_kept else value
-
-    model.update(tree_map_with_path(cast_one, model.parameters()))
 
 
 @contextmanager

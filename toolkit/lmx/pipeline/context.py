@@ -20,7 +20,7 @@ from ..models.drafters.mtp import copy_mtp
 from ..models.loader import LoadedModel, load
 from ..models.safetensors_io import require_finite
 from ..quantization.target_layers import QuantizationPlan
-from ..run.distributed import ProcessGroup
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..run.fs import atomic_folder, read_index, remove, write_atomic, write_index
 from ..run.logger import RunLogger
 from ..run.parallel_dims import ParallelDims
@@ -203,11 +203,23 @@ class StageContext:
         return self.parallel.world
 
     def load(
-        self, path: Path, compute: str = "auto", *, lazy: bool = False
+        self,
+        path: Path,
+        compute: str = "auto",
+        *,
+        lazy: bool = False,
+        sharded: bool = False,
     ) -> LoadedModel:
-        """Load an MLX checkpoint with the permissions of the recipe."""
+        """Load an MLX checkpoint with the permissions of the recipe.
+
+        Args:
+            sharded: this rank's part of it, if the recipe has tensor parallelism. All
+                ranks then compute together.
+        """
         trust = self.source.trust_remote_code
-        return load(path, trust_remote_code=trust, compute=compute, lazy=lazy)
+        group = self.parallel.tensor if sharded else SINGLE_PROCESS
+        options = {"compute": compute, "lazy": lazy, "group": group}
+        return load(path, trust_remote_code=trust, **options)
 
     def resolve(self, name: str) -> Path:
         """The MLX folder of another model that the recipe names: see importers."""

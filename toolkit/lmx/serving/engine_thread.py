@@ -222,23 +222,24 @@ class EngineThread:
             return
         self._loaded.put(served)
         try:
-            self._serve(served.generator.engine)
+            self._serve(served.generator)
+            served.generator.end()
         except Exception:
             terminal.write_err(traceback.format_exc())
             self._ended.set()
             self._notify(self._dispatch_end)
             self._on_end()
 
-    def _serve(self, engine: Engine) -> None:
+    def _serve(self, generator: Generator) -> None:
         """Run until `stop`.
 
         Raises:
             EngineFailed: several times in a row.
         """
-        failures = 0
+        engine, failures = generator.engine, 0
         while True:
             try:
-                if not self._run_commands(engine):
+                if not self._run_commands(engine, generator.beat_seconds):
                     return
                 outputs = engine.step()
             except Exception as error:
@@ -261,19 +262,27 @@ class EngineThread:
             engine.abort(request)
         self._notify(self._dispatch_failure, failed)
 
-    def _run_commands(self, engine: Engine) -> bool:
-        """Do what was asked for, and wait while there is no request."""
+    def _run_commands(self, engine: Engine, beat: float | None) -> bool:
+        """Do what was asked for, and wait while there is no request.
+
+        Args:
+            beat: seconds after which a step is due without a request; None = never.
+        """
+        start = time.monotonic()
         while True:
             try:
                 # Not for ever: memory is returned after a while without requests.
-                seconds = None if self._is_trimmed else TRIM_SECONDS
+                seconds = beat or (None if self._is_trimmed else TRIM_SECONDS)
                 command = self._commands.get(block=engine.idle, timeout=seconds)
             except queue.Empty:
                 if not engine.idle:
                     return True
-                self._trim()
+                if not self._is_trimmed and time.monotonic() - start >= TRIM_SECONDS:
+                    self._trim()
+                if beat:
+                    engine.step()
                 continue
-            self._is_trimmed = False
+            start, self._is_trimmed = time.monotonic(), False
             if command is None:
                 return False
             command(engine)
@@ -308,6 +317,8 @@ class EngineThread:
         self._notify(self._dispatch, outputs)
 
     def _notify(self, function: Callable, *arguments: Any) -> None:
+        if self._loop is None:
+            return  # no request has come
         # The loop may be closed, and then nobody waits.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)

@@ -14,6 +14,7 @@ from ...config.bundled import bundled_data
 from ...config.text_files import require_regular
 from ...data import cache
 from ...errors import UserError
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...run.fs import MAX_JSON_BYTES
 
 if TYPE_CHECKING:
@@ -31,11 +32,12 @@ def load_model(
     compute: str = "auto",
     lazy: bool = False,
     adapter: str | Path | None = None,
+    group: ProcessGroup = SINGLE_PROCESS,
 ) -> "LoadedModel":
     """Load a checkpoint in any format that lmx reads; see `resolve_checkpoint`.
 
     Args:
-        compute, lazy: see `models.loader.load`.
+        compute, lazy, group: see `models.loader.load`.
         adapter: folder of an adapter in mlx-lm's or peft's format.
 
     Raises:
@@ -53,6 +55,7 @@ def load_model(
         compute=compute,
         lazy=lazy,
         adapter=resolve_adapter(adapter) if adapter else None,
+        group=group,
     )
 
 

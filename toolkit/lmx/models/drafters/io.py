@@ -11,8 +11,9 @@ from ...errors import UserError
 from ...run.fs import read_json, write_atomic
 from ..blockwise import NoTrunkHeadSplit
 from ..checkpoint import check_weights, require_own_files, tensor_files
+from ..dtypes import stored_dtype
 from ..hooks import require_hidden_states
-from ..loader import checkpoint_folder, download_snapshot, stored_dtype
+from ..loader import checkpoint_folder, download_snapshot
 from ..safetensors_io import read_tensors, require_tensors, write_safetensors
 from .base import Drafter, TargetHead
 from .configs import AttentionConfig

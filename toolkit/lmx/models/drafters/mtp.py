@@ -26,8 +26,9 @@ from ...errors import UserError
 from ...run.fs import copy_file, read_json
 from .. import global_scale
 from ..checkpoint import GRID_TENSORS, read_config, tensor_files
+from ..dtypes import cast, stored_dtype
 from ..hooks import find_blocks
-from ..loader import LoadedModel, build_model, cast, kv_cache, stored_dtype
+from ..loader import LoadedModel, build_model, kv_cache
 from ..safetensors_io import read_header, require_tensors, write_safetensors
 from .base import TargetHead
 

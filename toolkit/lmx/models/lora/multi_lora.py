@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ...errors import UserError
-from ..loader import stored_dtype
+from ..dtypes import stored_dtype
 from .lora_model import EXPERTS, layer_kind
 from .multi_lora_layers import (
     AdapterRows,

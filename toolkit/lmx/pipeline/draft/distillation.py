@@ -13,7 +13,7 @@ from ...draft.acceptance import predict_accepted_lengths
 from ...draft.candidates import Candidate, all_acceptance_probs
 from ...draft.cost_model import SpeculationCosts
 from ...models.checkpoint import weights_digest
-from ...models.loader import set_compute_dtype
+from ...models.dtypes import set_compute_dtype
 from ...training.optimizers import OptimizerConfig
 from ...training.schedules import learning_rate_at
 from ...training.step import TrainStep

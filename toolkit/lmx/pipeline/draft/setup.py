@@ -28,7 +28,8 @@ from ...errors import UserError
 from ...generation.completions import CachedGenerator
 from ...generation.sequence import GenerationRequest
 from ...models.checkpoint import config_int, read_config
-from ...models.loader import LoadedModel, compute_dtype, set_compute_dtype
+from ...models.dtypes import compute_dtype, set_compute_dtype
+from ...models.loader import LoadedModel
 from ...quantization.packing import dequantized_model
 from ..context import StageContext, is_complete, mark_complete, write_model
 from .estimate import initial_depth

@@ -13,7 +13,7 @@ from ...config.train import TrainConfig
 from ...convert.importers.peft import resolve_adapter
 from ...evaluation.perplexity import measure_perplexity
 from ...generation.generator import Generator
-from ...models.loader import set_compute_dtype
+from ...models.dtypes import set_compute_dtype
 from ...models.lora import io as adapter_files
 from ...models.lora import lora_model
 from ...models.lora.io import init_adapter

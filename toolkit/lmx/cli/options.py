@@ -1,0 +1,51 @@
+"""Options that several verbs have, and the refusal of those that do not fit."""
+
+import argparse
+from typing import Any
+
+from ..config.draft import MAX_DRAFT_TOKENS
+from ..errors import UserError
+
+
+def add_draft_arguments(
+    parser: argparse.ArgumentParser, *, check_parity: bool = True
+) -> None:
+    """Declare the arguments of speculative decoding."""
+    add = parser.add_argument
+    add(
+        "--draft-model",
+        metavar="DRAFT",
+        help="speculative decoding with the same output: prompt-lookup (n-grams of "
+        "this and earlier texts), mtp (the model's own multi-token-prediction head), "
+        "a model folder or Hub id, or prompt-lookup+ one of these",
+    )
+    add(
+        "--num-draft-tokens",
+        type=int,
+        metavar="N",
+        help="draft tokens per step; absent = adapted to the measured speed-up",
+    )
+    if check_parity:
+        about = "compare with standard greedy decoding and report mismatches"
+        add("--check-parity", action="store_true", help=about)
+
+
+def refuse(faults: dict[str, Any]) -> None:
+    """Raise a `UserError` with the first message whose value is true."""
+    for message, is_fault in faults.items():
+        if is_fault:
+            raise UserError(message)
+
+
+def draft_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
+    """Messages about the arguments of `add_draft_arguments`, and whether they apply."""
+    number = args.num_draft_tokens
+    needs_draft = number is not None or getattr(args, "check_parity", False)
+    return {
+        "--num-draft-tokens and --check-parity need --draft-model": (
+            needs_draft and not args.draft_model
+        ),
+        f"--num-draft-tokens must be 1 to {MAX_DRAFT_TOKENS}, got {number}": (
+            number is not None and not 1 <= number <= MAX_DRAFT_TOKENS
+        ),
+    }

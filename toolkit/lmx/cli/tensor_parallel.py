@@ -1,0 +1,98 @@
+"""`--tensor-parallel`: one model in the processes that mlx.launch has started."""
+
+import argparse
+import signal
+from typing import TYPE_CHECKING, Any
+
+from ..version import __version__
+from .options import refuse
+
+if TYPE_CHECKING:
+    from ..generation.engine import Engine
+    from ..models.loader import LoadedModel
+    from ..run.distributed import ProcessGroup
+
+STUCK_SECONDS = 30.0
+"""After which a process ends that has a SIGTERM and waits for rank 0."""
+
+
+def add_tensor_parallel_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare the number of processes."""
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="M",
+        help="processes that hold the model together: start M with mlx.launch -n M",
+    )
+
+
+def join_processes(args: argparse.Namespace, **unsupported: Any) -> "ProcessGroup":
+    """Connect the processes.
+
+    Args:
+        unsupported: the values of options that need the whole model in a process.
+
+    Raises:
+        UserError: an option is not supported, or there is another number of processes.
+    """
+    from ..config.parallel import ParallelConfig
+    from ..run import launcher
+    from ..run.distributed import join
+    from ..run.parallel_dims import require_process_count
+
+    count = args.tensor_parallel
+    options = {f"--{n.replace('_', '-')}": v for n, v in unsupported.items()}
+    refuse(
+        {"--tensor-parallel must be 1 or more": count < 1}
+        | {
+            f"{name} does not work with --tensor-parallel": count > 1 and value
+            for name, value in options.items()
+        }
+    )
+    config = ParallelConfig(data=1, tensor=count)
+    require_process_count(config, launcher.process_count())
+    return join()
+
+
+def load_part(
+    args: argparse.Namespace, ranks: "ProcessGroup", adapter: str | None = None
+) -> "LoadedModel":
+    """The model of the arguments, or this rank's part of it. No rank may fail alone.
+
+    Raises:
+        UserError: it does not load, or the ranks have different ones.
+    """
+    from ..api.model import model_path
+    from ..convert.importers import load_model
+    from ..models.checkpoint import quick_digest
+
+    with ranks.collective_errors():
+        loaded = load_model(
+            model_path(args.model),
+            revision=args.revision,
+            trust_remote_code=args.trust_remote_code,
+            adapter=adapter,
+            group=ranks,
+        )
+    if ranks.size > 1:
+        ranks.require_same(
+            [__version__, quick_digest(loaded.path)],
+            "has another model or another version of lmx",
+            hint="all machines need the same",
+        )
+    return loaded
+
+
+def follow(engine: "Engine") -> int:
+    """Follow rank 0 until it ends; returns the exit code.
+
+    Raises:
+        UserError: rank 0 has ended without a word.
+    """
+    from ..run.signals import exit_if_stuck, stop_requested
+
+    # Rank 0 gets the signals too, and may still answer requests.
+    with stop_requested(signal.SIGINT, signal.SIGTERM), exit_if_stuck(STUCK_SECONDS):
+        engine.follow()
+    return 0

@@ -1,0 +1,220 @@
+"""Tensor parallelism: every process holds a part of every layer of one model.
+
+mlx-lm's architectures divide their blocks (`Model.shard`): heads of attention, and
+hidden units of the MLP or of every expert. A block sums the outputs of its parts twice,
+as Megatron does (arXiv 1909.08053). Here the embedding and the LM head are divided
+along the vocabulary too, as most weights of a small model are theirs.
+"""
+
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import sum_gradients
+from mlx.utils import tree_flatten
+
+from .. import cpu
+from ..errors import UserError
+from ..run.distributed import ProcessGroup
+from . import global_scale
+from .quantized_layers import has_quantized_inputs
+
+# What architectures raise for counts that they cannot divide.
+INDIVISIBLE = (ValueError, AssertionError, ArithmeticError)
+# Numbers of processes that an error message may name.
+MAX_NAMED = 16
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+# Of mlx-lm's architectures with `shard`, those that no test compares with one process.
+UNCHECKED = ("deepseek_v41", "kimi_k3", "minimax_m3_vl", "muse_spark")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a group of processes; MLX divides weights with nothing else."""
+
+    index: int
+    count: int
+
+    def rank(self) -> int:
+        """The number of this process."""
+        return self.index
+
+    def size(self) -> int:
+        """The number of processes."""
+        return self.count
+
+
+def shard(
+    model: nn.Module, group: ProcessGroup, reread: Callable[[], nn.Module]
+) -> None:
+    """Keep this rank's part of a model, in place. Weights may be unread, and stay so.
+
+    Args:
+        reread: loads the whole model again, unread.
+
+    Raises:
+        UserError: the architecture or a layer cannot be divided, or not by this number.
+    """
+    _require_divisible_kind(model)
+    if group.is_first and (name := architecture(model)) in UNCHECKED:
+        warnings.warn(
+            f"no test of lmx compares {name} in several processes with one; check its "
+            "output",
+            stacklevel=2,
+        )
+    try:
+        _divide(model, group.group)
+    except INDIVISIBLE as error:
+        possible = [n for n in range(2, MAX_NAMED + 1) if _can_divide(reread(), n)]
+        raise UserError(
+            f"the model cannot be divided among {group.size} processes: "
+            f"{_failed_layer(model, error)}{error}",
+            hint=f"possible are {', '.join(map(str, possible))}"
+            if possible
+            else "use one process",
+        ) from error
+    cpu.enable(model)
+    _divide_vocabulary(model, group)
+
+
+def architecture(model: nn.Module) -> str:
+    """The name of mlx-lm's module of a model."""
+    return type(model).__module__.rpartition(".")[2]
+
+
+def _require_divisible_kind(model: nn.Module) -> None:
+    """Refuse what MLX would divide wrongly, or not at all.
+
+    Raises:
+        UserError: naming it.
+    """
+    if not hasattr(model, "shard"):
+        raise UserError(
+            f"mlx-lm cannot divide models of type {model.model_type} among processes",
+            hint="use one process, or a smaller quantization of the model",
+        )
+    # MLX's sharded layers multiply inputs as they are.
+    if has_quantized_inputs(model):
+        raise UserError("layers with quantized inputs cannot be divided")
+    if any(global_scale.NAME in module for _, module in model.named_modules()):
+        raise UserError("experts with a global scale cannot be divided")
+
+
+def _divide(model: nn.Module, place: Place | mx.distributed.Group) -> None:
+    """Call `model.shard`, and check that everything was divided without a rest.
+
+    Raises:
+        ValueError: naming what was not; or what MLX raises.
+    """
+    size = place.size()
+    numbers, shapes = _numbers(model), _shapes(model)
+    model.shard(place)
+    for name, number in sorted(_numbers(model).items()):
+        before = numbers.get(name, number)
+        if number not in (before, before / size):
+            raise ValueError(f"{name} is {before}")
+    after = _shapes(model)
+    if after.keys() != shapes.keys():
+        raise ValueError("it has other parameters")
+    for name, shape in sorted(after.items()):
+        pairs = [
+            pair for pair in zip(shape, shapes[name], strict=True) if len({*pair}) > 1
+        ]
+        if len(pairs) > 1 or any(part * size != whole for part, whole in pairs):
+            raise ValueError(f"the shape of {name} is {shapes[name]}")
+
+
+def _can_divide(model: nn.Module, size: int) -> bool:
+    try:
+        _divide(model, Place(0, size))
+    except INDIVISIBLE:
+        return False
+    return True
+
+
+def _failed_layer(model: nn.Module, error: Exception) -> str:
+    """The path of the layer that MLX could not divide, for a message."""
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    failed = [id(values["module"]) for values in frames if "module" in values]
+    paths = [path for path, module in model.named_modules() if id(module) in failed]
+    return f"{paths[0]}: " if paths else ""
+
+
+def _numbers(model: nn.Module) -> dict[str, int]:
+    """The whole numbers that modules have as attributes, such as counts of heads."""
+    return {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int
+    }
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: value.shape for name, value in tree_flatten(model.parameters())}
+
+
+def _divide_vocabulary(model: nn.Module, group: ProcessGroup) -> None:
+    """Divide the embedding and the LM head along the vocabulary, if that is even."""
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        is_embedding = name == EMBEDDING and isinstance(
+            module, nn.Embedding | nn.QuantizedEmbedding
+        )
+        is_head = name == HEAD and isinstance(module, nn.Linear | nn.QuantizedLinear)
+        if not (is_embedding or is_head) or len(module.weight) % group.size:
+            continue
+        rows = len(module.weight) // group.size
+        part = slice(group.rank * rows, (group.rank + 1) * rows)
+        for key, value in module.parameters().items():
+            module[key] = mx.contiguous(value[part])
+        kind = VocabParallelEmbedding if is_embedding else VocabParallelHead
+        module.__class__ = _in_front(kind, type(module))
+        module.group, module.first_row = group, part.start
+
+
+class _VocabularyPart:
+    """A class in front of a layer's, whose weight has the rows of some tokens."""
+
+    group: ProcessGroup
+    first_row: int
+
+    def _all_logits(self, logits: mx.array) -> mx.array:
+        """The logits [..., V] from those of this rank's tokens [..., V / N]."""
+        # Gathered along the first axis.
+        gathered = self.group.all_gather(mx.contiguous(logits.moveaxis(-1, 0)))
+        return gathered.moveaxis(0, -1)
+
+
+class VocabParallelEmbedding(_VocabularyPart):
+    """An embedding, which may be the LM head too. The sum over ranks is exact: all but
+    one of its terms are zero."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        rows = tokens.astype(mx.int32) - self.first_row
+        is_here = (rows >= 0) & (rows < len(self.weight))
+        values = super().__call__(mx.where(is_here, rows, 0))
+        values = mx.where(is_here[..., None], values, mx.zeros_like(values))
+        return mx.distributed.all_sum(values, group=self.group.group)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits of all tokens."""
+        x = sum_gradients(self.group.group)(x)
+        return self._all_logits(super().as_linear(x))
+
+
+class VocabParallelHead(_VocabularyPart):
+    """An LM head."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        x = sum_gradients(self.group.group)(x)
+        return self._all_logits(super().__call__(x))
+
+
+@cache
+def _in_front(kind: type, layer_class: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (kind, layer_class), {})
