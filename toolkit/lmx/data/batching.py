@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -76,6 +76,25 @@ class Batch:
             return None
         order = np.argsort(~mask, kind="stable")
         return mx.array(np.sort(order[:count]).astype(np.int32))
+
+
+def rows_of(batch: Batch, parts: int) -> Iterator[Batch]:
+    """The batch as so many batches of consecutive sequences, if it has as many."""
+    if parts == 1:
+        yield batch
+        return
+    size = -(-len(batch.tokens) // parts)
+    for start in range(0, len(batch.tokens), size):
+        rows = slice(start, start + size)
+        yield replace(
+            batch,
+            tokens=batch.tokens[rows],
+            mask=batch.mask[rows],
+            where=batch.where[rows],
+            documents=None if batch.documents is None else batch.documents[rows],
+            example_indices=batch.example_indices[rows],
+            target=batch.target and tuple(part[rows] for part in batch.target),
+        )
 
 
 class ExampleDataset(Protocol):
