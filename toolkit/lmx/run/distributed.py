@@ -167,6 +167,14 @@ class ProcessGroup:
             results[rank :: self.size] = part
         return results
 
+    def in_turn(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, which one rank after the other does."""
+        for rank in range(self.size):
+            with self.collective_errors():
+                if rank == self.rank:
+                    result = work()
+        return result
+
     def alone(self, work: Callable[[], Result], *, is_worker: bool) -> Result | None:
         """The result of `work` on the workers, while the other ranks sleep.
 
