@@ -221,6 +221,12 @@ def test_ranks_train_on_the_same_completions(tmp_path, base, program, count, ste
     assert (first == expected) == (not program)
     if program:
         return
+    # That of the first validation, of greedy completions.
+    rewards = [
+        next(r["reward"] for r in run.records() if r["kind"] == "valid")
+        for run in (shared, whole)
+    ]
+    assert rewards[0] == pytest.approx(rewards[1], rel=1e-6)
     values, expected = (
         [r["reward"] for r in run.records() if r["kind"] == "train"]
         for run in (shared, whole)
