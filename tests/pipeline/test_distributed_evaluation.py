@@ -68,3 +68,34 @@ def test_processes_share_an_evaluation(tmp_path, expected, program, count):
     assert [p.returncode for p in processes] == [0] * count, processes[0].stderr
     assert [p.stderr for p in processes[1:]] == [""] * (count - 1)
     assert is_same(report(run), expected) == (program != WRONG_SHARD)
+
+
+SIGNALLED = """
+import os, signal
+from lmx.pipeline.evaluate import metrics
+
+measure = metrics.measure_divergence
+
+def signalled(*arguments):
+    if os.environ["MLX_RANK"] == "1":
+        os.kill(os.getpid(), signal.{name})
+    return measure(*arguments)
+
+metrics.measure_divergence = signalled
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "codes", "status"),
+    [("SIGKILL", [1, -9], "failed"), ("SIGINT", [130, 130], "interrupted")],
+)
+def test_one_process_resumes_what_two_began(tmp_path, expected, name, codes, status):
+    run = make_run(tmp_path)
+    program = SIGNALLED.format(name=name) + MAIN
+    processes = in_ring(program, *run.arguments(), folder=tmp_path)
+    assert [p.returncode for p in processes] == codes, processes[0].stderr
+    assert run.json("manifest.json")["status"] == status
+    assert not (run.output / "report.json").exists()
+    assert run() == 0
+    assert is_same(report(run), expected)

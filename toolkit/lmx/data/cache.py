@@ -142,7 +142,7 @@ def locked_folder(
         UserError: the cache cannot be written.
     """
     entry = root() / kind / key
-    [owner] = ranks.divide([entry], lambda items: [uuid4().hex for _ in items])
+    owner = ranks.broadcast_object(uuid4().hex)
     with _written(entry), ExitStack() as stack:
 
         def lock() -> None:

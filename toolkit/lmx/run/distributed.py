@@ -122,7 +122,8 @@ class ProcessGroup:
         """The JSON value of rank 0; those of other ranks are ignored."""
         if self.size == 1:
             return value
-        text = json.dumps(value).encode() if self.is_first else b""
+        with self.collective_errors():
+            text = json.dumps(value).encode() if self.is_first else b""
         [length] = self.broadcast([mx.array(len(text))])
         [data] = self.broadcast([mx.array(text.ljust(length.item()))])
         return json.loads(bytes(memoryview(data)))
@@ -142,7 +143,9 @@ class ProcessGroup:
         """The JSON values of all ranks, by rank."""
         if self.size == 1:
             return [value]
-        return [*map(json.loads, self.gather_bytes(json.dumps(value).encode()))]
+        with self.collective_errors():
+            data = json.dumps(value).encode()
+        return [*map(json.loads, self.gather_bytes(data))]
 
     def divide(
         self,
@@ -217,8 +220,9 @@ class ProcessGroup:
     def collective_errors(self) -> Iterator[None]:
         """Raise on all ranks if one of them raises in this context.
 
-        Inside, a rank may only communicate with calls that begin with a context of
-        their own, such as `divide`: there it learns that another rank has failed.
+        Inside, a rank may only communicate with methods that begin with a context of
+        their own, where it learns that another rank has failed: those for objects,
+        `divide`, `in_turn`, `alone` and `require_same`.
 
         Raises:
             RemoteError: another process failed; has its exit code.

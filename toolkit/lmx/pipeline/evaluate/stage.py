@@ -78,8 +78,7 @@ class EvaluateStage(Stage):
 
         with context.ranks.collective_errors():
             evaluator = Evaluator(self.config, context)
-        evaluator.measure(evaluator.loaders)
-        with context.ranks.collective_errors():
+            evaluator.measure(evaluator.loaders)
             if context.ranks.is_first:
                 evaluator.check()
         return context.current
