@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import mlx.core as mx
@@ -79,13 +80,15 @@ class Batch:
 
 
 def rows_of(batch: Batch, parts: int) -> Iterator[Batch]:
-    """The batch as so many batches of consecutive sequences, if it has as many."""
+    """The batch as so many even batches of consecutive sequences, if it has as many."""
     if parts == 1:
         yield batch
         return
-    size = -(-len(batch.tokens) // parts)
-    for start in range(0, len(batch.tokens), size):
-        rows = slice(start, start + size)
+    count = len(batch.tokens)
+    for start, end in pairwise(count * part // parts for part in range(parts + 1)):
+        if start == end:
+            continue
+        rows = slice(start, end)
         yield replace(
             batch,
             tokens=batch.tokens[rows],
