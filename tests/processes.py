@@ -5,10 +5,13 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from lmx.run.distributed import ProcessGroup
 from warm import Process
 
 SECONDS = 60
@@ -22,6 +25,16 @@ def scatter(values, *, group=None):
     return mx.distributed.all_sum(values, group=group)[first : first + size]
 
 mx.distributed.sum_scatter = scatter
+"""
+
+# Negative control: the second process does the share of the first one.
+WRONG_SHARD = """
+import os
+from itertools import islice
+from lmx.run.distributed import ProcessGroup
+
+if os.environ["MLX_RANK"] == "1":
+    ProcessGroup.shard = lambda self, items: islice(items, 0, None, self.size)
 """
 
 
@@ -58,6 +71,43 @@ def in_ring(
     finally:
         for process in started:
             process.kill()
+
+
+class InTurn(ProcessGroup):
+    """A rank of several that run one after the other in this process, rank 0 last.
+
+    It is for work whose only collective is one `divide`. What others compute from it
+    is wrong.
+
+    Attributes:
+        share_of: the rank whose share it does.
+    """
+
+    def __init__(self, rank: int, size: int, sent: dict[int, bytes], share_of: int):
+        super().__init__()
+        self.rank, self.size, self.sent, self.share_of = rank, size, sent, share_of
+
+    def shard(self, items):
+        return islice(items, self.share_of, None, self.size)
+
+    def gather_bytes(self, data):
+        self.sent[self.rank] = data
+        return [self.sent.get(rank, data) for rank in range(self.size)]
+
+    def _max_code(self, code):
+        return code
+
+
+def in_turn(work: Callable, size: int = 2, *, is_wrong: bool = False):
+    """The result of rank 0 of a function of a process group.
+
+    Args:
+        is_wrong: all ranks do the first one's share, as a negative control.
+    """
+    sent: dict[int, bytes] = {}
+    for rank in reversed(range(size)):
+        result = work(InTurn(rank, size, sent, 0 if is_wrong else rank))
+    return result
 
 
 def cases_of(path: Path) -> dict[str, dict[str, np.ndarray]]:

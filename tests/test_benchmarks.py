@@ -51,6 +51,20 @@ def libraries() -> list[str]:
     return ["lmx", "mlx-lm"] + ["stock"] * (blas.use_openblas().path is not None)
 
 
+def test_processes_measure_the_same_as_one():
+    text = run(
+        "data_parallel.py",
+        "--hidden-size 64 --num-layers 1 --num-tokens 2000 --questions 8 --prompts 4 "
+        "--num-generations 2 --max-tokens 8 --repeats 1",
+    )
+    rows = [line.split() for line in text.splitlines()]
+    ratios = {row[0]: row[-2:] for row in rows if row[-1].endswith("x")}
+    assert [*ratios] == ["perplexity", "exact", "rollouts", "evaluation"]
+    (difference,) = re.findall("differ by (.*)", text)
+    assert float(difference) < 1e-5
+    assert text.count("8 of 8 completions have the same tokens") == 2
+
+
 def test_lookup_counts_the_same_again(tmp_path, small_base):
     problems = [{"question": f"Ann has {n} pears. How many?"} for n in range(40)]
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, problems)))

@@ -3,9 +3,10 @@
 from collections import Counter
 from itertools import pairwise
 
+import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.data.batching import BucketBatchSampler, bucket_lengths
+from lmx.data.batching import Batch, BucketBatchSampler, bucket_lengths, rows_of
 from lmx.data.tokenization import Example
 
 LONGEST = 100
@@ -221,3 +222,28 @@ def test_lengths_at_bucket_edges_fit():
         for tokens, mask in sequences_with_examples(batch):
             length = np.count_nonzero(tokens)
             assert np.flatnonzero(mask).tolist() == [length - 2]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 9])
+def test_rows_of_a_batch_are_its_sequences(parts):
+    rows, length = 5, 8
+    numbers = mx.arange(rows * length).reshape(rows, length)
+    batch = Batch(
+        mx.arange(rows * (length + 1)).reshape(rows, length + 1),
+        numbers % 2 == 0,
+        tuple("abcde"),
+        documents=numbers,
+        example_indices=tuple(range(rows)),
+        target=(numbers, numbers[:, :1]),
+    )
+    pieces = list(rows_of(batch, parts))
+    assert len(pieces) == min(parts, rows)
+    for name in ("tokens", "mask", "documents"):
+        joined = mx.concatenate([getattr(piece, name) for piece in pieces])
+        assert mx.array_equal(joined, getattr(batch, name))
+    for number, target in enumerate(batch.target):
+        joined = mx.concatenate([piece.target[number] for piece in pieces])
+        assert mx.array_equal(joined, target)
+    assert "".join(name for piece in pieces for name in piece.where) == "abcde"
+    indices = [index for piece in pieces for index in piece.example_indices]
+    assert indices == [*range(rows)]

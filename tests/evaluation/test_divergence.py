@@ -8,6 +8,7 @@ from lmx.errors import UserError
 from lmx.evaluation.divergence import measure_divergence
 from lmx.evaluation.gap_recovery import gap_recovered, measure_per_sequence
 from lmx.evaluation.perplexity import measure_perplexity
+from processes import in_turn
 from test_perplexity import BATCHES, Table, losses_by_sequence, make_batch, padded
 
 
@@ -51,6 +52,28 @@ def test_divergence_equals_numpy():
         assert result.perplexity.value == pytest.approx(expected.value, rel=1e-6)
         assert result.perplexity.tokens == expected.tokens
     assert not {"perplexity", "sequence_kl"} & result.figures.keys()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_ranks_have_the_figures_of_one_process(size, is_wrong):
+    """Each compares some sequences of every batch; perplexity has the same parts."""
+    models = Table(0), Table(1)
+    one = measure_divergence(*models, BATCHES)
+    shared = in_turn(
+        lambda ranks: measure_divergence(*models, BATCHES, ranks),
+        size,
+        is_wrong=is_wrong,
+    )
+    figures = [r.figures | {"stderr": r.perplexity.stderr} for r in (one, shared)]
+    assert (figures[0] == pytest.approx(figures[1], rel=1e-6)) != is_wrong
+    losses = in_turn(
+        lambda ranks: measure_perplexity(models[1], BATCHES, ranks),
+        size,
+        is_wrong=is_wrong,
+    )
+    assert (losses.loss == pytest.approx(one.perplexity.loss, rel=1e-6)) != is_wrong
+    assert losses.tokens == one.perplexity.tokens or is_wrong
 
 
 def test_divergence_from_itself_is_zero():

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.generation.rollouts import sample_completions
+from processes import in_turn
 from test_kv_cache import tiny as family
 from tiny_generators import tiny
 
@@ -41,6 +42,27 @@ def test_log_probabilities_equal_those_of_a_forward_pass(name, temperature):
         for completion in group:
             expected = logps_of(model, prompt, completion, temperature)
             np.testing.assert_allclose(completion.logps, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_ranks_sample_the_completions_of_one_process(size, is_wrong):
+    """A sample has the seed of its place among all, whoever draws it."""
+    model, prompts = tiny("llama"), [*PROMPTS, *PROMPTS[:2]]
+    one = sample(model, prompts)
+    shared = in_turn(
+        lambda ranks: sample(model, prompts, ranks=ranks), size, is_wrong=is_wrong
+    )
+    pairs = [
+        (ours, theirs)
+        for groups in zip(shared, one, strict=True)
+        for ours, theirs in zip(*groups, strict=True)
+    ]
+    is_same = all(a.tokens == b.tokens for a, b in pairs)
+    assert is_same != is_wrong
+    for ours, theirs in pairs if is_same else ():
+        np.testing.assert_allclose(ours.logps, theirs.logps, atol=1e-4)
+        assert ours.is_finished == theirs.is_finished
 
 
 def test_completion_ends_with_the_first_stop_token():

@@ -13,7 +13,9 @@ from lmx.generation.kv_cache.batch import is_batchable
 from lmx.pipeline.evaluate import evaluator, metrics
 from lmx.pipeline.evaluate.evaluator import Evaluator
 from lmx.pipeline.evaluate.questions import DecodingSteps
+from lmx.run.distributed import SINGLE_PROCESS
 from lmx.run.logger import RunLogger
+from lmx.run.parallel_dims import ParallelDims
 from lmx.run.work_rate import KindOfWork, WorkRate
 from test_evaluate_samples import END, SIZE, Letters
 
@@ -81,7 +83,7 @@ def evaluate(monkeypatch, clock, questions, last_letters):
     """Evaluate models whose answers end with these letters, on this many questions."""
 
     def predictions(*arguments):
-        *models, batches = arguments
+        *models, batches, _ = arguments
         for batch in batches:
             for model in models:
                 model.clock.wait(TOKEN * batch.tokens.size / model.speed)
@@ -116,6 +118,8 @@ def evaluate(monkeypatch, clock, questions, last_letters):
     context = SimpleNamespace(
         rows=SimpleNamespace(valid=records),
         logger=logger,
+        ranks=SINGLE_PROCESS,
+        parallel=ParallelDims(),
         extensions=SimpleNamespace(metrics={}),
     )
     config = EvaluateConfig(exact_match_max_tokens=LIMIT)

@@ -16,6 +16,7 @@ from lmx.pipeline.evaluate.questions import (
     Questions,
     distinct_tokens,
 )
+from processes import in_turn
 from tiny_runs import EVALUATE, SCRATCH_CONFIG, TRAIN, Run
 
 SIZE, END = 64, 0
@@ -68,13 +69,26 @@ class Next:
         return []
 
 
-def answers(records, model=None, tokenizer=None, max_tokens=9):
+def answers(records, model=None, tokenizer=None, max_tokens=9, **ranks):
     """Answers by prompt of all records as samples, and the work that was counted."""
     questions = Questions.choose(records, len(records), 0, "none")
     counted = Counter()
     generator = Generator(model or Next(), tokenizer or Letters())
-    questions.answer("base", generator, max_tokens, counted.update)
+    questions.answer("base", generator, max_tokens, counted.update, **ranks)
     return {q.prompt: q.answers.get("base") for q in questions}, counted
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_ranks_answer_their_shares(is_wrong):
+    """The prompts differ in length, and the first rank counts for both."""
+    records = [chat(prompt, "") for prompt in ("AB", "D", "A", "BC")]
+    one, _ = answers(records)
+    shared, counted = in_turn(
+        lambda ranks: answers(records, ranks=ranks), is_wrong=is_wrong
+    )
+    assert shared.keys() == one.keys()
+    assert (shared == one) != is_wrong
+    assert counted["tokens"] == pytest.approx(5)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ import signal
 import mlx.core as mx
 import pytest
 from lmx.run.fs import hash_file
+from processes import WRONG_SHARD, in_ring
 from tiny_runs import EVALUATE, TRAIN, Run
 
+MAIN = "import sys; from lmx.cli.main import train; sys.exit(train())"
 GRID = {"bits": 2, "group_size": 32}
 LORA = {"type": "lora", "rank": 4}
 QAT = TRAIN | {"learning_rate": 1e-3, "compare_full_precision": True}
@@ -45,6 +47,25 @@ def test_report_has_gap_recovered(tmp_path, base):
     assert shown in page.replace("\u00a0", " ")
     # Samples come from the exported model only.
     assert {record["stage"] for record in run.records("samples.jsonl")} == {"1-train"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["", WRONG_SHARD])
+def test_processes_share_the_comparison(tmp_path, base, program):
+    """The trainings of both end alike: a rate of almost zero changes nothing."""
+    train = QAT | {"learning_rate": 1e-9, "steps": 2, "qat": GRID}
+    results = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        run = Run(tmp_path / name, {"train": train}, "evaluate", model=base)
+        if name == "one":
+            assert run() == 0
+        else:
+            ranks = in_ring(program + MAIN, *run.arguments(), folder=run.folder)
+            assert [r.returncode for r in ranks] == [0, 0], ranks[0].stderr
+        recovery = gap_recovered(run)
+        results.append({n: recovery[n]["kl"] for n in ("fp_baseline_rtn", "qat")})
+    assert (results[0] == pytest.approx(results[1], rel=1e-5)) == (not program)
 
 
 @pytest.mark.parametrize(

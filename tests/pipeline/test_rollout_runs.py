@@ -3,7 +3,7 @@
 import pytest
 from lmx.config.errors import ConfigErrors
 from lmx.config.loader import load_recipe
-from processes import in_ring
+from processes import WRONG_SHARD, in_ring
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 
 LORA = {"type": "lora", "rank": 4}
@@ -201,19 +201,32 @@ def test_recipe_errors(tmp_path, base, changes, message):
 
 
 @pytest.mark.slow
-def test_ranks_train_on_the_same_completions(tmp_path, base):
-    whole = make_run(tmp_path / "whole", "grpo-lora", base, steps=6)
+@pytest.mark.parametrize(
+    ("program", "count", "steps"), [("", 2, 6), ("", 3, 1), (WRONG_SHARD, 2, 1)]
+)
+def test_ranks_train_on_the_same_completions(tmp_path, base, program, count, steps):
+    whole = make_run(tmp_path / "whole", "grpo-lora", base, steps=steps)
     assert whole() == 0
-    shared = make_run(tmp_path / "shared", "grpo-lora", base, steps=6)
-    ranks = in_ring(MAIN, *shared.arguments(), folder=shared.folder)
-    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr
+    shared = make_run(tmp_path / "shared", "grpo-lora", base, steps=steps)
+    ranks = in_ring(
+        program + MAIN, *shared.arguments(), folder=shared.folder, count=count
+    )
+    assert [rank.returncode for rank in ranks] == [0] * count, ranks[0].stderr
     # Later ones may differ: the sum of gradients is rounded in another order.
     first, expected = (
         [r for r in run.records("samples.jsonl") if r["step"] == 1]
         for run in (shared, whole)
     )
     assert len(first) == 4 * 4
-    assert first == expected
+    assert (first == expected) == (not program)
+    if program:
+        return
+    # That of the first validation, of greedy completions.
+    rewards = [
+        next(r["reward"] for r in run.records() if r["kind"] == "valid")
+        for run in (shared, whole)
+    ]
+    assert rewards[0] == pytest.approx(rewards[1], rel=1e-6)
     values, expected = (
         [r["reward"] for r in run.records() if r["kind"] == "train"]
         for run in (shared, whole)

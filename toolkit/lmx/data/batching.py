@@ -3,8 +3,9 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import mlx.core as mx
@@ -76,6 +77,27 @@ class Batch:
             return None
         order = np.argsort(~mask, kind="stable")
         return mx.array(np.sort(order[:count]).astype(np.int32))
+
+
+def rows_of(batch: Batch, parts: int) -> Iterator[Batch]:
+    """The batch as so many even batches of consecutive sequences, if it has as many."""
+    if parts == 1:
+        yield batch
+        return
+    count = len(batch.tokens)
+    for start, end in pairwise(count * part // parts for part in range(parts + 1)):
+        if start == end:
+            continue
+        rows = slice(start, end)
+        yield replace(
+            batch,
+            tokens=batch.tokens[rows],
+            mask=batch.mask[rows],
+            where=batch.where[rows],
+            documents=None if batch.documents is None else batch.documents[rows],
+            example_indices=batch.example_indices[rows],
+            target=batch.target and tuple(part[rows] for part in batch.target),
+        )
 
 
 class ExampleDataset(Protocol):

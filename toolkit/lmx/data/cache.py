@@ -6,12 +6,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from ..errors import UserError
 from ..run import fs
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..run.fs import key_of, read_index, write_index
 
 # Nanoseconds after which another write of a file certainly changes its time.
@@ -58,6 +60,11 @@ class CacheEntry:
     made: bool
 
 
+def content_folder(kind: str, key: str) -> Path:
+    """The folder of an entry, which exists if it was created."""
+    return root() / kind / key / "content"
+
+
 def get_or_create(
     kind: str,
     key: str,
@@ -76,8 +83,8 @@ def get_or_create(
     Raises:
         UserError: the cache cannot be written.
     """
-    entry = root() / kind / key
-    folder = entry / "content"
+    folder = content_folder(kind, key)
+    entry = folder.parent
     facts = read_index(folder, f"{kind} {key}")
     if facts is not None:
         return CacheEntry(folder, facts, made=False)
@@ -123,21 +130,36 @@ def file_hash(path: Path) -> str:
 
 
 @contextmanager
-def locked_folder(kind: str, key: str) -> Iterator[Path]:
+def locked_folder(
+    kind: str, key: str, ranks: ProcessGroup = SINGLE_PROCESS
+) -> Iterator[Path]:
     """A folder of the cache whose files the caller checks. Other processes wait.
+
+    Args:
+        ranks: enter together. The first one of them on each disk locks the folder.
 
     Raises:
         UserError: the cache cannot be written.
     """
     entry = root() / kind / key
-    with _written(entry), _locked(entry):
-        fs.remove_partial_files(entry)
+    owner = ranks.broadcast_object(uuid4().hex)
+    with _written(entry), ExitStack() as stack:
+
+        def lock() -> None:
+            stack.enter_context(_locked(entry, owner if ranks.size > 1 else ""))
+            fs.remove_partial_files(entry)
+
+        ranks.in_turn(lock)
         yield entry / "content"
 
 
 @contextmanager
-def _locked(place: Path) -> Iterator[None]:
-    """Hold the lock of an entry; waits while another process fills it."""
+def _locked(place: Path, owner: str = "") -> Iterator[None]:
+    """Hold the lock of an entry; waits while another process fills it.
+
+    Args:
+        owner: the name that processes share, if one of them holds it for all.
+    """
     lock = place / "lock"
     # Links would be followed out of the cache.
     for folder in (place.parent, place):
@@ -148,7 +170,9 @@ def _locked(place: Path) -> Iterator[None]:
         fs.remove(lock)
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        if not owner or os.pread(handle, len(owner), 0) != owner.encode():
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            os.pwrite(handle, owner.encode(), 0)
         yield
     finally:
         os.close(handle)

@@ -16,6 +16,7 @@ from ..data.record_formats import DataRecord
 from ..data.tokenization import Example
 from ..generation.completions import CachedGenerator, completion_example
 from ..generation.prompt import Messages, encode_chat, encode_text
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..run.logger import RunLogger
 from ..training.teacher_cache import PartTargets, cache_part_targets
 from ..training.teacher_targets import (
@@ -187,6 +188,7 @@ class DistillationBatches:
         top_k: tokens stored per prediction; None = the teacher runs for every batch.
         vocab_size: only the first so many tokens are predicted; None = all.
         logger: logs the size of the predictions, which are computed once and cached.
+        ranks: have the same examples; they share the work of `cache_targets`.
 
     Attributes:
         digest: hash of the completions and predictions.
@@ -204,6 +206,7 @@ class DistillationBatches:
         vocab_size: int | None = None,
         seed: int,
         logger: RunLogger,
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ):
         batches = BucketBatchSampler(
             examples, max_seq_length=max_seq_length, batch_tokens=tokens
@@ -212,6 +215,7 @@ class DistillationBatches:
         facts.append(vocab_size)
         self.digest = sha256(repr(facts).encode()).hexdigest()
         self.seed = seed
+        self.ranks = ranks
         self._batches = list(batches.in_order())
         self._teacher = teacher
         self._top_k, self._vocab_size = top_k, vocab_size
@@ -250,11 +254,14 @@ class DistillationBatches:
         return counts
 
     def cache_targets(self) -> None:
-        """Compute the predictions that are to be cached and are not yet."""
+        """Compute the predictions that are to be cached and are not yet.
+
+        All ranks must call this together, before one of them uses a batch.
+        """
         if self._top_k is None or self._cached_targets:
             return
         entry = cache.key_of(self._facts)
-        with cache.locked_folder("draft_targets", entry) as folder:
+        with cache.locked_folder("draft_targets", entry, self.ranks) as folder:
             self._cached_targets = cache_part_targets(
                 folder,
                 [
@@ -266,6 +273,7 @@ class DistillationBatches:
                 top_k=self._top_k,
                 vocab_size=self._vocab_size,
                 logger=self._logger,
+                ranks=self.ranks,
             )
 
     def _target(self, index: int) -> TeacherTarget:

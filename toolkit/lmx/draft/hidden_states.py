@@ -10,6 +10,7 @@ import mlx.nn as nn
 from ..data import cache
 from ..data.batching import Batch
 from ..models.hooks import forward_with_hidden_states
+from ..run.divided_folders import make_folders
 from ..run.fs import atomic_folder, read_index, remove, require_space, write_index
 from ..run.logger import RunLogger
 from .dataset import DistillationBatches
@@ -85,7 +86,7 @@ class HiddenStateBatches:
         logger.info(f"hidden states of {tokens:,} tokens: {size / 1e9:.2f} GB, {place}")
         if size <= max_bytes:
             entry = cache.key_of([key, self.digest])
-            with cache.locked_folder("hidden_states", entry) as folder:
+            with cache.locked_folder("hidden_states", entry, batches.ranks) as folder:
                 self._fill(folder, size, logger)
         else:
             # Their forward passes would give the states of other batches.
@@ -134,13 +135,33 @@ class HiddenStateBatches:
         self._target.on_states = self._write
         self._batches.cache_targets()
         self._target.on_states = None
-        with logger.progress(len(self), "hidden states") as progress:
-            for index in range(len(self)):
-                tokens = self._batches.tokens_of(index)
-                place = self._place(tokens)
+        all_tokens = map(self._batches.tokens_of, range(len(self)))
+        tokens_of = {self._place(tokens): tokens for tokens in all_tokens}
+        places, whole = list(tokens_of), set()
+
+        def is_whole(number: int) -> bool:
+            place = places[number]
+            if place not in whole:
                 if read_index(place, self._index_key(place)) is None:
-                    self._write(tokens, self._target.states(tokens))
-                progress.advance()
+                    return False
+                whole.add(place)
+                progress.skip(1)
+            return True
+
+        def make(number: int) -> None:
+            tokens = tokens_of[places[number]]
+            self._write(tokens, self._target.states(tokens))
+            progress.advance()
+
+        with logger.progress(len(places), "hidden states") as progress:
+            make_folders(
+                places,
+                self._batches.ranks,
+                key=self.digest,
+                is_whole=is_whole,
+                make=make,
+                made_elsewhere=lambda number: progress.advance(),
+            )
 
     def _write(self, tokens: mx.array, states: mx.array) -> None:
         place = self._place(tokens)

@@ -1,6 +1,6 @@
 """KL divergence of a model's predictions from a reference model's."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -9,7 +9,8 @@ import numpy as np
 
 from ..data.batching import Batch
 from ..data.sequence_mean import mean_over_sequences
-from .perplexity import Perplexity, perplexity_of, sequence_losses
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
+from .perplexity import Perplexity, divide_batches, perplexity_of, sequence_losses
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,15 @@ class Divergence:
 
 
 def measure_divergence(
-    reference: nn.Module, model: nn.Module, batches: Iterable[Batch]
+    reference: nn.Module,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Divergence:
     """Compare two models with the same vocabulary, in one pass of each per batch.
+
+    Args:
+        ranks: have the same models and batches; each computes its share.
 
     Raises:
         UserError: a prediction of `model` is NaN (exit code 1).
@@ -58,16 +65,18 @@ def measure_divergence(
         losses = sequence_losses(after, tokens, mask)
         return kl, agrees, *losses
 
-    parts, sums, losses = [], [], []
-    for batch in batches:
-        kl, agrees, *loss = map(np.array, compare(batch.tokens, batch.mask))
-        kl, mask = kl.astype(np.float64), np.array(batch.mask)
-        parts.append((kl[mask], agrees[mask]))
-        sums.append((kl * mask).sum(axis=1))
-        losses.append(loss)
-    perplexity, sequence_kl = perplexity_of(losses), np.concatenate(sums)
+    def measure(batches: Iterable[Batch]) -> Iterator[tuple]:
+        for batch in batches:
+            kl, agrees, *losses = map(np.array, compare(batch.tokens, batch.mask))
+            kl, mask = kl.astype(np.float64), np.array(batch.mask)
+            yield kl[mask], agrees[mask], (kl * mask).sum(axis=1), *losses
+
+    results = divide_batches(batches, measure, ranks)
+    perplexity = perplexity_of([losses for _, _, _, *losses in results])
+    kl, agrees, sequence_kl = (
+        np.concatenate(column) for column in [*zip(*results, strict=True)][:3]
+    )
     mean, stderr = mean_over_sequences(sequence_kl, perplexity.sequence_tokens)
-    kl, agrees = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Divergence(
         mean,
         stderr,

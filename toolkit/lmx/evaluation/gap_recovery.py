@@ -9,6 +9,7 @@ import numpy as np
 
 from ..data.batching import Batch
 from ..data.sequence_mean import mean_over_sequences
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from .divergence import measure_divergence
 
 
@@ -33,11 +34,14 @@ class PerSequenceSums:
 
 
 def measure_per_sequence(
-    reference: nn.Module, model: nn.Module, batches: Iterable[Batch]
+    reference: nn.Module,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> PerSequenceSums:
     """Sums of all sequences with trained tokens, in the order of the batches."""
 
-    result = measure_divergence(reference, model, batches)
+    result = measure_divergence(reference, model, batches, ranks)
     losses = result.perplexity
     columns = losses.sequence_losses, result.sequence_kl, losses.sequence_tokens
     return PerSequenceSums(*(column[columns[-1] > 0] for column in columns))

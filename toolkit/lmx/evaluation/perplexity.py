@@ -1,6 +1,6 @@
 """Perplexity over trained tokens, with a standard error over sequences."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, isnan
 
@@ -8,9 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..data.batching import Batch
+from ..data.batching import Batch, rows_of
 from ..data.sequence_mean import mean_over_sequences
 from ..errors import nan_predictions
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 
 # Logits in memory at once: 256 MB in float32.
 MAX_LOGITS = 1 << 26
@@ -60,11 +61,29 @@ def sequence_losses(
     return losses.sum(axis=1), mask.sum(axis=1)
 
 
-def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity:
+def divide_batches(
+    batches: Iterable[Batch],
+    work: Callable[[Iterable[Batch]], Iterator[tuple]],
+    ranks: ProcessGroup,
+) -> list[tuple]:
+    """The results of parts of the batches, in order; each is made by one rank.
+
+    A rank gets some sequences of every batch, so that few batches keep all ranks busy.
+    """
+    parts = (part for batch in batches for part in rows_of(batch, ranks.size))
+    return ranks.divide(parts, work)
+
+
+def measure_perplexity(
+    model: nn.Module, batches: Iterable[Batch], ranks: ProcessGroup = SINGLE_PROCESS
+) -> Perplexity:
     """Perplexity of a model, with equal weight for every trained token.
 
     The standard error is that of a ratio of sums over independent sequences: tokens of
     one sequence are correlated, so independent tokens would underestimate it.
+
+    Args:
+        ranks: have the same model and batches; each computes its share.
 
     Raises:
         UserError: a prediction is NaN (exit code 1).
@@ -74,13 +93,15 @@ def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity
     def sums(tokens, mask):
         return sequence_losses(model(tokens[:, :-1]).astype(mx.float32), tokens, mask)
 
-    # np.array waits for every batch, so that only one is in memory.
-    return perplexity_of(
-        [[*map(np.array, sums(batch.tokens, batch.mask))] for batch in batches]
-    )
+    def measure(batches: Iterable[Batch]) -> Iterator[tuple]:
+        for batch in batches:
+            # np.array waits for every batch, so that only one is in memory.
+            yield tuple(map(np.array, sums(batch.tokens, batch.mask)))
+
+    return perplexity_of(divide_batches(batches, measure, ranks))
 
 
-def perplexity_of(sums: list[list[np.ndarray]]) -> Perplexity:
+def perplexity_of(sums: Sequence[tuple]) -> Perplexity:
     """The perplexity of batches, from the `sequence_losses` of each; else as above."""
     losses, counts = (
         np.concatenate(column).astype(np.float64) for column in zip(*sums, strict=True)

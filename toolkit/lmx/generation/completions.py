@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,10 @@ import numpy as np
 
 from ..data import cache
 from ..data.batching import ExampleDataset, InMemoryExamples
+from ..data.divided_cache import Origin, get_or_create_all
 from ..data.tokenization import Example
 from ..errors import UserError
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..run.logger import RunLogger
 from ..run.progress import ProgressBar
 from .engine import Engine
@@ -33,12 +34,14 @@ class CachedGenerator:
         digest: hash of the model.
         stop_tokens: tokens that end a completion; the stop token is part of it.
         logger: shows progress, and damaged cache entries.
+        ranks: have the same model and requests; each makes its share of the blocks.
     """
 
     load_model: Callable[[], Any]
     digest: str
     stop_tokens: frozenset[int]
     logger: RunLogger
+    ranks: ProcessGroup = SINGLE_PROCESS
 
     def request(
         self,
@@ -54,33 +57,41 @@ class CachedGenerator:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
         """The completions of the requests, from the cache or from the model."""
-        completions = []
-        total = sum(request.max_tokens for request in requests)
-        with self.logger.progress(total, "completions", percent=True) as progress:
-            for start in range(0, len(requests), BATCH_SIZE):
-                block = requests[start : start + BATCH_SIZE]
-                settings = [[r.prompt, r.max_tokens, repr(r.sampling)] for r in block]
-                entry = cache.get_or_create(
-                    "completions",
-                    cache.key_of([self.digest, sorted(self.stop_tokens), settings]),
-                    partial(self._fill, requests=block, progress=progress),
-                    warning=self.logger.warning,
-                )
-                if entry.made:
-                    done = min(start + BATCH_SIZE, len(requests))
-                    self.logger.info(
-                        f"generated {done:,} of {len(requests):,} completions"
-                    )
-                else:
-                    progress.skip(sum(request.max_tokens for request in block))
-                completions += entry.facts["completions"]
-        return completions
+        starts = range(0, len(requests), BATCH_SIZE)
+        blocks = [requests[start : start + BATCH_SIZE] for start in starts]
+        tokens = [sum(request.max_tokens for request in block) for block in blocks]
+        logger = self.logger
+        with logger.progress(sum(tokens), "completions", percent=True) as progress:
 
-    def _fill(
-        self, _: Path, *, requests: Sequence[GenerationRequest], progress: ProgressBar
-    ) -> dict:
-        model = self.load_model()
-        return {"completions": generate_batch(model, requests, progress)}
+            def fill(number: int, _: Path) -> dict:
+                model = self.load_model()
+                block = blocks[number]
+                return {"completions": generate_batch(model, block, progress)}
+
+            def count(number: int, origin: Origin) -> None:
+                if origin == "found":
+                    progress.skip(tokens[number])
+                    return
+                if origin == "made elsewhere":
+                    progress.advance(tokens[number])
+                done = starts[number] + len(blocks[number])
+                logger.info(f"generated {done:,} of {len(requests):,} completions")
+
+            entries = get_or_create_all(
+                "completions",
+                [self._key(block) for block in blocks],
+                fill,
+                ranks=self.ranks,
+                warning=logger.warning,
+                on_entry=count,
+            )
+        completions = [each for e in entries for each in e.facts["completions"]]
+        # Another machine may have them from an earlier run, with other rounding.
+        return self.ranks.broadcast_object(completions)
+
+    def _key(self, block: Sequence[GenerationRequest]) -> str:
+        settings = [[r.prompt, r.max_tokens, repr(r.sampling)] for r in block]
+        return cache.key_of([self.digest, sorted(self.stop_tokens), settings])
 
 
 def generate_batch(

@@ -1,12 +1,13 @@
 """Rollouts: sampled completions with their log-probabilities, many at once."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from .engine import Engine
 from .kv_cache.batch import require_batchable
 from .sampling import Sampling
@@ -37,6 +38,7 @@ def sample_completions(
     temperature: float,
     stop_tokens: Collection[int],
     seed: int,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> list[list[Completion]]:
     """Completions of prompts of any lengths, `num_generations` of each.
 
@@ -44,34 +46,53 @@ def sample_completions(
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
         temperature: of the sampled distribution; 0 = greedy.
         seed: equal models, prompts and seeds give equal completions.
+        ranks: have the same model and prompts; each completes its share of them.
 
     Raises:
         UserError: this model cannot be batched.
     """
     require_batchable(model)
-    completions = [[Completion() for _ in range(num_generations)] for _ in prompts]
     total = len(prompts) * num_generations
-    engine = Engine(model, max_batch_size=total)
     seeds = np.random.SeedSequence(seed).generate_state(total, np.uint64)
-    owners: dict[GenerationRequest, Completion] = {}
-    for row, sample_seed in enumerate(seeds.tolist()):
-        index, sample = divmod(row, num_generations)
-        request = GenerationRequest(
-            prompts[index],
-            max_tokens,
-            Sampling(temperature, seed=sample_seed),
-            stop_tokens,
-            logprobs="processed",
-        )
-        owners[request] = completions[index][sample]
+
+    def complete(share: Iterable[tuple]) -> Iterator[list[tuple]]:
+        requests = [
+            [
+                GenerationRequest(
+                    prompt,
+                    max_tokens,
+                    Sampling(temperature, seed=sample_seed),
+                    stop_tokens,
+                    logprobs="processed",
+                )
+                for sample_seed in sample_seeds
+            ]
+            for prompt, sample_seeds in share
+        ]
+        completions = _complete(model, [each for group in requests for each in group])
+        for group in requests:
+            yield [astuple(completions[request]) for request in group]
+
+    rows = seeds.reshape(len(prompts), num_generations).tolist()
+    groups = ranks.divide(zip(prompts, rows, strict=True), complete)
+    mx.clear_cache()
+    return [[Completion(*each) for each in group] for group in groups]
+
+
+def _complete(
+    model: Any, requests: Sequence[GenerationRequest]
+) -> dict[GenerationRequest, Completion]:
+    """The completions of requests that are decoded together."""
+    completions = {request: Completion() for request in requests}
+    engine = Engine(model, max_batch_size=max(1, len(requests)))
+    for request in requests:
         engine.add_request(request)
     while not engine.idle:
         for output in engine.step():
             if output.error:
                 raise output.error
-            completion = owners[output.request]
+            completion = completions[output.request]
             completion.tokens.append(output.token)
             completion.logps.append(output.logprob)
-            completion.is_finished = output.token in stop_tokens
-    mx.clear_cache()
+            completion.is_finished = output.token in output.request.stop_tokens
     return completions

@@ -1,13 +1,17 @@
 """Process group: collectives, and propagation of errors and interrupts to all ranks."""
 
 import atexit
+import fcntl
 import json
 import math
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate, islice
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import mlx.core as mx
 
@@ -16,8 +20,11 @@ from . import launcher, watchdog
 from .watchdog import RESUMES, Watchdog
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 # Bytes per all-reduce. Small arrays are concatenated, because each call has latency.
 BUCKET_BYTES = 32 << 20
+# Attribute of an error: the group whose ranks know of it.
+TOLD = "told_group"
 # Prefixes of MLX's messages about lost connections.
 BACKEND_PREFIXES = ("[ring]", "[jaccl]", "[nccl]", "[mpi]")
 # The backend may notice a lost connection before the watchdog does.
@@ -125,11 +132,86 @@ class ProcessGroup:
         """The JSON value of rank 0; those of other ranks are ignored."""
         if self.size == 1:
             return value
-        text = json.dumps(value).encode() if self.is_first else b""
+        with self.collective_errors():
+            text = json.dumps(value).encode() if self.is_first else b""
         [length] = self.broadcast([mx.array(len(text))])
-        data = mx.array(list(text.ljust(length.item())), mx.uint8)
-        [data] = self.broadcast([data])
-        return json.loads(bytes(data.tolist()))
+        [data] = self.broadcast([mx.array(text.ljust(length.item()))])
+        return json.loads(bytes(memoryview(data)))
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The data of all ranks, by rank."""
+        if self.size == 1:
+            return [data]
+        lengths = self.all_gather(mx.array([len(data)], mx.int64)).tolist()
+        longest = max(1, *lengths)
+        joined = memoryview(self.all_gather(mx.array(data.ljust(longest))))
+        starts = range(0, len(joined), longest)
+        pairs = zip(starts, lengths, strict=True)
+        return [bytes(joined[start : start + length]) for start, length in pairs]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, by rank."""
+        if self.size == 1:
+            return [value]
+        with self.collective_errors():
+            data = json.dumps(value).encode()
+        return [*map(json.loads, self.gather_bytes(data))]
+
+    def divide(
+        self,
+        items: Iterable[Item],
+        work: Callable[[Iterable[Item]], Iterable[Result]],
+    ) -> list[Result]:
+        """The results of all items in order; every rank works on its share.
+
+        Args:
+            items: the same on all ranks.
+            work: returns one result per item. From other ranks a result comes as plain
+                JSON data, in which arrays are lists.
+        """
+        if self.size == 1:
+            return list(work(items))
+        with self.collective_errors():
+            share = [*work(self.shard(items))]
+            text = json.dumps(share, default=lambda array: array.tolist())
+        parts = [*map(json.loads, self.gather_bytes(text.encode()))]
+        results: list = [None] * sum(map(len, parts))
+        for rank, part in enumerate(parts):
+            results[rank :: self.size] = part
+        return results
+
+    def in_turn(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, which one rank after the other does."""
+        for rank in range(self.size):
+            with self.collective_errors():
+                if rank == self.rank:
+                    result = work()
+        return result
+
+    def alone(self, work: Callable[[], Result], *, is_worker: bool) -> Result | None:
+        """The result of `work` on the workers, while the other ranks sleep.
+
+        A rank that waits in a collective keeps a core busy. A file lock does not, and
+        a worker that dies releases it. Ranks on other machines wait as usual.
+
+        Args:
+            is_worker: whether this rank works; the others get None.
+        """
+        if self.size == 1:
+            return work()
+        name = f"lmx-{self.broadcast_object(uuid4().hex)}.lock"
+        path, result = Path(gettempdir()) / name, None
+        with self.collective_errors():
+            lock = path.open("w")
+            if is_worker:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+        with self.collective_errors(), lock:
+            if is_worker:
+                result = work()
+            else:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        path.unlink(missing_ok=True)
+        return result
 
     def require_same(self, value: Any, what: str, *, hint: str) -> None:
         """Raise a `UserError` on ranks whose value differs from that of rank 0.
@@ -148,8 +230,9 @@ class ProcessGroup:
     def collective_errors(self) -> Iterator[None]:
         """Raise on all ranks if one of them raises in this context.
 
-        Collectives inside the context are not allowed, because other ranks may have
-        failed.
+        Inside, a rank may only communicate with methods that begin with a context of
+        their own, where it learns that another rank has failed: those for objects,
+        `divide`, `in_turn`, `alone` and `require_same`.
 
         Raises:
             RemoteError: another process failed; has its exit code.
@@ -158,14 +241,16 @@ class ProcessGroup:
         try:
             yield
         except BaseException as error:
-            with suppress(RuntimeError):
-                self._max_code(_exit_code(error))
+            # An inner context may have told the others.
+            if getattr(error, TOLD, None) is not self:
+                setattr(error, TOLD, self)
+                with suppress(RuntimeError):
+                    self._max_code(_exit_code(error))
             raise
-        code = self._max_code(0)
-        if code == INTERRUPTED:
-            raise Interrupted
-        if code:
-            raise RemoteError(code)
+        if code := self._max_code(0):
+            error = Interrupted() if code == INTERRUPTED else RemoteError(code)
+            setattr(error, TOLD, self)
+            raise error
 
     @contextmanager
     def connection_errors(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ the cache, in blocks by the content of the sequences and the weights.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +14,9 @@ import numpy as np
 
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
+from ..data.divided_cache import Origin, get_or_create_all
 from ..errors import nan_predictions
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..run.logger import RunLogger
 from .chunked_loss import ChunkedLoss
 from .losses import token_log_probs
@@ -33,11 +34,13 @@ class Reference:
         load: returns it, with its chunked loss if it has one. It is called if a result
             is not in the cache.
         digest: a hash of its weights and of how it computes.
+        ranks: have the same model and sequences; each makes its share of the blocks.
     """
 
     load: Callable[[], tuple[nn.Module, ChunkedLoss | None]]
     digest: str
     logger: RunLogger
+    ranks: ProcessGroup = SINGLE_PROCESS
 
 
 def with_preference_target(
@@ -75,17 +78,31 @@ def reference_log_probs(
     blocks = np.split(members, range(BLOCK_SEQUENCES, len(members), BLOCK_SEQUENCES))
     logger = reference.logger
     with logger.progress(len(members), "reference log-probabilities") as bar:
-        for block in blocks:
-            sequences = InMemoryExamples(examples[index] for index in block)
-            entry = cache.get_or_create(
-                "reference-log-probs",
-                cache.key_of([reference.digest, sequences.digest]),
-                partial(_fill, sequences, reference, bar),
-                warning=logger.warning,
-            )
-            if not entry.made:
-                bar.skip(len(block))
-            result[block] = np.load(entry.folder / FILE, allow_pickle=False)
+
+        def sequences(number: int) -> InMemoryExamples:
+            return InMemoryExamples(examples[index] for index in blocks[number])
+
+        def fill(number: int, folder: Path) -> dict:
+            return _fill(sequences(number), reference, bar, folder)
+
+        def count(number: int, origin: Origin) -> None:
+            if origin != "made":
+                counter = bar.skip if origin == "found" else bar.advance
+                counter(len(blocks[number]))
+
+        entries = get_or_create_all(
+            "reference-log-probs",
+            [
+                cache.key_of([reference.digest, sequences(number).digest])
+                for number in range(len(blocks))
+            ],
+            fill,
+            ranks=reference.ranks,
+            warning=logger.warning,
+            on_entry=count,
+        )
+    for block, entry in zip(blocks, entries, strict=True):
+        result[block] = np.load(entry.folder / FILE, allow_pickle=False)
     return result
 
 

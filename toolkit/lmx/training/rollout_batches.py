@@ -174,29 +174,40 @@ class RolloutBatches:
         ranks, records = self.step.ranks, None
         with ranks.collective_errors():
             if ranks.is_first:
-                records = self._read_or_generate(number)
-                if is_first_use:
-                    # Here, because a resumed run repeats the records.
-                    for record in records:
-                        row = {"step": step + 1, "prompt": record["sample"]["prompt"]}
-                        row["completion"] = record["sample"]["completion"]
-                        self.logger.sample(row | {"rewards": record["rewards"]})
+                records = self._read(number)
+        if ranks.broadcast_object(records is None):
+            completions = self._generate(number)
+            records = [asdict(each) for each in completions]
+            with ranks.collective_errors():
+                if ranks.is_first:
+                    self._write(number, records)
+        if is_first_use and ranks.is_first:
+            # Here, because a resumed run repeats the records.
+            for record in records:
+                row = {"step": step + 1, "prompt": record["sample"]["prompt"]}
+                row["completion"] = record["sample"]["completion"]
+                self.logger.sample(row | {"rewards": record["rewards"]})
         records = ranks.broadcast_object(records)
         return [RewardedCompletion.from_json(record) for record in records]
 
-    def _read_or_generate(self, number: int) -> list[dict]:
-        file, digest = self.folder / f"{number:08}.json", self._hash(self._rewards)
-        if file.is_file():
-            saved = json.loads(file.read_text())
-            if saved["digest"] == digest:
-                return saved["completions"]
-        completions = [asdict(each) for each in self._generate(number)]
+    def _place(self, number: int) -> Path:
+        return self.folder / f"{number:08}.json"
+
+    def _read(self, number: int) -> list[dict] | None:
+        """The completions in the file of a batch; None if they are of others."""
+        file = self._place(number)
+        if not file.is_file():
+            return None
+        saved = json.loads(file.read_text())
+        is_same = saved["digest"] == self._hash(self._rewards)
+        return saved["completions"] if is_same else None
+
+    def _write(self, number: int, completions: list[dict]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        saved = {"digest": digest, "completions": completions}
-        write_atomic(file, json.dumps(saved) + "\n")
+        saved = {"digest": self._hash(self._rewards), "completions": completions}
+        write_atomic(self._place(number), json.dumps(saved) + "\n")
         old = number - self.kept * self.accumulation
-        (self.folder / f"{old:08}.json").unlink(missing_ok=True)
-        return completions
+        self._place(old).unlink(missing_ok=True)
 
     def _generate(self, number: int) -> list[RewardedCompletion]:
         config = self.config
@@ -219,6 +230,9 @@ class RolloutBatches:
     ) -> list[RewardedCompletion]:
         """Completions by the present weights, those of an example one after the other.
 
+        All ranks generate. The first one, which alone calls the reward functions, gets
+        the completions.
+
         Args:
             temperature: 0 = greedy.
         """
@@ -231,7 +245,19 @@ class RolloutBatches:
             temperature=temperature,
             stop_tokens=frozenset(self.tokenizer.eos_token_ids),
             seed=seed,
+            ranks=self.step.ranks,
         )
+        with self.step.ranks.collective_errors():
+            if not self.step.ranks.is_first:
+                return []
+            return self._rewarded(examples, prompts, groups)
+
+    def _rewarded(
+        self,
+        examples: Sequence[Example],
+        prompts: Sequence[list[int]],
+        groups: Sequence[list[Completion]],
+    ) -> list[RewardedCompletion]:
         rewarded = []
         for example, prompt, group in zip(examples, prompts, groups, strict=True):
             text = self.tokenizer.decode(prompt)
@@ -341,16 +367,12 @@ class RewardEvaluator:
 
     def __call__(self) -> EvalOutput:
         """Minus the summed rewards, their number, and the mean reward."""
-        step = self.batches.step
-        total = 0.0
-        with step.ranks.collective_errors():
-            if step.ranks.is_first:
-                total = self._total()
-        (total,) = step.ranks.all_reduce_scalars(total)
+        (total,) = self.batches.step.ranks.all_reduce_scalars(self._total())
         count = len(self.examples)
         return EvalOutput(-total, count, {"reward": total / count})
 
     def _total(self) -> float:
+        """The summed rewards on the first rank."""
         total = 0.0
         for start in range(0, len(self.examples), EVAL_BATCH_SIZE):
             examples = self.examples[start : start + EVAL_BATCH_SIZE]

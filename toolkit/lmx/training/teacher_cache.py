@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,6 +21,9 @@ import numpy as np
 
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
+from ..data.divided_cache import Origin, get_or_create_all
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
+from ..run.divided_folders import make_folders
 from ..run.fs import atomic_folder, read_index, remove, require_space, write_index
 from ..run.logger import RunLogger
 from ..run.progress import ProgressBar
@@ -47,12 +50,14 @@ class TeacherClient:
         digest: a hash of the teacher.
         vocab_size: predictions cover this many tokens, from the first on.
         logger: shows progress, and damaged blocks.
+        ranks: have the same teacher and examples; each makes its share of the blocks.
     """
 
     load: Callable[[], OnlineTeacher]
     digest: str
     vocab_size: int
     logger: RunLogger
+    ranks: ProcessGroup = SINGLE_PROCESS
 
 
 class CachedTargets:
@@ -118,22 +123,35 @@ def cache_teacher_targets(
     blocks = np.split(members, edges)
     settings = {"vocabulary": teacher.vocab_size, "top_k": top_k}
     settings["temperature"] = temperature
-    folders, remaining = [], int(total)
+    sizes = [int(counts[block].sum()) for block in blocks]
+
+    def block_examples(number: int) -> InMemoryExamples:
+        return InMemoryExamples(examples[n] for n in blocks[number])
+
     with teacher.logger.progress(total, "teacher predictions", percent=True) as bar:
-        for block in blocks:
-            block_examples = InMemoryExamples(examples[n] for n in block)
-            entry = cache.get_or_create(
-                "targets",
-                cache.key_of([teacher.digest, settings, block_examples.digest]),
-                partial(_fill_block, block_examples, teacher, top_k, temperature, bar),
-                warning=teacher.logger.warning,
-                space=remaining * token_bytes,
-            )
-            if not entry.made:
-                bar.skip(int(counts[block].sum()))
-            folders.append(entry.folder)
-            remaining -= int(counts[block].sum())
-    return CachedTargets(folders, blocks, counts)
+
+        def fill(number: int, folder: Path) -> dict:
+            block = block_examples(number)
+            return _fill_block(block, teacher, top_k, temperature, bar, folder)
+
+        def count(number: int, origin: Origin) -> None:
+            if origin != "made":
+                counter = bar.skip if origin == "found" else bar.advance
+                counter(sizes[number])
+
+        entries = get_or_create_all(
+            "targets",
+            [
+                cache.key_of([teacher.digest, settings, block_examples(number).digest])
+                for number in range(len(blocks))
+            ],
+            fill,
+            ranks=teacher.ranks,
+            warning=teacher.logger.warning,
+            space=lambda number: sum(sizes[number:]) * token_bytes,
+            on_entry=count,
+        )
+    return CachedTargets([entry.folder for entry in entries], blocks, counts)
 
 
 def _num_trained(example) -> int:
@@ -226,6 +244,7 @@ def cache_part_targets(
     vocab_size: int | None = None,
     temperature: float = 1.0,
     logger: RunLogger,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> PartTargets:
     """Write the teacher's predictions for parts of a text that are not in `folder`.
 
@@ -240,6 +259,7 @@ def cache_part_targets(
         vocab_size: only the first so many tokens are predicted; None = all.
         temperature: divides the logits.
         logger: shows the size beforehand, and the progress.
+        ranks: have the same parts; each predicts its share of them.
 
     Raises:
         UserError: the disk is too small.
@@ -247,28 +267,26 @@ def cache_part_targets(
     if counted is None:
         counted = [mx.ones(part.shape, mx.bool_) for part in parts]
     key = _parts_key(parts, counted, [digest, top_k, vocab_size, temperature])
-    missing = _missing_parts(folder, key, len(parts), logger)
-    if missing:
-        hidden, logits = _trunk_and_head(teacher, vocab_size)
+    # Made when it is used: it freezes the model.
+    trunk_and_head = lru_cache(lambda: _trunk_and_head(teacher, vocab_size))
     with logger.progress(len(parts), "teacher predictions") as progress:
-        progress.skip(len(parts) - len(missing))
-        for number in missing:
-            states = hidden(parts[number])
-            # Only the shape is used, so nothing is computed.
-            width = logits(states[:1, :1]).shape[-1]
-            if number == missing[0]:
-                positions = sum(parts[n].size for n in missing)
-                size = positions * bytes_per_token(top_k, width)
-                logger.info(
-                    f"teacher predictions for {positions:,} tokens: "
-                    f"{size / 1e6:,.1f} MB on disk"
-                )
-                require_space(folder, size)
-            target = _part_target(states, logits, top_k, temperature)
-            with atomic_folder(_part_folder(folder, number)) as partial_folder:
-                save_targets(partial_folder, target, width)
-                write_index(partial_folder, f"{key} {number}", {})
+
+        def make(number: int) -> None:
+            hidden, logits = trunk_and_head()
+            files.write(number, hidden(parts[number]), logits)
             progress.advance()
+
+        files = _PartFiles(folder, key, parts, top_k, temperature, logger)
+        ranks.in_turn(files.clean)
+        progress.skip(len(files.whole))
+        make_folders(
+            files.folders,
+            ranks,
+            key=key,
+            is_whole=files.is_whole,
+            make=make,
+            made_elsewhere=lambda number: progress.advance(),
+        )
     return PartTargets(folder, parts, counted, key)
 
 
@@ -296,21 +314,74 @@ def _part_target(
     return TeacherTarget(*(x.reshape(*shape, *x.shape[1:]) for x in joined))
 
 
-def _missing_parts(folder: Path, key: str, count: int, logger: RunLogger) -> list[int]:
-    """The parts to compute. All that is no undamaged part is deleted."""
-    parts = {_part_folder(folder, number): number for number in range(count)}
-    if folder.is_dir() and not folder.is_symlink():
-        usable = {
-            p for p, n in parts.items() if read_index(p, f"{key} {n}") is not None
-        }
-        unusable = set(folder.iterdir()) - usable
-    else:
-        usable, unusable = set(), {folder} if os.path.lexists(folder) else set()
-    if unusable:
-        logger.warning(f"{folder}: damaged or of other settings, computed again")
-    for path in unusable:
-        remove(path)
-    return [number for part, number in parts.items() if part not in usable]
+class _PartFiles:
+    """The folders of parts; see `cache_part_targets`.
+
+    Attributes:
+        whole: numbers of the undamaged parts.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        key: str,
+        parts: Sequence[mx.array],
+        top_k: int,
+        temperature: float,
+        logger: RunLogger,
+    ):
+        self.folder = folder
+        self.key = key
+        self.parts = parts
+        self.top_k, self.temperature = top_k, temperature
+        self.logger = logger
+        self.folders = [_part_folder(folder, number) for number in range(len(parts))]
+        self.whole: set[int] = set()
+        self._has_room = False
+
+    def clean(self) -> None:
+        """Delete all that is no undamaged part."""
+        unusable, folder = {self.folder}, self.folder
+        if folder.is_dir() and not folder.is_symlink():
+            usable = {n for n in range(len(self.folders)) if self.is_whole(n)}
+            unusable = set(folder.iterdir()) - {self.folders[n] for n in usable}
+        elif not os.path.lexists(folder):
+            return
+        if unusable:
+            self.logger.warning(
+                f"{folder}: damaged or of other settings, computed again"
+            )
+        for path in unusable:
+            remove(path)
+
+    def is_whole(self, number: int) -> bool:
+        if number not in self.whole:
+            index = read_index(self.folders[number], f"{self.key} {number}")
+            if index is None:
+                return False
+            self.whole.add(number)
+        return True
+
+    def write(self, number: int, states: mx.array, logits: Callable) -> None:
+        """Write a part from its hidden states and the function of their logits."""
+        # Only the shape is used, so nothing is computed.
+        width = logits(states[:1, :1]).shape[-1]
+        if not self._has_room:
+            self._require_room(bytes_per_token(self.top_k, width))
+        target = _part_target(states, logits, self.top_k, self.temperature)
+        with atomic_folder(self.folders[number]) as partial_folder:
+            save_targets(partial_folder, target, width)
+            write_index(partial_folder, f"{self.key} {number}", {})
+
+    def _require_room(self, token_bytes: int) -> None:
+        missing = [p for n, p in enumerate(self.parts) if n not in self.whole]
+        positions = sum(part.size for part in missing)
+        self.logger.info(
+            f"teacher predictions for {positions:,} tokens: "
+            f"{positions * token_bytes / 1e6:,.1f} MB on disk"
+        )
+        require_space(self.folder, positions * token_bytes)
+        self._has_room = True
 
 
 def _part_folder(folder: Path, number: int) -> Path:

@@ -29,7 +29,7 @@ WARMUP_RATIO, MIN_LR_RATIO = 0.05, 0.1
 class DraftDistillation(ABC):
     """Makes the draft of one draft stage by distilling the current model.
 
-    All ranks train. The first one does everything else.
+    All ranks make the data and train. The first one does everything else.
     """
 
     def __init__(self, config: DraftConfig, context: StageContext):
@@ -52,6 +52,7 @@ class DraftDistillation(ABC):
             self.digest, "has another target", hint="give all machines the same model"
         )
         self.data.generate()
+        self.cache_targets()
         with ranks.collective_errors():
             if ranks.is_first:
                 self.prepare()
@@ -62,6 +63,9 @@ class DraftDistillation(ABC):
             if not ranks.is_first:
                 return self.context.current
             return self.finish(trainer, loss)
+
+    def cache_targets(self) -> None:  # noqa: B027
+        """Compute predictions of the target that `prepare` needs, on all ranks."""
 
     def prepare(self) -> None:  # noqa: B027
         """What the first rank does alone, before the others make their trainers."""

@@ -31,6 +31,7 @@ from ...models.checkpoint import config_int, read_config
 from ...models.dtypes import compute_dtype, set_compute_dtype
 from ...models.loader import LoadedModel
 from ...quantization.packing import dequantized_model
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..context import StageContext, is_complete, mark_complete, write_model
 from .estimate import initial_depth
 
@@ -62,7 +63,7 @@ class DraftData:
         self.teacher: Callable[[mx.array], mx.array] = target.model
 
     def generate(self) -> None:
-        """Complete the prompts on the first rank; all ranks get the completions."""
+        """Complete the prompts, each rank its share; all ranks get all completions."""
         config = self.config.data_generation
         self._train_examples = self._completed("train", config.num_prompts)
         self._eval_examples = self._completed("valid", config.num_eval_prompts)
@@ -79,8 +80,11 @@ class DraftData:
 
     @cached_property
     def references(self) -> dict[str, list[ReferenceCompletion]]:
-        """The target's completions of the benchmark prompts, by decoding mode."""
-        config, generator = self.config.benchmark, self._generator
+        """The target's completions of the benchmark prompts, by decoding mode.
+
+        Only the first rank uses them.
+        """
+        config, generator = self.config.benchmark, self._generator(SINGLE_PROCESS)
         modes = decoding_modes(config.temperature, self.context.seed)
         references = {}
         for name, sampling in modes.items():
@@ -139,11 +143,10 @@ class DraftData:
             longest = min(longest, positions - new)
         return longest
 
-    @property
-    def _generator(self) -> CachedGenerator:
+    def _generator(self, ranks: ProcessGroup) -> CachedGenerator:
         model = self.target.model
         return CachedGenerator(
-            lambda: model, self.digest, self.stop_tokens, self.context.logger
+            lambda: model, self.digest, self.stop_tokens, self.context.logger, ranks
         )
 
     def _completed(self, split: str, count: int) -> list[Example]:
@@ -152,16 +155,10 @@ class DraftData:
         with ranks.collective_errors():
             rows = getattr(context.rows, split)
             prompts = self._prompts(dataset.select_prompts, rows, count)
-            completions = None
-            if ranks.is_first:
-                context.logger.info(
-                    f"{len(prompts):,} prompts for the target to complete"
-                )
-                completions = dataset.generate_completions(
-                    prompts, config, self._generator, seed=context.seed
-                )
-        # Another machine's rounding may give other tokens.
-        completions = ranks.broadcast_object(completions)
+        context.logger.info(f"{len(prompts):,} prompts for the target to complete")
+        completions = dataset.generate_completions(
+            prompts, config, self._generator(ranks), seed=context.seed
+        )
         return dataset.completion_examples(prompts, completions)
 
     def _batches(self, examples: list[Example]) -> DistillationBatches:
@@ -176,6 +173,7 @@ class DraftData:
             vocab_size=self._vocab_size,
             seed=context.seed,
             logger=context.logger,
+            ranks=context.ranks,
         )
 
     @cached_property

@@ -21,6 +21,7 @@ from ...models.drafters.io import ARCHITECTURES, bind_target, save_drafter
 from ...models.hooks import require_hidden_states
 from ...models.loader import LoadedModel
 from ...run.fs import atomic_folder
+from ...run.parallel_dims import ParallelDims
 from ...training.chunked_loss import ChunkedLoss
 from ...training.trainer import Trainer
 from ..context import ModelArtifact, write_model
@@ -34,6 +35,10 @@ IMPORTANCE_TOKENS = 256
 
 class DraftModelDistillation(DraftDistillation):
     """Makes the draft model of one draft stage."""
+
+    def cache_targets(self) -> None:
+        self.data.eval_batches.cache_targets()
+        self.data.train_batches.cache_targets()
 
     def prepare(self) -> None:
         """Write the initial draft model."""
@@ -112,7 +117,9 @@ class DraftModelDistillation(DraftDistillation):
         folder = self.context.folder / "quantization"
         folder.mkdir(exist_ok=True)
         current = ModelArtifact(trained, trained)
-        context = replace(self.context, folder=folder, current=current)
+        # The other ranks wait for this one.
+        alone = ParallelDims()
+        context = replace(self.context, folder=folder, current=current, parallel=alone)
         return QuantizeStage(self.config.quantization).run(context).model
 
     def summary(self, predicted: dict) -> str:

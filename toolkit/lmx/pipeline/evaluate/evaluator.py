@@ -10,7 +10,9 @@ from ...data.batching import Batch, BucketBatchSampler
 from ...errors import FAILED, UserError
 from ...evaluation import lm_eval
 from ...evaluation.perplexity import eval_batch_tokens
+from ...models.checkpoint import quick_digest
 from ...models.loader import LoadedModel
+from ...run.fs import key_of
 from ...run.tables import table
 from ..context import StageContext
 from ..train.batches import encode_valid
@@ -38,6 +40,8 @@ THRESHOLDS = {
 
 class Evaluator:
     """Measures models, and compares the last one with the thresholds.
+
+    All processes measure, each its share. Rank 0 has all figures.
 
     Attributes:
         metrics: figures by model, as in report.json.
@@ -78,8 +82,8 @@ class Evaluator:
     @property
     def loaders(self) -> dict[str, Callable[[], LoadedModel]]:
         """Functions that load the models of `folders`."""
-        load = self.context.load
-        return {name: partial(load, path) for name, path in self.folders.items()}
+        folders = self.folders.items()
+        return {name: partial(self._load, path) for name, path in folders}
 
     def measure(self, models: dict[str, Callable[[], LoadedModel]]) -> None:
         """Fill `metrics` and the answers to the questions.
@@ -91,10 +95,12 @@ class Evaluator:
         start = time.monotonic()
         loaded = load()
         load_seconds = time.monotonic() - start
-        batches = self._batches(loaded)
-        reference = first = Measured(name, loaded, batches, None)
-        self._check_questions(first)
-        work = self._plan(first, load_seconds, models)
+        with self.context.ranks.collective_errors():
+            batches = self._batches(loaded)
+            reference = first = Measured(name, loaded, batches, None)
+            self._check_questions(first)
+            work = self._plan(first, load_seconds, models)
+        self._require_same_data(first)
         with self.context.logger.progress(
             work.kinds, "evaluating", percent=True
         ) as bar:
@@ -104,6 +110,7 @@ class Evaluator:
                 self.questions,
                 self._tasks,
                 dict(self.context.extensions.metrics),
+                self.context.parallel,
                 work,
                 bar,
             )
@@ -188,6 +195,36 @@ class Evaluator:
             inputs.bar.skip_time()
         inputs.work.end(model.name)
 
+    def _load(self, path: Path) -> LoadedModel:
+        """A model of the run, the same on all ranks.
+
+        Raises:
+            UserError: this machine does not see it, or has another one.
+        """
+        context, ranks = self.context, self.context.ranks
+        with ranks.collective_errors():
+            loaded = context.load(context.require_visible(path))
+        if ranks.size > 1:
+            ranks.require_same(
+                quick_digest(path),
+                "evaluates another model",
+                hint="give all machines the same model",
+            )
+        return loaded
+
+    def _require_same_data(self, model: Measured) -> None:
+        """Refuse ranks with other batches or questions."""
+        ranks = self.context.ranks
+        if ranks.size == 1:
+            return
+        prompts = self.questions.prompts(model.generator()).values()
+        tokens = [batch.tokens.tolist() for batch in model.batches]
+        ranks.require_same(
+            key_of([tokens, *prompts]),
+            "evaluates other examples",
+            hint="give all machines the same data and the same tokenizer",
+        )
+
     def _batches(self, loaded: LoadedModel) -> list[Batch]:
         """The first batches that hold the trained tokens to measure.
 
@@ -246,6 +283,7 @@ class Evaluator:
             load_seconds,
             names,
             [name for name, asked in uncounted.items() if asked],
+            self.context.parallel.data.size,
         )
 
     @property

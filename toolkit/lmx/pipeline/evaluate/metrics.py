@@ -20,6 +20,7 @@ from ...generation.speculative.prompt_lookup import PromptLookupProposer
 from ...models.checkpoint import checkpoint_size
 from ...models.loader import LoadedModel
 from ...models.quantized_layers import full_precision_inputs, has_quantized_inputs
+from ...run.parallel_dims import ParallelDims
 from ...run.progress import ProgressBar
 from ..extensions import Metric as CustomMetric
 from .planned_work import PlannedWork
@@ -35,6 +36,7 @@ class Inputs:
     Attributes:
         tasks: of lm-evaluation-harness, by name or path.
         custom: the caller's own metrics by name.
+        parallel: the processes that share the work.
         work: what is planned.
         bar: counts it.
     """
@@ -44,8 +46,17 @@ class Inputs:
     questions: Questions
     tasks: list[str | Path]
     custom: dict[str, CustomMetric]
+    parallel: ParallelDims
     work: PlannedWork
     bar: ProgressBar
+
+    def alone(self, work: Callable[[], dict]) -> dict:
+        """Figures of the processes of rank 0's model alone; the others get none.
+
+        Only rank 0 writes the report.
+        """
+        is_worker = self.parallel.data.is_first
+        return self.parallel.world.alone(work, is_worker=is_worker) or {}
 
 
 @dataclass
@@ -69,11 +80,11 @@ class Measured:
 def _predictions(model: Measured, inputs: Inputs) -> dict:
     """Perplexity and, with a reference, divergence: one pass over the batches."""
     reference, network = model.reference, model.loaded.model
-    batches = _counted(model, inputs)
+    batches, ranks = _counted(model, inputs), inputs.parallel.data
     if reference is None:
-        model.perplexity, divergence = measure_perplexity(network, batches), {}
+        model.perplexity, divergence = measure_perplexity(network, batches, ranks), {}
     else:
-        result = measure_divergence(reference.loaded.model, network, batches)
+        result = measure_divergence(reference.loaded.model, network, batches, ranks)
         model.perplexity, divergence = result.perplexity, result.figures
     perplexity = model.perplexity
     figures = {
@@ -95,8 +106,12 @@ def _weights_only(model: Measured, inputs: Inputs) -> dict:
         return {}
     inputs.work.add_passes(2)
     with full_precision_inputs(network):
-        reference = model.reference.loaded.model
-        result = measure_divergence(reference, network, _counted(model, inputs))
+        result = measure_divergence(
+            model.reference.loaded.model,
+            network,
+            _counted(model, inputs),
+            inputs.parallel.data,
+        )
     return {
         "kl_mean_weights_only": result.kl_mean,
         "kl_stderr_weights_only": result.kl_stderr,
@@ -112,7 +127,8 @@ def _layers(model: Measured, inputs: Inputs) -> dict:
     """Bits and error of the layers of the run's quantized model."""
     if model.name != "quantized" or model.reference is None:
         return {}
-    return {"layers": measure_layers(model.reference.loaded, model.loaded)}
+    models = model.reference.loaded, model.loaded
+    return inputs.alone(lambda: {"layers": measure_layers(*models)})
 
 
 def _exact_match(model: Measured, inputs: Inputs) -> dict:
@@ -123,6 +139,7 @@ def _exact_match(model: Measured, inputs: Inputs) -> dict:
         model.generator(),
         config.exact_match_max_tokens,
         inputs.bar.advance,
+        inputs.parallel.data,
     )
     answered = [q for q in inputs.questions.exact if model.name in q.answers]
     if not answered:
@@ -154,7 +171,9 @@ def _latency(model: Measured, inputs: Inputs) -> dict:
         prompts = [prompt[: max(1, positions - max_tokens)] for prompt in prompts]
     lookup = partial(model.generator, make_proposer=lambda _: PromptLookupProposer())
     arms = {"standard": model.generator, "prompt_lookup": lookup}
-    figures = measure_latency(arms, prompts, max_tokens=max_tokens)
+    figures = inputs.alone(
+        lambda: measure_latency(arms, prompts, max_tokens=max_tokens)
+    )
     inputs.bar.advance({"latency": 1})
     return figures
 
@@ -172,12 +191,16 @@ def _custom(model: Measured, inputs: Inputs) -> dict:
     """The caller's own metrics."""
     if not inputs.custom:
         return {}
-    values = {
-        name: function(model.loaded, inputs.records)
-        for name, function in inputs.custom.items()
-    }
+    figures = inputs.alone(
+        lambda: {
+            "custom": {
+                name: function(model.loaded, inputs.records)
+                for name, function in inputs.custom.items()
+            }
+        }
+    )
     inputs.bar.advance({"custom": 1})
-    return {"custom": values}
+    return figures
 
 
 # In the order of measurement. An entry that was not asked for returns nothing.

@@ -27,6 +27,7 @@ class PlannedWork:
         names: of all models.
         uncounted: metrics that take long and count no tokens; they are unknown until
             one was measured.
+        ranks: processes that answer the questions, each its share.
 
     Attributes:
         kinds: `tokens` of forward passes and of prompts, `steps` of decoding, loaded
@@ -42,13 +43,15 @@ class PlannedWork:
         load_seconds: float,
         names: Collection[str],
         uncounted: Collection[str],
+        ranks: int,
     ):
         prompts = questions.fitting(generator)
-        rows = batch_rows(generator, len(prompts))
+        share = [*prompts][::ranks]
+        rows = batch_rows(generator, len(share))
         limit = config.exact_match_max_tokens
-        expected = [_expected_length(q, generator, limit) for q in prompts]
+        expected = [_expected_length(q, generator, limit) for q in share]
         # A model that was not trained on such answers seldom ends as they do.
-        lengths = {BASE: [limit] * len(prompts)}
+        lengths = {BASE: [limit] * len(share)}
         self._steps = {
             name: _count_steps(lengths.get(name, expected), rows) for name in names
         }

@@ -1,7 +1,7 @@
 """The questions of an evaluation: examples that the models answer, all in one batch."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapreplace
 from itertools import pairwise, zip_longest
@@ -13,6 +13,8 @@ from ...generation.generator import Generator
 from ...generation.kv_cache.batch import is_batchable
 from ...generation.kv_cache.prefix import common_length
 from ...generation.outputs import GenerationResponse
+from ...generation.sequence import GenerationRequest
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 
 # Words of a text that the models continue.
 OPENING_WORDS = 24
@@ -132,34 +134,59 @@ class Questions:
         generator: Generator,
         max_tokens: int,
         advance: Callable[[Mapping[str, float]], None],
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Store the answers of a model, which are decoded together.
 
         Args:
+            ranks: have the same model; each answers its share.
             advance: gets the prompt `tokens` and decoding `steps` that are done.
         """
         fitting = self.fitting(generator)
-        requests = [
-            generator.request(prompt, max_tokens=max_tokens)
-            for prompt in fitting.values()
-        ]
-        steps = DecodingSteps(batch_rows(generator, len(requests)))
-        each = distinct_tokens(list(fitting.values())) / max(1, len(requests))
-        started = 0
+        questions = list(fitting)
+        if ranks.size > 1:
+            # Ranks get prompts of the same lengths.
+            questions.sort(key=lambda question: len(fitting[question]))
+        each = distinct_tokens(list(fitting.values())) / max(1, len(fitting))
 
-        def count(response: GenerationResponse) -> None:
-            nonlocal started
-            before, first = steps.count, started
-            steps.add(1, is_last=response.finish_reason is not None)
-            started = len(requests) - len(generator.engine.scheduler.waiting)
-            prompts = started - first
-            # A stream that is read has tokens that came with those of another one.
-            if prompts or steps.count > before:
-                advance({"tokens": prompts * each, "steps": steps.count - before})
+        def complete(share: Iterable[Question]) -> Iterator[str]:
+            requests = [
+                generator.request(fitting[question], max_tokens=max_tokens)
+                for question in share
+            ]
+            count = _counter(generator, requests, each * ranks.size, advance)
+            results = generator.generate_all(requests, on_token=count)
+            return (result.text for result in results)
 
-        results = generator.generate_all(requests, on_token=count)
-        for question, result in zip(fitting, results, strict=True):
-            question.answers[name] = result.text
+        answers = ranks.divide(questions, complete)
+        for question, answer in zip(questions, answers, strict=True):
+            question.answers[name] = answer
+
+
+def _counter(
+    generator: Generator,
+    requests: Sequence[GenerationRequest],
+    each: float,
+    advance: Callable[[Mapping[str, float]], None],
+) -> Callable[[GenerationResponse], None]:
+    """A function that counts the work of requests from their responses.
+
+    Args:
+        each: tokens that are counted for a prompt.
+    """
+    steps, started = DecodingSteps(batch_rows(generator, len(requests))), 0
+
+    def count(response: GenerationResponse) -> None:
+        nonlocal started
+        before, first = steps.count, started
+        steps.add(1, is_last=response.finish_reason is not None)
+        started = len(requests) - len(generator.engine.scheduler.waiting)
+        prompts = started - first
+        # A stream that is read has tokens that came with those of another one.
+        if prompts or steps.count > before:
+            advance({"tokens": prompts * each, "steps": steps.count - before})
+
+    return count
 
 
 class DecodingSteps:

@@ -21,6 +21,7 @@ class EvaluateStage(Stage):
     """Measure every model of the run; a missed threshold ends the run."""
 
     kind = "evaluate"
+    runs_on_all_ranks = True
     calls = "metrics"
     config: EvaluateConfig
 
@@ -75,7 +76,9 @@ class EvaluateStage(Stage):
         # Imported here, so that a recipe is checked without the libraries of a run.
         from .evaluator import Evaluator
 
-        evaluator = Evaluator(self.config, context)
-        evaluator.measure(evaluator.loaders)
-        evaluator.check()
+        with context.ranks.collective_errors():
+            evaluator = Evaluator(self.config, context)
+            evaluator.measure(evaluator.loaders)
+            if context.ranks.is_first:
+                evaluator.check()
         return context.current

@@ -3,12 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ...config.train import TrainConfig
 from ...data.batching import Batch
 from ...errors import UserError
-from ...evaluation.gap_recovery import gap_recovered, measure_per_sequence
+from ...evaluation.gap_recovery import (
+    PerSequenceSums,
+    gap_recovered,
+    measure_per_sequence,
+)
 from ...models.checkpoint import read_config
 from ...quantization.packing import pack
 from ...quantization.target_layers import QuantizationPlan
@@ -91,18 +96,33 @@ class FullPrecisionBaseline:
     ) -> ModelArtifact:
         """The trained model, whose reference is the baseline from now on.
 
-        `gap_recovered` is one of its facts, and is logged.
+        `gap_recovered` is one of its facts, and is logged. All ranks measure, and the
+        first one, which has the trained model, makes the result.
 
         Args:
             selection: the layers to quantize with RTN.
         """
-        rtn = self.folder / "rtn"
-        self._write_rtn(rtn, selection)
-        baseline = self.context.load(self.model).model
-        sums = [measure_per_sequence(baseline, baseline, eval_batches)]
-        for folder in (rtn, trained.model):
-            model = self.context.load(folder).model
-            sums.append(measure_per_sequence(baseline, model, eval_batches))
+        rtn, ranks = self.folder / "rtn", self.context.ranks
+        with ranks.collective_errors():
+            if ranks.is_first:
+                self._write_rtn(rtn, selection)
+        folders = rtn, Path(ranks.broadcast_object(str(trained.model)))
+        baseline = self._load(self.model)
+        sums = [measure_per_sequence(baseline, baseline, eval_batches, ranks)]
+        for folder in folders:
+            model = self._load(folder)
+            sums.append(measure_per_sequence(baseline, model, eval_batches, ranks))
+        with ranks.collective_errors():
+            return self._compared(trained, sums, rtn) if ranks.is_first else trained
+
+    def _load(self, folder: Path) -> nn.Module:
+        """A model that rank 0 wrote."""
+        with self.context.ranks.collective_errors():
+            return self.context.load(self.context.require_visible(folder)).model
+
+    def _compared(
+        self, trained: ModelArtifact, sums: list[PerSequenceSums], rtn: Path
+    ) -> ModelArtifact:
         names = ("fp_baseline", "fp_baseline_rtn", "qat")
         result = {name: each.means for name, each in zip(names, sums, strict=True)}
         for name in ("loss", "kl"):

@@ -85,7 +85,9 @@ class PreferenceSetup:
         if self.loss.needs_reference:
             digest = f"{weights_digest(context.initial_model)} {dtype}"
             # Loaded once for all blocks, and not kept for the training.
-            reference = Reference(cache(self._load_reference), digest, context.logger)
+            reference = Reference(
+                cache(self._load_reference), digest, context.logger, context.ranks
+            )
             values = reference_log_probs(batches.examples, indices, reference)
         labels = batches.examples.labels
         target = partial(with_preference_target, log_probs=values, labels=labels)

@@ -165,10 +165,7 @@ class TrainStage(Stage):
         # The baseline needs the memory of this training's weights and moments.
         del training
         baseline.train()
-        with ranks.collective_errors():
-            if ranks.is_first:
-                artifact = baseline.compare(artifact, selection, eval_batches)
-            return artifact
+        return baseline.compare(artifact, selection, eval_batches)
 
     def _batch(self, workload: Workload) -> BatchShape:
         config, window = self.config, workload.max_seq_length

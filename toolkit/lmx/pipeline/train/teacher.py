@@ -74,7 +74,11 @@ class TeacherSetup:
         sizes = filter(None, (config_int(config, "vocab_size") for config in configs))
         vocabulary = min(sizes, default=len(self.student.tokenizer.get_vocab()))
         return TeacherClient(
-            lambda: self.online, self.digest, vocabulary, self.context.logger
+            lambda: self.online,
+            self.digest,
+            vocabulary,
+            self.context.logger,
+            self.context.ranks,
         )
 
     def replace_completions(self, examples: ExampleDataset) -> ExampleDataset:
@@ -90,6 +94,7 @@ class TeacherSetup:
             self.digest,
             frozenset(self.student.tokenizer.eos_token_ids),
             context.logger,
+            context.ranks,
         )
         return replace_completions(
             examples,
