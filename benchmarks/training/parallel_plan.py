@@ -12,9 +12,9 @@ from lmx.config.quantize import RTNConfig
 from lmx.config.train import TrainConfig
 from lmx.evaluation.network_bandwidth import Link
 from lmx.models.loader import build_model
-from lmx.pipeline import parallel_cost
+from lmx.models.tensor_parallel import shard_share
 from lmx.pipeline.estimate import BatchShape, ModelShape, active_weights, matrix_shapes
-from lmx.pipeline.parallel_cost import StepTime, Traffic
+from lmx.pipeline.parallel_cost import StepTime, Traffic, tensor_parallel
 from lmx.pipeline.train.estimate import training_cost, training_traffic
 
 LLAMA = {
@@ -118,18 +118,19 @@ class ModelPlan:
         self.active = active_weights(self.dense.experts, matrix_shapes(model))
         self.blocks = config["num_hidden_layers"]
         self.width = config["hidden_size"]
+        self.vocabulary = config["vocab_size"]
 
     def shard(self, count: int) -> float:
         """The share of the weights in each of `count` tensor-parallel processes."""
-        return parallel_cost.shard_share(self.dense.model(), count)
+        return shard_share(self.dense.model(), count)
 
     def forward(self, machine: Machine, count: int, tokens: int) -> StepTime:
         """A tensor-parallel pass over a few tokens of one sequence."""
         share = self.shard(count)
         read = share * self.quantized.bytes * self.active / self.dense.parameters
         operations = share * 2 * self.active * tokens
-        traffic = parallel_cost.tensor_parallel(
-            self.blocks, self.width, tokens, COMPUTE_BYTES
+        traffic = tensor_parallel(
+            self.blocks, self.width, self.vocabulary, COMPUTE_BYTES, tokens, 1
         )
         return step_time(machine, count, read, operations, traffic)
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from lmx.cli import main
 from mlx.utils import tree_flatten
 from processes import WRONG_SHARD, in_ring
 from tiny_runs import EVALUATE, Run
@@ -68,6 +69,24 @@ def test_processes_share_an_evaluation(tmp_path, expected, program, count):
     assert [p.returncode for p in processes] == [0] * count, processes[0].stderr
     assert [p.stderr for p in processes[1:]] == [""] * (count - 1)
     assert is_same(report(run), expected) == (program != WRONG_SHARD)
+
+
+@pytest.mark.slow
+def test_processes_hold_the_evaluated_models_together(tmp_path, expected):
+    run = make_run(tmp_path)
+    arguments = run.arguments("parallel.tensor=2")
+    processes = in_ring(MAIN, *arguments, folder=tmp_path)
+    assert [p.returncode for p in processes] == [0, 0], processes[0].stderr
+    numbers, answers = expected
+    # No process has whole layers.
+    numbers = {k: v for k, v in numbers.items() if ".layers." not in k}
+    assert is_same(report(run), (numbers, answers))
+
+
+def test_a_model_that_cannot_be_divided_is_refused_before_the_run(tmp_path, capsys):
+    run = make_run(tmp_path)
+    assert main.train(["--dry-run", *run.arguments("parallel.tensor=7")]) == 2
+    assert "cannot be divided among 7 processes" in capsys.readouterr().err
 
 
 SIGNALLED = """

@@ -10,6 +10,7 @@ from lmx.config.loader import load_recipe_data
 from lmx.cpu import on_cpu
 from lmx.evaluation import network_bandwidth
 from lmx.evaluation.network_bandwidth import Link, keep_link
+from lmx.models.tensor_parallel import shard, shard_share
 from lmx.pipeline import parallel_cost, work
 from lmx.pipeline.dry_run import DryRun
 from lmx.pipeline.plan import plan
@@ -74,11 +75,11 @@ def count_all(ranks) -> None:
             results[name] = counter.bytes
         model = llama("full", **SHAPE)[0]
         whole = size_of(model)
-        model.shard(ranks.group)
+        shard(model, ranks, lambda: model)
         results["share"] = size_of(model) / whole
         counter.reset()
         mx.eval(model(tokens_of(3, 7).tokens))
-        results["tensor"] = [counter.bytes["all_sum"], counter.calls["all_sum"]]
+        results["tensor"] = [*counter.bytes.values(), *counter.calls.values()]
     if ranks.is_first:
         print(json.dumps(results))
 
@@ -104,10 +105,14 @@ def test_planned_bytes_are_those_counted(tmp_path, count):
         outside = 4 * (VOCABULARY + 1) * WIDTH * checkpointing
         gathered = counted[name]["all_gather"] + counted[name]["sum_scatter"]
         assert gathered == pytest.approx(planned.gathered - outside, rel=1e-3)
-    assert counted["share"] == parallel_cost.shard_share(model, count)
+    assert counted["share"] == shard_share(model, count)
     tokens = 3 * tokens_of(3, 7).tokens.shape[1]
-    planned = parallel_cost.tensor_parallel(BLOCKS, WIDTH, tokens, 4)
-    assert counted["tensor"] == [planned.all_reduced, planned.all_reduces]
+    planned = parallel_cost.tensor_parallel(
+        BLOCKS, WIDTH, VOCABULARY, 4, tokens, tokens
+    )
+    sizes = planned.all_reduced, planned.gathered, 0
+    calls = planned.all_reduces, planned.gathers, 0
+    assert counted["tensor"] == [*sizes, *calls]
 
 
 @pytest.mark.parametrize(("processes", "sent"), [(2, 400), (4, 600)])

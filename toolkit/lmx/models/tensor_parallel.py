@@ -70,13 +70,10 @@ def shard(
         _divide(model, group.group)
     except INDIVISIBLE as error:
         possible = [n for n in range(2, MAX_NAMED + 1) if _can_divide(reread(), n)]
-        raise UserError(
-            f"the model cannot be divided among {group.size} processes: "
-            f"{_failed_layer(model, error)}{error}",
-            hint=f"possible are {', '.join(map(str, possible))}"
-            if possible
-            else "use one process",
-        ) from error
+        refusal = _indivisible(model, group.size, error)
+        names = ", ".join(map(str, possible))
+        refusal.hint = f"possible are {names}" if possible else "use one process"
+        raise refusal from error
     cpu.enable(model)
     _divide_vocabulary(model, group)
 
@@ -136,6 +133,13 @@ def _can_divide(model: nn.Module, size: int) -> bool:
     return True
 
 
+def _indivisible(model: nn.Module, size: int, error: Exception) -> UserError:
+    return UserError(
+        f"the model cannot be divided among {size} processes: "
+        f"{_failed_layer(model, error)}{error}"
+    )
+
+
 def _failed_layer(model: nn.Module, error: Exception) -> str:
     """The path of the layer that MLX could not divide, for a message."""
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -158,23 +162,50 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: value.shape for name, value in tree_flatten(model.parameters())}
 
 
+def shard_share(model: nn.Module, size: int) -> float:
+    """The share of the weights that each of `size` processes holds.
+
+    From shapes alone; the model is divided, and never computed.
+
+    Raises:
+        UserError: the architecture or a layer cannot be divided, or not by this number.
+    """
+    _require_divisible_kind(model)
+    whole = sum(value.size for _, value in tree_flatten(model.parameters()))
+    try:
+        _divide(model, Place(0, size))
+    except INDIVISIBLE as error:
+        raise _indivisible(model, size, error) from error
+    held = sum(value.size for _, value in tree_flatten(model.parameters()))
+    for module, _ in _vocabulary_layers(model, size):
+        rows = sum(value.size for value in module.parameters().values())
+        held -= rows - rows // size
+    return held / whole
+
+
 def _divide_vocabulary(model: nn.Module, group: ProcessGroup) -> None:
     """Divide the embedding and the LM head along the vocabulary, if that is even."""
-    for path, module in model.named_modules():
-        name = path.rpartition(".")[2]
-        is_embedding = name == EMBEDDING and isinstance(
-            module, nn.Embedding | nn.QuantizedEmbedding
-        )
-        is_head = name == HEAD and isinstance(module, nn.Linear | nn.QuantizedLinear)
-        if not (is_embedding or is_head) or len(module.weight) % group.size:
-            continue
+    for module, kind in _vocabulary_layers(model, group.size):
         rows = len(module.weight) // group.size
         part = slice(group.rank * rows, (group.rank + 1) * rows)
         for key, value in module.parameters().items():
             module[key] = mx.contiguous(value[part])
-        kind = VocabParallelEmbedding if is_embedding else VocabParallelHead
         module.__class__ = _in_front(kind, type(module))
         module.group, module.first_row = group, part.start
+
+
+def _vocabulary_layers(model: nn.Module, size: int) -> list[tuple[nn.Module, type]]:
+    """Embedding and LM head, if `size` divides them, and what they become."""
+    layers: list[tuple[nn.Module, type]] = []
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if name == EMBEDDING and isinstance(
+            module, nn.Embedding | nn.QuantizedEmbedding
+        ):
+            layers.append((module, VocabParallelEmbedding))
+        elif name == HEAD and isinstance(module, nn.Linear | nn.QuantizedLinear):
+            layers.append((module, VocabParallelHead))
+    return [(m, kind) for m, kind in layers if len(m.weight) % size == 0]
 
 
 class _VocabularyPart:

@@ -15,13 +15,13 @@ from ..data.tokenization import EncodeResult, encode_all, render_mask, template_
 from ..errors import UserError
 from ..evaluation.network_bandwidth import known_link
 from ..models.rope_parameters import check_length
+from ..models.tensor_parallel import shard_share
 from ..quantization.target_layers import QuantizationPlan
 from ..run import launcher, terminal
 from ..run.parallel_dims import require_process_count
 from ..run.progress import readable_size
 from ..run.run_dir import check_output
 from .estimate import ModelShape
-from .parallel_cost import shard_share
 from .plan import RunPlan
 from .resources import (
     FIT_KEYS,

@@ -7,17 +7,13 @@ With P parameters, T trained ones and c bytes of the compute dtype, a step excha
     fsdp              an all-gather of c P, twice with gradient checkpointing, and a
                       reduce-scatter of 4 P
     tensor parallel   two all-reduces in every block, after attention and after the MLP
-                      (Megatron-LM, arXiv 1909.08053), of c width tokens each
+                      (Megatron-LM, arXiv 1909.08053), and one after the embedding, of
+                      c width tokens each; an all-gather of the logits
 """
 
 from dataclasses import dataclass
 from math import ceil
-from types import SimpleNamespace
 
-import mlx.nn as nn
-from mlx.utils import tree_flatten
-
-from ..errors import UserError
 from ..evaluation.network_bandwidth import Link
 from ..run.distributed import BUCKET_BYTES
 
@@ -69,34 +65,23 @@ def fsdp(parameters: int, blocks: int, compute: int, *, checkpointing: bool) -> 
     return Traffic(gathered=size, gathers=(passes + 1) * blocks)
 
 
-def tensor_parallel(blocks: int, width: int, tokens: int, compute: int) -> Traffic:
-    """Of a forward pass over so many tokens."""
-    return Traffic(2 * blocks * width * tokens * compute, 2 * blocks)
+def tensor_parallel(
+    blocks: int, width: int, vocabulary: int, compute: int, tokens: int, predicted: int
+) -> Traffic:
+    """Of a forward pass.
 
-
-def shard_share(model: nn.Module, size: int) -> float:
-    """The share of the weights that each of `size` tensor-parallel processes holds.
-
-    From shapes alone: the model is sharded, and never computed.
-
-    Raises:
-        UserError: mlx-lm cannot shard the architecture.
+    Args:
+        compute: bytes of the compute dtype.
+        tokens: that are processed.
+        predicted: those whose logits are computed.
     """
-    if size == 1:
-        return 1.0
-    if not hasattr(model, "shard"):
-        raise UserError(
-            f"mlx-lm cannot shard {type(model).__module__.rpartition('.')[2]} models",
-            hint="parallel.tensor=1",
-        )
-    whole = _size(model)
-    # Layers keep the group for their collectives, which never run here.
-    model.shard(SimpleNamespace(size=lambda: size, rank=lambda: 0))
-    return _size(model) / whole
-
-
-def _size(model: nn.Module) -> int:
-    return sum(value.size for _, value in tree_flatten(model.parameters()))
+    sums = 2 * blocks + 1
+    return Traffic(
+        all_reduced=sums * width * tokens * compute,
+        all_reduces=sums,
+        gathered=vocabulary * predicted * compute,
+        gathers=1,
+    )
 
 
 @dataclass(frozen=True)

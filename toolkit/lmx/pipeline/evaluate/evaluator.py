@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from ...config.evaluate import EvaluateConfig
+from ...cpu.memory import available_memory
 from ...data.batching import Batch, BucketBatchSampler
 from ...errors import FAILED, UserError
 from ...evaluation import lm_eval
@@ -13,6 +14,7 @@ from ...evaluation.perplexity import eval_batch_tokens
 from ...models.checkpoint import quick_digest
 from ...models.loader import LoadedModel
 from ...run.fs import key_of
+from ...run.launcher import local_process_count
 from ...run.tables import table
 from ..context import StageContext
 from ..train.batches import encode_valid
@@ -95,9 +97,10 @@ class Evaluator:
         start = time.monotonic()
         loaded = load()
         load_seconds = time.monotonic() - start
+        kv_memory = self._kv_memory()
         with self.context.ranks.collective_errors():
             batches = self._batches(loaded)
-            reference = first = Measured(name, loaded, batches, None)
+            reference = first = Measured(name, loaded, batches, None, kv_memory)
             self._check_questions(first)
             work = self._plan(first, load_seconds, models)
         self._require_same_data(first)
@@ -117,7 +120,7 @@ class Evaluator:
             self._measure(first, inputs)
             del first, loaded
             for name, load in others:
-                model = Measured(name, load(), batches, reference)
+                model = Measured(name, load(), batches, reference, kv_memory)
                 bar.advance({"models": 1})
                 self._measure(model, inputs)
                 # Two models are in memory at once.
@@ -203,7 +206,7 @@ class Evaluator:
         """
         context, ranks = self.context, self.context.ranks
         with ranks.collective_errors():
-            loaded = context.load(context.require_visible(path))
+            loaded = context.load(context.require_visible(path), sharded=True)
         if ranks.size > 1:
             ranks.require_same(
                 quick_digest(path),
@@ -211,6 +214,17 @@ class Evaluator:
                 hint="give all machines the same model",
             )
         return loaded
+
+    def _kv_memory(self) -> int | None:
+        """Bytes that every rank of a model has for keys and values; None = one rank.
+
+        Half of what is left, because another model is loaded beside this one.
+        """
+        tensor = self.context.parallel.tensor
+        if tensor.size == 1:
+            return None
+        share = available_memory() // local_process_count() // 2
+        return min(tensor.gather_objects(share))
 
     def _require_same_data(self, model: Measured) -> None:
         """Refuse ranks with other batches or questions."""

@@ -16,6 +16,7 @@ from ...evaluation.latency import measure_latency
 from ...evaluation.perplexity import Perplexity, measure_perplexity
 from ...evaluation.weight_error import measure_layers
 from ...generation.generator import Generator
+from ...generation.speculative.draft_length import DraftLengthController
 from ...generation.speculative.prompt_lookup import PromptLookupProposer
 from ...models.checkpoint import checkpoint_size
 from ...models.loader import LoadedModel
@@ -27,6 +28,8 @@ from .planned_work import PlannedWork
 from .questions import Questions
 
 LATENCY_PROMPTS = 2
+# Draft tokens of prompt lookup, where their number does not adapt to the speed.
+LOOKED_UP = 4
 
 
 @dataclass(frozen=True)
@@ -61,20 +64,25 @@ class Inputs:
 
 @dataclass
 class Measured:
-    """A model, and what the models that refer to it are compared with."""
+    """A model, and what the models that refer to it are compared with.
+
+    Attributes:
+        kv_memory: see `Generator`. Ranks that hold a model together have the same.
+    """
 
     name: str
     loaded: LoadedModel
     batches: list[Batch]
     reference: "Measured | None"
+    kv_memory: int | None = None
     perplexity: Perplexity | None = None
     exact_match: ExactMatch | None = None
 
     def generator(self, **options) -> Generator:
         """A generator with the KV-cache bits that the checkpoint names."""
         loaded = self.loaded
-        bits = loaded.kv_bits
-        return Generator(loaded.model, loaded.tokenizer, kv_bits=bits, **options)
+        options |= {"kv_bits": loaded.kv_bits, "kv_memory": self.kv_memory}
+        return Generator(loaded.model, loaded.tokenizer, **options)
 
 
 def _predictions(model: Measured, inputs: Inputs) -> dict:
@@ -124,8 +132,9 @@ def _size(model: Measured, inputs: Inputs) -> dict:
 
 
 def _layers(model: Measured, inputs: Inputs) -> dict:
-    """Bits and error of the layers of the run's quantized model."""
-    if model.name != "quantized" or model.reference is None:
+    """Bits and error of the layers of the run's quantized model, if a rank has it."""
+    is_whole = inputs.parallel.tensor.size == 1
+    if model.name != "quantized" or model.reference is None or not is_whole:
         return {}
     models = model.reference.loaded, model.loaded
     return inputs.alone(lambda: {"layers": measure_layers(*models)})
@@ -169,7 +178,13 @@ def _latency(model: Measured, inputs: Inputs) -> dict:
     if positions := model.generator().max_positions:
         # Room for all tokens that are timed.
         prompts = [prompt[: max(1, positions - max_tokens)] for prompt in prompts]
-    lookup = partial(model.generator, make_proposer=lambda _: PromptLookupProposer())
+    # Ranks that hold a model together measure different times.
+    fixed = LOOKED_UP if inputs.parallel.tensor.size > 1 else None
+    lookup = partial(
+        model.generator,
+        make_proposer=lambda _: PromptLookupProposer(),
+        draft_length=DraftLengthController(fixed=fixed),
+    )
     arms = {"standard": model.generator, "prompt_lookup": lookup}
     figures = inputs.alone(
         lambda: measure_latency(arms, prompts, max_tokens=max_tokens)

@@ -23,6 +23,7 @@ class EvaluateStage(Stage):
     kind = "evaluate"
     runs_on_all_ranks = True
     calls = "metrics"
+    is_tensor_parallel = True
     config: EvaluateConfig
 
     def datasets(self, data: DataConfig) -> list[str]:
