@@ -21,6 +21,7 @@ import numpy as np
 
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..run.fs import atomic_folder, read_index, remove, require_space, write_index
 from ..run.logger import RunLogger
 from ..run.progress import ProgressBar
@@ -226,6 +227,7 @@ def cache_part_targets(
     vocab_size: int | None = None,
     temperature: float = 1.0,
     logger: RunLogger,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> PartTargets:
     """Write the teacher's predictions for parts of a text that are not in `folder`.
 
@@ -240,6 +242,7 @@ def cache_part_targets(
         vocab_size: only the first so many tokens are predicted; None = all.
         temperature: divides the logits.
         logger: shows the size beforehand, and the progress.
+        ranks: the processes that divide the parts. All see `folder`.
 
     Raises:
         UserError: the disk is too small.
@@ -247,29 +250,42 @@ def cache_part_targets(
     if counted is None:
         counted = [mx.ones(part.shape, mx.bool_) for part in parts]
     key = _parts_key(parts, counted, [digest, top_k, vocab_size, temperature])
-    missing = _missing_parts(folder, key, len(parts), logger)
-    if missing:
-        hidden, logits = _trunk_and_head(teacher, vocab_size)
-    with logger.progress(len(parts), "teacher predictions") as progress:
-        progress.skip(len(parts) - len(missing))
-        for number in missing:
+    missing: list[int] = []
+    with ranks.collective_errors():
+        if ranks.is_first:
+            missing = _missing_parts(folder, key, len(parts), logger)
+    missing = ranks.broadcast_object(missing)
+    own, num_known = list(ranks.shard(missing)), len(parts) - len(missing)
+    with (
+        ranks.collective_errors(),
+        logger.progress(num_known + len(own), "teacher predictions") as progress,
+    ):
+        progress.skip(num_known)
+        if own:
+            hidden, logits = _trunk_and_head(teacher, vocab_size)
+        for number in own:
             states = hidden(parts[number])
             # Only the shape is used, so nothing is computed.
             width = logits(states[:1, :1]).shape[-1]
             if number == missing[0]:
                 positions = sum(parts[n].size for n in missing)
-                size = positions * bytes_per_token(top_k, width)
-                logger.info(
-                    f"teacher predictions for {positions:,} tokens: "
-                    f"{size / 1e6:,.1f} MB on disk"
-                )
-                require_space(folder, size)
+                _require_space(folder, positions, bytes_per_token(top_k, width), logger)
             target = _part_target(states, logits, top_k, temperature)
             with atomic_folder(_part_folder(folder, number)) as partial_folder:
                 save_targets(partial_folder, target, width)
                 write_index(partial_folder, f"{key} {number}", {})
             progress.advance()
     return PartTargets(folder, parts, counted, key)
+
+
+def _require_space(
+    folder: Path, positions: int, token_bytes: int, logger: RunLogger
+) -> None:
+    size = positions * token_bytes
+    logger.info(
+        f"teacher predictions for {positions:,} tokens: {size / 1e6:,.1f} MB on disk"
+    )
+    require_space(folder, size)
 
 
 def _trunk_and_head(
