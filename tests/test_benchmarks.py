@@ -454,6 +454,18 @@ def test_ptq_large_is_killed_and_resumed():
     assert printed.endswith("the resumed run has the same bytes\n")
 
 
+def test_processes_quantize_to_the_codes_of_one():
+    options = (
+        "--hidden-size 128 --num-layers 1 --vocab-size 320 --num-tokens 4096 "
+        "--effort fast --repeats 1"
+    )
+    *_, ratio, codes = run("distributed_gptq.py", options).splitlines()
+    assert re.fullmatch(r"2 processes are [\d.]+ times as fast as one", ratio)
+    moved, total = re.match(r"([\d,]+) of ([\d,]+) codes differ", codes).groups()
+    moved, total = (int(number.replace(",", "")) for number in (moved, total))
+    assert moved < 1e-3 * total
+
+
 def run_gpu_script(folder: Path, **environment: object) -> dict[str, str]:
     """The short form of gpu.sh; its summary by step."""
     settings = {"SHORT": 1, "PYTHON": sys.executable, **environment}

@@ -119,7 +119,7 @@ def run(program: str, *arguments: str, timeout: float = 60, **settings):
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables, with the test modules on the path and without warnings."""
-    paths = [str(TESTS / part) for part in ("", "training", "pipeline")]
+    paths = [str(TESTS / part) for part in ("", "training", "pipeline", "quantization")]
     paths += filter(None, [variables.get("PYTHONPATH")])
     more = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"}
     return dict(variables) | more

@@ -23,14 +23,18 @@ WEIGHTS = RNG.random(TOKENS)
 
 def statistics_of(y, errors, boundaries=(1000, 2500), weights=None) -> InputStatistics:
     """Return statistics of shards that end at `boundaries`."""
-    statistics = InputStatistics.empty(WIDTH, experts=None, with_cross=True)
+    residual_width = None if errors is None else OUTPUTS
+    statistics = InputStatistics.empty(
+        WIDTH, experts=None, with_cross=True, residual_width=residual_width
+    )
     ends = [0, *boundaries, len(y)]
     shards = [
         CalibrationShard(
+            start,
             *(
                 None if value is None else mx.array(value[start:end], mx.float32)
                 for value in (X, y, errors, weights)
-            )
+            ),
         )
         for start, end in pairwise(ends)
     ]

@@ -65,6 +65,13 @@ def content_folder(kind: str, key: str) -> Path:
     return root() / kind / key / "content"
 
 
+def find(kind: str, key: str) -> CacheEntry | None:
+    """The entry of this kind and key; None if there is none, or if it is damaged."""
+    folder = content_folder(kind, key)
+    facts = read_index(folder, f"{kind} {key}")
+    return None if facts is None else CacheEntry(folder, facts, made=False)
+
+
 def get_or_create(
     kind: str,
     key: str,
@@ -83,16 +90,14 @@ def get_or_create(
     Raises:
         UserError: the cache cannot be written.
     """
+    if known := find(kind, key):
+        return known
     folder = content_folder(kind, key)
     entry = folder.parent
-    facts = read_index(folder, f"{kind} {key}")
-    if facts is not None:
-        return CacheEntry(folder, facts, made=False)
     with _written(entry), _locked(entry):
         # Another process may have created it while this one waited.
-        facts = read_index(folder, f"{kind} {key}")
-        if facts is not None:
-            return CacheEntry(folder, facts, made=False)
+        if known := find(kind, key):
+            return known
         if folder.exists():
             warning(f"{folder}: damaged, created again")
         fs.remove_partial_files(entry)

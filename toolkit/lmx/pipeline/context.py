@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,12 +22,20 @@ from ..models.loader import LoadedModel, load
 from ..models.safetensors_io import require_finite
 from ..quantization.target_layers import QuantizationPlan
 from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..run.fs import atomic_folder, read_index, remove, write_atomic, write_index
+from ..run.fs import (
+    PARTIAL,
+    atomic_folder,
+    read_index,
+    remove,
+    write_atomic,
+    write_index,
+)
 from ..run.logger import RunLogger
 from ..run.parallel_dims import ParallelDims
 from ..run.report import REPORT
 from .extensions import Extensions
 
+VISIBLE_HINT = "put the run directory where all machines see it, with output=..."
 PATHS = ("model", "reference", "adapters", "draft", "rounded")
 
 # The folder of the draft model in the run directory.
@@ -282,6 +291,36 @@ class StageContext:
         is_on_hub = model == self.base and self.find(self.source.path) is None
         return self.source.path if is_on_hub else str(model.absolute())
 
+    def require_shared_folder(self) -> None:
+        """Check that all processes see what rank 0 writes into the stage's folder.
+
+        Every process calls this.
+
+        Raises:
+            UserError: this process is on another machine, with another folder.
+        """
+        ranks, mark = self.ranks, None
+        if ranks.size == 1:
+            return
+        with ranks.collective_errors():
+            if ranks.is_first:
+                # By this name the next run removes it after a kill.
+                mark = self.folder / f".shared.{secrets.token_hex(4)}{PARTIAL}"
+                mark.touch()
+        name = ranks.broadcast_object(mark and mark.name)
+        try:
+            with ranks.collective_errors():
+                if not (self.folder / name).exists():
+                    raise UserError(
+                        "all processes write into the folder of this stage, and this "
+                        "machine sees another one than rank 0",
+                        place=str(self.folder),
+                        hint=VISIBLE_HINT,
+                    )
+        finally:
+            if mark:
+                mark.unlink()
+
     def require_visible(self, model: Path) -> Path:
         """The folder of a model that rank 0 wrote.
 
@@ -292,7 +331,7 @@ class StageContext:
             raise UserError(
                 "rank 0 wrote a model here, and this machine does not see it",
                 place=str(model),
-                hint="put the run directory where all machines see it, with output=...",
+                hint=VISIBLE_HINT,
             )
         return model
 

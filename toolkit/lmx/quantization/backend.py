@@ -28,6 +28,21 @@ def to_fast_backend(array: mx.array):
     return numpy.asarray(array) if on_cpu() else array
 
 
+def sum_dtype() -> mx.Dtype:
+    """The dtype of sums over calibration tokens, where they are added up.
+
+    Rounded to float32 afterwards, a float64 sum does not depend on its order, and so
+    not on the number of processes. No GPU has float64.
+    """
+    return mx.float64 if on_cpu() else mx.float32
+
+
+@mx.compile
+def added(total: mx.array, value: mx.array) -> mx.array:
+    """The sum in the dtype of the total. Compiled: the value is not converted first."""
+    return total + value.astype(total.dtype)
+
+
 def async_eval(arrays: tuple) -> None:
     """Start the evaluation of MLX arrays. NumPy arrays are evaluated already."""
     mx.async_eval([array for array in arrays if library(array) is mx])

@@ -5,7 +5,7 @@ import fcntl
 import json
 import math
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate, islice
 from pathlib import Path
@@ -25,6 +25,8 @@ Result = TypeVar("Result")
 BUCKET_BYTES = 32 << 20
 # Attribute of an error: the group whose ranks know of it.
 TOLD = "told_group"
+# Arrays in a message begin at multiples of so many bytes, for loads of any dtype.
+ALIGNMENT = 16
 # Prefixes of MLX's messages about lost connections.
 BACKEND_PREFIXES = ("[ring]", "[jaccl]", "[nccl]", "[mpi]")
 # The backend may notice a lost connection before the watchdog does.
@@ -77,10 +79,14 @@ class ProcessGroup:
         return islice(items, self.rank, None, self.size)
 
     def all_sum(self, values: Sequence[mx.array]) -> list[mx.array]:
-        """Lazy sums of arrays over all processes, in float32."""
+        """Lazy sums of arrays over all processes, in float32.
+
+        Values in float64, which only a CPU has, are summed in float64.
+        """
         if self.size == 1:
             return list(values)
-        flat = [value.astype(mx.float32).reshape(-1) for value in values]
+        dtype = mx.float64 if values[0].dtype == mx.float64 else mx.float32
+        flat = [value.astype(dtype).reshape(-1) for value in values]
         sums: list[mx.array] = []
         for bucket in _buckets(flat):
             # The dependency gives all ranks the same order of calls.
@@ -142,12 +148,8 @@ class ProcessGroup:
         """The data of all ranks, by rank."""
         if self.size == 1:
             return [data]
-        lengths = self.all_gather(mx.array([len(data)], mx.int64)).tolist()
-        longest = max(1, *lengths)
-        joined = memoryview(self.all_gather(mx.array(data.ljust(longest))))
-        starts = range(0, len(joined), longest)
-        pairs = zip(starts, lengths, strict=True)
-        return [bytes(joined[start : start + length]) for start, length in pairs]
+        array = mx.array(data) if data else mx.zeros(0, mx.uint8)
+        return [bytes(memoryview(each)) for each in self._gather_arrays(array)]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, by rank."""
@@ -213,6 +215,46 @@ class ProcessGroup:
         path.unlink(missing_ok=True)
         return result
 
+    def exchange(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """The arrays of all ranks by name, of any dtype, bit for bit.
+
+        No two ranks have the same name.
+        """
+        if self.size == 1:
+            return dict(arrays)
+        shapes = {k: [_name(v.dtype), list(v.shape)] for k, v in arrays.items()}
+        data = mx.concatenate([mx.zeros(0, mx.uint8), *map(_bytes, arrays.values())])
+        shapes_by_rank, received = self.gather_objects(shapes), {}
+        for rank, message in enumerate(self._gather_arrays(data)):
+            start = 0
+            for name, (dtype, shape) in shapes_by_rank[rank].items():
+                end = start + math.prod(shape) * getattr(mx, dtype).size
+                value = message[start:end].view(getattr(mx, dtype))
+                received[name] = value.reshape(shape)
+                start = end + -end % ALIGNMENT
+        mx.eval(received)
+        return received
+
+    def own_rows(self, count: int) -> list[int]:
+        """Indices of this rank's share of some rows; see `gather_rows`.
+
+        All shares have one length: the last ones repeat the last row.
+        """
+        step = math.ceil(count / self.size)
+        start = self.rank * step
+        return [min(row, count - 1) for row in range(start, start + step)]
+
+    def gather_rows(self, shares: Sequence[mx.array], count: int) -> list[mx.array]:
+        """Arrays of so many rows, float32, of which every rank has its `own_rows`."""
+        # One message, because each has latency.
+        flat = [share.reshape(len(share), -1) for share in shares]
+        ends = list(accumulate(share.shape[1] for share in flat[:-1]))
+        rows = self.all_gather(mx.concatenate(flat, axis=1))[:count]
+        parts = zip(mx.split(rows, ends, axis=1), shares, strict=True)
+        gathered = [part.reshape(count, *share.shape[1:]) for part, share in parts]
+        mx.eval(gathered)
+        return gathered
+
     def require_same(self, value: Any, what: str, *, hint: str) -> None:
         """Raise a `UserError` on ranks whose value differs from that of rank 0.
 
@@ -275,6 +317,15 @@ class ProcessGroup:
                 code=FAILED,
             ) from error
 
+    def _gather_arrays(self, data: mx.array) -> list[mx.array]:
+        """The bytes of all ranks, uint8 [N] each, by rank."""
+        lengths = self.all_gather(mx.array([data.size], mx.int64)).tolist()
+        longest = max(1, *lengths)
+        longest += -longest % ALIGNMENT
+        rows = self.all_gather(mx.pad(data, (0, longest - data.size))[None])
+        mx.eval(rows)
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
     def _max_code(self, code: int) -> int:
         if self.size == 1:
             return code
@@ -322,6 +373,17 @@ def _buckets(values: list[mx.array]) -> Iterator[list[mx.array]]:
         size += value.nbytes
     if bucket:
         yield bucket
+
+
+def _bytes(value: mx.array) -> mx.array:
+    """The bytes of an array, uint8 [N], filled up to a multiple of ALIGNMENT."""
+    data = mx.contiguous(value).reshape(-1).view(mx.uint8)
+    return mx.pad(data, (0, -data.size % ALIGNMENT))
+
+
+def _name(dtype: mx.Dtype) -> str:
+    """The name of a dtype in `mlx.core`."""
+    return str(dtype).rpartition(".")[2]
 
 
 def _exit_code(error: BaseException) -> int:

@@ -350,7 +350,12 @@ def key_of(facts: object) -> str:
 
 
 def write_index(
-    folder: Path, key: str, facts: dict, *, place: Path | None = None
+    folder: Path,
+    key: str,
+    facts: dict,
+    *,
+    place: Path | None = None,
+    files: dict[str, str] | None = None,
 ) -> None:
     """Write the index of a folder whose files are complete.
 
@@ -359,8 +364,10 @@ def write_index(
         key: of what the files depend on, and of their place.
         facts: a JSON object.
         place: of the index; None = in the folder.
+        files: what `hash_folder` returns, if it is known.
     """
-    index = {"files": hash_folder(folder), "key": key, "facts": facts}
+    files = hash_folder(folder) if files is None else files
+    index = {"files": files, "key": key, "facts": facts}
     index["sha256"] = key_of(index)
     write_atomic(place or folder / INDEX, json.dumps(index))
 

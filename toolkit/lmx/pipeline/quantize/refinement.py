@@ -6,6 +6,7 @@ Scales are tuned, and held-out tokens choose between the candidates.
 import json
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -34,7 +35,6 @@ from ...quantization.ptq.candidates import CandidateModel, CandidateSelector
 from ...quantization.ptq.scale_tuning import ScaleTuner
 from ...quantization.target_layers import QuantizationPlan
 from ...run.fs import read_json, write_atomic
-from ...run.logger import RunLogger
 from ...training.teacher_cache import PartTargets, cache_part_targets
 from ..context import StageContext, write_model
 
@@ -145,14 +145,14 @@ class CalibrationData:
 
 def quantize_kv_cache(
     config: KVCacheConfig,
-    served: LoadedModel,
+    model: Path,
     calibration: CalibrationData,
-    logger: RunLogger,
+    context: StageContext,
 ) -> dict:
     """Choose the bits of the KV cache by layer, and write them to config.json.
 
     Args:
-        served: the finished quantized model.
+        model: the folder of the finished quantized model.
 
     Returns:
         Facts for the report; see `choose_kv_bits`.
@@ -160,18 +160,27 @@ def quantize_kv_cache(
     Raises:
         UserError: the cache of this model cannot be quantized, or no choice fits.
     """
-    keep_dequantized(served.model)
+    ranks = context.ranks
+    with ranks.collective_errors():
+        served = context.load(model)
+        keep_dequantized(served.model)
+        sequences = calibration.train_sequences(kv_bits.CALIBRATION_TOKENS)
+        held_out = calibration.eval_sequences
     bits, facts = kv_bits.choose_kv_bits(
         served.model,
         served.dtype,
         config,
-        calibration.train_sequences(kv_bits.CALIBRATION_TOKENS),
-        calibration.eval_sequences,
-        logger,
+        sequences,
+        held_out,
+        context.logger,
+        ranks,
     )
-    file = served.path / "config.json"
-    text = json.dumps(read_json(file) | {KV_BITS: bits}, indent=4, sort_keys=True)
-    write_atomic(file, text + "\n")
+    with ranks.collective_errors():
+        if ranks.is_first:
+            file = model / "config.json"
+            values = read_json(file) | {KV_BITS: bits}
+            text = json.dumps(values, indent=4, sort_keys=True)
+            write_atomic(file, text + "\n")
     return facts
 
 
@@ -215,17 +224,20 @@ class PostQuantRefinement:
             its tensors, and facts for the report.
         """
         eval_targets, train_targets = self._targets()
-        candidate = self.context.folder / "candidate"
-        weights = dict(self.weights)
-        write_model(
-            candidate,
-            self.loaded,
-            weights,
-            self.selection,
-            dict(tensors),
-            keeps_mtp=False,
-        )
-        model = CandidateModel(self.context.load(candidate).model, self.loaded.dtype)
+        candidate, ranks = self.context.folder / "candidate", self.context.ranks
+        with ranks.collective_errors():
+            if ranks.is_first:
+                write_model(
+                    candidate,
+                    self.loaded,
+                    dict(self.weights),
+                    self.selection,
+                    dict(tensors),
+                    keeps_mtp=False,
+                )
+        with ranks.collective_errors():
+            served = self.context.load(candidate)
+            model = CandidateModel(served.model, self.loaded.dtype, ranks)
         selector = CandidateSelector(model, eval_targets, self.context.logger)
         if self.config.compares_with_rtn:
             selector.add("rtn", self._rtn(tensors))
@@ -254,8 +266,12 @@ class PostQuantRefinement:
 
     def _targets(self) -> tuple[PartTargets, PartTargets | None]:
         """The full-precision model's predictions for evaluation and for training."""
-        reference = self.context.load(self.loaded.path)
-        digest = weights_digest(reference.path)
+        ranks = self.context.ranks
+        with ranks.collective_errors():
+            reference = self.context.load(self.loaded.path)
+            # Of rank 0's folders.
+            digest = weights_digest(reference.path) if ranks.is_first else ""
+        digest = ranks.broadcast_object(digest)
 
         def targets(
             name: str, sequences: CalibrationBatch, at_once: int, temperature: float
@@ -270,16 +286,19 @@ class PostQuantRefinement:
                 top_k=TUNING_TOP_K,
                 temperature=temperature,
                 logger=self.context.logger,
+                ranks=ranks,
             )
 
-        eval_targets = targets(
-            "eval-targets", self.calibration.eval_sequences, TOKENS_AT_ONCE, 1.0
-        )
+        with ranks.collective_errors():
+            held_out = self.calibration.eval_sequences
+        eval_targets = targets("eval-targets", held_out, TOKENS_AT_ONCE, 1.0)
         if not self.config.scale_tuning:
             return eval_targets, None
         size, tuning = self.tuning.batch_tokens, self.tuning
         limit = self.config.calibration.num_tokens or tuning.steps * size
-        sequences = self.calibration.train_sequences(min(limit, tuning.steps * size))
+        with ranks.collective_errors():
+            wanted = min(limit, tuning.steps * size)
+            sequences = self.calibration.train_sequences(wanted)
         at_once = min(size, TRAINED_TOKENS_AT_ONCE)
         return eval_targets, targets("train-targets", sequences, at_once, 1.0)
 

@@ -32,6 +32,7 @@ class QuantizeStage(Stage):
     """Quantize the current model after training; leaves a quantized checkpoint."""
 
     kind = "quantize"
+    runs_on_all_ranks = True
     changes_model = True
     config: PTQConfig
 
@@ -96,24 +97,74 @@ class QuantizeStage(Stage):
         return data | {"valid": bool(data["valid"])}
 
     def run(self, context: StageContext) -> ModelArtifact:
-        """Quantize the current model, which becomes the full-precision reference."""
+        """Quantize the current model, which becomes the full-precision reference.
+
+        All processes of the run share the examples, also those of a tensor group: each
+        holds one block at a time.
+        """
         # Imported here, so that a recipe is checked without the libraries of a run.
         from ...quantization.mixed_precision.search import search_plan
-        from ...quantization.ptq.base import PTQContext
-        from .refinement import CalibrationData, quantize_kv_cache
+        from .refinement import quantize_kv_cache
 
-        config, reference = self.config, context.current.model
-        context.check_base()
-        loaded = context.load(reference, compute="stored", lazy=True)
-        selection = select_layers(loaded.model, config)
-        for path, reason in sorted(selection.skipped.items()):
-            context.logger.info(f"left unquantized: {path}: {reason}")
-        calibration = CalibrationData(
-            config.calibration,
-            context,
-            loaded.tokenizer,
-            holds_out=self._refines or config.kv_cache is not None,
+        config, ranks = self.config, context.ranks
+        loaded, selection, calibration, task = self._begin(context)
+        reference = loaded.path
+        facts = context.current.facts
+        facts = facts | {"method": config.method, "kept": selection.skipped}
+        if config.mixed_precision:
+            with ranks.collective_errors():
+                model = context.load(reference).model
+            search = replace(task, folder=context.folder)
+            selection, result = search_plan(config, selection, search, model, reference)
+            del model
+            task = replace(task, specs=selection.specs)
+            facts["mixed_precision"] = result
+        tensors, measured = self._quantize(
+            context, loaded, calibration, selection, task
         )
+        target = context.folder / "model"
+        with ranks.collective_errors():
+            if ranks.is_first:
+                # Lazy, referenced nowhere else, so that each is freed once written.
+                weights = dict(tree_flatten(loaded.reread().parameters()))
+                write_model(target, loaded, weights, selection, tensors)
+        if config.kv_cache:
+            measured["kv_cache"] = quantize_kv_cache(
+                config.kv_cache, target, calibration, context
+            )
+        with ranks.collective_errors():
+            for name in INTERMEDIATE if ranks.is_first else ():
+                fs.remove(context.folder / name)
+        adapters, facts = context.current.adapters, facts | measured
+        return ModelArtifact(target, reference, adapters, facts)
+
+    def _begin(
+        self, context: StageContext
+    ) -> "tuple[LoadedModel, QuantizationPlan, CalibrationData, PTQContext]":
+        """The model, its grids, the calibration data, and the task of a method."""
+        from ...models.checkpoint import quick_digest
+        from ...quantization.ptq.base import PTQContext
+        from .refinement import CalibrationData
+
+        config, ranks = self.config, context.ranks
+        context.require_shared_folder()
+        with ranks.collective_errors():
+            reference = context.require_visible(context.current.model)
+            if ranks.is_first:
+                context.check_base()
+            loaded = context.load(reference, compute="stored", lazy=True)
+            selection = select_layers(loaded.model, config)
+            for path, reason in sorted(selection.skipped.items()):
+                context.logger.info(f"left unquantized: {path}: {reason}")
+            calibration = CalibrationData(
+                config.calibration,
+                context,
+                loaded.tokenizer,
+                holds_out=self._refines or config.kv_cache is not None,
+            )
+            digest = quick_digest(reference)
+        hint = "give all machines the same model"
+        ranks.require_same(digest, "quantizes another model", hint=hint)
         task = PTQContext(
             loaded.model,
             selection.specs,
@@ -122,34 +173,9 @@ class QuantizeStage(Stage):
             context.folder / "scratch",
             context.logger,
             loaded.reread,
+            ranks,
         )
-        facts = context.current.facts
-        facts = facts | {"method": config.method, "kept": selection.skipped}
-        if config.mixed_precision:
-            selection, result = search_plan(
-                config,
-                selection,
-                replace(task, folder=context.folder),
-                context.load(reference).model,
-                reference,
-            )
-            task = replace(task, specs=selection.specs)
-            facts["mixed_precision"] = result
-        tensors, measured = self._quantize(
-            context, loaded, calibration, selection, task
-        )
-        # Lazy weights, referenced nowhere else, so that each is freed once written.
-        weights = dict(tree_flatten(loaded.reread().parameters()))
-        target = context.folder / "model"
-        write_model(target, loaded, weights, selection, tensors)
-        if config.kv_cache:
-            served, logger = context.load(target), context.logger
-            result = quantize_kv_cache(config.kv_cache, served, calibration, logger)
-            measured["kv_cache"] = result
-        for name in INTERMEDIATE:
-            fs.remove(context.folder / name)
-        adapters, facts = context.current.adapters, facts | measured
-        return ModelArtifact(target, reference, adapters, facts)
+        return loaded, selection, calibration, task
 
     def _quantize(
         self,

@@ -27,6 +27,7 @@ from ...generation.kv_cache.rotation import (
 )
 from ...generation.kv_cache.sequence import UNQUANTIZED, CacheState
 from ...models.loader import make_cache
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...run.logger import RunLogger
 from . import knapsack
 
@@ -112,6 +113,7 @@ def choose_kv_bits(
     calibration: CalibrationBatch,
     held_out: CalibrationBatch,
     logger: RunLogger,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[list[int], dict]:
     """Choose the bits of every layer's cache.
 
@@ -120,6 +122,7 @@ def choose_kv_bits(
         dtype: the dtype that the checkpoint stores, which is that of its cache.
         calibration: sequences for the sensitivity of layers.
         held_out: sequences for comparing the choice with uniform bits.
+        ranks: the processes that divide the sequences.
 
     Returns:
         The bits of every layer, and facts for the report: `bits`, `selected`,
@@ -134,9 +137,9 @@ def choose_kv_bits(
     layers = quantizable_layers(model)
     options = sorted(set(config.candidate_bits))
     limit = _limit(config, layers, options, dtype)
-    costs = layer_sensitivities(model, layers, options, calibration, logger)
+    costs = layer_sensitivities(model, layers, options, calibration, logger, ranks)
     plans = _candidate_plans(model, dtype, layers, costs, limit)
-    candidates = _measure(model, dtype, layers, plans, held_out, limit, logger)
+    candidates = _measure(model, dtype, layers, plans, held_out, limit, logger, ranks)
     fitting = [name for name, facts in candidates.items() if facts["fits"]]
     best = min(fitting, key=lambda name: candidates[name]["kl"])
     dense = sum(layer.bits_per_token(UNQUANTIZED, dtype) for layer in layers) // 8
@@ -185,11 +188,13 @@ def _measure(
     held_out: CalibrationBatch,
     limit: int,
     logger: RunLogger,
+    ranks: ProcessGroup,
 ) -> dict[str, dict]:
     """KL, its error and bytes per token of every candidate, and whether it fits."""
     with logger.progress(len(plans), "comparing KV-cache bits") as progress:
         trials = list(plans.values())
-        measured = _divergences(model, layers, trials, held_out, progress.advance)
+        args = model, layers, trials, held_out, progress.advance, ranks
+        measured = _divergences(*args)
     sizes = [
         sum(layer.bits_per_token(plan[layer.index], dtype) for layer in layers)
         for plan in plans.values()
@@ -228,13 +233,15 @@ def layer_sensitivities(
     options: Sequence[int],
     sequences: CalibrationBatch,
     logger: RunLogger,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> dict[int, dict[int, float]]:
     """KL in nats per token by layer and bits, with all other layers unquantized."""
     count = len(make_cache(model))
     trials = [(x, b) for x in layers for b in options if b != UNQUANTIZED]
     plans = [_plan(count, [trial]) for trial in trials]
     with logger.progress(len(plans), "sensitivity of KV caches") as progress:
-        measured = _divergences(model, layers, plans, sequences, progress.advance)
+        args = model, layers, plans, sequences, progress.advance, ranks
+        measured = _divergences(*args)
     costs = {layer.index: dict.fromkeys(options, 0.0) for layer in layers}
     for (layer, bits), (kl, _) in zip(trials, measured, strict=True):
         costs[layer.index][bits] = kl
@@ -278,20 +285,21 @@ def _divergences(
     plans: Sequence[Plan],
     sequences: CalibrationBatch,
     advance=lambda count: None,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> list[tuple[float, float]]:
     """KL from the model without quantized caches by plan, and its standard error."""
     batches = sequences.parts(TOKENS_AT_ONCE)
-    sums, counts = [], []
-    for batch in batches:
-        rows = [
-            np.array(kl, np.float64)
-            for kl in _batch_divergences(model, layers, plans, batch)
-        ]
-        sums.append(np.stack(rows))
-        counts.append(batch.counted.sum(axis=1))
-        advance(len(plans) / len(batches))
-    total = np.concatenate(counts)
-    return [mean_over_sequences(row, total) for row in np.concatenate(sums, axis=1)]
+    own, sums = list(ranks.shard(range(len(batches)))), {}
+    with ranks.collective_errors():
+        for number in own:
+            divergences = _batch_divergences(model, layers, plans, batches[number])
+            # Evaluated one by one.
+            sums[str(number)] = mx.array(np.stack([np.array(kl) for kl in divergences]))
+            advance(len(plans) / len(own))
+    sums = ranks.exchange(sums)
+    rows = [np.array(sums[str(number)], np.float64) for number in range(len(batches))]
+    total = np.concatenate([batch.counted.sum(axis=1) for batch in batches])
+    return [mean_over_sequences(row, total) for row in np.concatenate(rows, axis=1)]
 
 
 def _batch_divergences(

@@ -9,7 +9,10 @@ import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,8 +23,9 @@ from mlx.utils import tree_flatten
 
 from ...config.quant_spec import QuantSpec
 from ...config.quantize import MixedPrecisionConfig, PTQConfig
-from ...data.cache import CacheEntry, file_hash, get_or_create, key_of
+from ...data.cache import file_hash, find, get_or_create, key_of
 from ...errors import UserError
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...run.fs import PARTIAL, write_atomic
 from ..packing import dequantize, pack, packed_bytes
 from ..ptq.base import PTQContext
@@ -171,15 +175,18 @@ def search_plan(
     sizes = SizeModel.of(task, plan, config.mixed_precision)
     limit = sizes.max_bytes(config.mixed_precision)
     calibration, held_out = _tokens(config, task)
-    # By this name the next run removes it after a kill.
-    name = {"prefix": ".search.", "suffix": PARTIAL}
-    with TemporaryDirectory(dir=task.folder, **name) as scratch:
-        folder = Path(scratch)
-        measured = _sensitivities(model, sizes, calibration, task, source, folder)
-        write_atomic(task.folder / "sensitivity.json", json.dumps(measured.facts))
-        candidates = candidate_plans(sizes, **measured.facts, limit=limit)
-        energies = mx.load(str(measured.folder / ENERGIES_FILE))
-        evaluator = GridEvaluator(model, energies, held_out, folder, task.dtype)
+    ranks = task.ranks
+    with _scratch_of_all(task.folder, ranks) as folder:
+        facts, energies = _sensitivities(
+            model, sizes, calibration, task, source, folder
+        )
+        with ranks.collective_errors():
+            if ranks.is_first:
+                write_atomic(task.folder / "sensitivity.json", json.dumps(facts))
+            candidates = candidate_plans(sizes, **facts, limit=limit)
+            evaluator = GridEvaluator(
+                model, energies, held_out, folder, task.dtype, ranks
+            )
         with task.logger.progress(len(candidates), "comparing plans") as progress:
             losses = {
                 name: evaluator(plan.specs | specs)
@@ -199,11 +206,26 @@ def search_plan(
     return replace(plan, specs=plan.specs | candidates[best]), facts
 
 
+@contextmanager
+def _scratch_of_all(folder: Path, ranks: ProcessGroup) -> Iterator[Path]:
+    """A temporary folder that all processes see."""
+    # By this name the next run removes it after a kill.
+    options = {"dir": folder, "prefix": ".search.", "suffix": PARTIAL}
+    with ExitStack() as stack:
+        name = None
+        with ranks.collective_errors():
+            if ranks.is_first:
+                scratch = stack.enter_context(TemporaryDirectory(**options))
+                name = Path(scratch).name
+        yield folder / ranks.broadcast_object(name)
+
+
 def _tokens(config: PTQConfig, task: PTQContext) -> tuple[mx.array, mx.array]:
     """Sequences for sensitivities, and others for comparing plans."""
     default = CALIBRATION_TOKENS + HELD_OUT_TOKENS
     allowed = config.calibration.num_tokens or default
-    windows = task.windows(min(allowed, default))
+    with task.ranks.collective_errors():
+        windows = task.windows(min(allowed, default))
     if len(windows) < 2:
         raise UserError(
             "a budget needs two windows of calibration tokens, and there is one",
@@ -220,29 +242,37 @@ def _sensitivities(
     task: PTQContext,
     source: Path,
     scratch: Path,
-) -> CacheEntry:
-    """Groups of layers and sensitivities by path, cached by model, tokens and grids."""
-    options = sizes.options
+) -> tuple[dict, dict[str, mx.array]]:
+    """Groups of layers and sensitivities by path, and energies by path.
+
+    They are cached by model, tokens and grids, on the machine of rank 0.
+    """
+    options, ranks = sizes.options, task.ranks
+    measure = cache(partial(_measure, model, sizes, tokens, task, scratch))
 
     def fill(folder: Path) -> dict:
-        task.logger.info(
-            f"measuring the sensitivity of {len(options)} layers to every grid"
-        )
-        args = model, list(options), tokens, scratch
-        stats = collect_stats(*args, seed=0, logger=task.logger)
-        modules = dict(model.named_modules())
-        groups, costs, energies = stats.groups(), {}, {}
-        paths = [path for group in groups for path in group]
-        with task.logger.progress(len(paths), "sensitivity of layers") as progress:
-            for path in progress.track(paths):
-                weight = modules[path].weight.astype(task.dtype)
-                energies[path] = input_energies(path, weight.shape[-1], stats)
-                layer = LayerStatistics(weight, energies[path])
-                costs[path] = sensitivity(path, layer, options[path], stats)
+        facts, energies = measure()
         mx.save_safetensors(str(folder / ENERGIES_FILE), energies)
-        return {"groups": groups, "costs": costs}
+        return facts
 
-    key = key_of(
+    key, entry = None, None
+    with ranks.collective_errors():
+        if ranks.is_first:
+            key = _key(source, tokens, options, task)
+            entry = find("sensitivity", key)
+    if ranks.broadcast_object(entry is None) and ranks.size > 1:
+        measure()
+    with ranks.collective_errors():
+        if ranks.is_first and entry is None:
+            warning = task.logger.warning
+            entry = get_or_create("sensitivity", key, fill, warning=warning)
+        energies = mx.load(str(entry.folder / ENERGIES_FILE)) if entry else {}
+    facts = ranks.broadcast_object(entry and entry.facts)
+    return facts, ranks.exchange(energies)
+
+
+def _key(source: Path, tokens: mx.array, options: dict, task: PTQContext) -> str:
+    return key_of(
         {
             "version": VERSION,
             "model": [file_hash(f) for f in sorted(source.glob("model*.safetensors"))],
@@ -251,7 +281,38 @@ def _sensitivities(
             "dtype": str(task.dtype),
         }
     )
-    return get_or_create("sensitivity", key, fill, warning=task.logger.warning)
+
+
+def _measure(
+    model: nn.Module,
+    sizes: SizeModel,
+    tokens: mx.array,
+    task: PTQContext,
+    scratch: Path,
+) -> tuple[dict, dict[str, mx.array]]:
+    """Every process runs some sequences, then measures some layers."""
+    options, ranks = sizes.options, task.ranks
+    task.logger.info(
+        f"measuring the sensitivity of {len(options)} layers to every grid"
+    )
+    args = model, list(options), tokens, scratch
+    stats = collect_stats(*args, seed=0, logger=task.logger, ranks=ranks)
+    groups, costs, energies = stats.groups(), {}, {}
+    paths = [path for group in groups for path in group]
+    own = list(ranks.shard(paths))
+    with (
+        ranks.collective_errors(),
+        task.logger.progress(len(own), "sensitivity of layers") as progress,
+    ):
+        modules = dict(model.named_modules())
+        for path in progress.track(own):
+            weight = modules[path].weight.astype(task.dtype)
+            energies[path] = input_energies(path, weight.shape[-1], stats)
+            layer = LayerStatistics(weight, energies[path])
+            costs[path] = sensitivity(path, layer, options[path], stats)
+    by_path = {k: v for part in ranks.gather_objects(costs) for k, v in part.items()}
+    facts = {"groups": groups, "costs": {path: by_path[path] for path in paths}}
+    return facts, ranks.exchange(energies)
 
 
 def candidate_plans(
@@ -365,6 +426,7 @@ class GridEvaluator:
         tokens: int32 [n, L].
         folder: where the model's own logits are written.
         dtype: the type the checkpoint stores.
+        ranks: the processes that divide layers and sequences.
     """
 
     def __init__(
@@ -374,27 +436,33 @@ class GridEvaluator:
         tokens: mx.array,
         folder: Path,
         dtype: mx.Dtype,
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ):
         self.model, self.energies, self.tokens = model, energies, tokens
-        self.folder, self.dtype = folder, dtype
+        self.folder, self.dtype, self.ranks = folder, dtype, ranks
+        self._own = list(ranks.shard(range(len(tokens))))
         self._modules = dict(model.named_modules())
         self._dense: dict[str, mx.array] = {}
         self._specs: dict[str, QuantSpec] = {}
-        for number, sequence in enumerate(tokens):
-            logits = model(sequence[None])
+        for number in self._own:
+            logits = model(tokens[number][None])
             mx.save_safetensors(self._logits_file(number), {"logits": logits})
 
     def __call__(self, specs: dict[str, QuantSpec]) -> float:
         """KL(model || model on these grids), nats per token."""
-        for path, spec in specs.items():
-            if self._specs.get(path) != spec:
-                self._quantize(path, spec)
-        total = 0.0
-        for number, sequence in enumerate(self.tokens):
-            logits = mx.load(self._logits_file(number))["logits"]
-            reference = _log_softmax(logits)
-            difference = reference - _log_softmax(self.model(sequence[None]))
-            total += (mx.exp(reference) * difference).sum().item()
+        changed = [p for p, spec in specs.items() if self._specs.get(p) != spec]
+        step, total = self.ranks.size, 0.0
+        # One layer of every process at a time, as all would need much memory.
+        for start in range(0, len(changed), step):
+            self._quantize({p: specs[p] for p in changed[start : start + step]})
+        with self.ranks.collective_errors():
+            for number in self._own:
+                logits = mx.load(self._logits_file(number))["logits"]
+                reference = _log_softmax(logits)
+                predicted = _log_softmax(self.model(self.tokens[number][None]))
+                divergence = mx.exp(reference) * (reference - predicted)
+                total += divergence.sum().item()
+        [total] = self.ranks.all_reduce_scalars(total)
         return total / self.tokens.size
 
     def close(self) -> None:
@@ -403,18 +471,24 @@ class GridEvaluator:
             self._modules[path].weight = weight
         self._specs.clear()
 
-    def _quantize(self, path: str, spec: QuantSpec) -> None:
-        module = self._modules[path]
-        dense = self._dense.setdefault(path, module.weight)
+    def _quantize(self, specs: dict[str, QuantSpec]) -> None:
+        """Set the weights of some layers, each computed by one process."""
+        with self.ranks.collective_errors():
+            own = {p: self._quantized(p, specs[p]) for p in self.ranks.shard(specs)}
+            mx.eval(own)
+        for path, weight in self.ranks.exchange(own).items():
+            dense = self._dense.setdefault(path, self._modules[path].weight)
+            self._modules[path].weight = weight.astype(dense.dtype)
+            mx.eval(self._modules[path].weight)
+        self._specs |= specs
+
+    def _quantized(self, path: str, spec: QuantSpec) -> mx.array:
+        """The dequantized weight of a layer, in the type the checkpoint stores."""
+        dense = self._dense.get(path, self._modules[path].weight)
         stored = dense.astype(self.dtype)
-        if path in self.energies:
-            layer = LayerStatistics(stored, self.energies[path])
-            quantized = layer.fake_quantize(spec)
-        else:
-            quantized = dequantize(pack(stored, spec, self.dtype), spec, self.dtype)
-        module.weight = quantized.astype(dense.dtype)
-        mx.eval(module.weight)
-        self._specs[path] = spec
+        if path not in self.energies:
+            return dequantize(pack(stored, spec, self.dtype), spec, self.dtype)
+        return LayerStatistics(stored, self.energies[path]).fake_quantize(spec)
 
     def _logits_file(self, number: int) -> str:
         return str(self.folder / f"logits-{number:04d}.safetensors")

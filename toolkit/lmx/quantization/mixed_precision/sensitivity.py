@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from ...config.quant_spec import QuantSpec
 from ...models.hooks import GradientTap, differentiable, hook_calls, is_hidden, path_of
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...run.fs import require_space
 from ...run.logger import NullLogger, RunLogger
 from ..affine_grid import AffineGrid
@@ -37,11 +38,13 @@ class CalibrationStats:
         folder: one file per sequence, with `inputs.*` and `experts.*` by source, and
             `gradients.*`, the loss's gradients by the outputs, by call.
         sources: by call, the first call with the same input.
+        num_sequences: files.
         num_tokens: tokens in all sequences.
     """
 
     folder: Path
     sources: dict[str, str]
+    num_sequences: int
     num_tokens: int
 
     def groups(self) -> list[list[str]]:
@@ -60,8 +63,8 @@ class CalibrationStats:
 
     def sequences(self) -> Iterator[dict[str, mx.array]]:
         """The tensors of every sequence, unread, by name."""
-        for file in sorted(self.folder.glob("sequence-*")):
-            yield mx.load(str(file))
+        for number in range(self.num_sequences):
+            yield mx.load(_file(self.folder, number))
 
 
 def collect_stats(
@@ -72,26 +75,37 @@ def collect_stats(
     *,
     seed: int,
     logger: RunLogger | None = None,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> CalibrationStats:
     """Run sequences [n, L] one by one and write what the layers at `paths` compute.
 
     Args:
+        folder: that all processes see.
         logger: shows the progress. None = none is shown.
+        ranks: the processes that divide the sequences.
 
     Raises:
         UserError: the disk has too little space.
     """
-    logger = logger or NullLogger()
-    with logger.progress(len(tokens), "gradients of sequences") as progress:
-        for number, sequence in enumerate(progress.track(tokens)):
-            key = mx.random.key(seed + number)
+    logger, sources = logger or NullLogger(), {}
+    own = list(ranks.shard(range(len(tokens))))
+    with (
+        ranks.collective_errors(),
+        logger.progress(len(own), "gradients of sequences") as progress,
+    ):
+        for number in progress.track(own):
+            key, sequence = mx.random.key(seed + number), tokens[number]
             sources, tensors = _run_sequence(model, paths, sequence[None], key)
             if number == 0:
                 size = sum(value.nbytes for value in tensors.values())
                 require_space(folder, size * len(tokens))
-            file = folder / f"sequence-{number:04d}.safetensors"
-            mx.save_safetensors(str(file), tensors)
-    return CalibrationStats(folder, sources, tokens.size)
+            mx.save_safetensors(_file(folder, number), tensors)
+    sources = ranks.broadcast_object(sources)
+    return CalibrationStats(folder, sources, len(tokens), tokens.size)
+
+
+def _file(folder: Path, number: int) -> str:
+    return str(folder / f"sequence-{number:04d}.safetensors")
 
 
 def _run_sequence(model: nn.Module, paths: list[str], tokens: mx.array, key: mx.array):

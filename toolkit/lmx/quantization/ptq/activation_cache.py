@@ -21,10 +21,23 @@ def load(folder: Path, stream: str, shard: int) -> dict[str, mx.array]:
     return mx.load(str(_file(folder, stream, shard)))
 
 
-def drop(folder: Path, stream: str = "*") -> None:
-    """Delete a stream, or all streams."""
-    for file in folder.glob(f"stream-{stream}-*"):
-        file.unlink()
+def drop(folder: Path, streams: str = "", shard: int | None = None) -> None:
+    """Delete streams.
+
+    Args:
+        streams: the start of their names.
+        shard: delete this one only. None = all.
+    """
+    number = "*" if shard is None else f"{shard:04d}.safetensors"
+    for file in folder.glob(f"stream-{streams}*-{number}"):
+        # Another machine may list files that are gone.
+        file.unlink(missing_ok=True)
+
+
+def shard_of(name: str) -> int:
+    """The shard in a file of this name; 0 if it has no stream."""
+    number = name.removesuffix(".safetensors").rpartition("-")[2]
+    return int(number) if is_stream(name) else 0
 
 
 def is_stream(name: str) -> bool:

@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from ...config.quant_spec import QuantSpec
 from ...config.quantize import PTQConfig
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...run.logger import RunLogger
 from ..packing import dequantize, pack
 from .input_statistics import InputStatistics
@@ -37,6 +38,7 @@ class PTQContext:
         folder: where a method keeps its state. It is deleted once the checkpoint is
             written.
         reread: returns the same model with lazy weights. None = weights stay in memory.
+        ranks: the processes that share the work. All see `folder` and have `model`.
     """
 
     model: nn.Module
@@ -46,6 +48,7 @@ class PTQContext:
     folder: Path
     logger: RunLogger
     reread: Callable[[], nn.Module] | None = None
+    ranks: ProcessGroup = SINGLE_PROCESS
 
     def quantized_tensor(
         self, path: str, tensors: dict[str, mx.array]
@@ -97,6 +100,8 @@ class PTQMethod(ABC):
         self, weights: dict[str, mx.array], statistics: InputStatistics | None
     ) -> dict[str, QuantizedTensor]:
         """Quantize layers that share their input.
+
+        Every process calls this with the same arguments and returns the same tensors.
 
         Args:
             weights: by path in the model.

@@ -1,5 +1,7 @@
 """Calibration statistics of the layers of one block, and of the layers after the last.
 
+Every process runs its own shards of the tokens; the statistics are sums over all.
+
 The inputs of quantized layers stay on disk until the block is done. A later pass starts
 from them: MLX does not compute what is not used, so each layer of the quantized stream
 runs only about once.
@@ -20,6 +22,7 @@ from ...models.hooks import (
     override_inputs,
     override_outputs,
 )
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...run.fs import require_space
 from ..target_layers import has_known_inputs
 from . import activation_cache
@@ -41,6 +44,7 @@ class BlockCalibration:
         tokens: int32 [B, L] by shard.
         before, after: folders of the hidden states around the block.
         num_compared: number of shards, the first ones, with a full-precision stream.
+        ranks: the processes that share the shards.
 
     Attributes:
         groups: paths of layers that share their input, in the order of their calls.
@@ -59,9 +63,11 @@ class BlockCalibration:
         after: Path,
         *,
         num_compared: int,
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ):
         self.blockwise = blockwise
         self.index = index
+        self.ranks = ranks
         self.tokens = tokens
         self.before = before
         self.after = after
@@ -78,7 +84,8 @@ class BlockCalibration:
             for group in self.groups
             if num_compared and self._adds_to_residual(group)
         ]
-        self._check_space(captured)
+        if ranks.is_first:
+            self._check_space(captured)
 
     def run_full_precision(self) -> None:
         """Run the full-precision stream and cache the inputs of the layers.
@@ -86,7 +93,7 @@ class BlockCalibration:
         Inputs of a mixture's experts are not compared and not cached.
         """
         paths = [g[0] for g in self.groups if self._num_experts(g[0]) is None]
-        for shard in range(self.num_compared):
+        for shard in self.ranks.shard(range(self.num_compared)):
             with capture_inputs(self._block, paths) as captured:
                 outputs = self._run(shard, FULL)
             activation_cache.save(self.after, FULL, shard, {"hidden": outputs})
@@ -111,26 +118,41 @@ class BlockCalibration:
         modules = dict(self._block.named_modules())
         width, experts = modules[path].weight.shape[-1], self._num_experts(path)
         num_compared = self.num_compared if experts is None else 0
+        writes_residual = num_compared and path in self._residual_writers
         statistics = InputStatistics.empty(
-            width, experts=experts, with_cross=num_compared > 0
+            width,
+            experts=experts,
+            with_cross=num_compared > 0,
+            residual_width=len(modules[path].weight) if writes_residual else None,
         )
         if num_compared:
             prefix = f"{self.blockwise.prefix}{self.index}."
             dense = {f"{prefix}{name}": modules[name].weight for name in group}
-            compared = sum(shard.size for shard in self.tokens[:num_compared])
-            statistics.add_compared(self._compare(group, weights), compared, dense)
-        for shard in range(num_compared, len(self.tokens)):
-            captured = self._capture(path, shard)
-            token_weights = weights and weights[shard]
-            if experts is None:
-                statistics.add(captured.rows[path], weights=token_weights)
-            else:
-                visible = None if token_weights is None else token_weights > 0
-                statistics.add_routed(
-                    captured.rows[path], captured.experts[path], visible
-                )
+            compared = _num_before(self.tokens, num_compared)
+            shards = self._compare(group, weights)
+            statistics.add_compared(shards, compared, dense, self.ranks)
+        if num_compared < len(self.tokens):
+            with statistics.summed_over(self.ranks):
+                self._add_others(path, weights, statistics, num_compared)
         self._cached.append(group)
         return statistics
+
+    def _add_others(
+        self,
+        path: str,
+        weights: list[mx.array] | None,
+        statistics: InputStatistics,
+        first: int,
+    ) -> None:
+        """Add this process's shards from `first` on, which are not compared."""
+        for shard in _own_from(first, self.tokens, self.ranks):
+            captured = self._capture(path, shard)
+            token_weights = weights and weights[shard]
+            if not statistics.counts.ndim:
+                statistics.add(captured.rows[path], weights=token_weights)
+                continue
+            visible = None if token_weights is None else token_weights > 0
+            statistics.add_routed(captured.rows[path], captured.experts[path], visible)
 
     def _capture(self, path: str, shard: int) -> CapturedInputs:
         """Capture and cache the input of a layer in the quantized stream."""
@@ -144,7 +166,7 @@ class BlockCalibration:
         self, group: list[str], weights: list[mx.array] | None
     ) -> Iterator[CalibrationShard]:
         path = group[0]
-        for shard in range(self.num_compared):
+        for shard in self.ranks.shard(range(self.num_compared)):
             captured, token_weights = (
                 self._capture(path, shard),
                 weights and weights[shard],
@@ -155,16 +177,17 @@ class BlockCalibration:
                     residual = self._run_quantized(shard)
                 errors = full[f"{path}{RESIDUAL}"] - residual.astype(mx.float32)
                 errors = errors.reshape(-1, errors.shape[-1])
-            yield CalibrationShard(
-                captured.rows[path], full[path], errors, token_weights
-            )
+            rows, size = captured.rows[path], self.tokens[shard].size
+            # Of a layer that is called twice, a token has two inputs.
+            start = _num_before(self.tokens, shard) * (len(rows) // size)
+            yield CalibrationShard(start, rows, full[path], errors, token_weights)
 
     def run_quantized(self) -> None:
         """Run the quantized stream to the end of the block."""
-        for shard in range(len(self.tokens)):
+        for shard in _own_from(0, self.tokens, self.ranks):
             hidden = {"hidden": self._run_quantized(shard)}
             activation_cache.save(self.after, QUANTIZED, shard, hidden)
-        activation_cache.drop(self.after, INPUTS)
+            activation_cache.drop(self.after, INPUTS, shard)
 
     @property
     def _block(self) -> nn.Module:
@@ -253,6 +276,7 @@ class HeadCalibration:
         counted: bool [B, L] by shard, the positions that the statistics sum over.
         folder: of the hidden states after the last block.
         num_compared: number of shards, the first ones, with a full-precision stream.
+        ranks: the processes that share the shards.
     """
 
     def __init__(
@@ -264,8 +288,10 @@ class HeadCalibration:
         folder: Path,
         *,
         num_compared: int,
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ):
         self.blockwise = blockwise
+        self.ranks = ranks
         self.paths = paths
         self.tokens = tokens
         self.counted = counted
@@ -286,17 +312,21 @@ class HeadCalibration:
             width, experts=None, with_cross=self.num_compared > 0
         )
         if self.num_compared:
-            compared = sum(shard.size for shard in self.tokens[: self.num_compared])
-            statistics.add_compared(self._compare(path), compared, weights)
-        for shard in range(self.num_compared, len(self.tokens)):
-            (x,), counted = self._inputs(path, shard, [QUANTIZED])
-            statistics.add(x, weights=counted)
+            compared = _num_before(self.tokens, self.num_compared)
+            shards = self._compare(path)
+            statistics.add_compared(shards, compared, weights, self.ranks)
+        if self.num_compared < len(self.tokens):
+            with statistics.summed_over(self.ranks):
+                for shard in _own_from(self.num_compared, self.tokens, self.ranks):
+                    (x,), counted = self._inputs(path, shard, [QUANTIZED])
+                    statistics.add(x, weights=counted)
         return statistics
 
     def _compare(self, path: str) -> Iterator[CalibrationShard]:
-        for shard in range(self.num_compared):
+        for shard in self.ranks.shard(range(self.num_compared)):
             (x, y), counted = self._inputs(path, shard, [QUANTIZED, FULL])
-            yield CalibrationShard(x, y, None, counted)
+            start = _num_before(self.tokens, shard)
+            yield CalibrationShard(start, x, y, None, counted)
 
     def _inputs(
         self, path: str, shard: int, streams: list[str]
@@ -316,3 +346,13 @@ class HeadCalibration:
         with capture_inputs(self.blockwise.model, paths) as captured:
             self.blockwise.logits(tokens, hidden)
         return captured
+
+
+def _num_before(tokens: list[mx.array], shard: int) -> int:
+    """Number of tokens in the shards before this one."""
+    return sum(part.size for part in tokens[:shard])
+
+
+def _own_from(first: int, tokens: list[mx.array], ranks: ProcessGroup) -> list[int]:
+    """Numbers of the shards of this process, from this one on."""
+    return [shard for shard in ranks.shard(range(len(tokens))) if shard >= first]

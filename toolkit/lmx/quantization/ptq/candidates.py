@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection
-from itertools import islice
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,6 +10,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ...config.train import MANY_LOGITS, loss_chunk
 from ...cpu import on_cpu
 from ...models.blockwise import NoTrunkHeadSplit
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...run.logger import NullLogger, RunLogger
 from ...training.chunked_loss import ChunkedLoss
 from ...training.distillation import kl_sum
@@ -68,10 +68,14 @@ class CandidateModel:
     Args:
         model: as loaded. Its parameters may have been cast to a compute dtype.
         dtype: dtype that its checkpoint stores.
+        ranks: the processes that divide the tokens; all have the same candidates.
     """
 
-    def __init__(self, model: nn.Module, dtype: mx.Dtype):
+    def __init__(
+        self, model: nn.Module, dtype: mx.Dtype, ranks: ProcessGroup = SINGLE_PROCESS
+    ):
         self.model = model
+        self.ranks = ranks
         self.dtype = dtype
         self._divergence = TeacherDivergence(model)
         self._dtypes = {k: v.dtype for k, v in tree_flatten(model.parameters())}
@@ -110,15 +114,18 @@ class CandidateModel:
             num_parts: use the first parts only. None = all.
             logger: shows the progress. None = none is shown.
         """
-        total = count = 0
-        parts = zip(targets.tokens, targets.counted, targets, strict=True)
+        total, logger = 0.0, logger or NullLogger()
         number = min(num_parts or len(targets), len(targets))
-        with (logger or NullLogger()).progress(number, "held-out KL") as progress:
-            for tokens, counted, target in islice(parts, number):
-                total += self._divergence(tokens, counted, target).item()
-                count += counted.sum().item()
-                progress.advance()
-        return total / count
+        own = list(self.ranks.shard(range(number)))
+        with (
+            self.ranks.collective_errors(),
+            logger.progress(len(own), "held-out KL") as progress,
+        ):
+            for part in progress.track(own):
+                tokens, counted = targets.tokens[part], targets.counted[part]
+                total += self._divergence(tokens, counted, targets[part]).item()
+        [total] = self.ranks.all_reduce_scalars(total)
+        return total / sum(part.sum().item() for part in targets.counted[:number])
 
 
 class CandidateSelector:

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...models.hooks import GradientTap, capture_inputs, hook_calls, is_hidden
+from ..backend import added, sum_dtype
 from .fisher import (
     ForwardBackwardPass,
     logit_chunks,
@@ -83,16 +84,21 @@ def embedding_statistics(
         fb_pass: after its backward pass.
         heads: embeddings that are the output head too.
     """
-    statistics = {}
+    statistics, ranks = {}, fb_pass.ranks
     for path, weight in embeddings(fb_pass.blockwise.model, paths).items():
-        tokens = fb_pass.tokens[0]
-        lookups = _lookups(fb_pass, path, tokens).inputs.values()
-        # The rows of a table of positions are looked up once for all sequences.
-        if any(rows.shape != tokens.shape for rows in lookups):
+        with ranks.collective_errors():
+            tokens = fb_pass.tokens[0]
+            lookups = _lookups(fb_pass, path, tokens).inputs.values()
+            # The rows of a table of positions are looked up once for all sequences.
+            is_of_tokens = all(rows.shape == tokens.shape for rows in lookups)
+        if not is_of_tokens:
             continue
-        counts = _lookup_counts(fb_pass, path, len(weight))
-        clusters = cluster_rows(weight, counts)
-        sizes = _sum_by_cluster(clusters, mx.ones(len(weight)))
+        with ranks.collective_errors():
+            counts = _lookup_counts(fb_pass, path, len(weight))
+            clusters = cluster_rows(weight, counts)
+            sizes = _sum_by_cluster(clusters, mx.ones(len(weight)))
+        # Clusters decide which sums are added, so all take those of rank 0.
+        [clusters] = ranks.broadcast([clusters])
         moments = _lookup_moments(fb_pass, path, clusters, sizes)
         if path in heads:
             moments = moments + _head_moments(fb_pass, path, clusters)
@@ -104,7 +110,7 @@ def embedding_statistics(
 
 
 def _lookup_counts(fb_pass: ForwardBackwardPass, path: str, size: int) -> mx.array:
-    """Number of lookups of each row of an embedding, float32 [V]."""
+    """Number of lookups of each row of an embedding, of all processes, float32 [V]."""
     total = mx.zeros(size)
     for tokens, counted in zip(fb_pass.tokens, fb_pass.counted, strict=True):
         visible = visible_positions(counted).reshape(-1).astype(mx.float32)
@@ -128,10 +134,12 @@ def _lookup_moments(
     """
     width = embeddings(fb_pass.blockwise.model, [path])[path].shape[-1]
     sums = InputStatistics.empty(width, experts=len(sizes), with_cross=False)
-    for shard, tokens in enumerate(fb_pass.tokens):
-        visible = visible_positions(fb_pass.counted[shard]).reshape(-1)
-        for rows, gradients in _lookup_gradients(fb_pass, path, shard, tokens):
-            sums.add_routed(gradients, clusters[rows], visible)
+    with sums.summed_over(fb_pass.ranks):
+        for shard in fb_pass.own_shards:
+            visible = visible_positions(fb_pass.counted[shard]).reshape(-1)
+            tokens = fb_pass.tokens[shard]
+            for rows, gradients in _lookup_gradients(fb_pass, path, shard, tokens):
+                sums.add_routed(gradients, clusters[rows], visible)
     num_lookups = max(1, sums.counts.sum().item())
     shrinkage = SHRINKAGE * min(1.0, FEW_TOKENS / num_lookups)
     fisher = _shrink(sums.second_moments / fb_pass.num_counted_tokens, shrinkage)
@@ -148,14 +156,26 @@ def _head_moments(
     An input is weighted by the second derivative of the loss with respect to the logits
     of the cluster's tokens: p (1 - p) with p the predicted probability.
     """
-    total, counts = 0.0, 0.0
-    for shard in range(len(fb_pass.tokens)):
-        rows, weights = _head_inputs(fb_pass, path, shard, clusters)
-        # One cluster at a time: the sums of all are as large as many tokens' logits.
-        products = [(rows * column[:, None]).T @ rows for column in weights.T]
-        total = total + mx.stack(products)
-        counts = counts + weights.sum(axis=0)
-        mx.eval(total, counts)
+    width = embeddings(fb_pass.blockwise.model, [path])[path].shape[-1]
+    num_clusters = clusters.max().item() + 1
+    counts = mx.zeros(num_clusters, sum_dtype())
+    totals = [mx.zeros((width, width), sum_dtype()) for _ in range(num_clusters)]
+    with fb_pass.ranks.collective_errors():
+        for shard in fb_pass.own_shards:
+            rows, weights = _head_inputs(fb_pass, path, shard, clusters)
+            # One cluster at a time: the sums of all are as large as many tokens'
+            # logits.
+            for number, column in enumerate(weights.T):
+                product = (rows * column[:, None]).T @ rows
+                totals[number] = added(totals[number], product)
+                mx.eval(totals[number])
+            counts = counts + weights.sum(axis=0)
+            mx.eval(counts)
+    counts, *totals = fb_pass.ranks.all_sum([counts, *totals])
+    total = mx.stack([each.astype(mx.float32) for each in totals])
+    counts = counts.astype(mx.float32)
+    mx.eval(total, counts)
+    del totals
     mean = total.sum(axis=0) / counts.sum() * counts[:, None, None]
     return _blend(total, mean, counts, HALF_PREDICTIONS) / fb_pass.num_counted_tokens
 

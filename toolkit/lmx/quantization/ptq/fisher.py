@@ -2,21 +2,24 @@
 
 The labels of the loss are sampled from the model's own predictions. So the second
 moments of the gradients are the Fisher information: the cost of an error in nats.
-Hidden states go forward and gradients back, with one block in memory at a time.
+Hidden states go forward and gradients back, with one block in memory at a time. Every
+process runs its own shards of the tokens.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from functools import cached_property
 from pathlib import Path
 
 import mlx.core as mx
 
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import GradientTap, hook_calls, path_of
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...run.fs import require_space
 from ...run.progress import ProgressBar
 from ...training.losses import cross_entropy_sum, exp_nonpositive
+from ..backend import added, sum_dtype
 from . import activation_cache
 
 # Positions whose logits are in memory at once.
@@ -77,24 +80,52 @@ class OutputGradients:
     Attributes:
         fisher: by path, the Fisher information of the outputs, float32 [N, N], a mean
             over the tokens that count.
-        squared_norms: by path, squared gradient norm of every token, float32 [T], by
-            window.
+        squared_norms: by path and shard, squared gradient norm of every token, float32
+            [T], by window.
     """
 
     fisher: dict[str, mx.array] = field(default_factory=dict)
-    squared_norms: dict[str, list[mx.array]] = field(default_factory=dict)
+    squared_norms: dict[str, dict[int, list[mx.array]]] = field(default_factory=dict)
 
-    def add(self, path: str, gradients: mx.array, num_tokens: int) -> None:
-        """Add gradients [B, L, N] of some windows.
+    def add(self, path: str, shard: int, gradients: mx.array, num_tokens: int) -> None:
+        """Add gradients [B, L, N] of some windows of a shard.
 
         Args:
             num_tokens: divisor of the Fisher information; 0 = leave it out.
         """
         rows = gradients.reshape(-1, gradients.shape[-1]).astype(mx.float32)
         if num_tokens:
-            fisher = self.fisher.get(path, 0.0)
-            self.fisher[path] = fisher + rows.T @ rows / num_tokens
-        self.squared_norms.setdefault(path, []).append(mx.square(rows).sum(axis=1))
+            product = rows.T @ rows / num_tokens
+            if path not in self.fisher:
+                self.fisher[path] = mx.zeros(product.shape, sum_dtype())
+            self.fisher[path] = added(self.fisher[path], product)
+        norms = self.squared_norms.setdefault(path, {}).setdefault(shard, [])
+        norms.append(mx.square(rows).sum(axis=1))
+
+    def fisher_of_all(self, ranks: ProcessGroup) -> dict[str, mx.array]:
+        """`fisher`, summed over all processes."""
+        # Rank 0 has the first shard, so it knows all layers.
+        shapes = {path: value.shape for path, value in self.fisher.items()}
+        totals = {}
+        for path, shape in ranks.broadcast_object(shapes).items():
+            own = self.fisher.get(path, mx.zeros(shape, sum_dtype()))
+            [total] = ranks.all_sum([own])
+            totals[path] = total.astype(mx.float32)
+            mx.eval(totals[path])
+        return totals
+
+    def norms_of_all(self, ranks: ProcessGroup) -> dict[str, mx.array]:
+        """Squared gradient norms of the tokens of all processes by path, float32 [T],
+        in the order of the shards."""
+        own = {
+            f"{shard:08d} {path}": mx.concatenate(norms)
+            for path, by_shard in self.squared_norms.items()
+            for shard, norms in by_shard.items()
+        }
+        by_path: dict[str, list[mx.array]] = {}
+        for name, norms in sorted(ranks.exchange(own).items()):
+            by_path.setdefault(name.partition(" ")[2], []).append(norms)
+        return {path: mx.concatenate(norms) for path, norms in by_path.items()}
 
 
 @dataclass
@@ -107,6 +138,7 @@ class ForwardBackwardPass:
         compute: dtype to run blocks in.
         folder: for hidden states and gradients.
         progress: of shards and blocks; backward counts twice.
+        ranks: the processes that share the shards.
     """
 
     blockwise: BlockwiseModel
@@ -115,9 +147,15 @@ class ForwardBackwardPass:
     compute: mx.Dtype
     folder: Path
     progress: ProgressBar
+    ranks: ProcessGroup = SINGLE_PROCESS
+
+    @property
+    def own_shards(self) -> list[int]:
+        """Numbers of this process's shards."""
+        return list(self.ranks.shard(range(len(self.tokens))))
 
     def forward(self, *, reserved_bytes: int = 0) -> None:
-        """Run every shard to the end of the last block.
+        """Run this process's shards to the end of the last block.
 
         Args:
             reserved_bytes: disk space that the caller needs later.
@@ -125,8 +163,8 @@ class ForwardBackwardPass:
         Raises:
             UserError: the disk has no space for the hidden states.
         """
-        for shard, tokens in enumerate(self.tokens):
-            hidden = self.blockwise.embed(tokens)
+        for shard in self.own_shards:
+            hidden = self.blockwise.embed(self.tokens[shard])
             if shard == 0:
                 size = sum(part.size for part in self.tokens)
                 states = size * (len(self.blockwise) + 1) * hidden.shape[-1] * 4
@@ -134,26 +172,29 @@ class ForwardBackwardPass:
             self._save(0, shard, hidden)
         for index in range(len(self.blockwise)):
             with self.blockwise.loaded_block(index, self.compute):
-                for shard, tokens in enumerate(self.tokens):
-                    hidden = self.hidden(index, shard)
+                for shard in self.own_shards:
+                    tokens, hidden = self.tokens[shard], self.hidden(index, shard)
                     hidden = self.blockwise.run_block(index, tokens, hidden)
                     self._save(index + 1, shard, hidden)
                     self.progress.advance()
 
     def start_backward(self) -> None:
         """Compute the gradients with respect to the output of the last block."""
-        keys = map(mx.random.key, count())
 
         def loss(hidden, tokens, counted, key):
             logits = self.blockwise.logits(tokens, hidden)
             return sampled_label_loss(logits, key, counted)
 
-        for shard, tokens in enumerate(self.tokens):
-            hidden = self.hidden(len(self.blockwise), shard)
+        # Every chunk has its own number, whichever process it belongs to.
+        num_chunks = [len(list(logit_chunks(tokens))) for tokens in self.tokens]
+        for shard in self.own_shards:
+            tokens, hidden = self.tokens[shard], self.hidden(len(self.blockwise), shard)
             counted, gradients = self.counted[shard], mx.zeros_like(hidden)
-            for chunk in logit_chunks(tokens):
+            for number, chunk in enumerate(
+                logit_chunks(tokens), sum(num_chunks[:shard])
+            ):
                 args = hidden[chunk], tokens[chunk], counted[chunk]
-                gradients[chunk] = mx.grad(loss)(*args, next(keys))
+                gradients[chunk] = mx.grad(loss)(*args, mx.random.key(number))
                 mx.eval(gradients)
             self._save(GRADIENTS, shard, gradients)
 
@@ -167,32 +208,42 @@ class ForwardBackwardPass:
                 Fisher information of their outputs.
 
         Yields:
-            The index of a block and the gradients of its layers.
+            The index of a block and the gradients of its layers on this process's
+            tokens.
         """
-        num_tokens = self.num_counted_tokens
         for index in reversed(range(len(self.blockwise))):
-            sums, paths = OutputGradients(), layers[index]
-            with self.blockwise.loaded_block(index, self.compute):
-                for shard, tokens in enumerate(self.tokens):
-                    hidden, gradients = self.hidden(index, shard), self.gradients(shard)
-                    before = []
-                    size = max(1, BACKWARD_TOKENS // tokens.shape[1])
-                    for row in range(0, len(tokens), size):
-                        rows = slice(row, row + size)
-                        args = tokens[rows], hidden[rows], gradients[rows]
-                        gradient, by_call = self._vjp(index, list(paths), *args)
-                        for call, output_gradients in by_call.items():
-                            path = path_of(call)
-                            sums.add(path, output_gradients, num_tokens * paths[path])
-                        mx.eval(gradient, vars(sums))
-                        before.append(gradient)
-                    self._save(GRADIENTS, shard, mx.concatenate(before))
+            sums = OutputGradients()
+            with (
+                self.ranks.collective_errors(),
+                self.blockwise.loaded_block(index, self.compute),
+            ):
+                for shard in self.own_shards:
+                    self._run_back(index, shard, layers[index], sums)
                     self.progress.advance(2)
             yield index, sums
 
-    @property
+    def _run_back(
+        self, index: int, shard: int, layers: dict[str, bool], sums: OutputGradients
+    ) -> None:
+        """Run the gradients of a shard to the input of a block."""
+        tokens, num_tokens = self.tokens[shard], self.num_counted_tokens
+        hidden, gradients = self.hidden(index, shard), self.gradients(shard)
+        before = []
+        size = max(1, BACKWARD_TOKENS // tokens.shape[1])
+        for row in range(0, len(tokens), size):
+            rows = slice(row, row + size)
+            args = tokens[rows], hidden[rows], gradients[rows]
+            gradient, by_call = self._vjp(index, list(layers), *args)
+            for call, output_gradients in by_call.items():
+                path = path_of(call)
+                sums.add(path, shard, output_gradients, num_tokens * layers[path])
+            mx.eval(gradient, vars(sums))
+            before.append(gradient)
+        self._save(GRADIENTS, shard, mx.concatenate(before))
+
+    @cached_property
     def num_counted_tokens(self) -> int:
-        """Number of tokens that count."""
+        """Number of tokens that count, of all processes."""
         return sum(part.sum().item() for part in self.counted)
 
     def hidden(self, index: int, shard: int) -> mx.array:

@@ -10,12 +10,15 @@ To avoid overfitting, the correction is fitted on one half of the tokens and tri
 the other half. It is scaled by the strength that minimizes the error there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import mlx.core as mx
 
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
+from ..backend import added, sum_dtype
 from .hessian import Hessian, damped
 
 # Rows of a weight that the correction strength is estimated on, spread over all rows.
@@ -27,18 +30,28 @@ STRENGTH_DAMPENING_FRAC = 0.01
 
 @dataclass(frozen=True)
 class CalibrationShard:
-    """Inputs of a layer on some tokens; see `InputStatistics.add`."""
+    """Inputs of a layer on some tokens; see `InputStatistics.add`.
 
+    Attributes:
+        start: number of inputs in all shards before this one.
+    """
+
+    start: int
     x: mx.array
     y: mx.array
     errors: mx.array | None
     weights: mx.array | None
 
-    def __getitem__(self, tokens: slice) -> "CalibrationShard":
-        """Some of the tokens."""
-        errors = None if self.errors is None else self.errors[tokens]
-        weights = None if self.weights is None else self.weights[tokens]
-        return CalibrationShard(self.x[tokens], self.y[tokens], errors, weights)
+    def split(self, count: int) -> "tuple[CalibrationShard, CalibrationShard]":
+        """The first `count` inputs, and the others; of a shard that has fewer, all."""
+        arrays = self.x, self.y, self.errors, self.weights
+        count = min(max(0, count), len(self.x))
+        first, rest = (
+            [None if array is None else array[part] for array in arrays]
+            for part in (slice(count), slice(count, None))
+        )
+        start = self.start + count
+        return CalibrationShard(self.start, *first), CalibrationShard(start, *rest)
 
 
 @dataclass
@@ -70,11 +83,60 @@ class InputStatistics:
 
     @classmethod
     def empty(
-        cls, width: int, *, experts: int | None, with_cross: bool
+        cls,
+        width: int,
+        *,
+        experts: int | None,
+        with_cross: bool,
+        residual_width: int | None = None,
     ) -> "InputStatistics":
+        """Sums over no inputs.
+
+        Args:
+            residual_width: of the residual stream that the layer adds to. None = none.
+        """
         shape = (width, width) if experts is None else (experts, width, width)
-        cross_moments = mx.zeros(shape) if with_cross else None
-        return cls(mx.zeros(shape), cross_moments, mx.zeros(shape[:-2], mx.int32))
+        statistics = cls(mx.zeros(shape), None, mx.zeros(shape[:-2], mx.int32))
+        if with_cross:
+            statistics.cross_moments = mx.zeros(shape)
+        if residual_width is not None:
+            statistics.residual_moments = mx.zeros((residual_width, width))
+        return statistics
+
+    @contextmanager
+    def summed_over(self, ranks: ProcessGroup) -> Iterator[None]:
+        """Sum what every process adds inside the context, at its end.
+
+        The sums before it are those of all processes already.
+        """
+        with ranks.collective_errors():
+            for name, value in self._sums.items():
+                # Rank 0 carries the sums before it on.
+                value = value if ranks.is_first else mx.zeros_like(value)
+                self._set(name, value, sum_dtype())
+            yield
+        sums = self._sums
+        totals = ranks.all_sum(list(sums.values()))
+        # One after the other, so that the copies of one sum are in memory at a time.
+        for name in [*sums]:
+            del sums[name]
+            dtype = mx.int32 if name == "counts" else mx.float32
+            self._set(name, totals.pop(0), dtype)
+
+    def _set(self, name: str, value: mx.array, dtype: mx.Dtype) -> None:
+        value = value.astype(dtype)
+        mx.eval(value)
+        setattr(self, name, value)
+
+    def _add_to(self, name: str, product: mx.array) -> None:
+        setattr(self, name, added(getattr(self, name), product))
+        mx.eval(getattr(self, name))
+
+    @property
+    def _sums(self) -> dict[str, mx.array]:
+        names = "second_moments", "cross_moments", "residual_moments", "counts"
+        sums = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in sums.items() if value is not None}
 
     def add(
         self,
@@ -91,19 +153,13 @@ class InputStatistics:
         """
         x = x.astype(mx.float32)
         # Evaluated one after the other, so that one product is in memory at a time.
-        self.second_moments = self.second_moments + _second_moments(x, weights)
-        self.counts = self.counts + len(x)
-        mx.eval(self.second_moments, self.counts)
+        self._add_to("second_moments", _second_moments(x, weights))
+        self._add_to("counts", mx.array(len(x)))
         left = (x if weights is None else x * weights[:, None]).T
         if y is not None:
-            self.cross_moments = self.cross_moments + left @ (y.astype(mx.float32) - x)
-            mx.eval(self.cross_moments)
+            self._add_to("cross_moments", left @ (y.astype(mx.float32) - x))
         if errors is not None:
-            moments = (left @ errors.astype(mx.float32)).T
-            if self.residual_moments is not None:
-                moments = self.residual_moments + moments
-            self.residual_moments = moments
-            mx.eval(self.residual_moments)
+            self._add_to("residual_moments", (left @ errors.astype(mx.float32)).T)
 
     def add_routed(
         self, x: mx.array, experts: mx.array, visible: mx.array | None = None
@@ -127,15 +183,17 @@ class InputStatistics:
         for start, end in pairwise(ends):
             rows = x[start:end]
             products.append(rows.T @ rows)
-        self.second_moments = self.second_moments + mx.stack(products)
-        self.counts = self.counts + mx.array(ends[1:]) - mx.array(ends[:-1])
-        mx.eval(self.second_moments, self.counts)
+        product = mx.stack(products)
+        del products
+        self._add_to("second_moments", product)
+        self._add_to("counts", mx.array(ends[1:]) - mx.array(ends[:-1]))
 
     def add_compared(
         self,
         shards: Iterable[CalibrationShard],
-        num_tokens: int,
+        num_inputs: int,
         weights: dict[str, mx.array],
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Add shards with inputs of both models to empty statistics.
 
@@ -143,20 +201,31 @@ class InputStatistics:
         have inputs of the quantized model only.
 
         Args:
-            num_tokens: in all shards together.
+            shards: of this process, in their order.
+            num_inputs: in the shards of all processes together.
             weights: [N, K], by path, of the layers that share the input.
         """
-        half, count, estimates = num_tokens // 2, 0, {}
-        for shard in shards:
-            start, count = count, count + len(shard.x)
-            if start < half <= count:
-                self._add_shard(shard[: half - start])
-                estimates = {
-                    p: _CorrectionStrength(w, self) for p, w in weights.items()
-                }
-                shard = shard[half - start :]
-            self._add_shard(shard)
-        self.correction_strength = {p: e.strength(self) for p, e in estimates.items()}
+        half, shards, rest = num_inputs // 2, iter(shards), None
+        with self.summed_over(ranks):
+            for shard in shards:
+                first, rest = shard.split(half - shard.start)
+                self._add_shard(first)
+                if len(rest.x):
+                    break
+        with ranks.collective_errors():
+            hessian = _strength_hessian(self)
+            estimates = {
+                path: _CorrectionStrength(weight, self, hessian)
+                for path, weight in weights.items()
+            }
+        with self.summed_over(ranks):
+            if rest is not None:
+                self._add_shard(rest)
+            for shard in shards:
+                self._add_shard(shard)
+        with ranks.collective_errors():
+            strengths = {path: e.strength(self) for path, e in estimates.items()}
+        self.correction_strength = strengths
         self.compared_moments = self.second_moments
 
     def _add_shard(self, shard: CalibrationShard) -> None:
@@ -169,6 +238,12 @@ def _second_moments(x: mx.array, weights: mx.array | None) -> mx.array:
     if weights is not None:
         x = x * mx.sqrt(weights)[:, None]
     return x.T @ x
+
+
+def _strength_hessian(statistics: InputStatistics) -> Hessian:
+    """The Hessian of the inputs so far, which all layers share."""
+    moments = statistics.second_moments
+    return damped(moments, len(moments), STRENGTH_DAMPENING_FRAC)
 
 
 @dataclass(frozen=True)
@@ -209,11 +284,10 @@ class _CorrectionStrength:
     The second half then shows how much of it to apply.
     """
 
-    def __init__(self, weight: mx.array, statistics: InputStatistics):
+    def __init__(self, weight: mx.array, statistics: InputStatistics, hessian: Hessian):
         self._rows = mx.arange(0, len(weight), max(1, len(weight) // STRENGTH_ROWS))
         self._weight = weight[self._rows]
         moments = statistics.second_moments
-        hessian = damped(moments, len(moments), STRENGTH_DAMPENING_FRAC)
         # The scale of the Hessian. Both sums of `_gain_and_cost` are on it too.
         self._mean = mx.diagonal(moments).mean().item() or 1.0
         self._hessian = hessian

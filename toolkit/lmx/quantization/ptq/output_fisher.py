@@ -15,9 +15,10 @@ import mlx.nn as nn
 
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import differentiable
+from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...run.logger import RunLogger
 from .embeddings import embedding_statistics, embeddings, tied_heads
-from .fisher import ForwardBackwardPass, visible_positions
+from .fisher import ForwardBackwardPass, OutputGradients, visible_positions
 from .input_statistics import InputStatistics
 
 # Tokens for each column of an embedding and for each output.
@@ -45,6 +46,7 @@ def estimate_output_fisher(
     folder: Path,
     max_tokens: int,
     logger: RunLogger,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> dict[str, InputStatistics]:
     """Run tokens forward and their gradients back; statistics of embeddings by path.
 
@@ -52,9 +54,10 @@ def estimate_output_fisher(
         block_paths: paths in each block of the layers to estimate; see `output_fisher`.
         tokens, counted: int32 and bool [B, L] by shard; whether a prediction counts.
         compute: dtype to run blocks in.
-        folder: for the results, and temporarily for hidden states.
+        folder: for the results, which rank 0 writes, and temporarily for hidden states.
         max_tokens: limit of the tokens, if all count alike.
         logger: shows the progress.
+        ranks: the processes that share the tokens.
 
     Raises:
         UserError: the disk has no space.
@@ -72,27 +75,38 @@ def estimate_output_fisher(
     limit = num_fisher_tokens(widths, sizes, max_tokens)
     limit = limit if all_count else MAX_WEIGHTED_TOKENS
     tokens, counted = _first(tokens, limit), _first(counted, limit)
-    work = 3 * len(tokens) * len(blockwise)
+    work = 3 * len(list(ranks.shard(tokens))) * len(blockwise)
     with (
         TemporaryDirectory(dir=folder) as states,
         logger.progress(work, "Fisher information", percent=True) as progress,
         differentiable(blockwise.model),
         blockwise.cast_outer_weights(compute),
     ):
-        args = blockwise, tokens, counted, compute, Path(states), progress
+        args = blockwise, tokens, counted, compute, Path(states), progress, ranks
         fb_pass = ForwardBackwardPass(*args)
-        heads = tied_heads(fb_pass, embedding_paths) if embedding_paths else []
-        fb_pass.forward(reserved_bytes=sum(4 * size**2 for size in sizes))
-        fb_pass.start_backward()
+        with ranks.collective_errors():
+            heads = tied_heads(fb_pass, embedding_paths) if embedding_paths else []
+            fb_pass.forward(reserved_bytes=sum(4 * size**2 for size in sizes))
+            fb_pass.start_backward()
         layers = [{path: size > 0 for path, size in o.items()} for o in outputs]
         for index, gradients in fb_pass.backward(layers):
-            tensors = {f"fisher.{k}": v for k, v in gradients.fisher.items()}
-            if not all_count:
-                norms = gradients.squared_norms.items()
-                tensors |= {f"norms.{k}": mx.concatenate(v) for k, v in norms}
-            if tensors:
-                mx.save_safetensors(str(_file(folder, index)), tensors)
+            tensors = _tensors_of_all(gradients, ranks, with_norms=not all_count)
+            with ranks.collective_errors():
+                if tensors and ranks.is_first:
+                    mx.save_safetensors(str(_file(folder, index)), tensors)
         return embedding_statistics(fb_pass, embedding_paths, heads)
+
+
+def _tensors_of_all(
+    gradients: OutputGradients, ranks: ProcessGroup, *, with_norms: bool
+) -> dict[str, mx.array]:
+    """What the file of a block has, from the gradients of all processes."""
+    fisher = gradients.fisher_of_all(ranks)
+    tensors = {f"fisher.{path}": value for path, value in fisher.items()}
+    if with_norms:
+        norms = gradients.norms_of_all(ranks)
+        tensors |= {f"norms.{path}": value for path, value in norms.items()}
+    return tensors
 
 
 def _first(shards: list[mx.array], limit: int) -> list[mx.array]:

@@ -90,7 +90,7 @@ class ScaleTuner:
 
     Args:
         training, held_out: predictions of the unquantized model.
-        folder: for the state. A killed run resumes from it.
+        folder: for the state, which rank 0 has. A killed run resumes from it.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class ScaleTuner:
     ):
         self.config = config
         self.model = model
+        self.ranks = model.ranks
         self.training = training
         self.held_out = held_out
         self.folder = folder
@@ -205,13 +206,25 @@ class ScaleTuner:
             warmup_ratio=WARMUP_RATIO,
             min_lr_ratio=0.0,
         )
-        for part in self._parts(step):
-            tokens, counted = self.training.tokens[part], self.training.counted[part]
-            self._accumulate(tokens, counted, *self.training[part])
-            mx.async_eval(self._sums)
+        with self.ranks.collective_errors():
+            for part in self.ranks.shard(self._parts(step)):
+                tokens = self.training.tokens[part]
+                counted = self.training.counted[part]
+                self._accumulate(tokens, counted, *self.training[part])
+                mx.async_eval(self._sums)
+        self._sum_over_ranks()
         loss = self._apply(mx.array(learning_rate))
         mx.async_eval(loss, self._masters, self._optimizer.state, self._sums)
         return loss
+
+    def _sum_over_ranks(self) -> None:
+        """Add the gradients of the other processes."""
+        if self.ranks.size == 1:
+            return
+        totals = self.ranks.all_sum(list(self._sums.values()))
+        mx.eval(totals)
+        for (name, value), total in zip(self._sums.items(), totals, strict=True):
+            self._sums[name] = total.astype(value.dtype)
 
     def _parts(self, step: int) -> list[int]:
         """The parts of a step. Every epoch has its own order."""
@@ -294,21 +307,36 @@ class ScaleTuner:
         self._optimizer.init(self._initial)
 
     def _save(self, state: dict) -> None:
-        with atomic_folder(self.folder) as partial:
-            mx.save_safetensors(str(partial / STATE), self._tensors())
-            write_index(partial, self._key(), state)
+        with self.ranks.collective_errors():
+            if self.ranks.is_first:
+                with atomic_folder(self.folder) as partial:
+                    mx.save_safetensors(str(partial / STATE), self._tensors())
+                    write_index(partial, self._key(), state)
 
     def _load(self) -> dict | None:
         """Restore the saved state. None if there is none with this key."""
+        state, tensors = None, {}
+        with self.ranks.collective_errors():
+            if self.ranks.is_first:
+                state = self._read()
+                tensors = mx.load(str(self.folder / STATE)) if state else {}
+        state = self.ranks.broadcast_object(state)
+        if state is not None:
+            self._restore(self.ranks.exchange(tensors))
+            self.logger.info(f"scale tuning: resuming at step {state['step']}")
+        return state
+
+    def _read(self) -> dict | None:
+        """The facts of the saved state."""
         state = read_index(self.folder, self._key())
-        if state is None:
-            if os.path.lexists(self.folder):
-                self.logger.warning(
-                    f"{self.folder}: damaged or of other settings, tuned again"
-                )
-                remove(self.folder)
-            return None
-        tensors = mx.load(str(self.folder / STATE))
+        if state is None and os.path.lexists(self.folder):
+            self.logger.warning(
+                f"{self.folder}: damaged or of other settings, tuned again"
+            )
+            remove(self.folder)
+        return state
+
+    def _restore(self, tensors: Mapping[str, mx.array]) -> None:
         loaded: dict[str, dict] = {"masters": {}, "best": {}, "optimizer": {}}
         for name, value in tensors.items():
             kind, _, key = name.partition(":")
@@ -318,8 +346,6 @@ class ScaleTuner:
         optimizer_state = _nest(self._optimizer.state, loaded["optimizer"])
         self._optimizer.state.update(optimizer_state)
         mx.eval(loaded)
-        self.logger.info(f"scale tuning: resuming at step {state['step']}")
-        return state
 
     def _tensors(self) -> dict[str, mx.array]:
         kinds = {

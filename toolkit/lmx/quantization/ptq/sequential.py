@@ -7,6 +7,10 @@ that it will receive. Methods without `needs_cross_moments` run only the second 
 The weights and statistics of one block are in memory at a time. The streams and all
 results are on disk, and a killed run resumes at the block where it stopped.
 
+Several processes share the work. Shard i of the tokens goes through the blocks on rank
+i % size, moments are summed over all, and a method divides its solver. All then go on
+with the same weights.
+
 The call chain from a recipe to the column update of GPTQ:
 
     GPTQ.quantize > SequentialPipeline.run > _quantize_block > GPTQ.quantize_group
@@ -14,10 +18,7 @@ The call chain from a recipe to the column update of GPTQ:
 """
 
 import hashlib
-import os
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ import mlx.nn as nn
 
 from ...cpu import malloc, on_cpu
 from ...models.blockwise import BlockwiseModel
-from ...run.fs import atomic_folder, read_index, remove, write_index
+from ...run.fs import remove
 from ...run.progress import ProgressBar
 from . import activation_cache
 from .base import PTQMethod, QuantizedTensor
@@ -38,16 +39,15 @@ from .output_fisher import (
     drop_block_statistics,
     estimate_output_fisher,
     gradient_norms,
-    is_of_block_before,
     output_fisher,
     token_weights,
 )
+from .state_folders import EMBEDDINGS, HEAD, StateFolders, block_name
 
 if TYPE_CHECKING:
     from ...data.calibration import CalibrationBatch
 
 TENSORS = "tensors.safetensors"
-EMBEDDINGS, HEAD = "embeddings", "head"
 TOKENS_PER_COLUMN = 8
 MIN_TOKENS = 1 << 15
 BATCH_TOKENS = 2048
@@ -98,7 +98,8 @@ class SequentialPipeline:
             share = method.max_compared_tokens / windows.size
             self.num_compared = min(len(shards), ceil(share * len(shards)))
         self.folder = folder
-        self.key = key
+        self.ranks = context.ranks
+        self.state = StateFolders(folder, key, self.ranks, context.logger)
         self.compute = compute
         self.blockwise = BlockwiseModel(context.model, context.reread)
         self._block_paths: list[list[str]] = [[] for _ in self.blockwise.blocks]
@@ -119,7 +120,8 @@ class SequentialPipeline:
         width = max(modules[path].weight.shape[-1] for path in context.specs)
         recommended = TOKENS_PER_COLUMN * width
         num_tokens = config.calibration.num_tokens or default_num_tokens(width)
-        windows = context.windows(num_tokens)
+        with context.ranks.collective_errors():
+            windows = context.windows(num_tokens)
         if windows.size < recommended:
             context.logger.warning(
                 f"calibration has {windows.size:,} tokens; at least {recommended:,} "
@@ -128,6 +130,11 @@ class SequentialPipeline:
         key = hashlib.sha256(windows.tokens.tobytes() + windows.counted.tobytes())
         key.update(config.model_dump_json().encode())
         key.update(repr(sorted(context.specs.items())).encode())
+        context.ranks.require_same(
+            key.hexdigest(),
+            "calibrates on other tokens",
+            hint="give all machines the same dataset",
+        )
         return cls(
             method,
             windows,
@@ -155,7 +162,8 @@ class SequentialPipeline:
                 progress.advance(0, f"block {index + 1} of {count}")
                 self._quantize_block(index, progress)
             self._quantize_head()
-        files = sorted(self.folder.glob(f"*/{TENSORS}"))
+        names = [*map(block_name, range(1, count + 1)), EMBEDDINGS, HEAD]
+        files = [self.folder / name / TENSORS for name in names]
         return {k: v for file in files for k, v in mx.load(str(file)).items()}
 
     def _start(self) -> int:
@@ -164,70 +172,35 @@ class SequentialPipeline:
         Returns:
             Number of blocks that are done.
         """
-        done = self._num_done()
+        done = self.state.num_done()
         if done is not None:
-            for number in range(done):
-                activation_cache.drop(self.folder / f"{number:04d}")
+            if self.ranks.is_first:
+                for number in range(done):
+                    activation_cache.drop(self.state.before(number))
             return done
-        remove(self.folder)
-        self.folder.mkdir(parents=True)
-        self.blockwise.verify(self.tokens[0][:1, :8])
+        with self.ranks.collective_errors():
+            if self.ranks.is_first:
+                remove(self.folder)
+                self.folder.mkdir(parents=True)
+            self.blockwise.verify(self.tokens[0][:1, :8])
         quantized = self._quantize_embeddings()
-        with self._written("0000") as target:
-            self._embed(target, FULL, self.tokens[: self.num_compared])
+        with (
+            self.state.written(block_name(0)) as target,
+            self.ranks.collective_errors(),
+        ):
+            self._embed(target, FULL, self.num_compared)
             weights = {path: layer.weight for path, layer in quantized.items()}
             with replaced_weights(self.model, weights):
-                self._embed(target, QUANTIZED, self.tokens)
+                self._embed(target, QUANTIZED, len(self.tokens))
         self.blockwise.unload()
         return 0
-
-    def _num_done(self) -> int | None:
-        """Number of blocks before the newest streams on disk.
-
-        None if no block can begin, or if anything that is needed is damaged or belongs
-        to another run: the streams that made it are gone.
-        """
-        numbers = [
-            int(p.name) for p in self.folder.glob("[0-9]*") if p.name.isdecimal()
-        ]
-        if not numbers:
-            return None
-        done = max(numbers)
-        names = [EMBEDDINGS, *(f"{number:04d}" for number in range(done + 1))]
-        if os.path.lexists(self.folder / HEAD):
-            names.append(HEAD)
-        for name in names:
-            is_deleted = self._is_used_up(name, done)
-            key, folder = f"{self.key} {name}", self.folder / name
-            if read_index(folder, key, is_deleted=is_deleted) is None:
-                self.context.logger.warning(
-                    f"{folder}: damaged or of other settings, quantizing again from "
-                    "the first block"
-                )
-                return None
-        return done
-
-    def _is_used_up(self, name: str, done: int) -> Callable[[str], bool]:
-        """Whether a file in a folder is deleted once `done` blocks are done."""
-        if name == EMBEDDINGS:
-            return partial(is_of_block_before, index=done)
-        if name in (HEAD, f"{done:04d}"):
-            return lambda _: False
-        return activation_cache.is_stream
-
-    @contextmanager
-    def _written(self, name: str) -> Iterator[Path]:
-        """A folder of the state, whole or absent, with an index."""
-        with atomic_folder(self.folder / name) as target:
-            yield target
-            write_index(target, f"{self.key} {name}", {})
 
     def _quantize_embeddings(self) -> dict[str, QuantizedTensor]:
         """Quantize embeddings first, so that the blocks compensate for their errors."""
         quantized: dict[str, QuantizedTensor] = {}
         weights = embeddings(self.model, self._outer_paths)
         no_paths = [[] for _ in self._block_paths]
-        with self._written(EMBEDDINGS) as target:
+        with self.state.written(EMBEDDINGS) as target:
             statistics = estimate_output_fisher(
                 self.blockwise,
                 list(weights) if self.method.weighs_embeddings else [],
@@ -238,39 +211,38 @@ class SequentialPipeline:
                 folder=target,
                 max_tokens=self.method.max_fisher_tokens,
                 logger=self.context.logger,
+                ranks=self.ranks,
             )
             for path, weight in weights.items():
                 quantized |= self.method.quantize_group(
                     {path: weight}, statistics.get(path)
                 )
-            mx.save_safetensors(str(target / TENSORS), _by_name(quantized))
+            self._save(target, _by_name(quantized))
         return quantized
 
-    def _embed(self, folder: Path, stream: str, shards: list[mx.array]) -> None:
-        """Write the hidden states before the first block."""
-        for shard, tokens in enumerate(shards):
-            hidden = {"hidden": self.blockwise.embed(tokens)}
+    def _save(self, folder: Path, tensors: dict[str, mx.array]) -> None:
+        """Write the tensors of a folder of the state, which all processes have."""
+        with self.ranks.collective_errors():
+            if self.ranks.is_first:
+                mx.save_safetensors(str(folder / TENSORS), tensors)
+
+    def _embed(self, folder: Path, stream: str, count: int) -> None:
+        """Write the hidden states before the first block, of the first shards."""
+        for shard in self.ranks.shard(range(count)):
+            hidden = {"hidden": self.blockwise.embed(self.tokens[shard])}
             activation_cache.save(folder, stream, shard, hidden)
 
     def _quantize_block(self, index: int, progress: ProgressBar) -> None:
-        before, tensors = self.folder / f"{index:04d}", {}
-        paths = self._block_paths[index]
+        before, tensors = self.state.before(index), {}
         with (
-            self._written(f"{index + 1:04d}") as after,
+            self.state.written(block_name(index + 1)) as after,
             self.blockwise.loaded_block(index, self.compute),
         ):
-            calibration = BlockCalibration(
-                self.blockwise,
-                index,
-                paths,
-                self.tokens,
-                before,
-                after,
-                num_compared=self.num_compared,
-            )
-            calibration.run_full_precision()
+            with self.ranks.collective_errors():
+                calibration = self._calibration(index, before, after)
+                calibration.run_full_precision()
             called = {path for group in calibration.groups for path in group}
-            uncalled = [[path] for path in paths if path not in called]
+            uncalled = [[p] for p in self._block_paths[index] if p not in called]
             groups = [*calibration.groups, *uncalled]
             for group in groups:
                 # Passed on without a name, so that the method can free them.
@@ -281,12 +253,26 @@ class SequentialPipeline:
                 tensors |= self._assign(index, quantized)
                 # The passes over the tokens take longer than the solver.
                 progress.advance(1 / len(groups))
-            calibration.run_quantized()
-            mx.save_safetensors(str(after / TENSORS), tensors)
-        activation_cache.drop(before)
-        drop_block_statistics(self.folder / EMBEDDINGS, index)
+            with self.ranks.collective_errors():
+                calibration.run_quantized()
+            self._save(after, tensors)
+        if self.ranks.is_first:
+            activation_cache.drop(before)
+            drop_block_statistics(self.folder / EMBEDDINGS, index)
         self.context.logger.debug(
             f"block {index + 1} of {len(self.blockwise)} quantized"
+        )
+
+    def _calibration(self, index: int, before: Path, after: Path) -> BlockCalibration:
+        return BlockCalibration(
+            self.blockwise,
+            index,
+            self._block_paths[index],
+            self.tokens,
+            before,
+            after,
+            num_compared=self.num_compared,
+            ranks=self.ranks,
         )
 
     def _prefix(self, index: int) -> str:
@@ -307,9 +293,10 @@ class SequentialPipeline:
         if group[0] not in called:
             return None
         prefix, folder = self._prefix(index), self.folder / EMBEDDINGS
-        norms = gradient_norms(folder, index)
-        known = [norms[path] for path in group if path in norms]
-        weights = token_weights(sum(known) if known else None, self.counted)
+        with self.ranks.collective_errors():
+            norms = gradient_norms(folder, index)
+            known = [norms[path] for path in group if path in norms]
+            weights = token_weights(sum(known) if known else None, self.counted)
         statistics = calibration.statistics(group, weights)
         fisher = output_fisher(folder, index)
         statistics.output_fisher = {prefix + p: fisher[p] for p in group if p in fisher}
@@ -327,20 +314,22 @@ class SequentialPipeline:
 
     def _quantize_head(self) -> None:
         """Quantize the layers outside the blocks that are not done yet."""
-        if (self.folder / HEAD).is_dir():
+        if self.ranks.broadcast_object((self.folder / HEAD).is_dir()):
             return
         modules = dict(self.model.named_modules())
-        done = mx.load(str(self.folder / EMBEDDINGS / TENSORS))
-        paths = [path for path in self._outer_paths if f"{path}.weight" not in done]
+        done = embeddings(self.model, self._outer_paths)
+        paths = [path for path in self._outer_paths if path not in done]
         calibration = HeadCalibration(
             self.blockwise,
             paths,
             self.tokens,
             self.counted,
-            self.folder / f"{len(self.blockwise):04d}",
+            self.state.before(len(self.blockwise)),
             num_compared=self.num_compared,
+            ranks=self.ranks,
         )
-        groups = calibration.groups()
+        with self.ranks.collective_errors():
+            groups = calibration.groups()
         called = {path for group in groups for path in group}
         quantized: dict[str, QuantizedTensor] = {}
         for group in groups:
@@ -353,8 +342,8 @@ class SequentialPipeline:
                 quantized |= self.method.quantize_group(
                     {path: modules[path].weight}, None
                 )
-        with self._written(HEAD) as folder:
-            mx.save_safetensors(str(folder / TENSORS), _by_name(quantized))
+        with self.state.written(HEAD) as folder:
+            self._save(folder, _by_name(quantized))
         self.blockwise.unload()
 
 

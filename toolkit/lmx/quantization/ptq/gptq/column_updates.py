@@ -6,11 +6,13 @@ group is one product. On a GPU, one kernel updates the group.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 import mlx.core as mx
 
 from ....models.float_formats import FloatFormat
+from ....run.distributed import ProcessGroup
 from ... import gpu_kernels
 from ...affine_grid import AffineGrid, nearest
 from ...backend import compiled_for, library
@@ -172,3 +174,21 @@ class BestGridTracker:
             self.errors = mx.minimum(errors, self.errors)
             self.descent = mx.where(is_better[:, None], descent, self.descent)
         mx.eval(errors, self.errors, self.descent, vars(self.grid))
+
+    def gather(self, ranks: ProcessGroup, count: int) -> None:
+        """Replace this process's share of some rows by all of them.
+
+        Args:
+            count: of all rows; see `ProcessGroup.own_rows`.
+        """
+        if ranks.size == 1:
+            return
+        grid = vars(self.grid)
+        values = {k: v for k, v in grid.items() if isinstance(v, mx.array)}
+        arrays = [*values.values(), self.target, self.output, *self.candidates.values()]
+        rows = iter(ranks.gather_rows(arrays, count))
+        self.grid = replace(self.grid, **dict(zip(values, rows, strict=False)))
+        self.target, self.output = next(rows), next(rows)
+        self.candidates = dict(zip(self.candidates, rows, strict=True))
+        self.errors = self.candidates["best"]
+        del self.descent

@@ -5,14 +5,16 @@ decides which Hessian a layer gets, and `solver.solve_layers` quantizes the
 weights, with `float_solver` in the floating-point modes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
 from ....config.quant_spec import QuantSpec
 from ....config.quantize import GPTQConfig
 from ....models import global_scale
+from ....run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..base import PTQContext, PTQMethod, QuantizedTensor
 from ..hessian import Hessian, damped
 from ..input_statistics import InputStatistics, OutputError
@@ -76,8 +78,9 @@ class GPTQ(PTQMethod):
             return {p: self._clusters(p, w, statistics) for p, w in weights.items()}
         if statistics.counts.ndim:
             return {p: self._experts(p, w, statistics) for p, w in weights.items()}
-        hessians = self._hessians(list(weights), statistics.second_moments)
-        fisher, errors = statistics.output_fisher, self._output_errors(statistics)
+        with context.ranks.collective_errors():
+            hessians = self._hessians(list(weights), statistics.second_moments)
+            fisher, errors = statistics.output_fisher, self._output_errors(statistics)
         # As large as the Hessians, which are made of them.
         del statistics
         quantized = {}
@@ -98,6 +101,7 @@ class GPTQ(PTQMethod):
                 context.dtype,
                 refine_iters=self.config.refine_iters,
                 max_sets=self._row_sets,
+                ranks=context.ranks,
             )
             for path, layer in layers.items():
                 self._log_errors(path, layer, errors.get(path))
@@ -153,21 +157,21 @@ class GPTQ(PTQMethod):
         self, path: str, weight: mx.array, statistics: InputStatistics
     ) -> QuantizedTensor:
         """Quantize each cluster of embedding rows with its own Hessian."""
-        layers, clusters = [], []
         order = mx.argsort(statistics.clusters)
-        for number, moments in enumerate(statistics.second_moments):
-            size = (statistics.clusters == number).sum().item()
-            rows, order = order[:size], order[size:]
-            hessian, name = (
-                self._hessian(path, moments),
-                f"{path}, cluster {number + 1}",
-            )
-            layers.append(self._solve(path, weight[rows], hessian, name))
-            clusters.append(rows)
-        original = mx.argsort(mx.concatenate(clusters))
+        sizes = _counts(statistics.clusters, len(statistics.second_moments))
+        ends = [*accumulate(sizes, initial=0)]
+        clusters = [order[start:end] for start, end in pairwise(ends)]
+
+        def solve(number: int) -> QuantizedLayer:
+            hessian = self._hessian(path, statistics.second_moments[number])
+            name = f"{path}, cluster {number + 1}"
+            return self._solve(path, weight[clusters[number]], hessian, name)
+
+        layers = self._divided(len(clusters), solve)
+        original = mx.argsort(order)
         tensors = {
-            name: mx.concatenate([layer.tensors[name] for layer in layers])[original]
-            for name in layers[0].tensors
+            name: mx.concatenate([layer[name] for layer in layers])[original]
+            for name in layers[0]
         }
         return self.context.quantized_tensor(path, tensors)
 
@@ -182,10 +186,12 @@ class GPTQ(PTQMethod):
         counts, width = statistics.counts.tolist(), weight.shape[-1]
         all_moments = statistics.second_moments
         mean = all_moments.sum(axis=0) / max(1, sum(counts))
-        layers = []
-        for expert, moments, count in zip(weight, all_moments, counts, strict=True):
-            blended = (moments + width * mean) / (count + width)
-            layers.append(self._solve(path, expert, self._hessian(path, blended), path))
+
+        def solve(expert: int) -> QuantizedLayer:
+            blended = (all_moments[expert] + width * mean) / (counts[expert] + width)
+            return self._solve(path, weight[expert], self._hessian(path, blended), path)
+
+        layers = self._divided(len(counts), solve)
         rare = [number for number, count in enumerate(counts) if count < width]
         if rare:
             self.context.logger.info(
@@ -193,21 +199,47 @@ class GPTQ(PTQMethod):
                 f"{width} tokens (expert {rare[0]}: {counts[rare[0]]}); their "
                 "statistics include the inputs of all experts"
             )
-        names = layers[0].tensors
-        tensors = {k: mx.stack([layer.tensors[k] for layer in layers]) for k in names}
+        names = layers[0]
+        tensors = {k: mx.stack([layer[k] for layer in layers]) for k in names}
         return self.context.quantized_tensor(path, tensors)
+
+    def _divided(
+        self, count: int, solve: Callable[[int], QuantizedLayer]
+    ) -> list[dict[str, mx.array]]:
+        """The tensors of weights of which each has its own Hessian.
+
+        Every process solves some of them.
+        """
+        ranks = self.context.ranks
+        with ranks.collective_errors():
+            own = {
+                f"{number} {name}": value
+                for number in ranks.shard(range(count))
+                for name, value in solve(number).tensors.items()
+            }
+        layers: list[dict[str, mx.array]] = [{} for _ in range(count)]
+        for key, value in ranks.exchange(own).items():
+            number, _, name = key.partition(" ")
+            layers[int(number)][name] = value
+        return layers
 
     def _uncalibrated(self, path: str, weight: mx.array) -> QuantizedTensor:
         """Quantize a layer without statistics, such as an embedding."""
         if weight.ndim > 2:
             self.context.logger.info(f"{path} quantized with RTN")
             return self.context.rtn(path, weight)
-        hessian = self._hessian(path, mx.eye(weight.shape[-1]))
-        layer = self._solve(path, weight, hessian, path)
+        with self.context.ranks.collective_errors():
+            hessian = self._hessian(path, mx.eye(weight.shape[-1]))
+        layer = self._solve(path, weight, hessian, path, ranks=self.context.ranks)
         return self.context.quantized_tensor(path, layer.tensors)
 
     def _solve(
-        self, path: str, weight: mx.array, hessian: Hessian, name: str
+        self,
+        path: str,
+        weight: mx.array,
+        hessian: Hessian,
+        name: str,
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> QuantizedLayer:
         spec, dtype = self.context.specs[path], self.context.dtype
         weight, fixed = weight.astype(dtype), {}
@@ -222,6 +254,7 @@ class GPTQ(PTQMethod):
             spec,
             dtype,
             refine_iters=self.config.refine_iters,
+            ranks=ranks,
         )[path]
         self._log_errors(name, layer)
         return replace(layer, tensors=layer.tensors | fixed)
@@ -233,3 +266,8 @@ class GPTQ(PTQMethod):
         if compensated is not None:
             errors += f"; correction strength {compensated.strength:.0%}"
         self.context.logger.debug(f"{name}: relative output error: {errors}")
+
+
+def _counts(clusters: mx.array, size: int) -> list[int]:
+    """Number of rows of every cluster."""
+    return mx.zeros(size, mx.int32).at[clusters].add(1).tolist()

@@ -13,15 +13,19 @@ H is the Hessian of the inputs and A that of the outputs, errors E cost tr(A E H
 the KL divergence to second order if inputs and gradients are independent (YAQA, arXiv
 2505.22988, sections 3 and 4). Rows are solved in sets. The error of a set shifts the
 targets of later sets, as the error of a column shifts later columns in GPTQ.
+
+Several processes divide the rows of every set.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 import mlx.core as mx
 
 from ....config.quant_spec import QuantSpec
+from ....run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...affine_grid import AffineGrid, fit_grid, nearest, safe_scale
 from ...backend import async_eval, library, to_fast_backend
 from ...float_grid import FloatGrid
@@ -80,6 +84,7 @@ def solve_layers(
     *,
     refine_iters: int = 3,
     max_sets: int = 16,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> dict[str, QuantizedLayer]:
     """Quantize the weights of layers that share their input.
 
@@ -89,22 +94,45 @@ def solve_layers(
         refine_iters: rounds of refit and coordinate descent after GPTQ.
         max_sets: row sets with an output Hessian. More sets compensate better and take
             longer.
+        ranks: the processes that divide the rows; all have the same layers.
     """
-    solve = _solver(spec)
-    num_sets = _num_sets(layers, max_sets)
-    solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}
+    solve = partial(_solver(spec), refine_iters=refine_iters)
+    with ranks.collective_errors():
+        num_sets = _num_sets(layers, max_sets, ranks.size)
+        solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}
     for index in range(num_sets):
         present = [rows for rows in solutions.values() if index < len(rows.sets)]
-        targets = [rows.target(index) for rows in present]
-        weight = mx.concatenate([rows.weight(index) for rows in present])
-        target = mx.concatenate(targets)
-        best = solve(weight, target, hessian, spec, dtype, refine_iters=refine_iters)
+        sizes = [rows.size(index) for rows in present]
+        with ranks.collective_errors():
+            own = [
+                (rows, part)
+                for rows, part in zip(present, _own_parts(sizes, ranks), strict=True)
+                if part is not None
+            ]
+            weight = mx.concatenate([rows.weight(index, part) for rows, part in own])
+            target = mx.concatenate([rows.target(index, part) for rows, part in own])
+            best = solve(weight, target, hessian, spec, dtype)
+            del target, weight
+        best.gather(ranks, sum(sizes))
         end = 0
-        for rows, target in zip(present, targets, strict=True):
-            part = slice(end, end := end + len(target))
-            rows.add(index, best, part, target, spec)
-        del best, target, targets, weight  # before the arrays of the next rows exist
+        for rows, size in zip(present, sizes, strict=True):
+            rows.add(index, best, slice(end, end := end + size), spec)
+        del best  # before the arrays of the next rows exist
     return {name: rows.quantized() for name, rows in solutions.items()}
+
+
+def _own_parts(
+    sizes: list[int], ranks: ProcessGroup
+) -> Iterator[mx.array | slice | None]:
+    """The rows of each layer's set that this process solves. None = no row."""
+    if ranks.size == 1:
+        yield from [slice(None)] * len(sizes)
+        return
+    own, start = ranks.own_rows(sum(sizes)), 0
+    for size in sizes:
+        rows = [row - start for row in own if start <= row < start + size]
+        yield mx.array(rows) if rows else None
+        start += size
 
 
 def _solver(spec: QuantSpec) -> Callable[..., BestGridTracker]:
@@ -114,13 +142,15 @@ def _solver(spec: QuantSpec) -> Callable[..., BestGridTracker]:
     return solve_rows if spec.mode == "affine" else solve_float_rows
 
 
-def _num_sets(layers: Mapping[str, LayerProblem], max_sets: int) -> int:
+def _num_sets(layers: Mapping[str, LayerProblem], max_sets: int, num_ranks: int) -> int:
     """Row sets, so that rows can compensate and the arrays of a set are not large."""
     coupled = [v for v in layers.values() if v.output_fisher is not None]
     longest = max((len(layer.weight) for layer in coupled), default=0)
     num_sets = min(max_sets, ceil(longest / MIN_ROWS_PER_SET))
     size = sum(layer.weight.size for layer in layers.values())
-    return max(1, num_sets, ceil(size / MAX_ELEMENTS))
+    # Sets that compensate decide the result, whatever the number of processes.
+    at_once = MAX_ELEMENTS * (1 if coupled else num_ranks)
+    return max(1, num_sets, ceil(size / at_once))
 
 
 class _LayerRows:
@@ -143,25 +173,33 @@ class _LayerRows:
         self._errors: dict[str, float] = {}
         self._output = 0.0
 
-    def weight(self, index: int) -> mx.array:
-        """The rows of a set."""
-        return self._layer.weight[self._order[self.sets[index]]]
+    def size(self, index: int) -> int:
+        """Number of rows of a set."""
+        return len(self._rows(index))
 
-    def target(self, index: int) -> mx.array:
+    def weight(self, index: int, part: mx.array | slice) -> mx.array:
+        """A part of the rows of a set."""
+        return self._layer.weight[self._rows(index)[part]]
+
+    def target(self, index: int, part: mx.array | slice) -> mx.array:
         """Rows that compensate for the output error and for earlier sets, float32."""
-        weight, error = self.weight(index).astype(mx.float32), self._layer.output_error
-        target = weight + self._shifts[index]
+        weight = self.weight(index, part).astype(mx.float32)
+        shift, error = self._shifts[index], self._layer.output_error
+        target = weight + (shift[part] if shift.ndim else shift)
         if error is not None and error.strength:
-            rows = self._order[self.sets[index]]
+            rows = self._rows(index)[part]
             target = target + error.correction(weight, rows)
         return target
+
+    def _rows(self, index: int) -> mx.array:
+        """The rows of the weight in a set."""
+        return self._order[self.sets[index]]
 
     def add(
         self,
         index: int,
         best: BestGridTracker,
         part: slice,
-        target: mx.array,
         spec: QuantSpec,
     ) -> None:
         """Keep the solution of a set, which is a part of the solved rows."""
@@ -172,7 +210,7 @@ class _LayerRows:
             self._errors[name] = self._errors.get(name, 0.0) + error
         self._output += best.output[part].sum().item()
         if self._coupling:
-            residual = grid.weight(best.dtype) - target
+            residual = grid.weight(best.dtype) - best.target[part]
             later = self._coupling.compensation(index, residual)
             for other, shift in enumerate(later, index + 1):
                 self._shifts[other] = self._shifts[other] + shift

@@ -56,6 +56,16 @@ class Smoothing:
 
     places: list[tuple[ScaleMapping, mx.array]]
 
+    @property
+    def mappings(self) -> list[dict]:
+        """The mappings as JSON values."""
+        return [asdict(mapping) for mapping, _ in self.places]
+
+    @property
+    def scales(self) -> dict[str, mx.array]:
+        """The scales by the number of their place."""
+        return {str(i): scale for i, (_, scale) in enumerate(self.places)}
+
     def changed(self, weights: Weights) -> Weights:
         """The parameters that change, in their dtypes, lazily.
 
@@ -106,6 +116,8 @@ class Smoothing:
 def smooth(context: PTQContext, config: PTQConfig) -> Smoothing:
     """Find the scales of a model, or read those of an interrupted run.
 
+    Rank 0 does the work; all processes get the scales.
+
     Args:
         context: its `reread` is not None.
         config: its `smoothing` is not 0.
@@ -118,6 +130,15 @@ def smooth(context: PTQContext, config: PTQConfig) -> Smoothing:
         UserError: the recipe names it, and the model is not a plain sequence of blocks,
             or has no place for a scale in front of a layer whose inputs are quantized.
     """
+    ranks, smoothing = context.ranks, Smoothing([])
+    with ranks.collective_errors():
+        if ranks.is_first:
+            smoothing = _smooth(context, config)
+    mappings = ranks.broadcast_object(smoothing.mappings)
+    return _from_tensors(mappings, ranks.exchange(smoothing.scales))
+
+
+def _smooth(context: PTQContext, config: PTQConfig) -> Smoothing:
     strength = config.smoothing
     assert context.reread is not None
     batch = context.windows(config.calibration.num_tokens or NUM_TOKENS)
@@ -276,19 +297,21 @@ def _in_model(mapping: ScaleMapping, prefix: str) -> ScaleMapping:
 
 def _write(folder: Path, key: str, smoothing: Smoothing) -> None:
     with atomic_folder(folder) as target:
-        scales = {str(i): scale for i, (_, scale) in enumerate(smoothing.places)}
-        mx.save_safetensors(str(target / SCALES), scales)
-        mappings = [asdict(mapping) for mapping, _ in smoothing.places]
-        write_index(target, key, {"mappings": mappings})
+        mx.save_safetensors(str(target / SCALES), smoothing.scales)
+        write_index(target, key, {"mappings": smoothing.mappings})
 
 
 def _read(folder: Path, key: str) -> Smoothing | None:
     facts = read_index(folder, key)
     if facts is None:
         return None
-    scales = mx.load(str(folder / SCALES))
-    mappings = [
+    return _from_tensors(facts["mappings"], mx.load(str(folder / SCALES)))
+
+
+def _from_tensors(mappings: list[dict], scales: Weights) -> Smoothing:
+    """The inverse of the properties of `Smoothing`."""
+    places = [
         ScaleMapping(**values | {"consumers": tuple(values["consumers"])})
-        for values in facts["mappings"]
+        for values in mappings
     ]
-    return Smoothing([(m, scales[str(i)]) for i, m in enumerate(mappings)])
+    return Smoothing([(m, scales[str(i)]) for i, m in enumerate(places)])
