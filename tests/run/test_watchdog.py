@@ -132,6 +132,24 @@ def test_the_others_end_with_one_message(tmp_path, rank, kind, reporter, how):
             assert bool(others) == named
 
 
+JOINS = """
+import os, signal
+from lmx.run import watchdog
+from lmx.run.distributed import join
+
+watchdog.JOIN_SECONDS = 3
+if os.environ["MLX_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+join()
+"""
+
+
+def test_a_process_that_never_connects_ends_the_others(tmp_path):
+    first, _ = in_ring(JOINS, folder=tmp_path)
+    assert first.returncode == -signal.SIGKILL
+    assert first.stderr == "not all processes have connected within 3 s\n"
+
+
 def test_processes_that_return_end_well(tmp_path):
     results = in_ring(SUMS, "0", "return", folder=tmp_path, count=3)
     assert [(r.returncode, r.stderr) for r in results] == [(0, "")] * 3

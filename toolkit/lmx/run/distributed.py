@@ -347,8 +347,11 @@ def join() -> ProcessGroup:
     rank = launcher.launched_rank()
     if rank is None:
         return SINGLE_PROCESS
+    seconds = watchdog.JOIN_SECONDS
+    message = f"not all processes have connected within {seconds:g} s\n"
     try:
-        group = mx.distributed.init(strict=True)
+        with watchdog.killed_after(seconds, message):
+            group = mx.distributed.init(strict=True)
     except RuntimeError as error:
         raise UserError(
             f"cannot connect the processes with {launcher.backend()}: {error}",

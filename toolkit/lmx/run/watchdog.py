@@ -10,10 +10,12 @@ import os
 import secrets
 import selectors
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from ..errors import FAILED, UserError
@@ -25,8 +27,40 @@ SILENCE_SECONDS = 30.0
 # The main thread gets this time to end by itself, with its own message.
 GRACE_SECONDS = 10.0
 CONNECT_SECONDS = 30.0
+# The ring backend itself gives up after 31 s, on ranks that find nobody to connect to.
+JOIN_SECONDS = 45.0
 BEAT, BYE, FAILURE = b"beat", b"bye", b"failed "
 RESUMES = "the same command resumes the run, also with another number of processes"
+
+
+# Ends its parent, unless that ends it first.
+ENDS_PARENT = """
+import os, signal, sys, time
+parent, seconds, message = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+end = time.monotonic() + seconds
+while os.getppid() == parent and time.monotonic() < end:
+    time.sleep(0.1)
+if os.getppid() == parent:
+    sys.stderr.write(message)
+    sys.stderr.flush()
+    os.kill(parent, signal.SIGKILL)
+"""
+
+
+@contextmanager
+def killed_after(seconds: float, message: str) -> Iterator[None]:
+    """Kill this process, with a message, if this context is open for so long.
+
+    Another process does it: MLX keeps Python's lock while it connects processes, so no
+    thread of this one could run.
+    """
+    program = [sys.executable, "-S", "-c", ENDS_PARENT]
+    arguments = str(os.getpid()), str(seconds), message
+    with subprocess.Popen([*program, *arguments], stdin=subprocess.DEVNULL) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()
 
 
 class Watchdog:
