@@ -247,9 +247,8 @@ def test_drafts_keep_the_distribution(name):
     assert 0.2 < engine.stats.acceptance_rate < 0.9
 
 
-@pytest.mark.parametrize(
-    "name", ["cold_top_p", pytest.param("penalty", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cold_top_p", "penalty"])
 def test_drafts_in_batches_of_four_keep_the_distribution(name):
     size = 6
     model = sharpened("llama", vocab_size=size)
