@@ -135,7 +135,7 @@ def test_the_slowest_part_limits_a_step():
 @pytest.mark.skipif(not on_cpu(), reason="the memory is that of the CPU backend")
 @pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_tables_of_the_docs_are_planned(count):
-    plan = runpy.run_path(str(ROOT / "benchmarks/training/parallel_plan.py"))
+    plan = runpy.run_path(str(ROOT / "benchmarks/distributed/parallel_plan.py"))
     pages = (ROOT / "docs/distributed.md").read_text()
     for machine in plan["MACHINES"]:
         for name in plan["MODELS"] if count > 2 else ["8B"]:
