@@ -9,7 +9,7 @@ from typing import Literal
 from ..run import fs
 from ..run.distributed import ProcessGroup
 from ..run.divided_folders import make_folders, unpack
-from .cache import CacheEntry, content_folder, get_or_create, key_of
+from .cache import CacheEntry, content_folder, find, get_or_create, key_of
 
 Origin = Literal["made", "made elsewhere", "found"]
 """Where an entry comes from: this process, another one of the run, an earlier run."""
@@ -34,12 +34,10 @@ class _Entries:
 
     def is_whole(self, number: int) -> bool:
         if number not in self.ready:
-            key = self.keys[number]
-            folder = content_folder(self.kind, key)
-            facts = fs.read_index(folder, f"{self.kind} {key}")
-            if facts is None:
+            entry = find(self.kind, self.keys[number])
+            if entry is None:
                 return False
-            self.ready[number] = CacheEntry(folder, facts, made=False)
+            self.ready[number] = entry
             self.tell(number, "found")
         return True
 
