@@ -66,6 +66,7 @@ def test_a_ring_has_one_dimension(tmp_path, sizes, expected):
     assert results[1].stdout.strip() == expected, results[1].stderr
 
 
+@pytest.mark.slow
 def test_a_ring_cannot_be_split(tmp_path):
     for result in in_ring(MESH, "2", "2", folder=tmp_path, count=4):
         assert "ring cannot split 4 processes into groups of 2" in result.stdout

@@ -107,13 +107,14 @@ def test_a_stranger_is_no_process_and_one_that_is_missing_is_named(monkeypatch):
             _accept(server, {b"secret 1\n": 1, b"secret 2\n": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "kind", "reporter", "how"),
     [
         (2, signal.SIGKILL, 0, "ended"),
-        pytest.param(0, signal.SIGKILL, 1, "ended", marks=pytest.mark.slow),
-        pytest.param(2, signal.SIGSTOP, 0, "has been silent", marks=pytest.mark.slow),
-        pytest.param(0, signal.SIGSTOP, 1, "has been silent", marks=pytest.mark.slow),
+        (0, signal.SIGKILL, 1, "ended"),
+        (2, signal.SIGSTOP, 0, "has been silent"),
+        (0, signal.SIGSTOP, 1, "has been silent"),
     ],
 )
 def test_the_others_end_with_one_message(tmp_path, rank, kind, reporter, how):
