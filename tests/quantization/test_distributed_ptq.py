@@ -184,9 +184,8 @@ def assert_statistics_are_equal(cases, folder, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3])
-def test_statistics_are_those_of_one_process(tmp_path, count):
-    assert_statistics_are_equal(list(STATISTICS), tmp_path, count)
+def test_statistics_are_those_of_one_process(tmp_path):
+    assert_statistics_are_equal(list(STATISTICS), tmp_path, 3)
 
 
 @pytest.mark.slow
