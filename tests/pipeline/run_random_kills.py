@@ -126,10 +126,10 @@ def kill_and_resume(folder: Path, kills: int, generator: random.Random) -> int:
                 time.sleep(0.05)
             was_running = victim.poll() is None
             if was_running and done < kills:
-                stage = f"{len(finished_stages(run)) + 1} of {len(STAGES)}"
+                names = [*map(next, map(iter, STAGES)), "the end"]
+                during[names[len(finished_stages(run))]] += 1
                 victim.kill()
                 done += 1
-                during[stage] += 1
             codes, seconds, messages = attempt.end(
                 END_SECONDS if was_running and done < kills else RUN_SECONDS
             )
@@ -147,7 +147,7 @@ def kill_and_resume(folder: Path, kills: int, generator: random.Random) -> int:
         faults += [f"run {runs}: {path} is left" for path in run.partial_files()]
         runs += 1
         print(f"{done} kills, {runs} runs, {len(faults)} faults", flush=True)
-    stages = ", ".join(f"{count} in stage {name}" for name, count in during.items())
+    stages = ", ".join(f"{count} in {name}" for name, count in during.items())
     print(f"{done} kills ({stages}); the others ended within {slowest:.1f} s")
     for fault in faults:
         print(fault)
