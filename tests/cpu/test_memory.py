@@ -22,6 +22,11 @@ def test_available_memory_is_read_from_the_kernel(files):
     assert memory.available_memory() == memory.memory_limit() == 5000
 
 
+def test_processes_share_the_memory_of_their_machine(files, monkeypatch):
+    monkeypatch.setattr(memory.launcher, "local_process_count", lambda: 2)
+    assert memory.available_memory() == 7 * 1024 // 2
+
+
 def test_weights_take_memory_of_a_gpu(monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 9000})
     monkeypatch.setattr(mx, "get_active_memory", lambda: 2000)

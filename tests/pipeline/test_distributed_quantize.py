@@ -6,20 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from processes import in_ring
-from tiny_runs import SIGNAL_AT_CALL, Run
+from tiny_runs import SIGNAL_ONE_RANK, Run
 
 MAIN = "import sys; from lmx.cli.main import train; sys.exit(train())"
-# Only the given rank gets the signal.
-SIGNAL_ONE_RANK = (
-    """
-import os, sys
-arguments = sys.argv[1:]
-if os.environ["MLX_RANK"] != arguments.pop(0):
-    arguments[1:3] = ["step", "1000000"]
-sys.argv[1:] = arguments
-"""
-    + SIGNAL_AT_CALL
-)
 # Shards of a few windows, so that every process has some.
 SMALL_SHARDS = """
 from lmx.quantization.ptq import sequential

@@ -13,7 +13,7 @@ from processes import free_ports, hostfile, in_ring
 from small_base import BASE, write_small_base
 from tiny_runs import (
     EVALUATE,
-    SIGNAL_AT_CALL,
+    SIGNAL_ONE_RANK,
     TRAIN,
     Run,
     resume_command,
@@ -22,17 +22,6 @@ from tiny_runs import (
 
 BIN = Path(sys.executable).parent
 MAIN = "import sys; from lmx.cli.main import train; sys.exit(train())"
-# Only the given rank gets the signal.
-SIGNAL_ONE_RANK = (
-    """
-import os, sys
-arguments = sys.argv[1:]
-if os.environ["MLX_RANK"] != arguments.pop(0):
-    arguments[1:3] = ["step", "1000000"]
-sys.argv[1:] = arguments
-"""
-    + SIGNAL_AT_CALL
-)
 LORA = {"type": "lora", "rank": 4, "dropout": 0.2}
 SECOND = {"adapter": LORA, "gradient_accumulation_steps": 2, "batch_size": 3}
 SECOND |= {"steps": 6, "packing": True, "load_best_at_end": True}
@@ -195,8 +184,8 @@ OTHER_FOLDER = """
     StageContext.base = Path("{}")
 """
 OTHER_VERSION = """
-    from lmx.pipeline import runner
-    runner.version = lambda name: "0.0"
+    from lmx.run import distributed
+    distributed.version = lambda name: "0.0"
 """
 
 
@@ -205,7 +194,7 @@ OTHER_VERSION = """
     [
         ('    os.chdir("elsewhere")\n', "reads other examples than"),
         ('    sys.argv.append("seed=1")\n', "runs another recipe than"),
-        (OTHER_VERSION, "has other versions of lmx, mlx or mlx-lm than"),
+        (OTHER_VERSION, "has other versions of lmx-toolkit, mlx, mlx-lm than"),
         (OTHER_MODEL, "begins with another model than"),
     ],
 )

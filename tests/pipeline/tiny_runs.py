@@ -61,6 +61,18 @@ setattr(owner, name, signal_at_turn)
 sys.exit(cli.train(sys.argv[4:]))
 """
 
+# The same, where only the rank of the first argument gets it.
+SIGNAL_ONE_RANK = (
+    """
+import os, sys
+arguments = sys.argv[1:]
+if os.environ["MLX_RANK"] != arguments.pop(0):
+    arguments[1:3] = ["step", "1000000"]
+sys.argv[1:] = arguments
+"""
+    + SIGNAL_AT_CALL
+)
+
 
 def write_examples(path: Path, start: int, count: int) -> str:
     """Write chats that have exactly one correct answer each."""

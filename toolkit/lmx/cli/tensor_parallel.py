@@ -4,7 +4,6 @@ import argparse
 import signal
 from typing import TYPE_CHECKING, Any
 
-from ..version import __version__
 from .options import refuse
 
 if TYPE_CHECKING:
@@ -77,9 +76,9 @@ def load_part(
         )
     if ranks.size > 1:
         ranks.require_same(
-            [__version__, quick_digest(loaded.path)],
-            "has another model or another version of lmx",
-            hint="all machines need the same",
+            quick_digest(loaded.path),
+            "has another model",
+            hint="give all machines the same model",
         )
     return loaded
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ..run import launcher
+
 DEVICE_MEMORY = ("max_recommended_working_set_size", "total_memory", "memory_size")
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MEMORY_FILE = Path("/proc/meminfo")
@@ -22,15 +24,21 @@ def memory_limit() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that this process can get, without swapping on a CPU."""
+    """Bytes that this process can get, without swapping on a CPU.
+
+    The processes of a run share the memory of their machine, and have GPUs of their
+    own.
+    """
     limit = memory_limit()
     if _gpu_memory():
         return limit - mx.get_active_memory()
     for line in MEMORY_FILE.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            return min(limit, 1024 * int(value.split()[0]))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+            free = min(limit, 1024 * int(value.split()[0]))
+            return free // launcher.local_process_count()
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return free // launcher.local_process_count()
 
 
 def _gpu_memory() -> int:

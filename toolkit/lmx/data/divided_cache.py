@@ -26,11 +26,11 @@ class _Entries:
     space: Callable[[int], int]
     on_entry: Callable[[int, Origin], None]
     ready: dict[int, CacheEntry] = field(default_factory=dict)
-    _told: set[int] = field(default_factory=set)
+    _reported: set[int] = field(default_factory=set)
 
     def create(self, number: int) -> None:
         entry = self._get_or_create(number, self.fill)
-        self.tell(number, "made" if entry.made else "found")
+        self.report(number, "made" if entry.made else "found")
 
     def is_whole(self, number: int) -> bool:
         if number not in self.ready:
@@ -38,7 +38,7 @@ class _Entries:
             if entry is None:
                 return False
             self.ready[number] = entry
-            self.tell(number, "found")
+            self.report(number, "found")
         return True
 
     def receive(self, number: int, data: bytes) -> None:
@@ -49,12 +49,12 @@ class _Entries:
             return facts
 
         self._get_or_create(number, extract)
-        self.tell(number, "found")
+        self.report(number, "found")
 
-    def tell(self, number: int, origin: Origin) -> None:
+    def report(self, number: int, origin: Origin) -> None:
         """Report an entry once."""
-        if number not in self._told:
-            self._told.add(number)
+        if number not in self._reported:
+            self._reported.add(number)
             self.on_entry(number, origin)
 
     def _get_or_create(self, number: int, fill: Callable) -> CacheEntry:
@@ -86,7 +86,7 @@ def get_or_create_all(
     Args:
         fill: writes the files of the entry with this number, from 0.
         space: bytes that must be free to create it.
-        on_entry: is told where each entry comes from.
+        on_entry: called with the number and the origin of each entry.
     """
     entries = _Entries(kind, keys, fill, warning, space, on_entry)
     if ranks.size == 1:
@@ -101,6 +101,6 @@ def get_or_create_all(
             is_whole=entries.is_whole,
             make=entries.create,
             receive=entries.receive,
-            made_elsewhere=lambda number: entries.tell(number, "made elsewhere"),
+            made_elsewhere=lambda number: entries.report(number, "made elsewhere"),
         )
     return [entries.ready[number] for number in range(len(keys))]

@@ -21,7 +21,6 @@ import numpy as np
 
 from ..cpu.memory import available_memory
 from ..errors import FAILED, UserError
-from ..run import launcher
 from ..run.distributed import ProcessGroup
 from .engine import Engine
 from .grammar import Grammar
@@ -108,9 +107,8 @@ class ParallelEngine(Engine):
         self._numbers: dict[GenerationRequest, int] = {}
         self._last_number = self._checksum = 0
         self._has_ended = self._has_failed = False
-        share = available_memory() // launcher.local_process_count()
-        memory = share if kv_memory is None else kv_memory
-        prefix_cache = prefix_cache or PrefixCache(share // 8)
+        memory = available_memory() if kv_memory is None else kv_memory
+        prefix_cache = prefix_cache or PrefixCache()
         limits = mx.array([[memory, prefix_cache.max_bytes]], mx.int64)
         limits = ranks.all_gather(limits).min(axis=0).tolist()
         prefix_cache.max_bytes = limits[1]

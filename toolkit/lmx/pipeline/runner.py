@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 
 from .. import cpu
@@ -177,12 +176,7 @@ def _models(output: Path) -> dict[str, dict]:
 def _check(
     loaded: LoadedRecipe, plan: RunPlan, ranks: ProcessGroup, ignore_limits: bool
 ) -> None:
-    """Refuse a run that cannot reach its end, or whose processes differ."""
-    ranks.require_same(
-        {name: version(name) for name in ("lmx-toolkit", "mlx", "mlx-lm")},
-        "has other versions of lmx, mlx or mlx-lm",
-        hint="install the same versions on all machines",
-    )
+    """Refuse a run that cannot reach its end."""
     ranks.require_same(
         [plan.recipe_hash, loaded.recipe.parallel.model_dump()],
         "runs another recipe",

@@ -7,6 +7,7 @@ import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from itertools import accumulate, islice
 from pathlib import Path
 from tempfile import gettempdir
@@ -23,8 +24,10 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 # Bytes per all-reduce. Small arrays are concatenated, because each call has latency.
 BUCKET_BYTES = 32 << 20
-# Attribute of an error: the group whose ranks know of it.
-TOLD = "told_group"
+# Whose versions all processes must share.
+PACKAGES = ("lmx-toolkit", "mlx", "mlx-lm")
+# Attribute of an error: the group to whose ranks it was reported.
+REPORTED = "reported_to"
 # Arrays in a message begin at multiples of so many bytes, for loads of any dtype.
 ALIGNMENT = 16
 # Prefixes of MLX's messages about lost connections.
@@ -283,15 +286,15 @@ class ProcessGroup:
         try:
             yield
         except BaseException as error:
-            # An inner context may have told the others.
-            if getattr(error, TOLD, None) is not self:
-                setattr(error, TOLD, self)
+            # An inner context may have reported it.
+            if getattr(error, REPORTED, None) is not self:
+                setattr(error, REPORTED, self)
                 with suppress(RuntimeError):
                     self._max_code(_exit_code(error))
             raise
         if code := self._max_code(0):
             error = Interrupted() if code == INTERRUPTED else RemoteError(code)
-            setattr(error, TOLD, self)
+            setattr(error, REPORTED, self)
             raise error
 
     @contextmanager
@@ -342,7 +345,7 @@ def join() -> ProcessGroup:
     A watchdog watches them until this process exits.
 
     Raises:
-        UserError: the connection fails.
+        UserError: the connection fails, or the processes have other versions.
     """
     rank = launcher.launched_rank()
     if rank is None:
@@ -363,7 +366,14 @@ def join() -> ProcessGroup:
     host = launcher.first_host() or ranks.broadcast_object(socket.gethostname())
     watching = watchdog.start(rank, group.size(), host, ranks.broadcast_object)
     atexit.register(watching.close)
-    return ProcessGroup(group, watching)
+    ranks = ProcessGroup(group, watching)
+    with ranks.connection_errors():
+        ranks.require_same(
+            {name: version(name) for name in PACKAGES},
+            f"has other versions of {', '.join(PACKAGES)}",
+            hint="install the same versions on all machines",
+        )
+    return ranks
 
 
 def _buckets(values: list[mx.array]) -> Iterator[list[mx.array]]:

@@ -32,7 +32,7 @@ def make_folders(
         is_whole: whether this rank has the folder of a number.
         make: makes it, whole or not at all.
         receive: makes it from what another rank has packed; None = with `unpack`.
-        made_elsewhere: told about folders that others make, at about the time.
+        made_elsewhere: called with the number of a folder that another rank makes.
 
     Raises:
         UserError: this rank has another key than rank 0.

@@ -79,7 +79,7 @@ class Watchdog:
         self.rank = rank
         self.failure = ""
         self._peers = peers
-        self._heard = dict.fromkeys(peers, time.monotonic())
+        self._last_seen = dict.fromkeys(peers, time.monotonic())
         self._unread = dict.fromkeys(peers, b"")
         self._failed, self._closed = threading.Event(), threading.Event()
         self._selector = selectors.DefaultSelector()
@@ -121,8 +121,8 @@ class Watchdog:
                 next_beat = time.monotonic() + BEAT_SECONDS
             for key, _ in self._selector.select(min(BEAT_SECONDS, 0.2)):
                 self._read(key.data)
-            for peer, heard in [*self._heard.items()]:
-                if time.monotonic() - heard > SILENCE_SECONDS:
+            for peer, seen in [*self._last_seen.items()]:
+                if time.monotonic() - seen > SILENCE_SECONDS:
                     self._fail(peer, f"has been silent for {SILENCE_SECONDS:g} s")
             if self.failure:
                 self._end()
@@ -139,7 +139,7 @@ class Watchdog:
             data = self._peers[peer].recv(1 << 12)
         except OSError:
             data = b""
-        self._heard[peer] = time.monotonic()
+        self._last_seen[peer] = time.monotonic()
         *lines, self._unread[peer] = (self._unread[peer] + data).split(b"\n")
         for line in lines:
             if line == BYE:
@@ -158,7 +158,7 @@ class Watchdog:
         """Watch this process no longer."""
         connection = self._peers.pop(peer)
         self._selector.unregister(connection)
-        del self._heard[peer], self._unread[peer]
+        del self._last_seen[peer], self._unread[peer]
         connection.close()
 
     def _end(self) -> None:

@@ -14,7 +14,6 @@ from ...evaluation.perplexity import eval_batch_tokens
 from ...models.checkpoint import quick_digest
 from ...models.loader import LoadedModel
 from ...run.fs import key_of
-from ...run.launcher import local_process_count
 from ...run.tables import table
 from ..context import StageContext
 from ..train.batches import encode_valid
@@ -223,8 +222,7 @@ class Evaluator:
         tensor = self.context.parallel.tensor
         if tensor.size == 1:
             return None
-        share = available_memory() // local_process_count() // 2
-        return min(tensor.gather_objects(share))
+        return min(tensor.gather_objects(available_memory() // 2))
 
     def _require_same_data(self, model: Measured) -> None:
         """Refuse ranks with other batches or questions."""
