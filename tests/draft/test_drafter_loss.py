@@ -7,7 +7,7 @@ import pytest
 from lmx.config.draft import DraftConfig
 from lmx.draft import losses
 from lmx.draft.losses import DrafterLoss, DraftVocabulary, draft_positions
-from lmx.models.drafters.base import Drafter
+from lmx.models.drafters.base import Drafter, TrainingRounds, random_starts
 from lmx.training.distillation import DIVERGENCES
 from lmx.training.teacher_targets import compress_targets, full_targets
 
@@ -51,6 +51,17 @@ class LookupDrafter(Drafter):
 
     def target_tokens(self, draft_ids):
         return draft_ids if self._known is None else mx.array(self._known)[draft_ids]
+
+
+class SamplingDrafter(LookupDrafter):
+    """It computes the draft tokens after the first one for some rounds only."""
+
+    def training_rounds(self, tokens, states, mask, num_draft_tokens):
+        [every] = super().training_rounds(tokens, states, mask, num_draft_tokens)
+        starts = random_starts(mask, self.count)
+        hidden = self.draft_hidden(tokens, states, starts, num_draft_tokens)
+        first = TrainingRounds(every.starts, 0, every.hidden[:, :, :1])
+        return [first, TrainingRounds(starts, 1, hidden[:, :, 1:])]
 
 
 def batch(top_k=None, batch_size=2):
@@ -122,6 +133,24 @@ def test_loss_is_weighted_sum_over_valid_draft_tokens(known, chunk):
     assert loss.item() != pytest.approx(
         reference(drafter, *shifted, known, 0.8, 0.3)[0], rel=1e-3
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "draws", "error"), [(LENGTH, 1, 1e-5), (2, 400, 0.01)]
+)
+def test_sampled_rounds_estimate_the_loss_of_all(count, draws, error):
+    """Exactly, if all are sampled."""
+    config = DraftConfig(architecture="eagle3", drafter={"num_draft_tokens": COUNT})
+    tokens, mask, target, _ = batch()
+    loss = DrafterLoss(config, chunk=1000)
+    whole, drafter = LookupDrafter(), SamplingDrafter()
+    drafter.lm_head, drafter.count = whole.lm_head, count
+    expected, total, _ = loss(whole, tokens, mask, None, target)
+    mx.random.seed(0)
+    results = [loss(drafter, tokens, mask, None, target) for _ in range(draws)]
+    assert {result[1].item() for result in results} == {total.item()}
+    mean = np.mean([result[0].item() for result in results])
+    assert mean == pytest.approx(expected.item(), rel=error)
 
 
 @pytest.mark.parametrize("known", [None, KNOWN])

@@ -61,6 +61,23 @@ def draft_logits(drafter, tokens, states, starts=None):
     return drafter.head(drafter.draft_hidden(tokens, states, starts, STEPS))
 
 
+def test_training_rounds_are_some_of_all_draft_tokens(target):
+    drafter = variant(target)
+    states = states_of(target, TOKENS, drafter)
+    mask = mx.arange(LENGTH) >= mx.array([[0], [4]])
+    mx.random.seed(3)
+    first, later = drafter.training_rounds(TOKENS, states, mask, STEPS)
+    assert (first.first, later.first) == (0, 1)
+    for rounds, tokens in ((first, slice(0, 1)), (later, slice(1, None))):
+        whole = drafter.draft_hidden(TOKENS, states, rounds.starts, STEPS)
+        assert mx.allclose(rounds.hidden, whole[:, :, tokens], atol=1e-6)
+    assert first.starts.tolist() == [list(range(1, LENGTH + 1))] * 2
+    assert later.starts.shape == (2, 3)
+    for starts, trained in zip(later.starts.tolist(), mask.tolist(), strict=True):
+        assert all(trained[start] for start in starts)
+        assert len({*starts}) == 3
+
+
 def reference_error(drafter, states):
     """Largest difference from the reference over all rounds, relative to the logits."""
     ours, reference = (

@@ -26,6 +26,7 @@ DATA_GENERATION = {
     "num_eval_prompts": 4,
     "max_tokens": 12,
     "temperatures": [0.0, 0.8],
+    "text_tokens": 600,
     "top_k": 16,
 }
 DRAFT = {

@@ -20,6 +20,7 @@ DRAFT = {
         "num_prompts": 24,
         "num_eval_prompts": 4,
         "max_tokens": 12,
+        "text_tokens": 900,
         "top_k": 16,
     },
     "steps": 12,
@@ -66,6 +67,20 @@ def test_report_and_metrics_have_rates_by_position(drafter_run):
     assert {"acceptance_1", "acceptance_2", "acceptance_3"} <= validations[0].keys()
     assert validations[-1]["loss"] < validations[0]["loss"]
     assert "hidden states of" in drafter_run.log
+    assert "steps 1 to 6 train on text" in drafter_run.log
+
+
+def test_weights_with_the_longest_accepted_length_are_published(drafter_run):
+    lengths = {
+        record["step"]: record["accepted_length_all"]
+        for record in drafter_run.records()
+        if record["kind"] == "draft"
+    }
+    assert [*lengths] == [0, 6, 12]
+    best = max(lengths, key=lengths.get)
+    assert drafter_run.json("draft/draft.json")["training"]["steps"] == best
+    page = (drafter_run.output / "report.html").read_text()
+    assert "Accepted length" in page
 
 
 def test_published_drafter_drafts_for_its_target(drafter_run, capsys):

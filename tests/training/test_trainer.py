@@ -261,6 +261,36 @@ def test_resume_after_kill_is_exact(tmp_path, monkeypatch, expected, moment):
     assert outcome(tmp_path, trainer, trainer.train()) == expected
 
 
+@pytest.mark.parametrize(
+    ("scores", "patience", "selected", "last"),
+    [
+        ([1.0, 3.0, 2.0, 2.5], None, 4, STEPS),
+        ([1.0, 3.0, 2.0, 4.0], None, STEPS, STEPS),
+        ([5.0, 3.0, 2.0, 4.0], None, 0, STEPS),
+        ([1.0, 3.0, 2.0, 4.0], 1, 4, 8),
+    ],
+    ids=["middle", "last", "first", "early stop"],
+)
+def test_the_highest_score_is_selected(tmp_path, scores, patience, selected, last):
+    """Though the loss falls to the end."""
+    by_step = dict(zip((0, 4, 8, STEPS), scores, strict=True))
+    trainer = make_trainer(
+        tmp_path,
+        on_evaluate=by_step.get,
+        load_best_at_end=True,
+        early_stopping_patience=patience,
+    )
+    loss = trainer.train()
+    losses = [r["loss"] for r in records(tmp_path) if r["kind"] == "valid"]
+    assert losses == sorted(losses, reverse=True)
+    assert trainer.progress.step == last
+    assert trainer.selected_step == selected
+    assert loss == losses[[*by_step].index(selected)]
+    assert trainer.step.evaluate(make_eval_batches()).loss_sum == pytest.approx(
+        loss * trainer.step.evaluate(make_eval_batches()).loss_count
+    )
+
+
 def test_finished_training_is_not_repeated(tmp_path, expected):
     make_trainer(tmp_path).train()
     trainer = make_trainer(tmp_path, learning_rate=pytest.fail)

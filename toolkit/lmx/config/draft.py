@@ -69,9 +69,14 @@ class DataGenerationConfig(ConfigModel):
     """Maximum tokens per completion."""
     temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0, 0.7], min_length=1)
     """Sampling temperatures, used for the prompts in turn."""
+    text_tokens: int = Field(0, ge=0)
+    """Tokens of the training data as it is (prompts, given answers, texts) on which the
+    first half of the steps trains. The target predicts them in one forward pass, while
+    it generates a completion token by token."""
     top_k: Count | None = 64
-    """Most probable tokens of the target cached per position; the remaining probability
-    counts as one outcome. null = no cache: the target runs in every training step."""
+    """Most probable tokens of the target that are compared per position; the remaining
+    probability counts as one outcome. Those of completions are cached. null = all
+    tokens, without a cache: the target runs in every training step."""
     max_hidden_states_gb: float = Field(20.0, ge=0)
     """eagle3, dflash: the target's hidden states are cached on disk if they are not
     larger. Otherwise the target runs in every training step."""
@@ -120,7 +125,10 @@ class DraftConfig(ConfigModel):
     learning_rate: float = Field(5e-4, gt=0)
     """Peak learning rate, after a warmup of 5% of the steps; then cosine decay."""
     eval_steps: int = Field(200, ge=1)
-    """Steps between validations. The stage keeps the best weights."""
+    """Steps between validations. The stage keeps the weights with the longest accepted
+    length on held-out prompts, other than those of the benchmark."""
+    early_stopping_patience: int | None = Field(None, ge=1)
+    """Validations in a row without a longer accepted length that end the training."""
     save_steps: int = Field(200, ge=1)
     """Steps between checkpoints."""
     logging_steps: int = Field(10, ge=1)

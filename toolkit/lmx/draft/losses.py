@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from ..config.draft import DraftConfig
 from ..data.batching import Batch
-from ..models.drafters.base import MIN_LOGIT, Drafter
+from ..models.drafters.base import MIN_LOGIT, Drafter, TrainingRounds
 from ..training.distillation import (
     DIVERGENCES,
     TopKDistribution,
@@ -225,25 +225,43 @@ class DrafterLoss:
                 L tokens.
         """
         *teacher, states = target
-        starts = model.sample_starts(mask)
-        positions, valid = draft_positions(mask, starts, self.num_draft_tokens)
-        hidden = model.draft_hidden(tokens, states, starts, self.num_draft_tokens)
         labels = [tokens[:, 1:], *teacher]
-        columns = [positions, valid, hidden.flatten(0, 1)]
-        if places is not None and len(places) < len(valid):
-            # All rounds with a valid first token are among these.
-            order = mx.argsort(~valid[:, 0])[: len(places)]
+        rounds = model.training_rounds(tokens, states, mask, self.num_draft_tokens)
+        parts = [self._round_sums(model, part, mask, labels, places) for part in rounds]
+        losses, overlaps, counts = mx.concatenate(parts, axis=1)
+        # Of some draft tokens only a sample of the rounds is computed.
+        starts = rounds[0].starts
+        _, valid = draft_positions(mask, starts, self.num_draft_tokens)
+        totals = valid.sum(axis=0).astype(mx.float32)
+        losses = losses * totals / mx.maximum(counts, 1)
+        weights = mx.array([POSITION_DECAY**j for j in range(self.num_draft_tokens)])
+        metrics = mx.stack([overlaps, counts])
+        return (weights * losses).sum(), (weights * totals).sum(), metrics
+
+    def _round_sums(
+        self,
+        model: Drafter,
+        rounds: TrainingRounds,
+        mask: mx.array,
+        labels: list[mx.array],
+        places: mx.array | None,
+    ) -> mx.array:
+        """The sums of `_sums` for the draft tokens of some rounds."""
+        count = rounds.first + rounds.hidden.shape[2]
+        columns = draft_positions(mask, rounds.starts, count)
+        columns = [column[:, rounds.first :] for column in columns]
+        columns.append(rounds.hidden.flatten(0, 1))
+        if places is not None and len(places) < len(columns[0]):
+            # All rounds with a valid token are among these.
+            order = mx.argsort(~columns[1][:, 0])[: len(places)]
             columns = [column[order] for column in columns]
         positions, valid, hidden = columns
         labels = [label.flatten(0, 1)[positions] for label in labels]
-        losses, overlaps, counts = self._sums(model, hidden, valid, labels)
-        weights = mx.array([POSITION_DECAY**j for j in range(self.num_draft_tokens)])
-        metrics = mx.stack([overlaps, counts])
-        return (weights * losses).sum(), (weights * counts).sum(), metrics
+        return self._sums(model, hidden, valid, labels)
 
     def _sums(self, model: Drafter, hidden, valid, labels) -> mx.array:
         """Losses, overlaps and valid draft tokens by position, [3, K], summed."""
-        rows = max(1, self.chunk // self.num_draft_tokens)
+        rows = max(1, self.chunk // hidden.shape[1])
         parts = []
         for start in range(0, len(hidden), rows):
             labels_of_chunk = [x[start : start + rows] for x in (valid, *labels)]
@@ -263,7 +281,7 @@ class DrafterLoss:
         target = vocabulary.translate(_teacher_target(teacher))
         positions = [
             self._position_sums(vocabulary, logits[:, j], valid[:, j], tokens[:, j], at)
-            for j, at in enumerate(_by_position(target, self.num_draft_tokens))
+            for j, at in enumerate(_by_position(target, valid.shape[1]))
         ]
         return mx.stack(positions, axis=1)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..models.top_k import top_k_indices
 from .sequence import NO_LOGPROBS, RunningSequence, TokenLogprobs
 
 
@@ -73,8 +74,7 @@ def token_logprobs(
         for s in sequences
     )
     if most := max(count or 0 for count in wanted):
-        order = mx.argpartition(logits, kth=-most, axis=-1)
-        best = order[..., -most:]
+        best = top_k_indices(logits, most)
         arrays += [best, mx.take_along_axis(logits, best, axis=-1) - norms]
     return BatchLogprobs(tuple(arrays), wanted)
 

@@ -29,8 +29,9 @@ class TrainingProgress:
     Attributes:
         loss_since, loss_count_since, tokens_since, seconds_since, metrics_since: sums
             since the last logged step.
-        valid_loss: of the last evaluation.
-        best_step, best_loss: of the evaluation with the lowest loss.
+        valid_loss, score: of the last evaluation; None = the loss is the score.
+        best_step, best_loss, best_score: of the best evaluation, which is that with the
+            highest score, or with the lowest loss.
         evals_since_best: evaluations after that one.
         examples: a hash of the training examples.
     """
@@ -44,17 +45,21 @@ class TrainingProgress:
     seconds_since: float = 0.0
     valid_loss: float = 0.0
     best_step: int = 0
+    score: float | None = None
     best_loss: float = math.inf
+    best_score: float | None = None
     evals_since_best: int = 0
     examples: str = ""
     metrics_since: list[float] = field(default_factory=list)
 
-    def add_evaluation(self, loss: float) -> None:
-        """Record the validation loss of the current step."""
-        self.valid_loss = loss
+    def add_evaluation(self, loss: float, score: float | None = None) -> None:
+        """Record the validation loss of the current step, and its score."""
+        self.valid_loss, self.score = loss, score
         self.evals_since_best += 1
-        if loss < self.best_loss:
-            self.best_step, self.best_loss = self.step, loss
+        best = -self.best_loss if self.best_score is None else self.best_score
+        if (-loss if score is None else score) > best:
+            self.best_step = self.step
+            self.best_loss, self.best_score = loss, score
             self.evals_since_best = 0
 
 

@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..cpu import on_cpu
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
 from ..data.divided_cache import Origin, get_or_create_all
@@ -37,8 +38,10 @@ from .teacher_targets import (
     save_targets,
 )
 
-# Trained tokens per block, tokens per forward pass, and positions per chunk of logits.
-BLOCK_TOKENS, BATCH_TOKENS, LOGIT_POSITIONS = 1 << 15, 2048, 256
+# Trained tokens per block, and tokens per forward pass.
+BLOCK_TOKENS, BATCH_TOKENS = 1 << 15, 2048
+# Positions per chunk of logits; a CPU's cache holds fewer.
+LOGIT_POSITIONS, CPU_LOGIT_POSITIONS = 256, 64
 
 
 @dataclass(frozen=True)
@@ -166,17 +169,17 @@ def _predictions(
     starts = np.concatenate([[0], ends])
     longest = int(examples.lengths.max()) - 1
     tokens = max(BATCH_TOKENS, longest)
-    online = teacher.load()
+    online, size = teacher.load(), _logit_positions()
     for batch in BucketBatchSampler(
         examples, max_seq_length=longest, batch_tokens=tokens
     ).in_order():
         numbers = [np.arange(starts[m], ends[m]) for m in batch.example_indices]
         numbers, places = np.concatenate(numbers), np.flatnonzero(np.array(batch.mask))
         hidden = online.hidden(batch.tokens[:, :-1]).flatten(0, 1)
-        for start in range(0, len(places), LOGIT_POSITIONS):
-            chunk = mx.array(places[start : start + LOGIT_POSITIONS])
+        for start in range(0, len(places), size):
+            chunk = mx.array(places[start : start + size])
             logits = online.logits(hidden[chunk])[:, : teacher.vocab_size]
-            yield numbers[start : start + LOGIT_POSITIONS], logits.astype(mx.float32)
+            yield numbers[start : start + size], logits.astype(mx.float32)
 
 
 def _fill_block(
@@ -310,13 +313,17 @@ def _trunk_and_head(
     return teacher, lambda logits: logits[..., :vocab_size]
 
 
+def _logit_positions() -> int:
+    return CPU_LOGIT_POSITIONS if on_cpu() else LOGIT_POSITIONS
+
+
 def _part_target(
     states: mx.array, logits: Callable, top_k: int, temperature: float
 ) -> TeacherTarget:
     """The target of hidden states [B, L, ...], from the logits of some at a time."""
-    flat, pieces = states.flatten(0, 1), []
-    for start in range(0, len(flat), LOGIT_POSITIONS):
-        chunk = logits(flat[start : start + LOGIT_POSITIONS])
+    flat, pieces, size = states.flatten(0, 1), [], _logit_positions()
+    for start in range(0, len(flat), size):
+        chunk = logits(flat[start : start + size])
         pieces.append(compress_targets(chunk, top_k, temperature))
         mx.eval(pieces[-1])
     joined = map(mx.concatenate, zip(*pieces, strict=True))

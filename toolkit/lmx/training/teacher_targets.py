@@ -12,6 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..models.top_k import top_k_indices
+from .losses import exp_nonpositive
+
 
 class TeacherTarget(NamedTuple):
     """A distribution over k tokens and the tail, at every position.
@@ -40,14 +43,16 @@ def compress_targets(
     """The top-k target of logits [..., V], in float32."""
     logits = logits.astype(mx.float32) / temperature
     top_k = min(top_k, logits.shape[-1])
-    indices = mx.argpartition(-logits, top_k - 1, axis=-1)[..., :top_k]
-    total = mx.logsumexp(logits, axis=-1)
+    indices = top_k_indices(logits, top_k)
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    exponentials = exp_nonpositive(logits)
+    total = mx.log(exponentials.sum(axis=-1))
     log_probs = mx.take_along_axis(logits, indices, axis=-1) - total[..., None]
     if top_k == logits.shape[-1]:
         return TeacherTarget(indices, log_probs, mx.full(total.shape, -mx.inf))
     # Summed directly: one minus the sum of the top k is noise if the tail is small.
-    others = mx.put_along_axis(logits, indices, mx.array(-mx.inf), axis=-1)
-    return TeacherTarget(indices, log_probs, mx.logsumexp(others, axis=-1) - total)
+    others = mx.put_along_axis(exponentials, indices, mx.array(0.0), axis=-1)
+    return TeacherTarget(indices, log_probs, mx.log(others.sum(axis=-1)) - total)
 
 
 def decompress_targets(

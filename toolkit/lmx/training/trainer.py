@@ -40,10 +40,10 @@ class TrainerConfig:
         gradient_accumulation_steps: batches per optimizer step.
         num_batches: batches in all, if the last step has fewer; None = no step has.
         save_total_limit: newest checkpoints kept.
-        load_best_at_end: keep the weights with the lowest validation loss, those before
-            the first step included, instead of the last ones.
-        early_stopping_patience: consecutive evaluations without a lower validation loss
-            that end the training; None = train all steps.
+        load_best_at_end: keep the weights of the best evaluation, which may be that
+            before the first step, instead of the last ones.
+        early_stopping_patience: consecutive evaluations without a better one that end
+            the training; None = train all steps.
     """
 
     steps: int
@@ -77,7 +77,10 @@ class Trainer:
         learning_rate: of a step, counted from 0.
         eval_batches: validation batches, used in every evaluation.
         evaluate: makes the validation loss; None = that of `step` on `eval_batches`.
-        on_evaluate: called on all ranks with the step after every evaluation.
+        on_evaluate: called on all ranks with the step after every validation loss;
+            returns the score of the weights, the same on all ranks, of which the
+            highest is the best; None = the lowest loss is.
+        score_name: what that score is, for messages.
         callbacks: called after every step and evaluation; they may stop the training.
 
     Attributes:
@@ -95,7 +98,8 @@ class Trainer:
         eval_batches: Sequence[Batch],
         logger: RunLogger,
         evaluate: Callable[[], EvalOutput] | None = None,
-        on_evaluate: Callable[[int], None] = lambda step: None,
+        on_evaluate: Callable[[int], float | None] = lambda step: None,
+        score_name: str = "validation loss",
         callbacks: CallbackList | None = None,
     ):
         self.step = step
@@ -107,6 +111,7 @@ class Trainer:
         self.eval_batches = eval_batches
         self.evaluate = evaluate or self._validation_loss
         self.on_evaluate = on_evaluate
+        self.score_name = score_name
         self.callbacks = callbacks or CallbackList()
         self.progress = TrainingProgress()
         self.selected_step = 0
@@ -258,7 +263,7 @@ class Trainer:
         self._count_tokens()
         self.logger.info(
             f"stopping at step {self.progress.step} of {self.config.steps}: the "
-            f"validation loss has not improved since step {self.progress.best_step}"
+            f"{self.score_name} has not improved since step {self.progress.best_step}"
         )
 
     def _resume(self) -> None:
@@ -302,13 +307,12 @@ class Trainer:
         step = self.progress.step
         output = self.evaluate()
         loss = output.loss_sum / output.loss_count
-        self.progress.add_evaluation(loss)
         with self.ranks.collective_errors():
             record = {"kind": "valid", "step": step, "loss": loss}
             self.logger.metrics(record | output.metrics)
             others = "".join(f", {k} {v:.4g}" for k, v in output.metrics.items())
             self.logger.info(f"step {step}: validation loss {loss:#.4g}{others}")
-        self.on_evaluate(step)
+        self.progress.add_evaluation(loss, self.on_evaluate(step))
         self.callbacks.call(
             "evaluate",
             stage=self.logger.stage,
@@ -369,8 +373,9 @@ class Trainer:
             )
             return progress.valid_loss
         self.logger.info(
-            f"keeping step {best} of {last}: validation loss {progress.best_loss:#.4g} "
-            f"against {progress.valid_loss:#.4g} after the last step"
+            f"keeping step {best} of {last}: {self.score_name} "
+            f"{_compared(progress.best_score, progress.best_loss)} against "
+            f"{_compared(progress.score, progress.valid_loss)} after the last step"
         )
         self.selected_step = best
         return progress.best_loss
@@ -388,3 +393,8 @@ class Trainer:
             f"in {path}",
             code=FAILED,
         )
+
+
+def _compared(score: float | None, loss: float) -> str:
+    """What evaluations are compared by."""
+    return f"{loss if score is None else score:#.4g}"

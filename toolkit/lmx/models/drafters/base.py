@@ -5,7 +5,7 @@ trainings end at a lower loss than from random weights.
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -68,6 +68,38 @@ class TargetHead:
         """Logits [..., V] of normalized hidden states [..., width]."""
         logits = self._split.logits(hidden.reshape(-1, hidden.shape[-1]))
         return logits.reshape(*hidden.shape[:-1], -1)
+
+
+class TrainingRounds(NamedTuple):
+    """Rounds of a training step, and the outputs of some of their draft tokens.
+
+    Attributes:
+        starts: int [B, M]; see `Drafter`.
+        first: the first of these draft tokens, from 0.
+        hidden: outputs [B, M, J, width] of J draft tokens.
+    """
+
+    starts: mx.array
+    first: int
+    hidden: mx.array
+
+
+def random_starts(mask: mx.array, count: int) -> mx.array:
+    """Random starts of rounds, without repetition, int32 [B, count].
+
+    If a text has fewer that are trained, the rest is the end of the text, where there
+    is nothing to predict.
+
+    Args:
+        mask: bool [B, L], True where the next token is trained.
+    """
+    length = mask.shape[1]
+    # Nothing is known before the first token.
+    allowed = mask & (mx.arange(length) > 0)
+    order = mx.where(allowed, mx.random.uniform(shape=mask.shape), 2.0)
+    starts = mx.argsort(order, axis=1)[:, :count]
+    is_allowed = mx.take_along_axis(allowed, starts, axis=1)
+    return mx.where(is_allowed, starts, length).astype(mx.int32)
 
 
 class Drafter(nn.Module, ABC):
@@ -197,6 +229,22 @@ class Drafter(nn.Module, ABC):
             mask: bool [B, L], True where the next token is trained: only from there on
                 a round makes sense. Rounds elsewhere are not trained.
         """
+
+    def training_rounds(
+        self,
+        tokens: mx.array,
+        states: mx.array,
+        mask: mx.array,
+        num_draft_tokens: int,
+    ) -> list[TrainingRounds]:
+        """The outputs of one training step; arguments as of `draft_hidden`.
+
+        Args:
+            mask: as of `sample_starts`.
+        """
+        starts = self.sample_starts(mask)
+        hidden = self.draft_hidden(tokens, states, starts, num_draft_tokens)
+        return [TrainingRounds(starts, 0, hidden)]
 
     @property
     def draft_ids(self) -> mx.array | None:

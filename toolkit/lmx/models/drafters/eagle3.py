@@ -14,11 +14,19 @@ from mlx.utils import tree_flatten
 
 from ...errors import UserError
 from ..loader import kv_cache, make_rope
-from .base import Drafter, SwiGLU, initialize_from_target
+from .base import (
+    Drafter,
+    SwiGLU,
+    TrainingRounds,
+    initialize_from_target,
+    random_starts,
+)
 from .configs import SGLANG, SPECULATORS, Eagle3Config, architectures, default_layer_ids
 
 # Rows of the embedding, and columns of the target's LM head, that are made at once.
 CHUNK, COLUMNS_AT_ONCE = 4096, 256
+# One of so many rounds of a training step has more than the first draft token.
+ROUNDS_OF_LATER_TOKENS = 4
 SGLANG_LAYER = "midlayer."
 # Weights of other programs that are not read: those of the target.
 TARGET_WEIGHTS = (
@@ -279,8 +287,44 @@ class Eagle3Drafter(Drafter):
         num_draft_tokens: int,
     ) -> mx.array:
         """See `Drafter`. This is the training-time test of the paper."""
-        length, rows = states.shape[1], starts - 1
-        output, keys_values = self._causal(tokens[:, 1:], self._join(states))
+        text = self._causal(tokens[:, 1:], self._join(states))
+        return mx.stack(self._draft(tokens, starts, num_draft_tokens, text), axis=2)
+
+    def training_rounds(
+        self,
+        tokens: mx.array,
+        states: mx.array,
+        mask: mx.array,
+        num_draft_tokens: int,
+    ) -> list[TrainingRounds]:
+        """See `Drafter`: the first draft tokens of all rounds, later ones of some.
+
+        The pass over the text gives the former; a later draft token takes a pass of its
+        own over its rounds.
+        """
+        text = self._causal(tokens[:, 1:], self._join(states))
+        every = self.sample_starts(mask)
+        rounds = [TrainingRounds(every, 0, text[0][:, :, None])]
+        if num_draft_tokens > 1:
+            starts = random_starts(mask, -(-mask.shape[1] // ROUNDS_OF_LATER_TOKENS))
+            later = self._draft(tokens, starts, num_draft_tokens, text)[1:]
+            rounds.append(TrainingRounds(starts, 1, mx.stack(later, axis=2)))
+        return rounds
+
+    def _draft(
+        self,
+        tokens: mx.array,
+        starts: mx.array,
+        num_draft_tokens: int,
+        text: tuple[mx.array, list[KeysValues]],
+    ) -> list[mx.array]:
+        """Outputs [B, M, width] of every draft token of M rounds.
+
+        Args:
+            text: of `_causal`.
+        """
+        output, keys_values = text
+        length, rows = output.shape[1], mx.maximum(starts - 1, 0)
         contexts = [DraftContext(layer, rows, []) for layer in keys_values]
         outputs = [mx.take_along_axis(output, rows[..., None], axis=1)]
         for number in range(1, num_draft_tokens):
@@ -290,7 +334,7 @@ class Eagle3Drafter(Drafter):
             for layer, context in zip(self.layers, contexts, strict=True):
                 hidden = layer.draft(embeddings, hidden, context)
             outputs.append(hidden)
-        return mx.stack(outputs, axis=2)
+        return outputs
 
     def head(self, hidden: mx.array) -> mx.array:
         return self.lm_head(self.norm(hidden))

@@ -9,9 +9,10 @@ import mlx.nn as nn
 import numpy as np
 
 from ...config.draft import DraftConfig
-from ...draft.acceptance import predict_accepted_lengths
+from ...draft.acceptance import ReferenceCompletion, predict_accepted_lengths
 from ...draft.candidates import Candidate, all_acceptance_probs
 from ...draft.cost_model import SpeculationCosts
+from ...draft.forecast import Forecast
 from ...models.checkpoint import weights_digest
 from ...models.dtypes import set_compute_dtype
 from ...training.optimizers import OptimizerConfig
@@ -24,6 +25,8 @@ from .benchmark import DraftEvaluation
 from .setup import DraftData
 
 WARMUP_RATIO, MIN_LR_RATIO = 0.05, 0.1
+# The target's completions by decoding mode.
+References = dict[str, list[ReferenceCompletion]]
 
 
 class DraftDistillation(ABC):
@@ -75,7 +78,7 @@ class DraftDistillation(ABC):
         """The trainer of this rank."""
 
     @abstractmethod
-    def predicted(self, model: nn.Module) -> dict:
+    def predicted(self, model: nn.Module, references: References) -> dict:
         """Metrics of the model or drafter on held-out completions."""
 
     @abstractmethod
@@ -99,9 +102,10 @@ class DraftDistillation(ABC):
         set_compute_dtype(model, compute)
         return step
 
-    def predict(self, candidate: Candidate, costs: SpeculationCosts) -> dict:
+    def predict(
+        self, candidate: Candidate, costs: SpeculationCosts, references: References
+    ) -> dict:
         """Accepted lengths on held-out completions, and the speed-up they predict."""
-        references = self.data.references
         curves = [
             predict_accepted_lengths(all_acceptance_probs(texts, candidate))
             for texts in references.values()
@@ -124,15 +128,18 @@ class DraftDistillation(ABC):
 
     def trainer(self, step: TrainStep, batches, eval_batches) -> Trainer:
         """The trainer of the stage's steps."""
-        config = self.config
+        config, ranks = self.config, step.ranks
+        forecast = Forecast(config.steps)
 
-        def log_prediction(done: int) -> None:
-            model = step.materialize()
-            with step.ranks.collective_errors():
-                if step.ranks.is_first:
-                    predicted, logger = self.predicted(model), self.context.logger
-                    logger.metrics({"kind": "draft", "step": done} | predicted)
-                    logger.info(f"step {done}: {self.summary(predicted)}")
+        def accepted_length(done: int) -> float:
+            """With all draft tokens, so that all evaluations can be compared."""
+            model, length = step.materialize(), 0.0
+            with ranks.collective_errors():
+                if ranks.is_first:
+                    predicted = self.predicted(model, self.data.selection_references)
+                    length = predicted["accepted_length"][-1]
+                    self._log_prediction(done, predicted, forecast)
+            return ranks.broadcast_object(length)
 
         return Trainer(
             step,
@@ -145,6 +152,7 @@ class DraftDistillation(ABC):
                 config.eval_steps,
                 config.save_steps,
                 load_best_at_end=True,
+                early_stopping_patience=config.early_stopping_patience,
             ),
             learning_rate=partial(
                 learning_rate_at,
@@ -156,7 +164,8 @@ class DraftDistillation(ABC):
             ),
             eval_batches=list(eval_batches),
             logger=self.context.logger,
-            on_evaluate=log_prediction,
+            on_evaluate=accepted_length,
+            score_name="accepted length",
             callbacks=self.context.extensions.callbacks,
         )
 
@@ -166,8 +175,18 @@ class DraftDistillation(ABC):
             "steps": trainer.selected_step,
             "trained_tokens": trainer.progress.trained_tokens,
             "validation_loss": loss,
-            "expected": self.predicted(model),
+            "expected": self.predicted(model, self.data.references),
         }
+
+    def _log_prediction(self, done: int, predicted: dict, forecast: Forecast) -> None:
+        logger, lengths = self.context.logger, predicted["accepted_length"]
+        record = {"kind": "draft", "step": done} | predicted
+        logger.metrics(record | {"accepted_length_all": lengths[-1]})
+        logger.info(f"step {done}: {self.summary(predicted)}")
+        forecast.add(done, lengths[predicted["num_draft_tokens"] - 1])
+        expected = forecast.at_the_end
+        if expected is not None and done < self.config.steps:
+            logger.info(f"expected after all steps: accepted length {expected:.2f}")
 
     def summary(self, predicted: dict) -> str:
         """A prediction in one line."""

@@ -4,8 +4,9 @@ A draft model is trained in full. With P parameters of the target, D of the draf
 and at most N tokens of prompts and completions, distillation takes besides:
 
     target       c P of memory throughout
-    data         2 P operations per generated token, 2 P more for its prediction, and
-                 k (2 + index) + 4 bytes of disk per token of N
+    data         2 P operations per generated token, 2 P more for its prediction and
+                 for that of a token of text, and k (2 + index) + 4 bytes of disk per
+                 token of N and of text
     online       2 P per token of every step if predictions are not stored
 """
 
@@ -74,8 +75,9 @@ def _drafter_training_cost(
 ) -> TrainingCost:
     """Cost of training a drafter on hidden states.
 
-    It processes a row per token and draft token; or about one row per token, if it
-    drafts in one pass: its blocks are spread over the text. The head runs on the rows
+    It processes a row per token, and one per later draft token of some rounds; or about
+    one row per token, if it drafts in one pass: its blocks are spread over the text. The
+    head runs on the rows
     of completions, of which the longest is counted, and once more in the backward pass.
     """
     drafter = _drafter(target, config)
@@ -85,9 +87,11 @@ def _drafter_training_cost(
     own_head = parameters.pop("lm_head.weight", None)
     if own_head is not None:
         vocabulary = len(own_head)
-    rows = 1 if drafter.drafts_in_one_pass else config.drafter.num_draft_tokens
+    rows = 1.0
+    if not drafter.drafts_in_one_pass:
+        rows += (config.drafter.num_draft_tokens - 1) / ROUNDS_OF_LATER_TOKENS
     matrices = [value for value in parameters.values() if value.ndim == 2]
-    tokens = rows * batch.tokens
+    tokens = round(rows * batch.tokens)
     step = compute * tokens * sum(sum(m.shape) for m in matrices)
     step += logit_bytes(vocabulary, tokens, loss_chunk(vocabulary, on_cpu=on_cpu()))
     step += 4 * batch.tokens * len(drafter.layer_ids) * width
@@ -97,6 +101,9 @@ def _drafter_training_cost(
         "step": step,
     }
     share = min(1.0, config.data_generation.max_tokens / batch.length)
+    if config.data_generation.text_tokens:
+        # Half of the steps train all tokens.
+        share = (1 + share) / 2
     per_row = 6 * sum(m.size for m in matrices) + 8 * share * vocabulary * width
     work = Work(per_row * rows * batch.mean_tokens)
     return TrainingCost(target.parameters + trained, trained, memory, work)
@@ -131,11 +138,12 @@ def generation_cost(
 
     data, predictions, states = config.data_generation, "none", 0
     count = data.num_prompts + data.num_eval_prompts
-    tokens = int(count * (prompt_length + data.max_tokens))
+    generated = int(count * (prompt_length + data.max_tokens))
+    tokens = generated + data.text_tokens
     if data.top_k:
         size = tokens * bytes_per_token(data.top_k, target.setting("vocab_size"))
         predictions = f"{readable_size(size)} in the cache"
-    text = f"generates at most {tokens:,} tokens, predictions: {predictions}"
+    text = f"generates at most {generated:,} tokens, predictions: {predictions}"
     if config.architecture != "model":
         layers = len(_drafter(target, config).layer_ids)
         states = tokens * layers * target.setting("hidden_size") * BYTES_PER_VALUE

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from ...config.draft import DraftConfig, DraftModelConfig
@@ -24,6 +25,7 @@ from ...draft.pruning import (
     rank_layers,
 )
 from ...draft.report import require_servable
+from ...draft.text_first import Batches, TextFirst, choose_text
 from ...errors import UserError
 from ...generation.completions import CachedGenerator
 from ...generation.sequence import GenerationRequest
@@ -33,6 +35,7 @@ from ...models.loader import LoadedModel
 from ...quantization.packing import dequantized_model
 from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..context import StageContext, is_complete, mark_complete, write_model
+from ..train.batches import tokenized_examples
 from .estimate import initial_depth
 
 # The folder of the initial draft model, in that of the stage.
@@ -67,6 +70,8 @@ class DraftData:
         config = self.config.data_generation
         self._train_examples = self._completed("train", config.num_prompts)
         self._eval_examples = self._completed("valid", config.num_eval_prompts)
+        with self.context.ranks.collective_errors():
+            self._text_examples = self._text()
 
     @cached_property
     def train_batches(self) -> DistillationBatches:
@@ -74,9 +79,36 @@ class DraftData:
         return self._batches(self._train_examples)
 
     @cached_property
+    def text_batches(self) -> DistillationBatches | None:
+        """Text of the training data, with the target's predictions."""
+        return self._batches(self._text_examples) if self._text_examples else None
+
+    @cached_property
     def eval_batches(self) -> DistillationBatches:
         """The same of the validation prompts."""
         return self._batches(self._eval_examples)
+
+    def with_text(self, prepare: Callable[[DistillationBatches], Batches]) -> Batches:
+        """The batches of the training: of text in the first steps, if there is any.
+
+        Args:
+            prepare: makes batches from those with the target's predictions.
+        """
+        completions = prepare(self.train_batches)
+        if not self.text_batches:
+            return completions
+        count = self.config.steps // 2
+        self.context.logger.info(
+            f"steps 1 to {count:,} train on text, the others on completions"
+        )
+        return TextFirst(prepare(self.text_batches), count, completions)
+
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        """How often every token is trained, int [vocab_size]."""
+        counts = self.train_batches.token_counts(vocab_size)
+        if self.text_batches:
+            counts = counts + self.text_batches.token_counts(vocab_size)
+        return counts
 
     @cached_property
     def references(self) -> dict[str, list[ReferenceCompletion]]:
@@ -84,6 +116,16 @@ class DraftData:
 
         Only the first rank uses them.
         """
+        return self._references(self.benchmark_prompts)
+
+    @cached_property
+    def selection_references(self) -> dict[str, list[ReferenceCompletion]]:
+        """Those of other prompts, by which the best weights are selected."""
+        return self._references(_all_prompts(self._split_sets[1]))
+
+    def _references(
+        self, prompts: list[Prompt]
+    ) -> dict[str, list[ReferenceCompletion]]:
         config, generator = self.config.benchmark, self._generator(SINGLE_PROCESS)
         modes = decoding_modes(config.temperature, self.context.seed)
         references = {}
@@ -95,7 +137,7 @@ class DraftData:
                     with_seed_offset(sampling, number),
                     generator.stop_tokens,
                 )
-                for number, prompt in enumerate(self.benchmark_prompts)
+                for number, prompt in enumerate(prompts)
             ]
             completions = generator.generate(requests)
             references[name] = [
@@ -106,16 +148,24 @@ class DraftData:
             ]
         return references
 
-    @cached_property
+    @property
     def prompt_sets(self) -> PromptSets:
         """Benchmark prompts of the validation examples, by set."""
-        count = self.config.benchmark.num_prompts
-        return self._prompts(prompt_sets, self.context.rows.valid, count)
+        return self._split_sets[0]
+
+    @cached_property
+    def _split_sets(self) -> tuple[PromptSets, PromptSets]:
+        """Prompts for the benchmark, and others for the selection, if there are any."""
+        count = 2 * self.config.benchmark.num_prompts
+        sets = self._prompts(prompt_sets, self.context.rows.valid, count)
+        benchmark = {name: prompts[::2] for name, prompts in sets.items()}
+        selection = {name: prompts[1::2] or prompts for name, prompts in sets.items()}
+        return benchmark, selection
 
     @property
     def benchmark_prompts(self) -> list[Prompt]:
         """The prompts of all sets, in order."""
-        return [prompt for prompts in self.prompt_sets.values() for prompt in prompts]
+        return _all_prompts(self.prompt_sets)
 
     @property
     def stop_tokens(self) -> frozenset[int]:
@@ -161,6 +211,18 @@ class DraftData:
         )
         return dataset.completion_examples(prompts, completions)
 
+    def _text(self) -> list[Example]:
+        """Examples of the training data as it is."""
+        context, count = self.context, self.config.data_generation.text_tokens
+        if not count:
+            return []
+        everything = context.data.model_copy(update={"loss_on": "all"})
+        examples = tokenized_examples(replace(context, data=everything), self.target)
+        text = [*choose_text(examples, count, seed=context.seed)]
+        tokens = sum(len(example.tokens) for example in text)
+        context.logger.info(f"text: {len(text):,} examples, {tokens:,} tokens")
+        return text
+
     def _batches(self, examples: list[Example]) -> DistillationBatches:
         config, context = self.config.data_generation, self.context
         return DistillationBatches(
@@ -187,6 +249,11 @@ class DraftData:
             return None
         draft = config_int(read_config(self.context.resolve(source)), "vocab_size")
         return draft if draft < config_int(self.target.config, "vocab_size") else None
+
+
+def _all_prompts(sets: PromptSets) -> list[Prompt]:
+    """The prompts of all sets, in order."""
+    return [prompt for prompts in sets.values() for prompt in prompts]
 
 
 def write_initial(

@@ -12,6 +12,7 @@ from ...config.train import loss_chunk
 from ...cpu import on_cpu
 from ...draft.candidates import DrafterCandidate, ModelCandidate
 from ...draft.cost_model import SpeculationCosts
+from ...draft.dataset import DistillationBatches
 from ...draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
 from ...draft.losses import DrafterLoss, DraftLoss, acceptance_bounds
 from ...models.blockwise import NoTrunkHeadSplit
@@ -26,7 +27,7 @@ from ...training.chunked_loss import ChunkedLoss
 from ...training.trainer import Trainer
 from ..context import ModelArtifact, write_model
 from ..quantize.stage import QuantizeStage
-from .distillation import DraftDistillation
+from .distillation import DraftDistillation, References
 from .setup import INITIAL_FOLDER, write_initial
 
 # Tokens on which the importance of blocks is measured.
@@ -39,6 +40,8 @@ class DraftModelDistillation(DraftDistillation):
     def cache_targets(self) -> None:
         self.data.eval_batches.cache_targets()
         self.data.train_batches.cache_targets()
+        if self.data.text_batches:
+            self.data.text_batches.cache_targets()
 
     def prepare(self) -> None:
         """Write the initial draft model."""
@@ -58,7 +61,8 @@ class DraftModelDistillation(DraftDistillation):
             loss=DraftLoss(cross_entropy=self.config.ce_weight),
             chunked_loss=self._chunked_loss(loaded),
         )
-        return self.trainer(step, self.data.train_batches, self.data.eval_batches)
+        batches = self.data.with_text(lambda batches: batches)
+        return self.trainer(step, batches, self.data.eval_batches)
 
     def finish(self, trainer: Trainer, loss: float) -> ModelArtifact:
         context, model = self.context, trainer.step.materialize()
@@ -67,7 +71,8 @@ class DraftModelDistillation(DraftDistillation):
         draft = self._quantize(trained)
         if draft != trained:
             costs = self._folder_costs(draft)
-            predicted = self._predict(context.load(draft).model, costs)
+            quantized = context.load(draft).model
+            predicted = self._predict(quantized, costs, self.data.references)
             context.logger.info(f"quantized: {self.summary(predicted)}")
             facts |= {"before_quantizing": facts["expected"], "expected": predicted}
         return self.evaluation.run(draft, self.evaluation.load_model(draft), facts)
@@ -84,7 +89,7 @@ class DraftModelDistillation(DraftDistillation):
         """Costs of the target and of the model in a folder, as they are served."""
         return self.evaluation.costs(ModelCandidate(self.context.load(folder).model))
 
-    def _predict(self, model, costs: SpeculationCosts) -> dict:
+    def _predict(self, model, costs: SpeculationCosts, references: References) -> dict:
         """Acceptance on held-out completions, and the speed-up that it predicts."""
         low = high = count = 0.0
         for batch in self.data.eval_batches:
@@ -96,10 +101,10 @@ class DraftModelDistillation(DraftDistillation):
             "acceptance_lower_bound": float(low / count),
             "acceptance_upper_bound": float(high / count),
         }
-        return bounds | self.predict(ModelCandidate(model), costs)
+        return bounds | self.predict(ModelCandidate(model), costs, references)
 
-    def predicted(self, model: nn.Module) -> dict:
-        return self._predict(model, self._costs)
+    def predicted(self, model: nn.Module, references: References) -> dict:
+        return self._predict(model, self._costs, references)
 
     def _write(self, model: nn.Module) -> tuple[Path, int]:
         """The folder of the trained draft model, and the number of its weights."""
@@ -148,12 +153,12 @@ class DrafterDistillation(DraftDistillation):
         loss = DrafterLoss(self.config, chunk=chunk)
         return self.trainer(
             self.make_step(drafter, self.target.dtype, loss=loss),
-            self._batches(self.data.train_batches, drafter),
-            self._batches(self.data.eval_batches, drafter),
+            self.data.with_text(self._batches),
+            self._batches(self.data.eval_batches),
         )
 
-    def predicted(self, model: Drafter) -> dict:
-        return self.predict(self._candidate(model), self._costs)
+    def predicted(self, model: Drafter, references: References) -> dict:
+        return self.predict(self._candidate(model), self._costs, references)
 
     def finish(self, trainer: Trainer, loss: float) -> ModelArtifact:
         drafter = trainer.step.materialize()
@@ -181,7 +186,8 @@ class DrafterDistillation(DraftDistillation):
         )
         # One forward pass gives the predictions and the hidden states.
         self.data.teacher = HiddenStateRecorder(target.model, drafter.layer_ids)
-        drafter.choose_vocabulary(self.data.train_batches.token_counts(vocab_size))
+        self._hidden_size = drafter.config.hidden_size
+        drafter.choose_vocabulary(self.data.token_counts(vocab_size))
         bind_target(drafter, target.model, place=place)
         drafter.initialize()
         return drafter
@@ -193,11 +199,11 @@ class DrafterDistillation(DraftDistillation):
         mask = getattr(tokenizer, "pad_token_id", None)
         return min(tokenizer.eos_token_ids) if mask is None else mask
 
-    def _batches(self, batches, drafter: Drafter) -> HiddenStateBatches:
+    def _batches(self, batches: DistillationBatches) -> HiddenStateBatches:
         return HiddenStateBatches(
             batches,
             self.data.teacher,
-            width=drafter.config.hidden_size,
+            width=self._hidden_size,
             key=self.digest,
             max_bytes=1e9 * self.config.data_generation.max_hidden_states_gb,
             logger=self.context.logger,

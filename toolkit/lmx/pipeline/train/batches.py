@@ -43,7 +43,7 @@ def training_batches(
             model cannot do it, padded batches have as many tokens.
     """
     longest = context.data.max_seq_length
-    examples = _tokenized(context, loaded, encode)
+    examples = tokenized_examples(context, loaded, encode)
     if teacher:
         examples = teacher.replace_completions(examples)
     if not packing:
@@ -147,9 +147,10 @@ def _padded_batches(
     )
 
 
-def _tokenized(
-    context: StageContext, loaded: LoadedModel, encode: Encode | None
+def tokenized_examples(
+    context: StageContext, loaded: LoadedModel, encode: Encode | None = None
 ) -> token_store.TokenStore:
+    """The training examples, which are tokenized once into the cache."""
     data, rows, logger = context.data, context.rows, context.logger
     settings = {"max_seq_length": data.max_seq_length, "loss_on": data.loss_on}
 

@@ -32,6 +32,8 @@ CURVES = (
     ("tokens_per_second", "Speed", "trained tokens per second"),
     ("peak_memory_gb", "Peak memory", "GB"),
 )
+# Of draft models, whose best weights are selected by it.
+ACCEPTED_LENGTH = ("accepted_length_all", "Accepted length", "tokens per round")
 SPECULATION = ("acceptance_rate", "accepted_length", "speedup")
 
 
@@ -192,6 +194,9 @@ def _curves(metrics: list[dict]) -> dict[str, list[Chart]]:
             if key == "loss":
                 lines["validation"] = _points(metrics, stage, "valid", key)
             charts.append(line_chart(f"{stage}-{key}", title, unit, lines))
+        key, title, unit = ACCEPTED_LENGTH
+        lines = {"held-out prompts": _points(metrics, stage, "draft", key)}
+        charts.insert(1, line_chart(f"{stage}-{key}", title, unit, lines))
         by_stage[stage] = [*filter(None, charts)]
     return {stage: charts for stage, charts in by_stage.items() if charts}
 
