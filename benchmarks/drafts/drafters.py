@@ -48,6 +48,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="a text file; default: no text set")
     parser.add_argument("--num-layers", type=int, default=2, help="of the draft model")
     parser.add_argument("--num-prompts", type=int, default=1500)
+    parser.add_argument(
+        "--text-tokens", type=int, default=0, help="trained before the completions"
+    )
     parser.add_argument("--num-test-prompts", type=int, default=16, help="of every set")
     parser.add_argument("--max-tokens", type=int, default=48, help="per completion")
     parser.add_argument("--num-draft-tokens", type=int, default=5)
@@ -121,6 +124,7 @@ class _Seed:
                 "num_prompts": arguments.num_prompts,
                 "num_eval_prompts": 48,
                 "max_tokens": arguments.max_tokens,
+                "text_tokens": arguments.text_tokens,
             },
             "steps": arguments.steps,
             "batch_tokens": arguments.batch_tokens,

@@ -246,6 +246,10 @@ class Drafter(nn.Module, ABC):
         hidden = self.draft_hidden(tokens, states, starts, num_draft_tokens)
         return [TrainingRounds(starts, 0, hidden)]
 
+    def rows_per_token(self, num_draft_tokens: int) -> float:
+        """Rows that a training step processes per token of its text, about."""
+        return 1.0
+
     @property
     def draft_ids(self) -> mx.array | None:
         """The draft id of every token, int32 [V], N if it has none; None = all equal.

@@ -311,6 +311,9 @@ class Eagle3Drafter(Drafter):
             rounds.append(TrainingRounds(starts, 1, mx.stack(later, axis=2)))
         return rounds
 
+    def rows_per_token(self, num_draft_tokens: int) -> float:
+        return 1.0 + (num_draft_tokens - 1) / ROUNDS_OF_LATER_TOKENS
+
     def _draft(
         self,
         tokens: mx.array,

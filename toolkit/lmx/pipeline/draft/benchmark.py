@@ -47,13 +47,15 @@ class DraftEvaluation:
             UserError: a threshold is missed.
         """
         context = self.context
-        result = self._benchmark(candidate)
+        size = checkpoint_size(folder).bytes
+        result = self._benchmark(candidate, size)
         context.logger.table("draft", *result.table())
         context.logger.info(
             f"{result.recommendation}: speed-up {result.speedup:.2f}x measured on this "
-            f"machine with {result.num_draft_tokens} draft tokens"
+            f"machine with {result.num_draft_tokens} draft tokens; computed: "
+            f"{result.computed_text}"
         )
-        facts |= {"bytes": checkpoint_size(folder).bytes}
+        facts |= {"bytes": size}
         record = {"draft": result.to_json() | {"training": facts}}
         record["speculation"] = {
             name: {decoder: vars(stats) for decoder, stats in columns.items()}
@@ -82,7 +84,7 @@ class DraftEvaluation:
         require_servable(draft.config, self.target.config, tokens, place=place)
         return ModelCandidate(draft.model)
 
-    def _benchmark(self, candidate: Candidate) -> DraftReport:
+    def _benchmark(self, candidate: Candidate, size: int) -> DraftReport:
         config, context, target = self.config.benchmark, self.context, self.target
         draft = MeasuredCandidate(candidate, self.costs(candidate))
         benchmark = DraftBenchmark(
@@ -104,6 +106,8 @@ class DraftEvaluation:
             draft.costs,
             results,
             platform.platform(),
+            size / checkpoint_size(target.path).bytes,
+            candidate.drafts_in_one_pass,
             self.config.architecture,
         )
 

@@ -75,10 +75,8 @@ def _drafter_training_cost(
 ) -> TrainingCost:
     """Cost of training a drafter on hidden states.
 
-    It processes a row per token, and one per later draft token of some rounds; or about
-    one row per token, if it drafts in one pass: its blocks are spread over the text. The
-    head runs on the rows
-    of completions, of which the longest is counted, and once more in the backward pass.
+    The head runs on the rows of completions, of which the longest is counted, and of
+    text; and once more in the backward pass.
     """
     drafter = _drafter(target, config)
     parameters = dict(tree_flatten(drafter.parameters()))
@@ -87,9 +85,7 @@ def _drafter_training_cost(
     own_head = parameters.pop("lm_head.weight", None)
     if own_head is not None:
         vocabulary = len(own_head)
-    rows = 1.0
-    if not drafter.drafts_in_one_pass:
-        rows += (config.drafter.num_draft_tokens - 1) / ROUNDS_OF_LATER_TOKENS
+    rows = drafter.rows_per_token(config.drafter.num_draft_tokens)
     matrices = [value for value in parameters.values() if value.ndim == 2]
     tokens = round(rows * batch.tokens)
     step = compute * tokens * sum(sum(m.shape) for m in matrices)
