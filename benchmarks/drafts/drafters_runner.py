@@ -24,7 +24,9 @@ def main() -> None:
 
     target = load(settings["target"])
     prompts = _prompts(settings, target.tokenizer)
-    sources = {PROMPT_LOOKUP: PROMPT_LOOKUP} | settings["drafts"]
+    drafts = settings["drafts"]
+    sources = {PROMPT_LOOKUP: PROMPT_LOOKUP} | drafts
+    sources |= {f"lookup, {k}": f"{PROMPT_LOOKUP}+{v}" for k, v in drafts.items()}
     proposers = {"plain": None} | {
         name: proposer_factory(source, target, load_draft=load)
         for name, source in sources.items()

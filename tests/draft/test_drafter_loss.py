@@ -7,7 +7,7 @@ import pytest
 from lmx.config.draft import DraftConfig
 from lmx.draft import losses
 from lmx.draft.losses import DrafterLoss, DraftVocabulary, draft_positions
-from lmx.models.drafters.base import Drafter, TrainingRounds, random_starts
+from lmx.models.drafters.base import Drafter, TrainingRounds
 from lmx.training.distillation import DIVERGENCES
 from lmx.training.teacher_targets import compress_targets, full_targets
 
@@ -58,7 +58,8 @@ class SamplingDrafter(LookupDrafter):
 
     def training_rounds(self, tokens, states, mask, num_draft_tokens):
         [every] = super().training_rounds(tokens, states, mask, num_draft_tokens)
-        starts = random_starts(mask, self.count)
+        order = [np.random.permutation(np.arange(1, LENGTH)) for _ in mask]
+        starts = mx.array(np.array(order)[:, : self.count])
         hidden = self.draft_hidden(tokens, states, starts, num_draft_tokens)
         first = TrainingRounds(every.starts, 0, every.hidden[:, :, :1])
         return [first, TrainingRounds(starts, 1, hidden[:, :, 1:])]
@@ -136,7 +137,7 @@ def test_loss_is_weighted_sum_over_valid_draft_tokens(known, chunk):
 
 
 @pytest.mark.parametrize(
-    ("count", "draws", "error"), [(LENGTH, 1, 1e-5), (2, 400, 0.01)]
+    ("count", "draws", "error"), [(LENGTH, 1, 1e-5), (4, 400, 0.01)]
 )
 def test_sampled_rounds_estimate_the_loss_of_all(count, draws, error):
     """Exactly, if all are sampled."""
@@ -146,7 +147,7 @@ def test_sampled_rounds_estimate_the_loss_of_all(count, draws, error):
     whole, drafter = LookupDrafter(), SamplingDrafter()
     drafter.lm_head, drafter.count = whole.lm_head, count
     expected, total, _ = loss(whole, tokens, mask, None, target)
-    mx.random.seed(0)
+    np.random.seed(0)
     results = [loss(drafter, tokens, mask, None, target) for _ in range(draws)]
     assert {result[1].item() for result in results} == {total.item()}
     mean = np.mean([result[0].item() for result in results])

@@ -10,7 +10,12 @@ from lmx.config.draft import DrafterConfig
 from lmx.errors import UserError
 from lmx.models.drafters.base import TargetHead
 from lmx.models.drafters.configs import default_layer_ids
-from lmx.models.drafters.eagle3 import DraftContext, Eagle3Attention, Eagle3Drafter
+from lmx.models.drafters.eagle3 import (
+    DraftContext,
+    Eagle3Attention,
+    Eagle3Drafter,
+    spread_starts,
+)
 from lmx.models.drafters.io import is_drafter, load_drafter
 from mlx.utils import tree_flatten, tree_map
 from tiny_eagle3 import (
@@ -65,7 +70,6 @@ def test_training_rounds_are_some_of_all_draft_tokens(target):
     drafter = variant(target)
     states = states_of(target, TOKENS, drafter)
     mask = mx.arange(LENGTH) >= mx.array([[0], [4]])
-    mx.random.seed(3)
     first, later = drafter.training_rounds(TOKENS, states, mask, STEPS)
     assert (first.first, later.first) == (0, 1)
     for rounds, tokens in ((first, slice(0, 1)), (later, slice(1, None))):
@@ -76,6 +80,24 @@ def test_training_rounds_are_some_of_all_draft_tokens(target):
     for starts, trained in zip(later.starts.tolist(), mask.tolist(), strict=True):
         assert all(trained[start] for start in starts)
         assert len({*starts}) == 3
+
+
+@pytest.mark.parametrize("trained", [40, 11, 10, 4, 0])
+def test_starts_of_later_tokens_are_spread_over_the_trained_ones(trained):
+    length, sums = 41, range(0, 64, 3)
+    tokens = mx.zeros((len(sums), length + 1), mx.int32)
+    tokens[:, 0] = mx.array([*sums])
+    mask = mx.broadcast_to(mx.arange(length) >= length - trained, (len(sums), length))
+    starts = np.array(spread_starts(tokens, mask))
+    assert starts.shape == (len(sums), 11)
+    found = [{*row} - {length} for row in starts.tolist()]
+    assert {len(row) for row in found} <= {min(trained, 11), max(0, min(trained, 10))}
+    # Together, the texts have all of them.
+    assert set().union(*found) == {*range(length - trained, length)}
+    alone = np.concatenate(
+        [spread_starts(t[None], m[None]) for t, m in zip(tokens, mask)]
+    )
+    np.testing.assert_array_equal(starts, alone)
 
 
 def reference_error(drafter, states):

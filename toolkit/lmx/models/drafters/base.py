@@ -84,24 +84,6 @@ class TrainingRounds(NamedTuple):
     hidden: mx.array
 
 
-def random_starts(mask: mx.array, count: int) -> mx.array:
-    """Random starts of rounds, without repetition, int32 [B, count].
-
-    If a text has fewer that are trained, the rest is the end of the text, where there
-    is nothing to predict.
-
-    Args:
-        mask: bool [B, L], True where the next token is trained.
-    """
-    length = mask.shape[1]
-    # Nothing is known before the first token.
-    allowed = mask & (mx.arange(length) > 0)
-    order = mx.where(allowed, mx.random.uniform(shape=mask.shape), 2.0)
-    starts = mx.argsort(order, axis=1)[:, :count]
-    is_allowed = mx.take_along_axis(allowed, starts, axis=1)
-    return mx.where(is_allowed, starts, length).astype(mx.int32)
-
-
 class Drafter(nn.Module, ABC):
     """A network that drafts tokens from the target's hidden states.
 

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..loader import kv_cache, make_rope
-from .base import Drafter, SwiGLU, initialize_from_target, random_starts
+from .base import Drafter, SwiGLU, initialize_from_target
 from .configs import DFlashConfig, architectures
 
 KeysValues = tuple[mx.array, mx.array]
@@ -169,8 +169,19 @@ class DFlashDrafter(Drafter):
         return self._outputs(hidden, num_draft_tokens)
 
     def sample_starts(self, mask: mx.array) -> mx.array:
-        """Random starts without repetition, one per `block_size` tokens of the text."""
-        return random_starts(mask, -(-mask.shape[1] // self.config.block_size))
+        """Random starts without repetition, one per `block_size` tokens of the text.
+
+        If a text has fewer that are trained, the rest is the end of the text, where
+        there is nothing to predict.
+        """
+        length = mask.shape[1]
+        count = -(-length // self.config.block_size)
+        # Nothing is known before the first token.
+        allowed = mask & (mx.arange(length) > 0)
+        order = mx.where(allowed, mx.random.uniform(shape=mask.shape), 2.0)
+        starts = mx.argsort(order, axis=1)[:, :count]
+        is_allowed = mx.take_along_axis(allowed, starts, axis=1)
+        return mx.where(is_allowed, starts, length).astype(mx.int32)
 
     # Generation
 

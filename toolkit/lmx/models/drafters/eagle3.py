@@ -19,7 +19,6 @@ from .base import (
     SwiGLU,
     TrainingRounds,
     initialize_from_target,
-    random_starts,
 )
 from .configs import SGLANG, SPECULATORS, Eagle3Config, architectures, default_layer_ids
 
@@ -27,6 +26,8 @@ from .configs import SGLANG, SPECULATORS, Eagle3Config, architectures, default_l
 CHUNK, COLUMNS_AT_ONCE = 4096, 256
 # One of so many rounds of a training step has more than the first draft token.
 ROUNDS_OF_LATER_TOKENS = 4
+# Different places of the first of them.
+OFFSETS = 64
 SGLANG_LAYER = "midlayer."
 # Weights of other programs that are not read: those of the target.
 TARGET_WEIGHTS = (
@@ -34,6 +35,30 @@ TARGET_WEIGHTS = (
     "verifier_lm_head.weight",
     "verifier_norm.weight",
 )
+
+
+def spread_starts(tokens: mx.array, mask: mx.array) -> mx.array:
+    """Starts of one of `ROUNDS_OF_LATER_TOKENS` rounds, int32 [B, M], evenly spread.
+
+    They depend on the text alone, so that all processes have those that one has. If
+    fewer are trained, the rest is the end of the text.
+
+    Args:
+        tokens: int [B, L + 1].
+        mask: bool [B, L], True where the next token is trained.
+    """
+    length = mask.shape[1]
+    count = -(-length // ROUNDS_OF_LATER_TOKENS)
+    # Nothing is known before the first token.
+    places = mx.arange(length)
+    allowed = mask & (places > 0)
+    in_order = mx.sort(mx.where(allowed, places, length), axis=1)
+    number = allowed.sum(axis=1, keepdims=True)
+    offset = (tokens.sum(axis=1, keepdims=True) % OFFSETS) / OFFSETS
+    stride = mx.maximum(number / count, 1.0)
+    indices = ((mx.arange(count) + offset) * stride).astype(mx.int32)
+    starts = mx.take_along_axis(in_order, mx.minimum(indices, length - 1), axis=1)
+    return mx.where(indices < number, starts, length).astype(mx.int32)
 
 
 class KeysValues(NamedTuple):
@@ -306,7 +331,7 @@ class Eagle3Drafter(Drafter):
         every = self.sample_starts(mask)
         rounds = [TrainingRounds(every, 0, text[0][:, :, None])]
         if num_draft_tokens > 1:
-            starts = random_starts(mask, -(-mask.shape[1] // ROUNDS_OF_LATER_TOKENS))
+            starts = spread_starts(tokens, mask)
             later = self._draft(tokens, starts, num_draft_tokens, text)[1:]
             rounds.append(TrainingRounds(starts, 1, mx.stack(later, axis=2)))
         return rounds
