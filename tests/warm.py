@@ -155,6 +155,10 @@ def serve() -> str:
     listener = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    if FORKS:
+        import fusion
+
+        fusion.fuse(False)
     running: set[int] = set()
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])

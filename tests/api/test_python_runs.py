@@ -158,17 +158,7 @@ def test_run_in_another_thread_prints_lines(recipe, tmp_path):
     assert "\r" not in text.getvalue()
 
 
-@pytest.fixture
-def uncompiled():
-    """No kernel of a new loss is compiled, which takes seconds on a CPU."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-def test_loss_from_python_trains_and_is_part_of_the_recipe(
-    uncompiled, recipe, tmp_path
-):
+def test_loss_from_python_trains_and_is_part_of_the_recipe(recipe, tmp_path):
     train = recipe["stages"][0]["train"]
     train |= {"steps": 2, "optimizer": "sgd", "gradient_accumulation_steps": 2}
     train["max_grad_norm"] = None

@@ -37,14 +37,6 @@ HYBRIDS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _uncompiled():
-    """Compiling the kernels of all these models would take minutes."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
 def random_tokens(sequences: int, length: int, *, seed: int = 0) -> np.ndarray:
     generator = np.random.default_rng(seed)
     return generator.integers(0, VOCABULARY, (sequences, length)).astype(np.int32)
