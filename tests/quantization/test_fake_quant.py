@@ -39,6 +39,7 @@ LINEAR = [
     )
 ]
 LAYERS = ["self_attn.*", "mlp.*"]
+SLOW_FUSED = pytest.mark.slow, pytest.mark.fused
 
 
 class RecordingStep(TrainStep):
@@ -153,8 +154,8 @@ def assert_exported_equals_forward(run, folder):
         ("lsq", True, "bfloat16"),
         ("fixed_scale", False, "float32"),
         pytest.param("minmax", False, "bfloat16", marks=pytest.mark.fused),
-        pytest.param("lsq", False, "float16", marks=pytest.mark.fused),
-        pytest.param("fixed_scale", True, "float16", marks=pytest.mark.fused),
+        pytest.param("lsq", False, "float16", marks=SLOW_FUSED),
+        pytest.param("fixed_scale", True, "float16", marks=SLOW_FUSED),
     ],
 )
 def test_exported_weights_equal_forward_weights_for_every_quantizer(

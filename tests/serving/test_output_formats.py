@@ -126,7 +126,7 @@ def test_completions_follow_formats(server, options, texts):
 )
 def test_calls_are_forced(server, choice, names):
     found = set()
-    for seed in range(6):
+    for seed in range(4):
         body = chat(tools=TOOLS, tool_choice=choice, seed=seed)
         message, reason = _answer(server, body)
         (call,) = message["tool_calls"]
@@ -135,6 +135,8 @@ def test_calls_are_forced(server, choice, names):
         parameters = TOOLS[0]["function"]["parameters"]
         jsonschema.validate(arguments, parameters)
         assert (message["content"], reason) == (None, "tool_calls")
+        if seed:
+            continue
         streamed = joined_chat(server.stream(CHAT, body))[0]
         (same,) = streamed["message"]["tool_calls"]
         assert same["function"] == call["function"]

@@ -15,7 +15,14 @@ from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
 from lmx.training.chunked_loss import ChunkedLoss
 from mlx.utils import tree_flatten
-from tiny_families import FAMILIES, VOCABULARY, WINDOW, config, member
+from tiny_families import (
+    FAMILIES,
+    VOCABULARY,
+    WINDOW,
+    alternating,
+    config,
+    member,
+)
 from tiny_steps import loss_and_gradients, make_step
 
 pytestmark = pytest.mark.slow
@@ -86,8 +93,7 @@ def test_families_train_and_fuse_adapters(family, batch):
     assert make_step(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["full", "adapters"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode"), alternating("full", "adapters"))
 def test_families_train_with_fake_quantization(family, mode, batch):
     """The exported codes have the loss of quantization-aware training."""
     model = member(family)
