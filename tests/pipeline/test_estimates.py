@@ -84,19 +84,20 @@ def make_step(shape: ScratchModelConfig, config: TrainConfig) -> TrainStep:
     )
 
 
+LORA = {"rank": 4}
 LOW_MEMORY = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
 
 
-@pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
+@pytest.mark.fused
 @pytest.mark.parametrize(
-    "settings",
+    ("adapter", "settings"),
     [
-        {"loss_chunk_tokens": None},
-        {"loss_chunk_tokens": None, "gradient_checkpointing": True},
-        {"loss_chunk_tokens": 64},
-        LOW_MEMORY,
-        LOW_MEMORY | {"gradient_accumulation_steps": 2},
-        LOW_MEMORY | {"optimizer": "lion_8bit"},
+        (None, {"loss_chunk_tokens": None}),
+        (LORA, {"loss_chunk_tokens": None, "gradient_checkpointing": True}),
+        (LORA, {"loss_chunk_tokens": 64}),
+        (None, LOW_MEMORY),
+        (LORA, LOW_MEMORY | {"gradient_accumulation_steps": 2}),
+        (None, LOW_MEMORY | {"optimizer": "lion_8bit"}),
     ],
     ids=str,
 )

@@ -44,6 +44,7 @@ TOOLS = [
     }
     for name in ("dim", "raise")
 ]
+SHORT = {"max_tokens": 40}
 THINKING = "{% if add_generation_prompt %}<think>\n{% endif %}"
 
 
@@ -89,7 +90,7 @@ def test_every_answer_follows_its_schema(start, lookup):
     """With requests beside it that have none, and with drafts."""
     server = start(served(lookup=lookup), max_tokens=300)
     bodies = [
-        chat(seed=seed, **({"response_format": FORMAT} if seed % 2 else {}))
+        chat(seed=seed, **({"response_format": FORMAT} if seed % 2 else SHORT))
         for seed in range(12)
     ]
     with ThreadPoolExecutor(6) as pool:
@@ -143,7 +144,7 @@ def test_calls_are_forced(server, choice, names):
         assert streamed["finish_reason"] == "tool_calls"
     assert found == names
     # Negative control: a random model does not call by itself.
-    assert "tool_calls" not in _answer(server, chat(tools=TOOLS, seed=0))[0]
+    assert "tool_calls" not in _answer(server, chat(tools=TOOLS, seed=0, **SHORT))[0]
 
 
 def _answer(server, body):
