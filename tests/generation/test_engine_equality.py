@@ -31,6 +31,8 @@ from tiny_families import config, member
 from tiny_mtp import tiny_mtp
 from tiny_requests import alone, noisy, run, some_requests
 
+pytestmark = pytest.mark.fused
+
 # One family of every kind of cache: full, windows, shared keys, latent, recurrent
 # states of four kinds, sinks, chunks, and an index of keys.
 FAMILIES = [
@@ -160,7 +162,6 @@ def check(family, proposer=None, **options):
         ("mtp", "mtp", {"prefix": True}),
         ("falcon_h1", "dflash", {"sampling": "sampled"}),
         ("recurrent_gemma", "lookup", {"sampling": "greedy"}),
-        ("deepseek_v32", None, {"sampling": "greedy"}),
     ],
 )
 def test_requests_in_batches_get_their_tokens_alone(family, proposer, options):

@@ -21,6 +21,8 @@ from tiny_generators import MODELS, byte_tokenizer
 from tiny_generators import tiny as random_model
 from tiny_requests import alone, run, sharpened
 
+pytestmark = pytest.mark.fused
+
 FAMILIES = ["llama", "gemma3", "qwen3_next", "deepseek_v3", "falcon_h1", "llama4_text"]
 
 

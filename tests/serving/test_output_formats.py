@@ -14,6 +14,8 @@ from lmx.serving.engine_thread import ServedModel
 from tiny_generators import byte_tokenizer, tiny
 from tiny_server import CHAT, COMPLETIONS, TEMPLATE, joined_chat
 
+pytestmark = pytest.mark.fused
+
 SCHEMA = {
     "type": "object",
     "properties": {
