@@ -195,7 +195,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("loss", "message"), LOSSES)
-def test_wrong_loss_is_named(uncompiled, loss, message, recipe, tmp_path):
+def test_wrong_loss_is_named(loss, message, recipe, tmp_path):
     recipe["stages"] = recipe["stages"][:1]
     with pytest.raises(lmx.UserError, match=message) as caught:
         lmx.train(recipe, output=tmp_path / "r", loss=loss, quiet=True)
