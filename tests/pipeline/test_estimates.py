@@ -85,6 +85,8 @@ def make_step(shape: ScratchModelConfig, config: TrainConfig) -> TrainStep:
 
 
 LORA = {"rank": 4}
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+EIGHT_BIT = {"optimizer": "lion_8bit"}
 LOW_MEMORY = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
 
 
@@ -94,10 +96,10 @@ LOW_MEMORY = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
     [
         (None, {"loss_chunk_tokens": None}),
         (LORA, {"loss_chunk_tokens": None, "gradient_checkpointing": True}),
-        (LORA, {"loss_chunk_tokens": 64}),
+        pytest.param(LORA, {"loss_chunk_tokens": 64}, marks=pytest.mark.slow),
         (None, LOW_MEMORY),
-        (LORA, LOW_MEMORY | {"gradient_accumulation_steps": 2}),
-        (None, LOW_MEMORY | {"optimizer": "lion_8bit"}),
+        pytest.param(LORA, LOW_MEMORY | ACCUMULATED, marks=pytest.mark.slow),
+        pytest.param(None, LOW_MEMORY | EIGHT_BIT, marks=pytest.mark.slow),
     ],
     ids=str,
 )
