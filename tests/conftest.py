@@ -19,20 +19,26 @@ os.environ["LMX_CACHE"] = _cache.name
 # Nor the user's token or downloads.
 os.environ["HF_HOME"] = _cache.name
 
+import fusion  # noqa: E402
 from hub_stand_in import stand_in  # noqa: E402, F401
 from tiny_checkpoints import make_checkpoint, tokenizer_folder  # noqa: E402, F401
 
 
 @pytest.fixture(autouse=True, scope="module")
-def same_fixtures_in_every_run() -> None:
+def same_fixtures_in_every_run(request) -> None:
     """The fixtures of a module come after this one."""
-    mx.random.seed(0)
+    start_anew(request)
 
 
 @pytest.fixture(autouse=True)
-def same_test_in_every_run() -> None:
+def same_test_in_every_run(request) -> None:
     """Random weights do not depend on the tests that ran before in this process."""
+    start_anew(request)
+
+
+def start_anew(request) -> None:
     mx.random.seed(0)
+    fusion.fuse(request.node.get_closest_marker("fused") is not None)
 
 
 def pytest_addoption(parser) -> None:

@@ -15,6 +15,9 @@ from lmx.run.distributed import ProcessGroup
 from warm import Process
 
 SECONDS = 60
+LISTENS_SECONDS = 0.5
+# Of 127.0.0.1, in Linux's table of sockets.
+LISTENING = "0100007F:{:04X} 00000000:0000 0A"
 # The ring backend has no reduce-scatter, so an all-reduce replaces it.
 SCATTER = """
 import mlx.core as mx
@@ -53,6 +56,16 @@ def hostfile(folder: Path, count: int = 2) -> Path:
     return path
 
 
+def wait_for_listener(address: str, process: Process) -> None:
+    """A rank that finds its neighbour listening need not retry a second later."""
+    port = int(address.rpartition(":")[2])
+    sockets, end = Path("/proc/net/tcp"), time.monotonic() + LISTENS_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        if sockets.exists() and LISTENING.format(port) in sockets.read_text():
+            return
+        time.sleep(0.01)
+
+
 def in_ring(
     program: str, *arguments: str, folder: Path, count: int = 2
 ) -> list[subprocess.CompletedProcess]:
@@ -64,8 +77,8 @@ def in_ring(
         environment = settings | {"MLX_RANK": str(rank)}
         process = Process(program, *arguments, env=environment, server=rank)
         started.append(process)
-        # A rank that finds its predecessor listening need not retry a second later.
-        time.sleep(0.3)
+        if rank < count - 1:
+            wait_for_listener(json.loads(hosts.read_text())[rank][0], process)
     try:
         return [process.result(SECONDS) for process in started]
     finally:

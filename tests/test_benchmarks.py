@@ -16,7 +16,7 @@ import warm_benchmarks
 from lmx.cpu import blas
 from small_base import write_small_base
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fused]
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PROGRAMS = {path.name: path for path in BENCHMARKS.glob("*/*.py")}
 

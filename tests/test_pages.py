@@ -24,6 +24,8 @@ from lmx.cli.schema import markdown
 from lmx.pipeline.plan import load, plan
 from small_base import write_small_base
 
+pytestmark = pytest.mark.fused
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = {

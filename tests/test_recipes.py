@@ -9,6 +9,8 @@ from lmx.cli.main import train
 from lmx.models.checkpoint import weights_digest
 from small_base import write_small_base
 
+pytestmark = pytest.mark.fused
+
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SMALL = {

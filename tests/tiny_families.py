@@ -407,6 +407,11 @@ def config(
     return changed(settings, changes)
 
 
+def alternating(first, second) -> list[tuple]:
+    """Each family with one of two choices. Its relatives have the other one."""
+    return [(name, (first, second)[n % 2]) for n, name in enumerate(FAMILIES)]
+
+
 def changed(settings: dict, changes: dict) -> dict:
     """With other values of the keys that the family has."""
     known = {k: v for k, v in changes.items() if k in settings}

@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+import fusion
+
 TESTS = Path(__file__).parent
 # In the order in which a run imports them.
 IMPORTED = (
@@ -63,6 +65,7 @@ class Process:
             "arguments": arguments,
             "environment": environment(os.environ if env is None else env),
             "folder": str(cwd or Path.cwd()),
+            "fuses": fusion.is_on,
         }
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(address_of(server))
@@ -205,6 +208,7 @@ def set_up(job: dict, streams: list[int]) -> None:
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     sys.path[:0] = [path for path in paths if path not in sys.path]
     sys.argv[:] = ["-c", *job["arguments"]]
+    fusion.fuse(job["fuses"])
 
 
 if __name__ == "__main__":

@@ -158,17 +158,7 @@ def test_run_in_another_thread_prints_lines(recipe, tmp_path):
     assert "\r" not in text.getvalue()
 
 
-@pytest.fixture
-def uncompiled():
-    """No kernel of a new loss is compiled, which takes seconds on a CPU."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-def test_loss_from_python_trains_and_is_part_of_the_recipe(
-    uncompiled, recipe, tmp_path
-):
+def test_loss_from_python_trains_and_is_part_of_the_recipe(recipe, tmp_path):
     train = recipe["stages"][0]["train"]
     train |= {"steps": 2, "optimizer": "sgd", "gradient_accumulation_steps": 2}
     train["max_grad_norm"] = None
@@ -205,7 +195,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("loss", "message"), LOSSES)
-def test_wrong_loss_is_named(uncompiled, loss, message, recipe, tmp_path):
+def test_wrong_loss_is_named(loss, message, recipe, tmp_path):
     recipe["stages"] = recipe["stages"][:1]
     with pytest.raises(lmx.UserError, match=message) as caught:
         lmx.train(recipe, output=tmp_path / "r", loss=loss, quiet=True)

@@ -6,6 +6,7 @@ import pytest
 from lmx.cpu.attention import BLOCK, attention
 from lmx.cpu.patches import mlx_attention, replace_functions
 
+pytestmark = pytest.mark.fused
 LENGTHS = (5, BLOCK, 2 * BLOCK + 3)
 
 

@@ -9,6 +9,7 @@ import pytest
 from lmx.cpu import fast_exp
 from mlx.nn.layers import activations
 
+pytestmark = pytest.mark.fused
 # MLX's own functions; `nn.silu` may be replaced in this process.
 MLX = {"silu": activations.silu, "gelu_approx": activations.gelu_approx}
 

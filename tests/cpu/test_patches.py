@@ -1,10 +1,10 @@
 """A model's outputs do not depend on models that the process built before."""
 
-import subprocess
-import sys
-
 import pytest
+import warm
 from lmx.cpu import on_cpu
+
+pytestmark = pytest.mark.fused
 
 PROGRAM = """
 import sys
@@ -27,12 +27,8 @@ print(load(sys.argv[1]).model(tokens).tolist())
 def test_earlier_models_change_no_bit(make_checkpoint):
     folder = make_checkpoint(hidden_size=256, intermediate_size=384)
     outputs = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(folder), history],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        warm.run(PROGRAM, str(folder), history)
         for history in ("nothing", "built before")
     ]
-    assert outputs[0] == outputs[1]
+    assert [output.returncode for output in outputs] == [0, 0], outputs
+    assert outputs[0].stdout == outputs[1].stdout

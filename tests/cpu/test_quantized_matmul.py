@@ -10,6 +10,7 @@ import pytest
 from lmx.cpu import blas, quantized_matmul
 from mlx.utils import tree_flatten
 
+pytestmark = pytest.mark.fused
 GRIDS = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 128)]
 GRIDS += [("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)]
 SHAPES = [*((n, 256) for n in range(1, 26)), (30, 256), (2, 15, 256), (256,)]

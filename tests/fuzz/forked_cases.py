@@ -53,14 +53,12 @@ def run_cases(
     ]
     program = PROGRAM.format(paths=paths)
     waiting, outcomes, failures = list(seeds), Counter(), []
-    environment = os.environ | {"MLX_DISABLE_COMPILE": "1"}
     while waiting:
         job = {"module": module, "function": function, "seeds": waiting}
         job["settings"] = settings
         result = warm.run(
             program,
             stdin=json.dumps(job),
-            env=environment,
             timeout=60 + CASE_SECONDS * len(waiting),
         )
         records = [json.loads(line) for line in result.stdout.splitlines()]

@@ -240,7 +240,7 @@ def use_drafter(base: str, folder: Path) -> None:
 @pytest.mark.parametrize("part", ["adapters", "drafters"])
 def test_damaged_folders_are_refused(part, folders, num_cases, request):
     seed = request.config.getoption("--fuzz-seed")
-    seeds = ["sound", *(f"{seed} {number}" for number in range(num_cases(320)))]
+    seeds = ["sound", *(f"{seed} {number}" for number in range(num_cases(160)))]
     settings = {"part": part, "base": folders["base"], "folder": folders[part]}
     outcomes = run_cases("test_fuzz_adapters", seeds, **settings)
     assert outcomes["refused tensors"] > len(seeds) // 5, outcomes

@@ -178,7 +178,7 @@ def run_case(seed: str, bases: dict[str, str]) -> str:
 
 def test_changed_configs_are_never_silent(bases, num_cases, request):
     seed = request.config.getoption("--fuzz-seed")
-    seeds = [f"{seed} {number}" for number in range(num_cases(320))]
+    seeds = [f"{seed} {number}" for number in range(num_cases(160))]
     outcomes = run_cases("test_fuzz_configs", seeds, bases=bases)
     assert outcomes["refused"] > len(seeds) // 10, outcomes
     assert outcomes["same"] > len(seeds) // 20, outcomes

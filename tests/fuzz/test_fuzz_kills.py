@@ -101,8 +101,6 @@ class DisturbedStage:
             self.run.output.rename(self.prepared / "out")
             self.run.stages = stages
             self.run.write()
-        self.finish()
-        # A second time, because MLX has compiled its kernels by now.
         self.reset()
         start = time.monotonic()
         self.finish()

@@ -156,7 +156,7 @@ def outcome(family: str, folder: Path, *, is_signed: bool) -> str:
 
 
 def test_damaged_prompt_caches_are_refused(num_cases, fuzz_random):
-    seeds = [str(fuzz_random.random()) for _ in range(num_cases(400))]
+    seeds = [str(fuzz_random.random()) for _ in range(num_cases(200))]
     outcomes = run_cases("test_fuzz_prompt_caches", seeds)
     assert outcomes["refused"] > 0.8 * len(seeds)
     assert outcomes["unchanged"] < 0.1 * len(seeds)

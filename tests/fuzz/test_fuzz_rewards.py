@@ -154,7 +154,7 @@ def outcome(call, case: str) -> tuple[float | None, UserError | None]:
 
 def test_results_of_reward_functions(num_cases, fuzz_random, tmp_path, capfd):
     (tmp_path / "rewards.py").write_text(FILE)
-    worker, count = RewardWorker(1.0), num_cases(400)
+    worker, count = RewardWorker(1.0), num_cases(200)
     reward, answered = reward_of(tmp_path, worker), 0
     for number_of_case in range(count):
         program, expected = make_case(fuzz_random)
@@ -185,7 +185,7 @@ def damaged_file(rng: random.Random) -> bytes:
 def test_damaged_reward_files(num_cases, fuzz_random, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(rewards, "LOAD_SECONDS", 0.5)
     sample = RewardSample("p", "reward = 0.5", "a", "f:1")
-    for number_of_case in range(num_cases(40)):
+    for number_of_case in range(num_cases(20)):
         data, worker = damaged_file(fuzz_random), RewardWorker(0.5)
         (tmp_path / "rewards.py").write_bytes(data)
         case = f"case {number_of_case}: {data!r}"

@@ -217,7 +217,7 @@ def test_damaged_run_folder(
 ):
     original, expected = runs[name]
     before, failures = hash_folder(outside), []
-    for _ in range(num_cases(6)):
+    for _ in range(num_cases(4)):
         seed = fuzz_random.randrange(2**32)
         folder = tmp_path / str(seed)
         folder.mkdir()
@@ -243,7 +243,7 @@ def test_damaged_cache(tmp_path, outside, num_cases, fuzz_random, capsys, monkey
     assert run("--quiet") == 0
     expected = (run.output / "model/model.safetensors").read_bytes()
     before = hash_folder(outside)
-    for _ in range(num_cases(6)):
+    for _ in range(num_cases(4)):
         seed = fuzz_random.randrange(2**32)
         shutil.rmtree(run.output, ignore_errors=True)
         copy = tmp_path / f"copy{seed}"

@@ -146,7 +146,7 @@ def run_case(seed: str) -> str:
 
 def test_mutated_templates(num_cases, request):
     seed = request.config.getoption("--fuzz-seed")
-    count = num_cases(320)
+    count = num_cases(160)
     outcomes = run_cases(__name__, [f"{seed} {case}" for case in range(count)])
     assert outcomes["trained"] + outcomes["refused and trained"] > count // 4
     assert outcomes["refused"] > count // 20

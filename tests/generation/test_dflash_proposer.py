@@ -85,12 +85,12 @@ def test_rejected_draft_tokens_do_not_change_the_text(family):
 
 
 @pytest.mark.slow
-def test_greedy_text_of_100_prompts_equals_plain_decoding():
+def test_greedy_text_of_many_prompts_equals_plain_decoding():
     model, _, drafter = case("llama")
     plain = Generator(model, byte_tokenizer())
     generator = with_drafter(model, drafter, 4)
     rng, rates = np.random.default_rng(0), set()
-    for _ in range(100):
+    for _ in range(40):
         prompt = rng.integers(1, VOCABULARY, rng.integers(1, 20)).tolist()
         expected = tokens_of(plain, prompt, max_tokens=16)
         assert tokens_of(generator, prompt, max_tokens=16) == expected

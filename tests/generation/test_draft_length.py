@@ -38,9 +38,9 @@ def simulate(controller, costs, draft, rate, tokens=2000, seed=0, noise=0.02):
 @pytest.mark.parametrize("costs", [FLAT, STEEP])
 @pytest.mark.parametrize("rate", [0.5, 0.8, 0.95])
 def test_controller_is_close_to_best_fixed_length(costs, rate):
+    # A round of k draft tokens generates 1 + rate + ... + rate^k.
     fixed = [
-        simulate(DraftLengthController(fixed=k), costs, 0.05, rate, tokens=20000)
-        for k in range(9)
+        (costs[k] + 0.05 * k) / sum(rate**n for n in range(k + 1)) for k in range(9)
     ]
     adaptive = simulate(DraftLengthController(), costs, 0.05, rate, tokens=20000)
     assert adaptive <= 1.03 * min(fixed)

@@ -27,6 +27,8 @@ from tiny_families import changed, config
 from tiny_generators import tiny
 from tiny_requests import PROMPT, Recorder, alone, run, sharpened, some_requests
 
+pytestmark = pytest.mark.fused
+
 SETTINGS = [Sampling(), Sampling(temperature=1.0, seed=3)]
 FIXED = DraftLengthController(fixed=3)
 

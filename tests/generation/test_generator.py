@@ -16,6 +16,8 @@ from tiny_families import changed, config
 from tiny_generators import MODELS, VOCABULARY, byte_tokenizer, scripted, tiny
 from tiny_requests import LONG, PROMPT, sharpened, speculative, tokens_of
 
+pytestmark = pytest.mark.fused
+
 LENGTHS = [1, 2, 7, 8, 9, 16, 17, 40]  # around the step size 8 and window 16
 
 

@@ -24,6 +24,8 @@ from lmx.run.terminal import StreamedText, printable
 from mlx.utils import tree_map
 from tiny_generators import byte_tokenizer, chatting, tiny, write_folder
 
+pytestmark = pytest.mark.fused
+
 
 @pytest.fixture(scope="module")
 def generator():

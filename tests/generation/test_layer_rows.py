@@ -256,20 +256,12 @@ def test_one_row_is_a_batch():
 SHOWN = ("gemma2", "gemma3n", "plamo3", "rwkv7")
 
 
-@pytest.fixture
-def _uncompiled():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
 WITHOUT_MASK = {
     *("mamba", "nemotron_h", "jamba", "rwkv7", "recurrent_gemma", "baichuan_m1"),
     "olmo_hybrid",
 }
 
 
-@pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize(
     "family",
     [f if f in SHOWN else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],

@@ -8,6 +8,8 @@ from lmx.generation.generator import Generator
 from lmx.generation.sampling import LogitsProcessor, Sampling
 from tiny_generators import VOCABULARY, byte_tokenizer, tiny
 
+pytestmark = pytest.mark.fused
+
 SETTINGS = {
     "repetition": {"repetition_penalty": 1.3},
     "presence": {"presence_penalty": 0.7},

@@ -23,6 +23,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from tiny_families import VOCABULARY, member
 from tiny_requests import alone, run, some_requests
 
+pytestmark = pytest.mark.fused
+
 FAMILIES = [
     *("llama", "gemma3_text", "qwen3_moe", "qwen3_next", "deepseek_v3", "falcon_h1"),
     "nemotron_h",

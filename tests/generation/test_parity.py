@@ -12,6 +12,8 @@ from lmx.generation.speculative.draft_model import DraftModelProposer
 from tiny_generators import tiny
 from tiny_requests import run
 
+pytestmark = pytest.mark.fused
+
 PROMPT = [5, 9, 200, 31, 5, 9]
 GREEDY = Sampling()
 

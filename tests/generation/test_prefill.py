@@ -15,6 +15,8 @@ from test_engine_equality import model_of, proposer_maker, wide_llama
 from tiny_families import VOCABULARY
 from tiny_requests import Recorder, alone
 
+pytestmark = pytest.mark.fused
+
 LONG = PASS_TOKENS + WINDOW_SLACK
 SAMPLINGS = [Sampling(), Sampling(1.0, seed=3), Sampling(repetition_penalty=1.3)]
 

@@ -8,6 +8,8 @@ from processes import in_turn
 from test_kv_cache import tiny as family
 from tiny_generators import tiny
 
+pytestmark = pytest.mark.fused
+
 DRAW = np.random.default_rng(0)
 PROMPTS = [DRAW.integers(1, 64, n).tolist() for n in (1, 5, 12, 5)]
 

@@ -18,6 +18,8 @@ from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import DraftModelProposer
 from tiny_requests import run, sharpened
 
+pytestmark = pytest.mark.fused
+
 VOCAB, SAMPLES = 8, 12_000
 SETTINGS = {
     "plain": Sampling(temperature=1.0),

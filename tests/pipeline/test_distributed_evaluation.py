@@ -62,7 +62,7 @@ def is_same(measured: tuple[dict, list], expected: tuple[dict, list]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "count"), [(ALONE, 2), ("", 3), (WRONG_SHARD, 2)])
+@pytest.mark.parametrize(("program", "count"), [(ALONE, 3), (WRONG_SHARD, 2)])
 def test_processes_share_an_evaluation(tmp_path, expected, program, count):
     run = make_run(tmp_path)
     processes = in_ring(program + MAIN, *run.arguments(), folder=tmp_path, count=count)

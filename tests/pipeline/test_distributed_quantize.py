@@ -133,8 +133,6 @@ def undisturbed(make_run):
     [
         pytest.param(1, 7, 3, id="rank 1 before the blocks"),
         pytest.param(0, 30, 1, id="rank 0 in a block"),
-        pytest.param(1, 30, 1, id="rank 1 in a block"),
-        pytest.param(0, 45, 3, id="rank 0 in the last block"),
     ],
 )
 def test_killed_run_resumes_with_other_processes(

@@ -84,19 +84,22 @@ def make_step(shape: ScratchModelConfig, config: TrainConfig) -> TrainStep:
     )
 
 
+LORA = {"rank": 4}
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+EIGHT_BIT = {"optimizer": "lion_8bit"}
 LOW_MEMORY = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
 
 
-@pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
+@pytest.mark.fused
 @pytest.mark.parametrize(
-    "settings",
+    ("adapter", "settings"),
     [
-        {"loss_chunk_tokens": None},
-        {"loss_chunk_tokens": None, "gradient_checkpointing": True},
-        {"loss_chunk_tokens": 64},
-        LOW_MEMORY,
-        LOW_MEMORY | {"gradient_accumulation_steps": 2},
-        LOW_MEMORY | {"optimizer": "lion_8bit"},
+        (None, {"loss_chunk_tokens": None}),
+        (LORA, {"loss_chunk_tokens": None, "gradient_checkpointing": True}),
+        pytest.param(LORA, {"loss_chunk_tokens": 64}, marks=pytest.mark.slow),
+        (None, LOW_MEMORY),
+        pytest.param(LORA, LOW_MEMORY | ACCUMULATED, marks=pytest.mark.slow),
+        pytest.param(None, LOW_MEMORY | EIGHT_BIT, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -26,13 +26,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _uncompiled():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
 @pytest.mark.parametrize("family", CASES)
 def test_families_are_quantized_or_refused(family, tmp_path):
     model = build_model(changed(config(family), WIDE)).eval()

@@ -455,7 +455,7 @@ def test_model_that_is_no_sequence_of_blocks_is_refused(tmp_path):
 
 
 def test_one_block_is_in_memory_at_a_time(make_checkpoint, tmp_path):
-    source = make_checkpoint(num_hidden_layers=18, dtype="float32")
+    source = make_checkpoint(num_hidden_layers=20, dtype="float32")
     loaded = load(source, lazy=True)
     size = sum(v.nbytes for _, v in tree_flatten(loaded.model.parameters()))
 

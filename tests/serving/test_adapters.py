@@ -13,6 +13,8 @@ from lmx.serving.engine_thread import ServedModel
 from lmx.serving.service import CompletionService
 from tiny_server import COMPLETIONS, TEMPLATE
 
+pytestmark = pytest.mark.fused
+
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PROMPT = "Once upon a time there was a"
 

@@ -8,6 +8,8 @@ import pytest
 from tiny_generators import byte_tokenizer, tiny
 from tiny_server import CHAT, COMPLETIONS, joined, joined_chat
 
+pytestmark = pytest.mark.fused
+
 PROMPT = "The quick brown fox"
 LONG = {"max_tokens": 40, "ignore_eos": True}
 CASES = {

@@ -9,6 +9,8 @@ sys.path.append(str(Path(__file__).parents[1] / "fuzz"))
 
 from run_hostile_requests import Attack, open_files, wait_until_idle
 
+pytestmark = pytest.mark.fused
+
 
 def _attack(server, count):
     attack = Attack(server.port, seed=1, threads=8)
@@ -46,4 +48,4 @@ def test_the_check_sees_a_server_that_is_wrong(start, monkeypatch):
 
 @pytest.mark.slow
 def test_many_hostile_requests(start):
-    _attack(start(max_requests=64), 2000)
+    _attack(start(max_requests=64), 800)

@@ -14,6 +14,8 @@ from raw_http import connect, request
 from test_limits_of_requests import Hold
 from tiny_server import CHAT, COMPLETIONS, load
 
+pytestmark = pytest.mark.fused
+
 LONG = {"prompt": "Hello", "max_tokens": 390, "ignore_eos": True}
 CHATTING = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}
 

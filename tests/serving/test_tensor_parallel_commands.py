@@ -7,7 +7,7 @@ import time
 
 import httpx
 import pytest
-from processes import free_ports, hostfile, in_ring
+from processes import free_ports, hostfile, in_ring, wait_for_listener
 from tiny_generators import Generator, byte_tokenizer, tiny, write_folder
 from tiny_server import TEMPLATE
 from warm import Process, run
@@ -98,7 +98,8 @@ class Served:
             names = {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)}
             process = Process(PROGRAM, *arguments, env=os.environ | names, server=rank)
             self.processes.append(process)
-            time.sleep(0.3)
+            if rank == 0:
+                wait_for_listener(json.loads(hosts.read_text())[0][0], process)
         end = time.monotonic() + 60
         while not self.is_open():
             assert self.processes[0].poll() is None, self.processes[0].result(1)

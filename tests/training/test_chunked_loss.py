@@ -115,6 +115,7 @@ def test_chunked_loss_refuses_a_head_that_mixes_tokens(head):
     assert ChunkedLoss(Sideways(lambda logits, tokens: 2 * logits), 8)
 
 
+@pytest.mark.fused
 def test_chunked_loss_uses_less_memory():
     def peak(chunk):
         model, _ = llama(vocab_size=8192, num_hidden_layers=1)

@@ -112,9 +112,9 @@ def test_an_outlier_affects_only_its_block():
     np.testing.assert_allclose(result[BLOCK_SIZE:], 1e-3, rtol=1e-6)
 
 
+@pytest.mark.fused
 def test_compiled_functions_keep_few_arrays():
     """One array per line of the map would be more than 10 times the values."""
-    mx.enable_compile()
     values = mx.random.normal((256, 1024), key=mx.random.key(0))
     mx.eval(values)
     compiled = mx.compile(lambda x: quantize(x, signed=True))

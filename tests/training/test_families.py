@@ -1,8 +1,5 @@
-"""Full and adapter training of every architecture family of mlx-lm.
-
-Compiling the kernels of all these models would take minutes, so most tests run without
-compilation. One test traces a compiled step.
-"""
+"""Full and adapter training of every architecture family of mlx-lm, in the compiled
+step: code that needs a value while it is traced would raise."""
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +15,14 @@ from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
 from lmx.training.chunked_loss import ChunkedLoss
 from mlx.utils import tree_flatten
-from tiny_families import FAMILIES, VOCABULARY, WINDOW, config, member
+from tiny_families import (
+    FAMILIES,
+    VOCABULARY,
+    WINDOW,
+    alternating,
+    config,
+    member,
+)
 from tiny_steps import loss_and_gradients, make_step
 
 pytestmark = pytest.mark.slow
@@ -38,13 +42,6 @@ CONSTANT = {
     ),
 }
 SHARED_KEYS = ("gemma3n", "afm7")
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +93,7 @@ def test_families_train_and_fuse_adapters(family, batch):
     assert make_step(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["full", "adapters"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode"), alternating("full", "adapters"))
 def test_families_train_with_fake_quantization(family, mode, batch):
     """The exported codes have the loss of quantization-aware training."""
     model = member(family)
@@ -149,18 +145,6 @@ def test_families_have_equal_gradients_with_less_memory(family, batch, monkeypat
     assert len(blocks) >= len(location.trunk[location.name])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_train_with_a_compiled_step(family, batch):
-    """Traced, not computed: code that needs a value in between would raise."""
-    model = member(family)
-    # The constructor computes a forward pass to verify the split.
-    chunked = ChunkedLoss(model, 7)
-    mx.enable_compile()
-    checkpoints = family not in SHARED_KEYS
-    step = make_step(model, gradient_checkpointing=checkpoints, chunked_loss=chunked)
-    assert step(batch, 1e-3, 0)[0].shape == ()
-
-
 SLIDING = [f for f in FAMILIES if config(f) != config(f, window=LENGTH)]
 
 
@@ -182,7 +166,6 @@ def test_checkpointing_refuses_keys_shared_through_a_cache(family, batch):
 
 def test_step_refuses_models_that_evaluate_in_the_forward_pass(batch):
     """DBRX selects its experts with NumPy, which cannot be traced."""
-    mx.enable_compile()
     with pytest.raises(UserError, match=r"cannot be trained.*eval"):
         make_step(member("dbrx"))(batch, 1e-3, 0)
 

@@ -17,7 +17,7 @@ from lmx.models.loader import load
 from lmx.models.lora import lora_model
 from lmx.pipeline.estimate import training_dtype
 from lmx.training.document_mask import DocumentCaches, PackingUnsupported
-from tiny_families import EXPERTS, FAMILIES, VOCABULARY, config, member
+from tiny_families import EXPERTS, FAMILIES, VOCABULARY, alternating, config, member
 from tiny_steps import gradients_of, make_step
 
 pytestmark = [
@@ -35,14 +35,6 @@ HYBRIDS = (
     *("rwkv7", "recurrent_gemma", "plamo2", "olmo_hybrid", "bailing_hybrid"),
     *("minimax", "baichuan_m1"),
 )
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled():
-    """Compiling the kernels of all these models would take minutes."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 def random_tokens(sequences: int, length: int, *, seed: int = 0) -> np.ndarray:
@@ -131,8 +123,7 @@ def loss_and_norm(loaded, compute, *, adapter=False) -> tuple[float, float]:
     return loss.item(), norm.item()
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "adapter"), alternating(False, True))
 def test_families_train_float16_checkpoints(family, adapter, make_checkpoint):
     """Not in float16, in which small gradients vanish and large ones overflow."""
     folder = make_checkpoint(config(family), dtype="float16")

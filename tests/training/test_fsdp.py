@@ -331,7 +331,6 @@ UNLIKE = (
 
 
 def train_families(ranks, folder) -> None:
-    mx.disable_compile()
     result = {}
     for family in UNLIKE:
         step = make_step(member(family), ranks=ranks, fsdp=True, **SGD)
@@ -349,14 +348,10 @@ def family_batch() -> Batch:
 def test_fsdp_trains_families_like_one_process(tmp_path):
     run_on_two_ranks("test_fsdp.train_families", tmp_path)
     output = dict(np.load(tmp_path / "0.npz"))
-    mx.disable_compile()
-    try:
-        for family in UNLIKE:
-            expected = outcome(make_step(member(family), **SGD), [[family_batch()]] * 2)
-            result = {key: output[f"{family}|{key}"] for key in expected}
-            assert_same_training(result, expected, 1e-4)
-    finally:
-        mx.enable_compile()
+    for family in UNLIKE:
+        expected = outcome(make_step(member(family), **SGD), [[family_batch()]] * 2)
+        result = {key: output[f"{family}|{key}"] for key in expected}
+        assert_same_training(result, expected, 1e-4)
 
 
 def fail_in_the_middle(ranks, folder) -> None:

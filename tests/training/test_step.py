@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from tiny_llamas import llama
 from tiny_steps import Tiny, make_step, random_batch
 
+pytestmark = pytest.mark.fused
 PATHS = ("embedding.weight", "head.weight", "head.bias")
 
 
