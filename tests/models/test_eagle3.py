@@ -77,27 +77,21 @@ def test_training_rounds_are_some_of_all_draft_tokens(target):
         assert mx.allclose(rounds.hidden, whole[:, :, tokens], atol=1e-6)
     assert first.starts.tolist() == [list(range(1, LENGTH + 1))] * 2
     assert later.starts.shape == (2, 3)
-    for starts, trained in zip(later.starts.tolist(), mask.tolist(), strict=True):
-        assert all(trained[start] for start in starts)
-        assert len({*starts}) == 3
+    assert later.weight == 4
 
 
-@pytest.mark.parametrize("trained", [40, 11, 10, 4, 0])
-def test_starts_of_later_tokens_are_spread_over_the_trained_ones(trained):
-    length, sums = 41, range(0, 64, 3)
-    tokens = mx.zeros((len(sums), length + 1), mx.int32)
-    tokens[:, 0] = mx.array([*sums])
-    mask = mx.broadcast_to(mx.arange(length) >= length - trained, (len(sums), length))
-    starts = np.array(spread_starts(tokens, mask))
-    assert starts.shape == (len(sums), 11)
-    found = [{*row} - {length} for row in starts.tolist()]
-    assert {len(row) for row in found} <= {min(trained, 11), max(0, min(trained, 10))}
-    # Together, the texts have all of them.
-    assert set().union(*found) == {*range(length - trained, length)}
-    alone = np.concatenate(
-        [spread_starts(t[None], m[None]) for t, m in zip(tokens, mask)]
-    )
-    np.testing.assert_array_equal(starts, alone)
+@pytest.mark.parametrize("trained", [40, 11, 3, 0])
+def test_starts_of_later_tokens_are_every_fourth_trained_one(trained):
+    length = 41
+    tokens = mx.zeros((4, length + 1), mx.int32)
+    tokens[:, 0] = mx.arange(4)
+    mask = mx.broadcast_to(mx.arange(length) >= length - trained, (4, length))
+    starts = spread_starts(tokens, mask).tolist()
+    found = [[start for start in row if start < length] for row in starts]
+    places = range(length - trained, length)
+    assert found == [[*places[first::4]] for first in range(4)]
+    alone = [spread_starts(tokens[n : n + 1], mask[:1]).tolist()[0] for n in range(4)]
+    assert starts == alone
 
 
 def reference_error(drafter, states):

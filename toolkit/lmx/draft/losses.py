@@ -229,14 +229,15 @@ class DrafterLoss:
         rounds = model.training_rounds(tokens, states, mask, self.num_draft_tokens)
         parts = [self._round_sums(model, part, mask, labels, places) for part in rounds]
         losses, overlaps, counts = mx.concatenate(parts, axis=1)
-        # Of some draft tokens only a sample of the rounds is computed.
-        starts = rounds[0].starts
-        _, valid = draft_positions(mask, starts, self.num_draft_tokens)
-        totals = valid.sum(axis=0).astype(mx.float32)
-        losses = losses * totals / mx.maximum(counts, 1)
-        weights = mx.array([POSITION_DECAY**j for j in range(self.num_draft_tokens)])
+        weights = mx.array(
+            [
+                part.weight * POSITION_DECAY ** (part.first + j)
+                for part in rounds
+                for j in range(part.hidden.shape[2])
+            ]
+        )
         metrics = mx.stack([overlaps, counts])
-        return (weights * losses).sum(), (weights * totals).sum(), metrics
+        return (weights * losses).sum(), (weights * counts).sum(), metrics
 
     def _round_sums(
         self,

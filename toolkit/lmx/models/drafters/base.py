@@ -77,11 +77,13 @@ class TrainingRounds(NamedTuple):
         starts: int [B, M]; see `Drafter`.
         first: the first of these draft tokens, from 0.
         hidden: outputs [B, M, J, width] of J draft tokens.
+        weight: rounds that each of these stands for.
     """
 
     starts: mx.array
     first: int
     hidden: mx.array
+    weight: float = 1.0
 
 
 class Drafter(nn.Module, ABC):

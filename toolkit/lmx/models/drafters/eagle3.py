@@ -26,8 +26,6 @@ from .configs import SGLANG, SPECULATORS, Eagle3Config, architectures, default_l
 CHUNK, COLUMNS_AT_ONCE = 4096, 256
 # One of so many rounds of a training step has more than the first draft token.
 ROUNDS_OF_LATER_TOKENS = 4
-# Different places of the first of them.
-OFFSETS = 64
 SGLANG_LAYER = "midlayer."
 # Weights of other programs that are not read: those of the target.
 TARGET_WEIGHTS = (
@@ -38,10 +36,10 @@ TARGET_WEIGHTS = (
 
 
 def spread_starts(tokens: mx.array, mask: mx.array) -> mx.array:
-    """Starts of one of `ROUNDS_OF_LATER_TOKENS` rounds, int32 [B, M], evenly spread.
+    """One start of every `ROUNDS_OF_LATER_TOKENS` that are trained, int32 [B, M].
 
     They depend on the text alone, so that all processes have those that one has. If
-    fewer are trained, the rest is the end of the text.
+    there are fewer, the rest is the end of the text.
 
     Args:
         tokens: int [B, L + 1].
@@ -53,12 +51,10 @@ def spread_starts(tokens: mx.array, mask: mx.array) -> mx.array:
     places = mx.arange(length)
     allowed = mask & (places > 0)
     in_order = mx.sort(mx.where(allowed, places, length), axis=1)
-    number = allowed.sum(axis=1, keepdims=True)
-    offset = (tokens.sum(axis=1, keepdims=True) % OFFSETS) / OFFSETS
-    stride = mx.maximum(number / count, 1.0)
-    indices = ((mx.arange(count) + offset) * stride).astype(mx.int32)
+    first = tokens.sum(axis=1, keepdims=True) % ROUNDS_OF_LATER_TOKENS
+    indices = first + ROUNDS_OF_LATER_TOKENS * mx.arange(count)
     starts = mx.take_along_axis(in_order, mx.minimum(indices, length - 1), axis=1)
-    return mx.where(indices < number, starts, length).astype(mx.int32)
+    return mx.where(indices < length, starts, length).astype(mx.int32)
 
 
 class KeysValues(NamedTuple):
@@ -333,7 +329,8 @@ class Eagle3Drafter(Drafter):
         if num_draft_tokens > 1:
             starts = spread_starts(tokens, mask)
             later = self._draft(tokens, starts, num_draft_tokens, text)[1:]
-            rounds.append(TrainingRounds(starts, 1, mx.stack(later, axis=2)))
+            hidden, weight = mx.stack(later, axis=2), ROUNDS_OF_LATER_TOKENS
+            rounds.append(TrainingRounds(starts, 1, hidden, weight))
         return rounds
 
     def rows_per_token(self, num_draft_tokens: int) -> float:
