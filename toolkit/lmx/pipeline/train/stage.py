@@ -50,6 +50,7 @@ class TrainStage(Stage):
     changes_model = True
     needs_trained_model = False
     calls = "loss"
+    is_tensor_parallel = True
     other_models = (("teacher", "model"),)
     config: TrainConfig
 
@@ -157,8 +158,7 @@ class TrainStage(Stage):
                 baseline = FullPrecisionBaseline(config, context)
             training = TrainRun(config, context)
         training.run()
-        with ranks.collective_errors():
-            artifact = training.write() if ranks.is_first else context.current
+        artifact = training.finish()
         if baseline is None:
             return artifact
         selection, eval_batches = training.selection, training.cross_entropy_batches
