@@ -12,7 +12,8 @@ LORA = {"type": "lora", "rank": 4, "dropout": 0.2}
 STEPS = {"adapter": LORA, "optimizer": "sgd", "learning_rate": 3e-2}
 STEPS |= {"load_best_at_end": True}
 STAGES = ({"train": TRAIN | STEPS},)
-QUANTIZED = ({"quantize": {"bits": 4, "group_size": 32}}, *STAGES)
+PACKED = STEPS | {"packing": True, "gradient_accumulation_steps": 2, "batch_size": 3}
+QUANTIZED = ({"quantize": {"bits": 4, "group_size": 32}}, {"train": TRAIN | PACKED})
 
 
 def make_run(folder, stages=STAGES) -> Run:
@@ -73,7 +74,7 @@ def test_two_processes_resume_what_one_began(tmp_path, plain):
 
 
 @pytest.mark.slow
-def test_a_quantized_base(tmp_path):
+def test_a_quantized_base_and_packed_batches(tmp_path):
     runs = [make_run(tmp_path / name, QUANTIZED) for name in ("plain", "divided")]
     assert runs[0]() == 0
     assert [process.returncode for process in run_together(runs[1])] == [0, 0]
