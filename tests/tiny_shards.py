@@ -75,6 +75,14 @@ MORE = {
 }
 
 
+class Group(ProcessGroup):
+    """A rank of some size without processes, for what divides but does not compute."""
+
+    def __init__(self, rank: int, size: int):
+        super().__init__()
+        self.group, self.rank, self.size = tensor_parallel.Place(rank, size), rank, size
+
+
 def model_of(family: str, mode: str | None = None, **changes) -> nn.Module:
     """A random model, whose layers are quantized in a mode, such as "affine"."""
     settings = changed(configuration(family), SIZES)

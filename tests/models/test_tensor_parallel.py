@@ -9,10 +9,9 @@ import tiny_shards
 from lmx.errors import UserError
 from lmx.models import loader, tensor_parallel
 from lmx.models.loader import build_model, load
-from lmx.run.distributed import ProcessGroup
 from processes import in_ring
 from tiny_checkpoints import LLAMA, QWEN3_MOE
-from tiny_shards import SHARDED, model_of
+from tiny_shards import SHARDED, Group, model_of
 
 PROGRAM = """
 import sys
@@ -71,14 +70,6 @@ def test_four_ranks(tmp_path):
     cases = [f"{family}:{mode}" for family in families for mode in ("", "affine")]
     ranks = in_ranks("errors", tmp_path, *cases, count=4)
     assert_equal(ranks, 4)
-
-
-class Group(ProcessGroup):
-    """A rank of some size without processes, for what divides but does not compute."""
-
-    def __init__(self, rank: int, size: int):
-        super().__init__()
-        self.group, self.rank, self.size = tensor_parallel.Place(rank, size), rank, size
 
 
 def test_parts_make_the_whole(make_checkpoint, monkeypatch):

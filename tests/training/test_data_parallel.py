@@ -6,10 +6,10 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.data.batching import Batch
+from lmx.data.batching import Batch, shard_batch
 from lmx.run.distributed import SINGLE_PROCESS
 from lmx.training.document_mask import DocumentCaches
-from lmx.training.step import TrainStep, shard_batch
+from lmx.training.step import TrainStep
 from lmx.training.teacher_targets import compress_targets
 from processes import SCATTER, cases_of, in_ring
 from test_document_mask import documents_of, packed

@@ -4,10 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.train import TrainConfig
-from lmx.data.batching import Batch
+from lmx.data.batching import Batch, shard_batch
 from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.preference_loss import PreferenceLoss
-from lmx.training.step import shard_batch
 from tiny_llamas import llama
 from tiny_steps import Rank, make_step
 

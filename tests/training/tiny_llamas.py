@@ -20,8 +20,8 @@ MODES = ("full", "lora", "qat", "lora-qat", "frozen")
 GRID_MODES = ("lsq-qat", "lsq-lora-qat")
 
 
-def llama(mode="full", *, dropout=0.0, **changes):
-    """A model and its fake quantization, or None."""
+def llama_settings(**changes) -> dict:
+    """The config of a model."""
     shape = ScratchModelConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -30,8 +30,13 @@ def llama(mode="full", *, dropout=0.0, **changes):
         num_attention_heads=2,
     )
     settings = from_scratch.llama_config(shape) | {"tie_word_embeddings": True}
+    return settings | changes
+
+
+def llama(mode="full", *, dropout=0.0, **changes):
+    """A model and its fake quantization, or None."""
     mx.random.seed(3)
-    model = build_model(settings | changes)
+    model = build_model(llama_settings(**changes))
     model.update(tree_map(lambda v: 1.5 * v, model.parameters()))
     if "lora" in mode:
         attach(model, dropout=dropout, merged="qat" in mode)

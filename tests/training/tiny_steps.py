@@ -8,6 +8,7 @@ import mlx.nn as nn
 import numpy as np
 from lmx.data.batching import Batch
 from lmx.data.tokenization import Example
+from lmx.run.parallel_dims import ParallelDims
 from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
 
@@ -90,8 +91,16 @@ def assert_close(result, expected, rtol=1e-5, atol=1e-6):
         np.testing.assert_allclose(result[path], gradient, rtol, allowed, err_msg=path)
 
 
-def make_step(model: nn.Module, kind: type[TrainStep] = TrainStep, **settings):
-    """A train step; `settings` includes those of the optimizer."""
+def make_step(
+    model: nn.Module, kind: type[TrainStep] = TrainStep, *, ranks=None, **settings
+):
+    """A train step; `settings` includes those of the optimizer.
+
+    Args:
+        ranks: processes with different examples.
+    """
+    if ranks is not None:
+        settings["parallel"] = ParallelDims(ranks, ranks)
     names = {field.name for field in fields(OptimizerConfig)} & set(settings)
     optimizer = OptimizerConfig(**{name: settings.pop(name) for name in names})
     return kind(model, optimizer, **settings)

@@ -4,8 +4,8 @@ from pydantic import Field
 
 from .base import ConfigModel
 
-# Stages whose model may be sharded. Others hold it whole in every process.
-TENSOR_PARALLEL_STAGES = ("evaluate", "quantize", "export")
+# Stages that work if several processes hold a model together.
+TENSOR_PARALLEL_STAGES = ("train", "evaluate", "quantize", "export")
 
 
 class ParallelConfig(ConfigModel):
@@ -18,5 +18,6 @@ class ParallelConfig(ConfigModel):
     `tensor`."""
     tensor: int = Field(1, ge=1)
     """Processes that hold one model together (tensor parallelism), in `evaluate`
-    stages; its layers must be divisible by it. A quantize stage holds one block at a
-    time, and divides examples among all processes."""
+    stages and in `train` stages with a lora adapter; its layers must be divisible by
+    it. A quantize stage holds one block at a time, and divides examples among all
+    processes."""

@@ -125,12 +125,17 @@ class RecipeConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_tensor_parallel(self):
-        for kind in (stage.kind for stage in self.stages):
-            if self.parallel.tensor > 1 and kind not in TENSOR_PARALLEL_STAGES:
+        size = self.parallel.tensor
+        for stage in self.stages if size > 1 else ():
+            if stage.kind not in TENSOR_PARALLEL_STAGES:
                 raise ValueError(
-                    f"parallel.tensor is {self.parallel.tensor}, and a {kind} stage "
-                    "holds the whole model in every process: use parallel.data, or "
-                    "fsdp in a train stage"
+                    f"parallel.tensor is {size}, and a {stage.kind} stage holds the "
+                    "whole model in every process: use parallel.data"
+                )
+            if stage.train and (why := stage.train.needs_whole_model):
+                raise ValueError(
+                    f"parallel.tensor is {size}, and every process has a part of the "
+                    f"model; in a train stage {why}: use parallel.data"
                 )
         return self
 

@@ -14,6 +14,8 @@ from .qat import QATConfig
 WITHOUT_BETAS = ("adafactor", "sgd")
 # Optimizers that update each parameter from its own gradient, so that shards suffice.
 ELEMENTWISE = ("adamw", "adamw_8bit", "lion", "lion_8bit", "sgd")
+# Of these, with float32 moments: those may be divided along any axis.
+SHARDABLE = ("adamw", "lion", "sgd")
 # Above MANY_LOGITS per batch, the loss is computed in chunks of CHUNK_LOGITS.
 MANY_LOGITS, CHUNK_LOGITS = 1 << 27, 1 << 24
 # Logits that fit into the caches of a CPU (16 MiB): the fastest chunks there.
@@ -281,6 +283,25 @@ class TrainConfig(ConfigModel):
     def is_policy_optimization(self) -> bool:
         """Whether the loss is one of rewards."""
         return isinstance(self.loss, GRPOLossConfig)
+
+    @property
+    def needs_whole_model(self) -> str | None:
+        """What needs a whole model in every process, as a clause; None = nothing.
+
+        Processes that hold a model together train a lora adapter with cross-entropy.
+        """
+        if self.adapter is None:
+            return "full fine-tuning needs a whole model"
+        if self.adapter.type != "lora":
+            return f"an adapter of type {self.adapter.type} needs a whole model"
+        if self.adapter.init_from:
+            return "adapter.init_from needs a whole model"
+        keys = ("qat", "teacher", "loss", "rollouts", "sample_prompts")
+        if key := next((key for key in keys if getattr(self, key)), None):
+            return f"{key} needs a whole model"
+        if self.optimizer not in SHARDABLE:
+            return f"the optimizer {self.optimizer} needs whole matrices"
+        return None
 
     @property
     def sequences_per_example(self) -> int:

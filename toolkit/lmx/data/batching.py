@@ -5,12 +5,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
+from ..run.distributed import ProcessGroup
 from .tokenization import Example
 
 # `Batch.head_positions` are rounded up to a multiple of 1/8 of a batch's targets, or of
@@ -336,3 +337,30 @@ class TargetBatches:
         return hashlib.sha256(
             f"{self.batches.digest} {self.origin}".encode()
         ).hexdigest()
+
+
+def shard_batch(batch: Batch, ranks: ProcessGroup) -> Batch:
+    """Every `size`-th example of a batch, the same number for every rank.
+
+    Ranks with one example less than others get one with an empty loss mask.
+    """
+    if ranks.size == 1:
+        return batch
+    together = batch.sequences_per_example
+
+    def shard(values: mx.array) -> mx.array:
+        examples = values.reshape(-1, together, *values.shape[1:])
+        local = examples[ranks.rank :: ranks.size]
+        missing = -(-len(examples) // ranks.size) - len(local)
+        padded = mx.pad(local, [(0, missing), *[(0, 0)] * (local.ndim - 1)])
+        return padded.flatten(0, 1)
+
+    arrays = [value if value is None else shard(value) for value in batch.arrays]
+    examples = [
+        batch.where[start : start + together]
+        for start in range(0, len(batch.where), together)
+    ]
+    where = tuple(chain.from_iterable(ranks.shard(examples)))
+    target = batch.target and tuple(shard(value) for value in batch.target)
+    fractions = batch.head_fractions
+    return Batch(*arrays[:2], where, arrays[2], target=target, head_fractions=fractions)

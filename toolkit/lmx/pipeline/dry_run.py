@@ -211,7 +211,9 @@ def _parallel(
     if tensor > 1:
         share = shard_share(shape.model(), tensor)
         held = readable_size(int(share * shape.bytes))
-        yield "parallel", f"a process holds {share:.0%} of an evaluated model, {held}"
+        yield "parallel", f"a process holds {share:.0%} of the model, {held}"
+        # Sums of an adapter's gradients over data ranks are small beside that.
+        size = tensor
     link = known_link(size)
     for planned in plan.stages:
         traffic = check.stages[planned.name].traffic

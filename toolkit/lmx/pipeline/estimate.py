@@ -16,6 +16,7 @@ from ..config.quant_spec import QuantSpec
 from ..cpu import on_cpu
 from ..models.checkpoint import checkpoint_size, config_int
 from ..models.loader import build_model
+from ..models.tensor_parallel import shard_share
 from ..quantization.target_layers import QuantizationPlan, select_layers
 from .parallel_cost import Traffic
 from .work import Work
@@ -127,6 +128,7 @@ class Workload:
         max_seq_length: of the data block.
         examples: training examples; 0 = unknown.
         find: the path of a file that the recipe names; None if there is none.
+        tensor: processes that hold a model together, in stages that can.
     """
 
     shape: ModelShape
@@ -135,6 +137,18 @@ class Workload:
     max_seq_length: int
     examples: float
     find: Callable[[str], Path | None]
+    tensor: int = 1
+
+    @property
+    def held_share(self) -> float:
+        """The share of a model that a process holds.
+
+        Raises:
+            UserError: the processes cannot divide the model.
+        """
+        if self.tensor == 1:
+            return 1.0
+        return shard_share(self.shape.model(), self.tensor)
 
     @property
     def longest(self) -> int:

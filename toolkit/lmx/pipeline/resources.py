@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import mlx.core as mx
@@ -14,7 +14,6 @@ from ..cpu.memory import memory_limit
 from ..data.batching import bucket_lengths
 from ..errors import WILL_NOT_FIT, UserError
 from ..models.loader import check_loadable
-from ..models.tensor_parallel import shard_share
 from ..run.fs import free_bytes
 from ..run.progress import format_duration, readable_size
 from .estimate import ModelShape, StageResources, Workload, config_dtype
@@ -52,15 +51,21 @@ class ResourceCheck:
         padded = [next(b for b in buckets if n <= b) for n in lengths or [longest]]
         examples = len(lengths) * share
         dtype = config_dtype(shape.config)
-        workload = Workload(shape, dtype, padded, longest, examples, loaded.find)
+        workload = Workload(
+            shape,
+            dtype,
+            padded,
+            longest,
+            examples,
+            loaded.find,
+            loaded.recipe.parallel.tensor,
+        )
         self.output = plan.output
         self.stages: dict[str, StageResources] = {}
         current, finished = shape, plan.finished()
         for planned in plan.stages:
             needs = planned.stage.resources(workload, current)
             current = needs.model
-            if planned.stage.is_tensor_parallel:
-                needs = _divided(needs, shape, loaded.recipe.parallel.tensor)
             if planned.name in finished:
                 needs = StageResources(current)
             self.stages[planned.name] = needs
@@ -102,15 +107,6 @@ class ResourceCheck:
                 place=str(self.output),
                 code=WILL_NOT_FIT,
             )
-
-
-def _divided(needs: StageResources, shape: ModelShape, size: int) -> StageResources:
-    """What each of `size` processes needs that hold the models of a stage together."""
-    if size == 1:
-        return needs
-    share = shard_share(shape.model(), size)
-    memory = {part: int(share * value) for part, value in needs.other_memory.items()}
-    return replace(needs, other_memory=memory)
 
 
 def _lines(needs: StageResources, limit: int) -> Iterator[tuple[str, str]]:

@@ -126,10 +126,11 @@ def _log_start(
 ) -> None:
     logger.info(f"lmx {__version__}: {loaded.name} -> {run_dir.path}")
     if ranks.size > 1:
-        logger.info(
-            f"{ranks.size} processes over {backend()}; each trains on "
-            f"1/{ranks.size} of every batch"
-        )
+        tensor = loaded.recipe.parallel.tensor
+        share = f"each trains on 1/{ranks.size} of every batch"
+        if tensor > 1:
+            share = f"{tensor} hold a model together"
+        logger.info(f"{ranks.size} processes over {backend()}; {share}")
     if loaded.secrets:
         logger.warning(
             f"{', '.join(loaded.secrets)}: this looks like a token or a password. "

@@ -96,7 +96,6 @@ class Stage(ABC):
         changes_model: the stage leaves a new current model in its folder.
         needs_trained_model: the stage cannot use a model with random weights.
         calls: key of the Python function in `python:` that the stage calls, if any.
-        is_tensor_parallel: the processes of a tensor group hold its models together.
         other_models: keys of further models that the stage's block may name.
     """
 
@@ -105,7 +104,6 @@ class Stage(ABC):
     changes_model: ClassVar[bool] = False
     needs_trained_model: ClassVar[bool] = True
     calls: ClassVar[str] = ""
-    is_tensor_parallel: ClassVar[bool] = False
     other_models: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __init__(self, config: ConfigModel, index: int = 1):

@@ -16,9 +16,10 @@ from ..errors import UserError
 from ..models.hooks import ModuleProxy, TransformerBlocks, replace_module
 from ..run.distributed import ProcessGroup
 from ..run.launcher import backend
+from .parameter_shards import ParameterShards
 
 
-class ShardedParameters:
+class ShardedParameters(ParameterShards):
     """Which parameters are sharded along their first axis, and their collectives.
 
     Parameters whose first axis is not divisible by the number of ranks are replicated.
@@ -40,7 +41,6 @@ class ShardedParameters:
         compute_dtype: mx.Dtype,
         blocks: TransformerBlocks | None,
     ):
-        self._ranks = ranks
         self._compute_dtype = compute_dtype
         self._blocks = blocks
         self._shapes = {
@@ -48,37 +48,10 @@ class ShardedParameters:
             for path, value in parameters.items()
             if value.ndim and value.shape[0] % ranks.size == 0
         }
+        super().__init__(dict.fromkeys(self._shapes, 0), ranks)
         # The result of the last collective, and the inputs of the previous block.
         self._last: list[mx.array] = []
         self._previous_inputs: list[mx.array] = []
-
-    def __contains__(self, path: str) -> bool:
-        return path in self._shapes
-
-    def __bool__(self) -> bool:
-        return bool(self._shapes)
-
-    def shard(self, path: str, value: mx.array) -> mx.array:
-        """This rank's rows of a full parameter, or of a moment or its scales."""
-        if path not in self:
-            return value
-        rows = len(value) // self._ranks.size
-        first = self._ranks.rank * rows
-        # A copy, because a slice would keep the full array alive.
-        return mx.contiguous(value[first : first + rows])
-
-    def unshard(self, path: str, value: mx.array) -> mx.array:
-        """The full array of a shard, gathered from all ranks and computed."""
-        if path in self:
-            value = self._ranks.all_gather(value)
-        mx.eval(value)
-        return value
-
-    def full_shape(self, path: str, value: mx.array) -> tuple[int, ...]:
-        """The shape of the full array of a shard."""
-        if path not in self:
-            return value.shape
-        return (len(value) * self._ranks.size, *value.shape[1:])
 
     def all_reduce(
         self, scalars: list[mx.array], gradients: dict[str, mx.array]
@@ -92,17 +65,6 @@ class ShardedParameters:
         sums = self._ranks.all_sum([*scalars, *replicated.values()])
         count = len(scalars)
         return sums[:count], sharded | dict(zip(replicated, sums[count:], strict=True))
-
-    def grad_norm(self, gradients: dict[str, mx.array]) -> mx.array:
-        """The joint norm of all gradients, over the shards of all ranks."""
-        squares = {path: mx.square(value).sum() for path, value in gradients.items()}
-        replicated = [value for path, value in squares.items() if path not in self]
-        if not self:
-            return mx.sqrt(sum(replicated))
-        sharded = sum(value for path, value in squares.items() if path in self)
-        # After the sums of the replicated gradients: one collective at a time.
-        [sharded] = self._ranks.all_sum(mx.depends([sharded], replicated))
-        return mx.sqrt(sharded + sum(replicated))
 
     def forward_weights(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
         """The model's weights: full in the compute dtype, except the shards of blocks.

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..data.batching import Batch
+from ..data.batching import Batch, shard_batch
 from ..errors import UserError
 from ..models.hooks import find_blocks
+from ..models.lora.lora_model import divided_axes
 from ..quantization.qat.fake_quant import FakeQuant
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
+from ..run.parallel_dims import ParallelDims
 from .chunked_loss import ChunkedLoss, Loss
 from .distillation import DistillationLoss
 from .document_mask import DocumentCaches
@@ -22,6 +22,7 @@ from .gradient_checkpointing import checkpointed
 from .grpo_loss import GRPOLoss
 from .losses import cross_entropy_sum, token_log_probs
 from .optimizers import OptimizerConfig, make_optimizer
+from .parameter_shards import ParameterShards
 from .preference_loss import PreferenceLoss
 from .schedules import clip_grad_norm, decay_weights
 
@@ -105,7 +106,9 @@ class TrainStep:
             one of the log-probabilities of whole completions; or one that runs the
             model itself.
         gradient_checkpointing: keeps only the inputs and outputs of every block.
-        ranks: the processes that train this model; each one gets its share of a batch.
+        parallel: the processes that train this model; None = one. Data ranks get their
+            share of a batch. Tensor ranks hold parts of a frozen model, and parts of
+            its adapter.
         fsdp: every rank holds only its shard of parameters, gradients and moments.
             Incompatible with `fake_quant`, "adafactor" and "muon".
 
@@ -125,7 +128,7 @@ class TrainStep:
         document_caches: DocumentCaches | None = None,
         loss: Loss | DistillationLoss | CompletionLoss | BatchLoss = cross_entropy_sum,
         gradient_checkpointing: bool = False,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        parallel: ParallelDims | None = None,
         fsdp: bool = False,
     ):
         self.model = model
@@ -138,7 +141,8 @@ class TrainStep:
         self.has_metrics = hasattr(loss, "metric_names")
         self._of_completions = isinstance(loss, CompletionLoss)
         self._runs_model = self.has_metrics and not self._of_completions
-        self.ranks = ranks
+        self.parallel = parallel or ParallelDims()
+        self.ranks = self.parallel.world
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
             raise UserError(
@@ -146,16 +150,17 @@ class TrainStep:
                 hint="gradient_checkpointing: false",
             )
         self._checkpointed_blocks = blocks if gradient_checkpointing else None
-        trained = dict(tree_flatten(model.trainable_parameters()))
-        if fake_quant:
-            # Weights merged from an adapter are not trained; the adapter is.
-            trained = {
-                k: v for k, v in trained.items() if k not in fake_quant.derived_weights
-            }
-            trained |= fake_quant.qparams
+        trained = _trained_parameters(model, fake_quant)
         self.sharding = ShardedParameters(
-            trained if fsdp else {}, ranks, compute_dtype=compute_dtype, blocks=blocks
+            trained if fsdp else {},
+            self.parallel.data,
+            compute_dtype=compute_dtype,
+            blocks=blocks,
         )
+        # Whose parts the parameters of this rank are.
+        self.shards: ParameterShards = self.sharding
+        if axes := divided_axes(model):
+            self.shards = ParameterShards(axes, self.parallel.tensor)
         self.parameters = {
             path: self.sharding.shard(path, value).astype(mx.float32)
             for path, value in trained.items()
@@ -212,7 +217,7 @@ class TrainStep:
         mx.random.seed(seed)
         self.model.train()
         batches = [batch] if isinstance(batch, Batch) else batch
-        batches = [shard_batch(b, self.ranks) for b in batches]
+        batches = [shard_batch(b, self.parallel.data) for b in batches]
         scalars = mx.array(learning_rate), mx.array(float(stop))
         if len(batches) > 1:
             return StepOutput(*self._train_accumulated(batches, *scalars))
@@ -235,17 +240,22 @@ class TrainStep:
         if self._runs_model:
             # What it draws at random is the same in every evaluation.
             mx.random.seed(0)
+        ranks = self.parallel.data
         if self.sharding:
             # Every batch needs the shards of all ranks.
-            local_batches = (shard_batch(batch, self.ranks) for batch in batches)
+            local_batches = (shard_batch(batch, ranks) for batch in batches)
         else:
-            local_batches = self.ranks.shard(batches)
+            local_batches = ranks.shard(batches)
         totals = [0.0] * (2 + 2 * len(self.metric_names))
         for batch in local_batches:
             loss_sum, count, _, metrics = self._evaluate_batch(*self._inputs(batch))
             values = [loss_sum.item(), count.item(), *metrics.reshape(-1).tolist()]
             totals = [total + v for total, v in zip(totals, values, strict=True)]
-        loss_sum, count, *metrics = self.ranks.all_reduce_scalars(*totals)
+        # Ranks decide by the loss when to stop, so they must have the same one.
+        totals = self.parallel.tensor.broadcast_object(
+            ranks.all_reduce_scalars(*totals)
+        )
+        loss_sum, count, *metrics = totals
         means = metric_means(self.metric_names, metrics)
         return EvalOutput(loss_sum, int(count), means)
 
@@ -292,7 +302,7 @@ class TrainStep:
         """
         gathered = {}
         for path, value in self.parameters.items():
-            value = self.sharding.unshard(path, value.astype(dtypes[path]))
+            value = self.shards.unshard(path, value.astype(dtypes[path]))
             if self.ranks.is_first:
                 gathered[path] = value
         return gathered
@@ -429,7 +439,10 @@ class TrainStep:
         loss_sum, count, num_tokens, metrics, stop_requests = sums
         count, num_tokens = mx.maximum(count, 1), mx.maximum(num_tokens, 1)
         gradients = {k: g / count for k, g in gradients.items()}
-        norm = self.sharding.grad_norm(gradients)
+        norm = self.shards.grad_norm(gradients)
+        if self.parallel.tensor.size > 1:
+            after = mx.depends([stop_requests], [norm])
+            [stop_requests] = self.parallel.tensor.all_sum(after)
         gradients = clip_grad_norm(gradients, norm, self.config.max_grad_norm)
         self.optimizer.learning_rate = learning_rate
         decayed = decay_weights(
@@ -443,37 +456,21 @@ class TrainStep:
         return loss_sum, num_tokens, norm, stop_requests, count, metrics
 
 
+def _trained_parameters(
+    model: nn.Module, fake_quant: FakeQuant | None
+) -> dict[str, mx.array]:
+    trained = dict(tree_flatten(model.trainable_parameters()))
+    if fake_quant is None:
+        return trained
+    # Weights merged from an adapter are not trained; the adapter is.
+    derived = fake_quant.derived_weights
+    return {k: v for k, v in trained.items() if k not in derived} | fake_quant.qparams
+
+
 def metric_means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
     """Means by name of the metrics [2, M], flattened; without those of no value."""
     pairs = zip(names, sums[: len(names)], sums[len(names) :], strict=True)
     return {name: total / count for name, total, count in pairs if count}
-
-
-def shard_batch(batch: Batch, ranks: ProcessGroup) -> Batch:
-    """Every `size`-th example of a batch, the same number for every rank.
-
-    Ranks with one example less than others get one with an empty loss mask.
-    """
-    if ranks.size == 1:
-        return batch
-    together = batch.sequences_per_example
-
-    def shard(values: mx.array) -> mx.array:
-        examples = values.reshape(-1, together, *values.shape[1:])
-        local = examples[ranks.rank :: ranks.size]
-        missing = -(-len(examples) // ranks.size) - len(local)
-        padded = mx.pad(local, [(0, missing), *[(0, 0)] * (local.ndim - 1)])
-        return padded.flatten(0, 1)
-
-    arrays = [value if value is None else shard(value) for value in batch.arrays]
-    examples = [
-        batch.where[start : start + together]
-        for start in range(0, len(batch.where), together)
-    ]
-    where = tuple(chain.from_iterable(ranks.shard(examples)))
-    target = batch.target and tuple(shard(value) for value in batch.target)
-    fractions = batch.head_fractions
-    return Batch(*arrays[:2], where, arrays[2], target=target, head_fractions=fractions)
 
 
 @contextmanager

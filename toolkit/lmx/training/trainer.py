@@ -163,10 +163,11 @@ class Trainer:
     def _train_step(self, step: int, bar, *, stop: bool) -> None:
         """Launch a step; while it runs, finish the step before it."""
         batches, learning_rate = self._batches_of(step), self.learning_rate(step)
-        # Every rank but the first adds its number, so that ranks draw differently.
-        entropy = [self.config.seed, step]
-        if not self.ranks.is_first:
-            entropy.append(self.ranks.rank)
+        # Every rank but the first adds its number, so that ranks draw differently for
+        # their examples. Those that hold a model together draw alike.
+        entropy, ranks = [self.config.seed, step], self.step.parallel.data
+        if not ranks.is_first:
+            entropy.append(ranks.rank)
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         self.step.on_step(step)
         output = self.step(batches, learning_rate, seed, stop)

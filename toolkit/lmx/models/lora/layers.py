@@ -15,10 +15,13 @@ class AdapterLayer(nn.Module):
     Attributes:
         TRAINABLE: names of the adapter parameters.
         RANK_AXIS: the axis of the rank, by parameter.
+        DIVIDED_AXIS: the axis along which processes divide a parameter; others are
+            whole in all of them.
     """
 
     TRAINABLE: ClassVar = ("lora_a", "lora_b")
     RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 0}
+    DIVIDED_AXIS: ClassVar[dict[str, int]] = {}
 
     @property
     def base_layer(self) -> nn.Module:
@@ -62,8 +65,12 @@ class LoRALinear(AdapterLayer):
                 x, self.linear.weight, self.lora_a, self.scale * self.lora_b
             )
             return y + self.linear.bias if "bias" in self.linear else y
-        update = (self.dropout(x) @ self.lora_a) @ self.lora_b
+        update = self.project(x) @ self.lora_b
         return self.linear(x) + (self.scale * update).astype(x.dtype)
+
+    def project(self, x: mx.array) -> mx.array:
+        """x A [..., rank], after dropout."""
+        return self.dropout(x) @ self.lora_a
 
     def merge(self, weight: mx.array, trained: dict[str, mx.array]) -> mx.array:
         """The weight plus scale * (A B) transposed, float32 [out, in].

@@ -96,7 +96,7 @@ class DraftDistillation(ABC):
             model,
             OptimizerConfig(max_grad_norm=1.0),
             compute_dtype=compute,
-            ranks=self.context.ranks,
+            parallel=self.context.parallel,
             **losses,
         )
         set_compute_dtype(model, compute)

@@ -23,7 +23,6 @@ class EvaluateStage(Stage):
     kind = "evaluate"
     runs_on_all_ranks = True
     calls = "metrics"
-    is_tensor_parallel = True
     config: EvaluateConfig
 
     def datasets(self, data: DataConfig) -> list[str]:
@@ -64,7 +63,7 @@ class EvaluateStage(Stage):
         decoding = 2 * weights * generated
         return StageResources(
             current,
-            other_memory={"models": 2 * 4 * weights},
+            other_memory={"models": int(workload.held_share * 2 * 4 * weights)},
             work=Work(forward=passes, decoded=decoding),
         )
 

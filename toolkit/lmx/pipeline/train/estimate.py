@@ -25,6 +25,9 @@ the largest batch, training takes:
                  checkpointing; all that for every batch of a step; with rollouts, 2 P
                  for every token that may be generated
 
+If processes hold the model together, checkpoint, weights and fused model count with
+the share that one holds; activations and the adapter count as a whole.
+
 An online teacher is assumed to be as large as the model: c P of memory and 2 P
 operations per token more. With fsdp, checkpoint, masters, gradients and moments are
 divided by the number of processes.
@@ -40,6 +43,7 @@ from ...config.quant_spec import QuantSpec
 from ...config.train import TrainConfig
 from ...cpu import on_cpu
 from ...models.lora import lora_model
+from ...models.tensor_parallel import shard_share
 from ...quantization.target_layers import select_layers
 from ...training.dynamic_quantization import BLOCK_SIZE
 from ...training.optimizers import MIN_8BIT_SIZE, OPTIMIZERS_8BIT
@@ -52,7 +56,7 @@ from ..estimate import (
     logit_bytes,
     matrix_shapes,
 )
-from ..parallel_cost import Traffic, data_parallel, fsdp
+from ..parallel_cost import Traffic, data_parallel, fsdp, tensor_parallel_lora
 from ..work import Work
 
 # Moments per trained parameter.
@@ -68,12 +72,15 @@ def training_cost(
     batch: BatchShape,
     compute: int,
     processes: int = 1,
+    *,
+    held: float = 1.0,
 ) -> TrainingCost:
     """Cost for each process of a train stage.
 
     Args:
         compute: bytes of the dtype it computes in.
         processes: with FSDP, each holds its part.
+        held: the share of the frozen weights that each holds.
 
     Raises:
         UserError: a pattern of the adapter matches no layer, or mlx-lm has no such
@@ -103,35 +110,80 @@ def training_cost(
     )
     shards = processes if config.fsdp else 1
     sampled, caches = _rollouts(shape, config, batch.length)
-    fused = compute * total if config.adapter and not config.qat else 0
+    fused = int(held * compute * total) if config.adapter and not config.qat else 0
+    stored = int(held * shape.bytes) + masters
     memory = {
-        "weights": (shape.bytes + masters) // shards + computed,
+        "weights": stored // shards + int(held * computed),
         "optimizer": _optimizer_bytes(trained_sizes, config) // shards,
         "step": max(backward, 8 * trained // shards, 2 * compute * caches, fused),
     }
-    online = config.teacher is not None and not config.teacher.offline
-    if online:
+    if config.teacher is not None and not config.teacher.offline:
         memory["teacher"] = compute * total
     active = active_weights(shape.experts, matrices)
+    step = _operations(shape, config, batch, active, trained)
+    step += Work(generated=2 * active * sampled)
+    return TrainingCost(total, trained, memory, step)
+
+
+def _operations(
+    shape: ModelShape,
+    config: TrainConfig,
+    batch: BatchShape,
+    active: float,
+    trained: int,
+) -> Work:
+    """Work of a step, without rollouts."""
     width = shape.setting("num_hidden_layers") * shape.setting("hidden_size")
     to_weights = trained if config.adapter else active
     per_token = (4 + 2 * config.gradient_checkpointing) * active + 2 * to_weights
     per_token += 12 * batch.length * width
     tokens = batch.mean_tokens * config.gradient_accumulation_steps
+    online = config.teacher is not None and not config.teacher.offline
     step = Work(per_token * tokens, forward=2 * online * active * tokens)
-    step = step * config.num_trainings + Work(generated=2 * active * sampled)
-    return TrainingCost(total, trained, memory, step)
+    return step * config.num_trainings
 
 
 def training_traffic(
-    shape: ModelShape, config: TrainConfig, cost: TrainingCost, compute: int
+    shape: ModelShape,
+    config: TrainConfig,
+    cost: TrainingCost,
+    compute: int,
+    batch: BatchShape,
+    tensor: int = 1,
 ) -> Traffic:
-    """What each of several processes exchanges in a step."""
-    if not config.fsdp:
-        return data_parallel(cost.trained)
+    """What each of several processes exchanges in a step.
+
+    Args:
+        tensor: processes that hold the model together.
+    """
     blocks = shape.setting("num_hidden_layers")
     checkpointing = config.gradient_checkpointing
+    if tensor > 1:
+        ranks = _summed_ranks(shape, config, tensor)
+        return tensor_parallel_lora(
+            blocks,
+            shape.setting("hidden_size"),
+            shape.setting("vocab_size"),
+            compute,
+            int(batch.mean_tokens * config.gradient_accumulation_steps),
+            ranks,
+            checkpointing=checkpointing,
+        )
+    if not config.fsdp:
+        return data_parallel(cost.trained)
     return fsdp(cost.parameters, blocks, compute, checkpointing=checkpointing)
+
+
+def _summed_ranks(shape: ModelShape, config: TrainConfig, tensor: int) -> list[int]:
+    """Ranks of the adapters of a divided model, once for each sum of a step."""
+    model = shape.model()
+    shard_share(model, tensor)
+    lora_model.attach(model, config.adapter, seed=0)
+    ranks = []
+    for layer in lora_model.adapted_layers(model).values():
+        is_repeated = config.gradient_checkpointing and "lora_a" in layer.DIVIDED_AXIS
+        ranks += [layer.lora_b.shape[0]] * (1 + is_repeated)
+    return ranks
 
 
 def _as_trained(config: TrainConfig, shape: ModelShape) -> TrainConfig:

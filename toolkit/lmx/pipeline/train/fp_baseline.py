@@ -81,9 +81,9 @@ class FullPrecisionBaseline:
             with ranks.collective_errors():
                 training = TrainRun(self.config, self.context)
             training.run()
+            training.finish()
             with ranks.collective_errors():
                 if ranks.is_first:
-                    training.write()
                     mark_complete(self.model)
         finally:
             logger.stage = stage

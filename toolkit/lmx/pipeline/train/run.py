@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from ...config.train import TrainConfig
 from ...convert.importers.peft import resolve_adapter
 from ...evaluation.perplexity import measure_perplexity
 from ...generation.generator import Generator
+from ...models import tensor_parallel
+from ...models.checkpoint import quick_digest
 from ...models.dtypes import set_compute_dtype
 from ...models.lora import io as adapter_files
 from ...models.lora import lora_model
@@ -52,9 +55,12 @@ class TrainRun:
         self.config = config
         self.context = context
         self.initial = context.require_visible(context.initial_model)
+        loaded = context.load(self.initial, compute="stored", sharded=True)
+        if context.parallel.tensor.size > 1:
+            tensor_parallel.require_gradients(loaded.model)
         self.model = prepare(
             config,
-            context.load(self.initial, compute="stored"),
+            loaded,
             context.logger,
             seed=context.seed,
         )
@@ -91,17 +97,34 @@ class TrainRun:
             # The trainer's loss is another one.
             self.eval_loss = self._cross_entropy(self.step.materialize())
         self.parameters = self.step.parameters
-        if self.step.sharding:
-            dtypes = {path: value.dtype for path, value in self.base_weights.items()}
+        if self.step.shards:
+            dtypes = {
+                path: self.base_weights.get(path, value).dtype
+                for path, value in self.parameters.items()
+            }
             self.parameters = self.step.gather_parameters(dtypes)
 
-    def write(self) -> ModelArtifact:
+    def finish(self) -> ModelArtifact:
+        """Write on rank 0 what was trained, and measure it; all ranks call this.
+
+        Those that hold the model together measure it together.
+        """
+        context, ranks = self.context, self.context.ranks
+        with ranks.collective_errors():
+            artifact = self._write() if ranks.is_first else context.current
+        trained = Path(ranks.broadcast_object(str(artifact and artifact.model)))
+        with ranks.collective_errors():
+            if ranks.is_first or context.parallel.tensor.size > 1:
+                improvement = self._improvement(context.require_visible(trained))
+                facts = artifact.facts | {"improvement": improvement}
+                artifact = replace(artifact, facts=facts)
+        return artifact
+
+    def _write(self) -> ModelArtifact:
         """Write the trained checkpoint, its full-precision reference, the adapter."""
         loaded, fake_quant = self.loaded, self.step.fake_quant
         parameters = self.parameters
-        weights = lora_model.fuse(
-            loaded.model, self.base_weights, parameters, loaded.dtype
-        )
+        weights = self._fuse()
         packed = fake_quant.export_tensors(parameters) if fake_quant else {}
         codes = self._count_changed_codes(packed)
         if self.config.adapter and not fake_quant:
@@ -113,8 +136,18 @@ class TrainRun:
             model = self.context.folder / "model"
             write_model(model, loaded, weights, self.selection, packed)
         adapters = self._write_adapter() if self.config.adapter else None
-        facts = self._facts(model) | codes
+        facts = self._facts() | codes
         return ModelArtifact(model, reference, adapters, facts)
+
+    def _fuse(self) -> dict[str, mx.array]:
+        """The trained weights; lazy, and of the whole model."""
+        loaded, base = self.loaded, self.base_weights
+        if self.context.parallel.tensor.size > 1:
+            # Weights are read one by one when they are written.
+            loaded = self.context.load(self.initial, compute="stored", lazy=True)
+            base = dict(tree_flatten(loaded.model.parameters()))
+            lora_model.attach(loaded.model, self.config.adapter, seed=self.context.seed)
+        return lora_model.fuse(loaded.model, base, self.parameters, loaded.dtype)
 
     def _count_changed_codes(self, packed: dict[str, mx.array]) -> dict[str, int]:
         """Facts of a training from codes; a warning if almost no code has changed."""
@@ -137,8 +170,9 @@ class TrainRun:
 
     def _warn_of_rounding(self) -> None:
         """Warn if the stored dtype cannot hold what the adapter changes."""
+        # Of this rank's part of the model, if processes hold it together.
         error = lora_model.fusing_error(
-            self.loaded.model, self.base_weights, self.parameters
+            self.loaded.model, self.base_weights, self.step.parameters
         )
         if error > MAX_FUSING_ERROR:
             name = str(self.loaded.dtype).removeprefix("mlx.core.")
@@ -196,16 +230,17 @@ class TrainRun:
 
     def _require_same_model(self) -> None:
         """Refuse ranks with other weights: frozen weights are every machine's own."""
-        ranks = self.context.ranks
-        if ranks.size == 1:
-            return
-        sums = [
-            value.reshape(-1).view(mx.uint8).sum().item()
-            for value in self.base_weights.values()
-        ]
-        ranks.require_same(
-            sums, "begins with another model", hint="give all machines the same model"
-        )
+        parallel = self.context.parallel
+        what, hint = "begins with another model", "give all machines the same model"
+        if parallel.tensor.size > 1:
+            digest = quick_digest(self.initial)
+            parallel.tensor.require_same(digest, what, hint=hint)
+        if parallel.data.size > 1:
+            sums = [
+                value.reshape(-1).view(mx.uint8).sum().item()
+                for value in self.base_weights.values()
+            ]
+            parallel.data.require_same(sums, what, hint=hint)
 
     def _attach_adapter(self) -> list[str]:
         qat, model = self.config.qat, self.loaded.model
@@ -292,7 +327,7 @@ class TrainRun:
             compute_dtype=compute_dtype,
             fake_quant=fake_quant,
             gradient_checkpointing=config.gradient_checkpointing,
-            ranks=self.context.ranks,
+            parallel=self.context.parallel,
             fsdp=config.fsdp,
             **losses,
         )
@@ -383,7 +418,7 @@ class TrainRun:
             copy_folder(target, partial)
         return target
 
-    def _facts(self, model: Path) -> dict:
+    def _facts(self) -> dict:
         return {
             "steps": self.trainer.progress.step,
             "best_step": self.trainer.progress.best_step,
@@ -395,13 +430,12 @@ class TrainRun:
             "kept": self.selection.skipped,
             "reference_is_dequantized": self._reference_is_dequantized,
             "validation_loss": self.eval_loss,
-            "improvement": self._improvement(model),
         }
 
     def _improvement(self, model: Path) -> dict:
         """Decrease of the validation loss: in training, and of the reloaded files."""
         base, exported = (
-            self._cross_entropy(self.context.load(folder).model)
+            self._cross_entropy(self.context.load(folder, sharded=True).model)
             for folder in (self.initial, model)
         )
         self.context.logger.info(

@@ -13,6 +13,7 @@ from ...config.quant_spec import FLOAT_MODES
 from ...config.train import TrainConfig
 from ...data.record_formats import FORMATS
 from ...errors import UserError
+from ...models.tensor_parallel import require_gradients
 from ...run.distributed import ProcessGroup
 from ...run.launcher import process_count
 from ...training.rewards import check_reward
@@ -112,7 +113,16 @@ class TrainStage(Stage):
         config, shape = self.config, workload.shape
         dtype = training_dtype(config.compute_dtype, workload.dtype)
         batch = self._batch(workload)
-        cost = training_cost(current, config, batch, dtype.size, process_count())
+        if workload.tensor > 1:
+            require_gradients(shape.model())
+        cost = training_cost(
+            current,
+            config,
+            batch,
+            dtype.size,
+            process_count(),
+            held=workload.held_share,
+        )
         if current.is_quantized:
             # An adapter is fused into dequantized weights, usually of 16 bits.
             current = replace(current, bytes=2 * cost.parameters, float_values=None)
@@ -131,7 +141,9 @@ class TrainStage(Stage):
             steps=self._steps(workload, batch),
             batch_key="batch_tokens" if config.batch_tokens else "batch_size",
             remedies=tuple(self._remedies(workload.max_seq_length)),
-            traffic=training_traffic(shape, config, cost, dtype.size),
+            traffic=training_traffic(
+                shape, config, cost, dtype.size, batch, workload.tensor
+            ),
         )
 
     def check_ranks(self, ranks: ProcessGroup) -> None:
@@ -157,8 +169,7 @@ class TrainStage(Stage):
                 baseline = FullPrecisionBaseline(config, context)
             training = TrainRun(config, context)
         training.run()
-        with ranks.collective_errors():
-            artifact = training.write() if ranks.is_first else context.current
+        artifact = training.finish()
         if baseline is None:
             return artifact
         selection, eval_batches = training.selection, training.cross_entropy_batches
