@@ -23,7 +23,7 @@ from lmx.training.teacher_cache import TeacherClient, cache_teacher_targets
 from lmx.training.teacher_targets import TeacherTarget
 from lmx.training.token_mapping import TokenMapping
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 END = "<|end|>"
@@ -107,6 +107,37 @@ def test_alignment_by_hand(text, ours, theirs, expected):
     shifted = part.places + np.eye(6, dtype=int)[ROW]
     other = AlignedPart(part.tokens, shifted, part.text, 0)
     assert pairs_of(example, other, student, teacher) != found
+
+
+def sentencepiece() -> TokenBytes:
+    """SentencePiece, which adds a space before a text, and writes bytes as <0xE9>."""
+    tokens = ["<unk>", *(f"<0x{n:02X}>" for n in range(256)), *"▁abx", "▁a"]
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(
+        models.BPE(ids, [("▁", "a")], byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+    return TokenBytes(TokenizerWrapper(fast), place="here")
+
+
+def test_sentencepiece_has_other_strings_and_the_same_bytes():
+    teacher = sentencepiece()
+    record = DataRecord(text="x abé", where="w")
+    (example,), ((part,),), _ = align(record, vocabulary(), teacher)
+    assert pairs_of(example, part, vocabulary(), teacher) == [
+        *((" ", [" a"]), ("a", [" a"]), ("b", ["b"])),
+        *(("\\xc3", ["\\xc3"]), ("\\xa9", ["\\xa9"]), (END, [END])),
+    ]
+    # Without the space that it adds to a text; é is no token.
+    texts = [b" ab", b"a", "é".encode(), b"\xc3"]
+    encoded = [spell(ids, teacher) for ids in teacher.encode(texts)]
+    assert encoded == [[" a", "b"], ["a"], ["\\xc3", "\\xa9"], []]
 
 
 def test_blocks_skip_whitespace_of_one_side():
