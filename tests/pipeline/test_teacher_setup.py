@@ -69,17 +69,20 @@ def test_distillation_resumes_exactly(tmp_path, base, teacher):
     assert outcomes[0] == outcomes[1]
 
 
+def renumber(model, folder):
+    """Copy a checkpoint; two of its tokens change places."""
+    shutil.copytree(model, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    *_, first, second = sorted(vocabulary, key=vocabulary.get)
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
 @pytest.fixture
 def renumbered(tmp_path, make_checkpoint):
-    """A checkpoint in which two tokens have changed places."""
-    other = tmp_path / "other"
-    shutil.copytree(make_checkpoint(), other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = [token for token, n in vocabulary.items() if n in (300, 301)]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return other
+    return renumber(make_checkpoint(), tmp_path / "other")
 
 
 STORED = {"offline": True, "top_k": 8, "ce_weight": 0.2}
