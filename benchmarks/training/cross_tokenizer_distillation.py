@@ -1,9 +1,9 @@
 """A teacher with another tokenizer against cross-entropy on the same tokens.
 
-The student is trained in full on the same examples in the same order: on the labels,
-and on the teacher's predictions. The table has the cross-entropy on
-held-out examples in nats per token of the student, and the difference from training on
-the labels with its standard error over the seeds, which pairs runs of one seed.
+The student is trained in full on the same examples in the same order: on the labels, on
+the teacher's predictions, and on half of both losses. The table has the cross-entropy
+on held-out examples in nats per token of the student, and the difference from training
+on the labels with its standard error over the seeds, which pairs runs of one seed.
 
 A run stays in `--folder`, so a second call runs only what is missing. The teacher
 predicts once for all runs.
@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import programs
 
 # The weight of the labels beside a teacher; None = no teacher.
-ROWS = {"cross-entropy": None, "teacher": 0.0}
+ROWS = {"cross-entropy": None, "both": 0.5, "teacher": 0.0}
 # Batches with the teacher's predictions; the cross-entropy is of as many.
 EVAL_BATCHES = 4
 ROW = "{:16}{:>9}{:>9}{:>11}{:>9}   {}"
