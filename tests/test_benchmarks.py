@@ -514,3 +514,25 @@ def test_kv_cache_prints_the_divergence_of_both_caches(tmp_path, small_base):
     ]
     kls = [float(row.split("|")[-2].split("±")[0]) for row in rows]
     assert 0 < max(kls[2:]) < min(kls[:2])
+
+
+def test_cross_tokenizer_distillation_compares_the_same_tokens(tmp_path, small_base):
+    text = "The river bends at the old mill, and the road follows it to the town. " * 20
+    (tmp_path / "text.txt").write_text(text)
+    teacher = write_small_base(tmp_path / "teacher")
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = [token for token, n in vocabulary.items() if n in (300, 301)]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    options = (
+        f"--folder {tmp_path / 'runs'} --teacher {teacher} --student {small_base} "
+        f"--train {tmp_path / 'text.txt'} --valid {tmp_path / 'text.txt'} "
+        "--seeds 0 1 --epochs 1 --seq-length 64"
+    )
+    printed = run("cross_tokenizer_distillation.py", options)
+    assert run("cross_tokenizer_distillation.py", options) == printed
+    rows = {line.split()[0]: line.split() for line in printed.splitlines()[1:]}
+    assert [*rows] == ["cross-entropy", "both", "teacher"]
+    assert float(rows["cross-entropy"][3]) == 0 != float(rows["teacher"][3])
+    assert all(len(row[5:]) == 2 for row in rows.values())

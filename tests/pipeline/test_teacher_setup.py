@@ -69,22 +69,61 @@ def test_distillation_resumes_exactly(tmp_path, base, teacher):
     assert outcomes[0] == outcomes[1]
 
 
-def test_teacher_with_other_tokenizer_is_refused(
-    tmp_path, base, make_checkpoint, capsys
-):
-    other = tmp_path / "other"
-    shutil.copytree(make_checkpoint(), other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
+def renumber(model, folder):
+    """Copy a checkpoint; two of its tokens change places."""
+    shutil.copytree(model, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    first, second = [token for token, n in vocabulary.items() if n in (300, 301)]
+    *_, first, second = sorted(vocabulary, key=vocabulary.get)
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    run = Run(tmp_path, {"train": distill(model=str(other))}, model=make_checkpoint())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture
+def renumbered(tmp_path, make_checkpoint):
+    return renumber(make_checkpoint(), tmp_path / "other")
+
+
+STORED = {"offline": True, "top_k": 8, "ce_weight": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ({}, "must be stored"),
+        (OFFLINE, "reverse_kl needs a teacher with the model's own tokenizer"),
+        (STORED | {"sequence_level": {}}, "sequence_level needs a teacher with"),
+    ],
+)
+def test_what_another_tokenizer_cannot_give_is_refused(
+    tmp_path, renumbered, make_checkpoint, capsys, teacher, message
+):
+    train = distill(model=str(renumbered), **teacher)
+    run = Run(tmp_path, {"train": train}, model=make_checkpoint())
     assert run() == 2
-    assert "the teacher has other tokens than the model" in capsys.readouterr().err
-    run.stages = [{"train": distill(model=str(make_checkpoint()))}]
-    run.write()
-    assert run("--restart") == 0
+    error = capsys.readouterr().err
+    assert "the teacher has other tokens than the model: 2 differ" in error
+    assert message in error
+
+
+def test_teacher_with_other_tokenizer_resumes_exactly(
+    tmp_path, renumbered, make_checkpoint
+):
+    train = distill(model=str(renumbered), **STORED) | {"steps": 8, "packing": True}
+    outcomes = []
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+        run = Run(tmp_path / name, {"train": train}, model=make_checkpoint())
+        if name == "killed":
+            killed = run.run_with_signal("SIGKILL", "step", 7)
+            assert killed.returncode == -signal.SIGKILL
+        assert run() == 0
+        outcomes.append(run.outcome())
+    assert "its predictions are mapped; it has 100.0% of the model's tokens" in run.log
+    assert "the teacher predicts 100.0% of" in run.log
+    assert "resuming after step 6" in run.log
+    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize(

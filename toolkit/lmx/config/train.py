@@ -62,8 +62,8 @@ class TeacherConfig(ConfigModel):
     """Knowledge distillation from a teacher model."""
 
     model: str | None = None
-    """A folder or Hub id of a model with the same tokenizer. Default: the unquantized
-    model from which the stage starts."""
+    """A folder or Hub id. With another tokenizer than the model's, it needs offline and
+    forward_kl. Default: the unquantized model from which the stage starts."""
     loss: DivergenceName = "forward_kl"
     """forward_kl: KL(teacher || student). reverse_kl: KL(student || teacher)."""
     temperature: float = Field(1.0, gt=0)

@@ -315,7 +315,11 @@ class _Encoder:
                 encoded.dropped.append((record.where, str(error)))
                 return
             longest = max(longest, len(ids))
-            examples += self._windows(record, ids, mask)
+            for start, end, trained in windows(
+                mask, self.max_seq_length, is_text=record.text is not None
+            ):
+                part = np.array(ids[start:end], np.int32)
+                examples.append(Example(part, trained, record.where, record.skill))
         if not examples:
             reason = _skip_reason(mask, self.max_seq_length)
             encoded.dropped.append((record.where, reason))
@@ -361,18 +365,21 @@ class _Encoder:
             raise NoTrainableTokens(reason)
         return joined, mask
 
-    def _windows(
-        self, record: DataRecord, tokens: list[int], mask: list[bool]
-    ) -> Iterator[Example]:
-        """The windows of a long text, or the start of another record."""
-        length = self.max_seq_length
-        starts = range(0, max(len(tokens) - 1, 1), length - 1)
-        for start in starts if record.text is not None else [0]:
-            ids = np.array(tokens[start : start + length], np.int32)
-            trained = np.array(mask[start : start + length], bool)
-            trained[:1] = False
-            if trained.any():
-                yield Example(ids, trained, record.where, record.skill)
+
+def windows(
+    mask: Sequence[bool], max_seq_length: int, *, is_text: bool
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Start, end and mask (bool [end - start]) of each example of a sequence.
+
+    A long text has several, which overlap by one token, and another record has one: its
+    start. Those without a trained token are left out.
+    """
+    starts = range(0, max(len(mask) - 1, 1), max_seq_length - 1) if is_text else [0]
+    for start in starts:
+        trained = np.array(mask[start : start + max_seq_length], bool)
+        trained[:1] = False
+        if trained.any():
+            yield start, start + len(trained), trained
 
 
 def _add_bos_eos(tokens, mask, bos: int | None, eos: int | None) -> tuple[list, list]:

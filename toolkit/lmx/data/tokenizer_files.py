@@ -110,27 +110,31 @@ def require_same_tokenizer(
     Raises:
         UserError: the vocabularies or the added tokens differ.
     """
+    if difference := tokenizer_difference(tokenizer, other):
+        raise UserError(
+            f"the {role} has {difference}",
+            place=place,
+            hint=f"a {role} must have the model's own tokenizer",
+        )
+
+
+def tokenizer_difference(tokenizer: Any, other: Any) -> str | None:
+    """What another model's tokenizer has that this model's has not; None = nothing."""
     vocab, other_vocab = tokenizer.get_vocab(), other.get_vocab()
     different = {
         token
         for token in vocab.keys() | other_vocab.keys()
         if vocab.get(token) != other_vocab.get(token)
     }
-    hint = f"a {role} must have the model's own tokenizer"
     if different:
         token = min(different)
-        raise UserError(
-            f"the {role} has other tokens than the model: {len(different):,} differ, "
-            f"such as {token!r} ({vocab.get(token)} and {other_vocab.get(token)})",
-            place=place,
-            hint=hint,
+        return (
+            f"other tokens than the model: {len(different):,} differ, such as "
+            f"{token!r} ({vocab.get(token)} and {other_vocab.get(token)})"
         )
     if special := _added_tokens(tokenizer) ^ _added_tokens(other):
-        raise UserError(
-            f"the {role} has other special tokens than the model: {min(special)}",
-            place=place,
-            hint=hint,
-        )
+        return f"other special tokens than the model: {min(special)}"
+    return None
 
 
 def _added_tokens(tokenizer: Any) -> set[tuple[int, str, bool]]:

@@ -10,7 +10,7 @@ teacher's logits, so neither index can serve the other's readers with the same b
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from ..run.fs import atomic_folder, read_index, remove, require_space, write_ind
 from ..run.logger import RunLogger
 from ..run.progress import ProgressBar
 from .distillation import OnlineTeacher
+from .mapped_targets import MappedTeacher
 from .teacher_targets import (
     TeacherTarget,
     bytes_per_token,
@@ -54,6 +55,7 @@ class TeacherClient:
         vocab_size: predictions cover this many tokens, from the first on.
         logger: shows progress, and damaged blocks.
         ranks: have the same teacher and examples; each makes its share of the blocks.
+        mapped: maps the predictions if the teacher has another tokenizer.
     """
 
     load: Callable[[], OnlineTeacher]
@@ -61,6 +63,11 @@ class TeacherClient:
     vocab_size: int
     logger: RunLogger
     ranks: ProcessGroup = SINGLE_PROCESS
+    mapped: MappedTeacher | None = None
+
+    def digests_of(self, members: np.ndarray) -> list[str]:
+        """What changes with the teacher's own tokens of these examples."""
+        return self.mapped.digests(members) if self.mapped else []
 
 
 class CachedTargets:
@@ -135,7 +142,8 @@ def cache_teacher_targets(
 
         def fill(number: int, folder: Path) -> dict:
             block = block_examples(number)
-            return _fill_block(block, teacher, top_k, temperature, bar, folder)
+            targets = _targets(block, blocks[number], teacher, top_k, temperature)
+            return _fill_block(block, targets, teacher, top_k, bar, folder)
 
         def count(number: int, origin: Origin) -> None:
             if origin != "made":
@@ -145,8 +153,10 @@ def cache_teacher_targets(
         entries = get_or_create_all(
             "targets",
             [
-                cache.key_of([teacher.digest, settings, block_examples(number).digest])
-                for number in range(len(blocks))
+                cache.key_of(
+                    [teacher.digest, settings, block_examples(n).digest, *more]
+                )
+                for n, more in enumerate(map(teacher.digests_of, blocks))
             ],
             fill,
             ranks=teacher.ranks,
@@ -161,15 +171,35 @@ def _num_trained(example) -> int:
     return int(example.mask[1:].sum())
 
 
+def _targets(
+    examples: InMemoryExamples,
+    members: np.ndarray,
+    teacher: TeacherClient,
+    top_k: int,
+    temperature: float,
+) -> Iterator[tuple[np.ndarray, TeacherTarget]]:
+    """Indices and targets of all trained tokens, in chunks."""
+    if teacher.mapped is None:
+        return _predictions(examples, teacher, top_k, temperature)
+    return teacher.mapped.targets(
+        examples,
+        members,
+        teacher.load,
+        top_k=top_k,
+        temperature=temperature,
+        batch_tokens=BATCH_TOKENS,
+    )
+
+
 def _predictions(
-    examples: InMemoryExamples, teacher: TeacherClient
-) -> Iterator[tuple[np.ndarray, mx.array]]:
-    """Indices and logits of all trained tokens, in chunks."""
+    examples: InMemoryExamples, teacher: TeacherClient, top_k: int, temperature: float
+) -> Iterator[tuple[np.ndarray, TeacherTarget]]:
+    """Those of a teacher with the tokens of the examples."""
     ends = np.cumsum([_num_trained(example) for example in examples])
     starts = np.concatenate([[0], ends])
     longest = int(examples.lengths.max()) - 1
     tokens = max(BATCH_TOKENS, longest)
-    online, size = teacher.load(), _logit_positions()
+    online, size = teacher.load(), logit_positions()
     for batch in BucketBatchSampler(
         examples, max_seq_length=longest, batch_tokens=tokens
     ).in_order():
@@ -179,26 +209,30 @@ def _predictions(
         for start in range(0, len(places), size):
             chunk = mx.array(places[start : start + size])
             logits = online.logits(hidden[chunk])[:, : teacher.vocab_size]
-            yield numbers[start : start + size], logits.astype(mx.float32)
+            target = compress_targets(logits.astype(mx.float32), top_k, temperature)
+            yield numbers[start : start + size], target
 
 
 def _fill_block(
     examples: InMemoryExamples,
+    targets: Iterable[tuple[np.ndarray, TeacherTarget]],
     teacher: TeacherClient,
     top_k: int,
-    temperature: float,
     progress: ProgressBar,
     folder: Path,
 ) -> dict:
-    """Write the predictions of a block's trained tokens, in the examples' order."""
+    """Write the predictions of a block's trained tokens, in the examples' order.
+
+    Args:
+        targets: indices of trained tokens, and their targets.
+    """
     count, k = sum(map(_num_trained, examples)), min(top_k, teacher.vocab_size)
     block = TeacherTarget(
         np.zeros((count, k), np.uint32),
         np.zeros((count, k), np.float16),
         np.zeros(count, np.float32),
     )
-    for numbers, logits in _predictions(examples, teacher):
-        target = compress_targets(logits, top_k, temperature)
+    for numbers, target in targets:
         for array, values in zip(block, target, strict=True):
             array[numbers] = np.array(values)
         progress.advance(len(numbers))
@@ -313,7 +347,8 @@ def _trunk_and_head(
     return teacher, lambda logits: logits[..., :vocab_size]
 
 
-def _logit_positions() -> int:
+def logit_positions() -> int:
+    """Positions whose logits exist at once."""
     return CPU_LOGIT_POSITIONS if on_cpu() else LOGIT_POSITIONS
 
 
@@ -321,7 +356,7 @@ def _part_target(
     states: mx.array, logits: Callable, top_k: int, temperature: float
 ) -> TeacherTarget:
     """The target of hidden states [B, L, ...], from the logits of some at a time."""
-    flat, pieces, size = states.flatten(0, 1), [], _logit_positions()
+    flat, pieces, size = states.flatten(0, 1), [], logit_positions()
     for start in range(0, len(flat), size):
         chunk = logits(flat[start : start + size])
         pieces.append(compress_targets(chunk, top_k, temperature))

@@ -138,12 +138,12 @@ class QuantizeCost:
 
     def _after(self) -> Iterator[Phase]:
         """Scale tuning, the choice between candidates, and the bits of the KV cache."""
-        from ...training.teacher_cache import LOGIT_POSITIONS
+        from ...training.teacher_cache import logit_positions
         from ...training.teacher_targets import bytes_per_token
 
         config, tuning = self.config, self.config.scale_tuning
         held_out, model = config.calibration.num_eval_tokens, 4 * self._weights
-        predictions = model + self._logits(LOGIT_POSITIONS)
+        predictions = model + self._logits(logit_positions())
         if tuning:
             wanted = tuning.steps * tuning.batch_tokens
             stored = min(config.calibration.num_tokens or wanted, wanted)

@@ -1,6 +1,7 @@
 """The teacher of a train stage: its model, its completions and its targets."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from ...data.batching import (
     example_indices,
 )
 from ...data.packing import PackedBatchSampler
-from ...data.tokenizer_files import require_same_tokenizer
+from ...data.record_formats import DataRecord
+from ...data.tokenizer_files import tokenizer_difference
 from ...errors import UserError
 from ...generation.completions import CachedGenerator, replace_completions
 from ...models.checkpoint import config_int, read_config, weights_digest
@@ -28,6 +30,7 @@ from ...training.teacher_cache import (
     cache_teacher_targets,
 )
 from ..context import StageContext
+from .cross_tokenizer import CrossTokenizer
 
 
 class TeacherSetup:
@@ -38,8 +41,8 @@ class TeacherSetup:
         has_fake_quant: whether fake quantization changes the student's predictions.
 
     Raises:
-        UserError: there is no such teacher, it has another tokenizer, or it is the
-            same model as the student.
+        UserError: there is no such teacher, it is the same model as the student, or it
+            has another tokenizer and the recipe asks for what that cannot give.
     """
 
     def __init__(
@@ -54,12 +57,21 @@ class TeacherSetup:
         self.context = context
         self.student = student
         self.folder = self._resolve_folder(has_fake_quant)
-        self._require_same_tokenizer()
+        trust = context.source.trust_remote_code
+        tokenizer = load_tokenizer(self.folder, trust_remote_code=trust)
+        self.cross_tokenizer = None
+        if difference := tokenizer_difference(student.tokenizer, tokenizer):
+            self.cross_tokenizer = CrossTokenizer(
+                teacher, context, student, self.folder, tokenizer, difference
+            )
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the teacher's weights and config."""
-        return weights_digest(self.folder)
+        """Hash of the teacher's weights and config, and of another tokenizer."""
+        digest = weights_digest(self.folder)
+        if self.cross_tokenizer is None:
+            return digest
+        return f"{digest} {self.cross_tokenizer.digest}"
 
     @cached_property
     def online(self) -> OnlineTeacher:
@@ -71,6 +83,8 @@ class TeacherSetup:
     def client(self) -> TeacherClient:
         """Computes the predictions that are stored."""
         configs = (read_config(self.folder), self.student.config)
+        if self.cross_tokenizer:
+            configs = (self.student.config,)
         sizes = filter(None, (config_int(config, "vocab_size") for config in configs))
         vocabulary = min(sizes, default=len(self.student.tokenizer.get_vocab()))
         return TeacherClient(
@@ -128,7 +142,8 @@ class TeacherSetup:
         teacher, targets = self.teacher, None
         if teacher.offline:
             indices = example_indices(batches, num_batches)
-            targets = self._cached_targets(batches.examples, indices)
+            records = self.context.rows.train
+            targets = self._cached_targets(batches.examples, indices, records)
         loss = DistillationLoss(teacher, None if teacher.offline else self.online)
         return loss, TargetBatches(batches, self.digest, targets)
 
@@ -143,16 +158,25 @@ class TeacherSetup:
         if not self.teacher.offline:
             return batches
         indices = {index for batch in batches for index in batch.example_indices}
-        targets = self._cached_targets(examples, np.array(sorted(indices)))
+        targets = self._cached_targets(
+            examples, np.array(sorted(indices)), self.context.rows.valid
+        )
         return EvalBatchesWithTargets(batches, targets)
 
     def _cached_targets(
-        self, examples: ExampleDataset, indices: np.ndarray
+        self,
+        examples: ExampleDataset,
+        indices: np.ndarray,
+        records: Iterable[DataRecord],
     ) -> CachedTargets:
+        client = self.client
+        if self.cross_tokenizer:
+            mapped = self.cross_tokenizer.align(examples, indices, records)
+            client = replace(client, mapped=mapped)
         return cache_teacher_targets(
             examples,
             indices,
-            self.client,
+            client,
             top_k=self.teacher.top_k,
             temperature=self.teacher.temperature,
         )
@@ -181,15 +205,6 @@ class TeacherSetup:
                 hint="name another model in teacher.model, or add qat:",
             )
         return folder
-
-    def _require_same_tokenizer(self) -> None:
-        trust = self.context.source.trust_remote_code
-        require_same_tokenizer(
-            self.student.tokenizer,
-            load_tokenizer(self.folder, trust_remote_code=trust),
-            role="teacher",
-            place=str(self.folder),
-        )
 
 
 class EvalBatchesWithTargets(Sequence):

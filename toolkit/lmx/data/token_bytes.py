@@ -1,0 +1,111 @@
+"""The bytes of tokens, which tokenizers of different kinds have in common.
+
+Byte-level BPE writes a space as Ġ and SentencePiece as ▁; one splits a character into
+bytes of its alphabet, the other into <0xE2>. So strings of tokens cannot be compared.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import UserError
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# The bytes that byte-level BPE writes as the character of the same number; the others
+# are written as characters from 256 on, in order.
+PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+
+
+def _byte_alphabet() -> dict[int, str]:
+    others = [byte for byte in range(256) if byte not in PRINTABLE]
+    same = {byte: chr(byte) for byte in PRINTABLE}
+    return same | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+LETTERS = _byte_alphabet()
+BYTES = {letter: byte for byte, letter in LETTERS.items()}
+
+
+class TokenBytes:
+    """The tokens of a tokenizer as bytes.
+
+    Attributes:
+        pieces: the bytes of every token; empty where a number has no token.
+        ends: the tokens at which generation stops.
+        special: the added tokens that are no text.
+
+    Raises:
+        UserError: the tokens are no pieces of a text's bytes.
+    """
+
+    def __init__(self, tokenizer: Any, *, place: str):
+        self.tokenizer = tokenizer
+        self.ends = frozenset(tokenizer.eos_token_ids)
+        added = tokenizer.added_tokens_decoder
+        self.special = frozenset(n for n, token in added.items() if token.special)
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        kind = self._backend and json.loads(self._backend.to_str()).get("decoder")
+        self.is_byte_level = "ByteLevel" in str(kind)
+        if not (self.is_byte_level or "▁" in str(kind)):
+            raise UserError(
+                "the tokens of this tokenizer are no pieces of a text's bytes, so "
+                "those of another tokenizer cannot be compared with them",
+                place=place,
+                hint="use a teacher and a student with byte-level BPE or SentencePiece",
+            )
+        contents = {n: str(token) for n, token in added.items()}
+        vocabulary = tokenizer.get_vocab()
+        self.pieces = [b""] * (max(vocabulary.values()) + 1)
+        for text, number in vocabulary.items():
+            self.pieces[number] = self._piece(text, contents.get(number))
+
+    def _piece(self, text: str, added: str | None) -> bytes:
+        if added is not None:
+            return added.encode()
+        if self.is_byte_level:
+            return bytes(BYTES[letter] for letter in text)
+        if byte := BYTE_TOKEN.fullmatch(text):
+            return bytes([int(byte[1], 16)])
+        return text.replace("▁", " ").encode()
+
+    def encode(self, texts: Sequence[bytes]) -> list[list[int]]:
+        """The tokens of texts, which may start or end inside a character.
+
+        A text has no tokens if theirs have other bytes, as with a tokenizer that
+        changes it.
+        """
+        encoded: list[list[int]] = [[] for _ in texts]
+        whole = [(n, text) for n, t in enumerate(texts) if (text := _text(t))]
+        if self.is_byte_level:
+            found = self._backend.encode_batch_fast(
+                [text for _, text in whole], add_special_tokens=False
+            )
+            for (number, _), encoding in zip(whole, found, strict=True):
+                encoded[number] = encoding.ids
+        for number, text in enumerate(texts):
+            if self._differs(encoded[number], text):
+                ids = [token.id for token in self._by_model(text)]
+                encoded[number] = [] if self._differs(ids, text) else ids
+        return encoded
+
+    def _differs(self, ids: list[int], text: bytes) -> bool:
+        return b"".join(self.pieces[number] for number in ids) != text
+
+    def _by_model(self, text: bytes) -> list:
+        """The tokens of a text without the normalizer and the pre-tokenizer.
+
+        They add a space before the text, or cannot read a part of a character.
+        """
+        if self.is_byte_level:
+            letters = "".join(LETTERS[byte] for byte in text)
+            return self._backend.model.tokenize(letters)
+        characters = text.decode(errors="ignore").replace(" ", "▁")
+        return self._backend.model.tokenize(characters)
+
+
+def _text(text: bytes) -> str | None:
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return None
