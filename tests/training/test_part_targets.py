@@ -77,7 +77,7 @@ def test_part_targets_are_the_teachers_top_k_and_tail(tmp_path, top_k, temperatu
 def test_model_predicts_a_few_positions_at_a_time(tmp_path, monkeypatch):
     model = build_model(LLAMA)
     expected = compress_targets(model(PARTS[0]), 8)
-    monkeypatch.setattr(teacher_cache, "LOGIT_POSITIONS", 4)
+    monkeypatch.setattr(teacher_cache, "logit_positions", lambda: 4)
     shapes = []
     monkeypatch.setattr(
         teacher_cache,
