@@ -5,8 +5,6 @@ layers with wrong gradients in all but the first sequence, padding masks that re
 the causal mask, and float16 models with NaN gradients.
 """
 
-from contextlib import suppress
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -140,7 +138,6 @@ def test_families_train_float16_checkpoints(family, adapter, make_checkpoint):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_future_tokens_do_not_change_earlier_losses(family):
     """In full sequences, before padding, and in packed documents."""
-    model = member(family)
     tokens = random_tokens(2, LENGTH)
     mask = np.zeros((2, LENGTH - 1), bool)
     # The target of position j is token j + 1.
@@ -149,12 +146,14 @@ def test_future_tokens_do_not_change_earlier_losses(family):
     changed[:, CUT:] = (tokens[:, CUT:] + 1) % VOCABULARY
     padded[:, CUT:] = 0
     earlier[:, 0] = (tokens[:, 0] + 1) % VOCABULARY
-    caches = [None]
-    with suppress(PackingUnsupported):
-        caches.append(DocumentCaches(model))
-    for document_caches in caches:
-        documents = None
-        if document_caches:
+    for is_packed in (False, True):
+        # A compiled step leaves its traced weights in the model.
+        model, document_caches, documents = member(family), None, None
+        if is_packed:
+            try:
+                document_caches = DocumentCaches(model)
+            except PackingUnsupported:
+                continue
             # The second one continues at the cut: the mask must be causal within it.
             documents = mx.array(np.arange(LENGTH - 1)[None] >= CUT // 3)
             documents = mx.broadcast_to(documents, mask.shape).astype(mx.int32)
