@@ -32,13 +32,15 @@ def available_memory() -> int:
     limit = memory_limit()
     if _gpu_memory():
         return limit - mx.get_active_memory()
+    return min(limit, _free_memory()) // launcher.local_process_count()
+
+
+def _free_memory() -> int:
     for line in MEMORY_FILE.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            free = min(limit, 1024 * int(value.split()[0]))
-            return free // launcher.local_process_count()
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return free // launcher.local_process_count()
+            return 1024 * int(value.split()[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _gpu_memory() -> int:

@@ -23,7 +23,6 @@ from .tokenization import Example, LossOn, encode_block, windows
 UNCUT = 1 << 30
 # Columns of `AlignedExample.places`.
 TARGET, ROW, COUNT, CONSUMED, START, STOP = range(6)
-NO_PLACES = np.zeros((0, 7), np.int64)
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def token_runs(
 
 
 def _run(ids: list[int], first: int, vocabulary: TokenBytes) -> TokenRun:
-    has_end = ids[-1:] != [] and ids[-1] in vocabulary.ends
+    has_end = bool(ids) and ids[-1] in vocabulary.ends
     pieces = [vocabulary.pieces[number] for number in ids]
     if has_end:
         pieces[-1] = b""
@@ -347,13 +346,6 @@ def _identity(where: str, tokens: np.ndarray, mask: np.ndarray) -> bytes:
 
 def _excerpt(text: bytes, other: bytes) -> str:
     """Where two texts begin to differ."""
-    at = next(
-        (
-            n
-            for n, pair in enumerate(zip(text, other, strict=False))
-            if len({*pair}) > 1
-        ),
-        min(len(text), len(other)),
-    )
+    at = _common_length(text, 0, other, 0)
     ours, theirs = (t[max(0, at - 20) : at + 20] for t in (text, other))
     return f"{ours!r} and, for the teacher, {theirs!r}"

@@ -24,6 +24,7 @@ def _byte_alphabet() -> dict[int, str]:
 
 
 LETTERS = _byte_alphabet()
+# The same in the other direction.
 BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 

@@ -5,7 +5,6 @@ tokens. So a draft sees many times more text than completions in the same time.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from hashlib import sha256
 from typing import Protocol
 
@@ -46,12 +45,11 @@ class TextFirst:
 def choose_text(
     examples: ExampleDataset, max_tokens: int, *, seed: int
 ) -> Iterator[Example]:
-    """Examples in random order, at most so many tokens; every token is trained."""
+    """Examples in random order, at most so many tokens."""
     left = max_tokens
     for index in np.random.default_rng(seed).permutation(len(examples)):
         example = examples[index]
         left -= len(example.tokens)
         if left < 0:
             return
-        mask = np.arange(len(example.tokens)) > 0
-        yield replace(example, mask=mask)
+        yield example

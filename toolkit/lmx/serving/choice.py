@@ -1,17 +1,14 @@
 """One completion of a request, as it goes on."""
 
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
+from ..data.token_bytes import BYTE_TOKEN, BYTES
 from ..generation.outputs import REPLACEMENT, StreamingDetokenizer
 from ..generation.sequence import GenerationRequest, TokenLogprobs, TokenOutput
 from .chat_output import ChatOutputParser
-
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
@@ -131,16 +128,6 @@ def token_text(tokenizer: Any, token: int) -> tuple[str, bytes]:
     name = tokenizer.convert_ids_to_tokens(token) or ""
     if match := BYTE_TOKEN.fullmatch(name):
         return text, bytes([int(match[1], 16)])
-    table = _byte_characters()
-    if all(character in table for character in name):
-        return text, bytes(table[character] for character in name)
+    if all(letter in BYTES for letter in name):
+        return text, bytes(BYTES[letter] for letter in name)
     return text, text.encode()
-
-
-@cache
-def _byte_characters() -> dict[str, int]:
-    """The bytes of the characters with which byte-level BPE writes its tokens."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    names = {chr(byte): byte for byte in visible}
-    return names | {chr(256 + index): byte for index, byte in enumerate(hidden)}

@@ -1,17 +1,16 @@
 """The tokenizer of a GGUF file's metadata as tokenizer.json, and back."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from ...data.token_bytes import BYTE_TOKEN
 from ...errors import FAILED, UserError
 
 KEY = "tokenizer.ggml."
 # ggml's token types.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 BOUNDARY = "▁"  # sentencepiece's space
 FILES = ("tokenizer.json", "tokenizer_config.json")
 LISTS = {"tokens": str, "token_type": int, "scores": float, "merges": str}

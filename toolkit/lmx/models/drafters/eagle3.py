@@ -14,12 +14,7 @@ from mlx.utils import tree_flatten
 
 from ...errors import UserError
 from ..loader import kv_cache, make_rope
-from .base import (
-    Drafter,
-    SwiGLU,
-    TrainingRounds,
-    initialize_from_target,
-)
+from .base import Drafter, SwiGLU, TrainingRounds, initialize_from_target
 from .configs import SGLANG, SPECULATORS, Eagle3Config, architectures, default_layer_ids
 
 # Rows of the embedding, and columns of the target's LM head, that are made at once.
@@ -349,7 +344,7 @@ class Eagle3Drafter(Drafter):
             text: of `_causal`.
         """
         output, keys_values = text
-        length, rows = output.shape[1], mx.maximum(starts - 1, 0)
+        length, rows = output.shape[1], starts - 1
         contexts = [DraftContext(layer, rows, []) for layer in keys_values]
         outputs = [mx.take_along_axis(output, rows[..., None], axis=1)]
         for number in range(1, num_draft_tokens):
