@@ -1,5 +1,6 @@
 """The `draft` block: train a draft model for speculative decoding."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -13,6 +14,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 MAX_DRAFT_TOKENS = 32
 # Keys of `DrafterConfig` that only one architecture reads.
 DRAFTER_KEYS = {"draft_vocab_size": "eagle3"}
+DEFAULT_STEPS = 1000
+SECONDS = {"min": 60.0, "h": 3600.0}
 Architecture = Literal["model", "eagle3", "dflash"]
 
 
@@ -118,8 +121,12 @@ class DraftConfig(ConfigModel):
     ce_weight: Fraction = 0.1
     """Weight of the cross-entropy on the generated tokens; the distillation loss has
     the weight 1 - ce_weight."""
-    steps: int = Field(1000, ge=1)
-    """Optimizer steps."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps. Default: those of the budget, or 1000."""
+    budget: str | int | None = None
+    """In place of steps: time such as 45min or 3h, or a number of tokens. The time is
+    that of the steps alone: the first ones are timed, without effect, and the log has
+    how many follow."""
     batch_tokens: int = Field(2048, ge=8)
     """Tokens per step, including prompts and padding."""
     learning_rate: float = Field(5e-4, gt=0)
@@ -155,3 +162,30 @@ class DraftConfig(ConfigModel):
             if value is not None and self.architecture != owner:
                 raise ValueError(f"drafter.{name} needs architecture: {owner}")
         return self
+
+    @model_validator(mode="after")
+    def _check_budget(self):
+        if self.budget is None:
+            return self
+        if self.steps:
+            raise ValueError("steps and budget exclude each other")
+        if isinstance(self.budget, str):
+            is_valid = re.fullmatch(r"\d*\.?\d+(min|h)", self.budget)
+        else:
+            is_valid = self.budget > 0
+        if not is_valid:
+            raise ValueError("budget is a time such as 45min or 3h, or tokens > 0")
+        return self
+
+    @property
+    def num_steps(self) -> int | None:
+        """Optimizer steps; None = as many as take `budget_seconds`."""
+        if isinstance(self.budget, int):
+            return max(1, self.budget // self.batch_tokens)
+        return None if self.budget else self.steps or DEFAULT_STEPS
+
+    @property
+    def budget_seconds(self) -> float:
+        """A budget of time."""
+        unit = self.budget.lstrip("0123456789.")
+        return float(self.budget.removesuffix(unit)) * SECONDS[unit]

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import mlx.core as mx
@@ -9,10 +10,12 @@ import mlx.nn as nn
 import numpy as np
 
 from ...config.draft import DraftConfig
+from ...data.batching import Batch
 from ...draft.acceptance import ReferenceCompletion, predict_accepted_lengths
 from ...draft.candidates import Candidate, all_acceptance_probs
 from ...draft.cost_model import SpeculationCosts
 from ...draft.forecast import Forecast
+from ...draft.text_first import Batches, TextFirst
 from ...models.checkpoint import weights_digest
 from ...models.dtypes import set_compute_dtype
 from ...training.optimizers import OptimizerConfig
@@ -22,6 +25,7 @@ from ...training.trainer import Trainer, TrainerConfig
 from ..context import ModelArtifact, StageContext
 from ..estimate import training_dtype
 from .benchmark import DraftEvaluation
+from .budget import steps_within
 from .setup import DraftData
 
 WARMUP_RATIO, MIN_LR_RATIO = 0.05, 0.1
@@ -126,10 +130,20 @@ class DraftDistillation(ABC):
             for name, values in zip(references, curves, strict=True)
         }
 
-    def trainer(self, step: TrainStep, batches, eval_batches) -> Trainer:
-        """The trainer of the stage's steps."""
-        config, ranks = self.config, step.ranks
-        forecast = Forecast(config.steps)
+    def trainer(
+        self,
+        make_step: Callable[[], TrainStep],
+        parts: list[Batches],
+        eval_batches: Iterable[Batch],
+    ) -> Trainer:
+        """The trainer of the stage's steps.
+
+        Args:
+            parts: batches of the training, one after the other; see `with_text`.
+        """
+        config, steps = self.config, self._num_steps(make_step, parts)
+        step, batches = make_step(), self._in_turn(parts, steps)
+        ranks, forecast = step.ranks, Forecast(steps)
 
         def accepted_length(done: int) -> float:
             """With all draft tokens, so that all evaluations can be compared."""
@@ -145,7 +159,7 @@ class DraftDistillation(ABC):
             step,
             batches,
             TrainerConfig(
-                config.steps,
+                steps,
                 self.context.seed,
                 self.context.folder / "checkpoints",
                 config.logging_steps,
@@ -156,7 +170,7 @@ class DraftDistillation(ABC):
             ),
             learning_rate=partial(
                 learning_rate_at,
-                steps=config.steps,
+                steps=steps,
                 peak=config.learning_rate,
                 schedule="cosine",
                 warmup_ratio=WARMUP_RATIO,
@@ -168,6 +182,29 @@ class DraftDistillation(ABC):
             score_name="accepted length",
             callbacks=self.context.extensions.callbacks,
         )
+
+    def _num_steps(
+        self, make_step: Callable[[], TrainStep], parts: list[Batches]
+    ) -> int:
+        """The steps of the recipe, or those that fit into its budget of time."""
+        config, context = self.config, self.context
+        if config.num_steps:
+            return config.num_steps
+        steps = steps_within(
+            config.budget_seconds, make_step, parts, context.folder / "budget"
+        )
+        context.logger.info(f"{steps:,} steps fit into {config.budget}")
+        return steps
+
+    def _in_turn(self, parts: list[Batches], steps: int) -> Batches:
+        """The batches of all steps: text in the first half of them, if there is any."""
+        *text, completions = parts
+        if not text:
+            return completions
+        self.context.logger.info(
+            f"steps 1 to {steps // 2:,} train on text, the others on completions"
+        )
+        return TextFirst(*text, steps // 2, completions)
 
     def facts(self, trainer: Trainer, loss: float, model: nn.Module) -> dict:
         """Facts about the training of a model or drafter, for the report."""
@@ -185,7 +222,7 @@ class DraftDistillation(ABC):
         logger.info(f"step {done}: {self.summary(predicted)}")
         forecast.add(done, lengths[predicted["num_draft_tokens"] - 1])
         expected = forecast.at_the_end
-        if expected is not None and done < self.config.steps:
+        if expected is not None and done < forecast.steps:
             logger.info(f"expected after all steps: accepted length {expected:.2f}")
 
     def summary(self, predicted: dict) -> str:

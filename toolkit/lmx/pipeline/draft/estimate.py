@@ -59,7 +59,7 @@ def draft_training_cost(
     if config.architecture != "model":
         cost = _drafter_training_cost(target, config, batch, compute)
     elif draft := _draft_shape(target, config.draft_model, find):
-        alone = TrainConfig(steps=config.steps, batch_tokens=config.batch_tokens)
+        alone = TrainConfig(steps=1, batch_tokens=config.batch_tokens)
         cost = training_cost(draft, alone, batch, compute)
     else:
         return None

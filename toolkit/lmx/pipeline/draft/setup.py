@@ -25,7 +25,7 @@ from ...draft.pruning import (
     rank_layers,
 )
 from ...draft.report import require_servable
-from ...draft.text_first import Batches, TextFirst, choose_text
+from ...draft.text_first import Batches, choose_text
 from ...errors import UserError
 from ...generation.completions import CachedGenerator
 from ...generation.sequence import GenerationRequest
@@ -88,20 +88,16 @@ class DraftData:
         """The same of the validation prompts."""
         return self._batches(self._eval_examples)
 
-    def with_text(self, prepare: Callable[[DistillationBatches], Batches]) -> Batches:
-        """The batches of the training: of text in the first steps, if there is any.
+    def with_text(
+        self, prepare: Callable[[DistillationBatches], Batches]
+    ) -> list[Batches]:
+        """The batches of the training: of text, if there is any, and of completions.
 
         Args:
             prepare: makes batches from those with the target's predictions.
         """
-        completions = prepare(self.train_batches)
-        if not self.text_batches:
-            return completions
-        count = self.config.steps // 2
-        self.context.logger.info(
-            f"steps 1 to {count:,} train on text, the others on completions"
-        )
-        return TextFirst(prepare(self.text_batches), count, completions)
+        parts = [self.text_batches, self.train_batches]
+        return [prepare(batches) for batches in parts if batches]
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
         """How often every token is trained, int [vocab_size]."""

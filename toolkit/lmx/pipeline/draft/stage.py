@@ -4,15 +4,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 from pydantic import ValidationError
 
 from ...config.data import DataConfig
 from ...config.draft import DraftConfig
 from ...config.messages import Problem
 from ..context import DRAFT_FOLDER, ModelArtifact, StageContext
-from ..estimate import BatchShape, ModelShape, StageResources, Workload, training_dtype
-from ..parallel_cost import data_parallel
+from ..estimate import (
+    BatchShape,
+    ModelShape,
+    StageResources,
+    TrainingCost,
+    Workload,
+    training_dtype,
+)
+from ..parallel_cost import Traffic, data_parallel
 from ..stage import ModelState, RawStage, Stage, needs_training_data
+from ..work import Work
 from .estimate import draft_benchmark_work, draft_training_cost, generation_cost
 
 
@@ -60,11 +69,12 @@ class DraftStage(Stage):
             disk=0,
             dtype=dtype,
             training=training,
-            steps=config.steps,
+            steps=_num_steps(config, training, dtype),
             batch_key="batch_tokens",
-            work=work + draft_benchmark_work(shape, config),
+            # Without the training it would not be the time of the stage.
+            work=work + draft_benchmark_work(shape, config) if training else Work(),
             data=data,
-            traffic=data_parallel(training.trained),
+            traffic=data_parallel(training.trained) if training else Traffic(),
             remedies=(
                 f"{self.address}.batch_tokens={max(8, config.batch_tokens // 2)}",
                 f"{self.address}.{block}.num_layers=1",
@@ -86,3 +96,12 @@ class DraftStage(Stage):
         with context.ranks.collective_errors():
             distillation = kind(self.config, context)
         return distillation.run()
+
+
+def _num_steps(
+    config: DraftConfig, training: TrainingCost | None, dtype: mx.Dtype
+) -> int | None:
+    """The steps; None = unknown."""
+    if config.num_steps or training is None:
+        return config.num_steps
+    return max(1, round(config.budget_seconds / training.step.seconds(dtype)))

@@ -1,6 +1,7 @@
 """Distillation of a draft model, and of a drafter on hidden states."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -55,14 +56,15 @@ class DraftModelDistillation(DraftDistillation):
         context = self.context
         initial = context.require_visible(context.folder / INITIAL_FOLDER)
         self._initial = loaded = context.load(initial, compute="stored")
-        step = self.make_step(
+        make_step = partial(
+            self.make_step,
             loaded.model,
             loaded.dtype,
             loss=DraftLoss(cross_entropy=self.config.ce_weight),
             chunked_loss=self._chunked_loss(loaded),
         )
-        batches = self.data.with_text(lambda batches: batches)
-        return self.trainer(step, batches, self.data.eval_batches)
+        parts = self.data.with_text(lambda batches: batches)
+        return self.trainer(make_step, parts, self.data.eval_batches)
 
     def finish(self, trainer: Trainer, loss: float) -> ModelArtifact:
         context, model = self.context, trainer.step.materialize()
@@ -152,7 +154,7 @@ class DrafterDistillation(DraftDistillation):
         chunk = loss_chunk(drafter.draft_vocab_size, on_cpu=on_cpu())
         loss = DrafterLoss(self.config, chunk=chunk)
         return self.trainer(
-            self.make_step(drafter, self.target.dtype, loss=loss),
+            partial(self.make_step, drafter, self.target.dtype, loss=loss),
             self.data.with_text(self._batches),
             self._batches(self.data.eval_batches),
         )

@@ -1,0 +1,120 @@
+"""A budget of a draft stage, in time or in tokens, in place of steps."""
+
+import re
+import time
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from lmx.config.draft import DraftConfig
+from lmx.pipeline.draft.budget import steps_within
+from lmx.run.distributed import SINGLE_PROCESS
+from test_draft_stage import DRAFT, make_run
+
+
+class SlowStep:
+    """A step of a known time, which changes the weights of its model."""
+
+    ranks = SINGLE_PROCESS
+
+    def __init__(self, model):
+        self.model, self.parameters = model, {}
+        self.optimizer = SimpleNamespace(state={})
+
+    def __call__(self, batch, learning_rate, seed):
+        time.sleep(batch)
+        self.model.weight = self.model.weight + 1
+        return mx.zeros(())
+
+
+class Times:
+    """Batches that take so many seconds each."""
+
+    def __init__(self, seconds):
+        self.seconds, self.digest = seconds, str(seconds)
+
+    def __call__(self, step):
+        return self.seconds
+
+
+def test_steps_fit_into_the_time_and_stay_the_same(tmp_path):
+    model = nn.Linear(2, 2)
+    before = model.weight.tolist()
+
+    def count(*seconds, minutes=1.0):
+        parts = [Times(each) for each in seconds]
+        folder = tmp_path / "budget"
+        return steps_within(60 * minutes, lambda: SlowStep(model), parts, folder)
+
+    # Text of .01 s and completions of .03 s, half of the steps each.
+    first = count(0.01, 0.03)
+    assert first == pytest.approx(60 / 0.02, rel=0.2)
+    assert model.weight.tolist() == before
+    # A resumed run measures nothing, another budget does.
+    assert count(0.01, 0.03) == first
+    assert count(0.01, 0.03, minutes=2) != first
+    assert count(0.01, minutes=1e-6) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        ({}, 1000),
+        ({"steps": 7}, 7),
+        ({"budget": 5000, "batch_tokens": 1000}, 5),
+        ({"budget": 5, "batch_tokens": 1000}, 1),
+        ({"budget": "45min"}, None),
+    ],
+)
+def test_steps_of_a_recipe(keys, steps):
+    assert DraftConfig(**keys).num_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("budget", "seconds"), [("45min", 2700), ("3h", 10800), (".5h", 1800)]
+)
+def test_seconds_of_a_budget(budget, seconds):
+    assert DraftConfig(budget=budget).budget_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"budget": budget} for budget in ("3 hours", "5", "h", "1e3min", 0, -1)),
+        {"budget": "3h", "steps": 10},
+    ],
+)
+def test_budgets_that_are_refused(keys):
+    with pytest.raises(ValueError, match="budget"):
+        DraftConfig(**keys)
+
+
+def test_a_run_with_a_budget_of_time_trains_as_many_steps(base, tmp_path):
+    stage = {key: value for key, value in DRAFT.items() if key != "steps"}
+    stage |= {"budget": "0.02min"}
+    folders = tmp_path / "time", tmp_path / "steps"
+    for folder in folders:
+        folder.mkdir()
+    run = make_run(folders[0], {"draft": stage}, model=base)
+    assert run() == 0
+    steps = max(r["step"] for r in run.records() if r["kind"] == "valid")
+    assert f" {steps:,} steps fit into 0.02min" in run.log
+    # The timed steps leave no trace: as many steps of a recipe end with equal weights.
+    stage = DRAFT | {"steps": steps}
+    other = make_run(folders[1], {"draft": stage}, model=base)
+    assert other() == 0
+    weights = [r.output / "draft/model.safetensors" for r in (run, other)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_the_dry_run_estimates_the_steps(base, tmp_path, capsys):
+    stage = {"budget": "2h", "draft_model": {"num_layers": 1}}
+    run = make_run(tmp_path, {"draft": stage}, model=base)
+    assert run("--dry-run") == 0
+    assert re.search(r"1-draft: roughly .* for [\d,]+ steps", capsys.readouterr().out)
+    # The size of a model that is not here is not known.
+    stage["draft_model"]["init_from"] = "some/sibling"
+    make_run(tmp_path, {"draft": stage}, model=base)
+    assert run("--dry-run") == 0
+    assert "1-draft: roughly" not in capsys.readouterr().out
