@@ -20,6 +20,8 @@ from programs import DATA, call, run_recipe
 ARCHITECTURES = ("model", "eagle3", "dflash")
 SETS = ("chat", "text", "code")
 CHARACTERS = 600
+# Examples have more tokens, so that there are enough of them for `--text-tokens`.
+TOKENS_PER_EXAMPLE = 100
 
 
 def main() -> None:
@@ -70,6 +72,7 @@ class _Seed:
         self.arguments = arguments
         self.seed = seed
         self.folder = arguments.folder / f"seed-{seed}"
+        self.sets = [name for name in SETS if self._source(name)]
 
     def run(self) -> dict[str, dict]:
         """The results by served target; see `drafters_runner`."""
@@ -82,24 +85,19 @@ class _Seed:
         return {target: self._benchmark(target) for target in arguments.targets}
 
     def _write_examples(self) -> None:
-        """Training prompts of all kinds, and held-out ones by set."""
+        """Training and held-out examples by set. A file has examples of one format."""
         self.folder.mkdir(parents=True, exist_ok=True)
         rng = random.Random(self.seed)
-        sources = {
-            name: source for name in SETS if (source := self._source(name)) is not None
-        }
-        share = self.arguments.num_prompts // len(sources)
-        train = [row for read in sources.values() for row in read("train", share, rng)]
-        rng.shuffle(train)
-        _write(self.folder / "train.jsonl", train)
+        sources = {name: self._source(name) for name in self.sets}
+        arguments = self.arguments
+        texts = arguments.text_tokens // TOKENS_PER_EXAMPLE
+        share = max(arguments.num_prompts, texts) // len(sources)
+        for name, read in sources.items():
+            _write(self.folder / f"train-{name}.jsonl", read("train", share, rng))
         held_out = random.Random(0)
         for name, read in sources.items():
-            rows = read("valid", self.arguments.num_test_prompts, held_out)
+            rows = read("valid", arguments.num_test_prompts, held_out)
             _write(self.folder / f"{name}.jsonl", rows)
-        valid = [
-            json.loads(line) for name in sources for line in _lines(self.folder, name)
-        ]
-        _write(self.folder / "valid.jsonl", valid)
 
     def _source(self, name: str):
         """A function of split, count and random numbers that returns examples."""
@@ -150,8 +148,10 @@ class _Seed:
         recipe = {
             "model": str(model.resolve()),
             "data": {
-                "train": str(self.folder / "train.jsonl"),
-                "valid": str(self.folder / "valid.jsonl"),
+                "train": [
+                    str(self.folder / f"train-{name}.jsonl") for name in self.sets
+                ],
+                "valid": [str(self.folder / f"{name}.jsonl") for name in self.sets],
                 "max_seq_length": drafters_runner.MAX_PROMPT_LENGTH,
             },
             "seed": self.seed,
@@ -216,10 +216,6 @@ def _text_examples(
 def _write(path: Path, rows: list[dict]) -> None:
     if not path.exists():
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _lines(folder: Path, name: str) -> list[str]:
-    return (folder / f"{name}.jsonl").read_text().splitlines()
 
 
 if __name__ == "__main__":

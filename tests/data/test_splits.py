@@ -129,6 +129,23 @@ def test_max_samples_applies_to_each_source(tmp_path, limit):
     assert (len(records), len(eval_records)) == (2 * limit, limit)
 
 
+@pytest.mark.parametrize("has_valid", [True, False])
+def test_sources_are_read_in_turn(tmp_path, has_valid):
+    """Callers that read only the first records get some of every source."""
+    files = [
+        write_records(tmp_path / f"{name}.jsonl", count)
+        for name, count in (("a", 60), ("b", 40), ("c", 3))
+    ]
+    keys = {"train": files} | ({"valid": files} if has_valid else {})
+    for records in split_records(**keys):
+        sources = [Path(place).name[0] for place in places(records)]
+        counts = [sources.count(name) for name in "abc"]
+        assert counts[0] > counts[1] > counts[2] > 0
+        assert sources[: 3 * counts[2]] == ["a", "b", "c"] * counts[2]
+        shared = 3 * counts[2] + 2 * (counts[1] - counts[2])
+        assert {*sources[shared:]} == {"a"}
+
+
 def test_training_records_are_read_lazily(tmp_path):
     valid = write_records(tmp_path / "b.jsonl", 3)
     splits = make_splits(train=str(tmp_path / "none.jsonl"), valid=valid)

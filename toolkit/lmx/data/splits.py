@@ -5,7 +5,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import zip_longest
 from pathlib import Path
+from typing import TypeVar
 
 from ..config.data import DataConfig
 from ..errors import UserError
@@ -14,6 +16,7 @@ from .cache import CacheEntry
 from .dataset import ReadStats, RecordReader, has_split, source_fingerprint, source_size
 from .record_formats import DataRecord
 
+T = TypeVar("T")
 EVAL_SHARE = 0.05
 EVAL_MAX_EXAMPLES = 2_000
 EVAL_FILE = "records.jsonl"
@@ -121,8 +124,17 @@ def _split_document(record: DataRecord) -> tuple[DataRecord, DataRecord]:
     return replace(record, text=text[:cut]), replace(record, text=text[cut:])
 
 
+def in_turn(sources: Iterable[Iterable[T]]) -> Iterator[T]:
+    """An item of every source in turn, until all sources end."""
+    end = object()
+    for items in zip_longest(*sources, fillvalue=end):
+        yield from (item for item in items if item is not end)
+
+
 class TrainDataset:
     """All training records except held-out ones. Every iteration reads them again.
+
+    They come from all sources in turn, as some callers read only the first ones.
 
     Args:
         held: returns the held-out split of each source; None = nothing is held out.
@@ -146,11 +158,14 @@ class TrainDataset:
 
     def __iter__(self) -> Iterator[DataRecord]:
         held = self._held() if self._held else {}
-        for source in self.sources:
-            records = self._read(source)
-            split = held.get(source)
-            yield from split.remaining(records, self._seed) if split else records
-            self.stats[source] = records.stats
+        return in_turn(
+            self._records(source, held.get(source)) for source in self.sources
+        )
+
+    def _records(self, source: str, split: EvalSplit | None) -> Iterator[DataRecord]:
+        records = self._read(source)
+        yield from split.remaining(records, self._seed) if split else records
+        self.stats[source] = records.stats
 
 
 class Splits:
@@ -181,9 +196,9 @@ class Splits:
 
     @cached_property
     def valid(self) -> list[DataRecord]:
-        """All validation records."""
+        """All validation records, from all sources in turn."""
         if not self._valid_sources:
-            held = [r for split in self._held.values() for r in split.records]
+            held = [*in_turn(split.records for split in self._held.values())]
             self.info(f"valid: {len(held):,} examples held out from train")
             return held
         by_source = {}
@@ -191,7 +206,7 @@ class Splits:
             records = self._read(source, "valid")
             by_source[source] = list(records)
             log_read_stats("valid", records.stats, self.info, self.warning)
-        return [r for source in self._valid_sources for r in by_source[source]]
+        return [*in_turn(by_source[source] for source in self._valid_sources)]
 
     @cached_property
     def train(self) -> TrainDataset:
