@@ -50,6 +50,9 @@ def test_two_ranks_generate_what_one_does(tmp_path):
         ("qwen3_5", ("greedy", "lookup")),
         ("gpt_oss", ("greedy", "lookup")),
         ("deepseek_v3", ("greedy", "lookup")),
+        ("qwen3_next", ("greedy", "lookup")),
+        ("qwen3_next", ("sampled", "adaptive", "draft")),
+        ("bailing_hybrid", ("greedy", "lookup", "grammar")),
     ],
 )
 def test_kinds_of_requests(tmp_path, family, kinds):

@@ -26,7 +26,7 @@ from tiny_dflash import random_drafter, random_target
 from tiny_eagle3 import tiny_drafter
 from tiny_generators import VOCABULARY, byte_tokenizer
 from tiny_requests import noisy, run, some_requests
-from tiny_shards import hold_first_part, model_of
+from tiny_shards import hold_wrong_part, model_of
 
 TOKENIZER = byte_tokenizer()
 COMPILER = GrammarCompiler(TOKENIZER)
@@ -108,7 +108,7 @@ def generate(
         model = target(family)
         tensor_parallel.shard(model, ranks, partial(target, family))
         if fault == "wrong":
-            hold_first_part(model, target(family), ranks.size)
+            hold_wrong_part(model, target(family), ranks.size)
         engine = ParallelEngine(
             model, ranks, COMPILER.compile, **options(kind, family, model)
         )
