@@ -9,7 +9,7 @@ import numpy as np
 from lmx import cpu
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.models import tensor_parallel
-from lmx.models.loader import build_model
+from lmx.models.loader import build_model, model_classes
 from lmx.models.pipeline_parallel import is_divided_by_layers
 from lmx.run.distributed import ProcessGroup
 from mlx.utils import tree_flatten, tree_map
@@ -147,14 +147,15 @@ def errors(ranks: ProcessGroup, target: Path, *cases: str) -> None:
 
 def hold_wrong_part(model: nn.Module, whole: nn.Module, size: int) -> None:
     """Let the blocks of a divided model hold the part of rank 0. If it is divided by
-    layers, let rank 0 have two of them in the wrong order."""
+    layers, let ranks have two of them in the wrong order."""
     if is_divided_by_layers(model):
-        if not model.model.start_idx:
-            return
-        first, second = model.layers[0], model.layers[2]
-        weights = first.parameters()
-        first.update(second.parameters())
-        second.update(weights)
+        by_kind: dict[str, nn.Module] = {}
+        for layer in model.layers:
+            weights = layer.parameters()
+            kind = str(tree_map(lambda weight: weight.shape, weights))
+            if other := by_kind.setdefault(kind, layer):
+                layer.update(other.parameters())
+                other.update(weights)
         return
     tensor_parallel._divide(whole, tensor_parallel.Place(0, size))
     part = tree_flatten(whole.parameters())
@@ -172,6 +173,14 @@ def configuration(family: str) -> dict:
     if family in LAYERED:
         return config(family) | {"num_hidden_layers": LAYERED[family]}
     return config(family)
+
+
+def read_keys(family: str) -> dict:
+    """A config for a checkpoint: without keys that the architecture does not read."""
+    settings = configuration(family)
+    _, arguments = model_classes(settings)
+    known = arguments.__dataclass_fields__.keys() & settings.keys()
+    return {key: settings[key] for key in known}
 
 
 SHARDED = [name for name in FAMILIES if hasattr(build_model(config(name)), "shard")]

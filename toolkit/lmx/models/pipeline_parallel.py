@@ -1,11 +1,11 @@
 """Pipeline parallelism: every process holds consecutive layers of one model.
 
-It serves the architectures of mlx-lm that have `pipeline` and no `shard`. mlx-lm chooses
-the layers of a rank, the first ones for the last rank. Rank after rank computes its
-layers, and then all have the hidden states of rank 0, from which each computes the same
-logits. mlx-lm itself communicates in its models, but knows only its own caches of one
-sequence there, and all processes of a job. So the first and the last block communicate
-here.
+It serves the architectures of mlx-lm that have `pipeline` and no `shard`. mlx-lm
+chooses the layers of a rank, the first ones for the last rank. One rank after the other
+computes its layers. Then all get the hidden states of rank 0, and each computes the
+same logits. The code in mlx-lm's models that communicates knows only mlx-lm's caches,
+and all processes of a job as one group. So here the first and the last block of a rank
+communicate.
 """
 
 import copy
@@ -170,11 +170,11 @@ def _in_front(kind: type, layer_class: type[nn.Module]) -> type[nn.Module]:
 
 def _require_one_dtype(model: nn.Module) -> None:
     """Raise UserError unless all blocks give what the embedding does."""
-    dtypes = {}
+    dtypes: set[str] = set()
 
     def record(_, forward: Callable, x: mx.array, *args: Any, **kwargs: Any):
         y = forward(x, *args, **kwargs)
-        dtypes.update({str(x.dtype): None, str(y.dtype): None})
+        dtypes.update(str(each.dtype).removeprefix("mlx.core.") for each in (x, y))
         return y
 
     prefix = find_blocks(model).prefix
@@ -184,8 +184,8 @@ def _require_one_dtype(model: nn.Module) -> None:
         model(mx.zeros((1, 1), mx.int32))
     if len(dtypes) > 1:
         raise UserError(
-            f"the hidden states are {' and '.join(dtypes)} in different layers, which "
-            "therefore cannot be divided among processes"
+            f"the hidden states are {' and '.join(sorted(dtypes))} in different "
+            "layers, which therefore cannot be divided among processes"
         )
 
 
