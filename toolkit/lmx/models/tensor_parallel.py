@@ -3,7 +3,8 @@
 mlx-lm's architectures divide their blocks (`Model.shard`): heads of attention, and
 hidden units of the MLP or of every expert. A block sums the outputs of its parts twice,
 as Megatron does (arXiv 1909.08053). Here the embedding and the LM head are divided
-along the vocabulary too, as most weights of a small model are theirs.
+along the vocabulary too, as most weights of a small model are theirs. What mlx-lm
+divides by layers only is left to `pipeline_parallel`.
 """
 
 import traceback
