@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel model compute, beside the whole model."""
+"""What the ranks of a divided model compute, beside the whole model."""
 
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,8 @@ import numpy as np
 from lmx import cpu
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.models import tensor_parallel
-from lmx.models.loader import build_model
+from lmx.models.loader import build_model, model_classes
+from lmx.models.pipeline_parallel import is_divided_by_layers
 from lmx.run.distributed import ProcessGroup
 from mlx.utils import tree_flatten, tree_map
 from tiny_families import (
@@ -40,6 +41,8 @@ SIZES = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+# Families that are divided by layers. Ranks have unequal numbers of them.
+LAYERED = {"qwen3_next": 7, "bailing_hybrid": 7}
 TOKENS = 24
 LATENT = {"num_key_value_heads": 8}
 # Families that are tested only here.
@@ -123,7 +126,7 @@ def logits(model: nn.Module) -> mx.array:
 
 def errors(ranks: ProcessGroup, target: Path, *cases: str) -> None:
     """Save the largest relative error of the logits, and the share of the bytes that
-    this rank holds, for every `family:mode`; "wrong" = rank 1 holds rank 0's part."""
+    this rank holds, for every `family:mode`; "wrong" = see `hold_wrong_part`."""
     found = {}
     for case in cases:
         family, mode, wrong = [*case.split(":"), "", ""][:3]
@@ -133,7 +136,7 @@ def errors(ranks: ProcessGroup, target: Path, *cases: str) -> None:
         model = make()
         tensor_parallel.shard(model, ranks, make)
         if wrong:
-            hold_first_part(model, make(), ranks.size)
+            hold_wrong_part(model, make(), ranks.size)
         ours = logits(model)
         scale = mx.abs(expected).max()
         error = (mx.abs(ours - expected).max() / scale).item()
@@ -142,8 +145,18 @@ def errors(ranks: ProcessGroup, target: Path, *cases: str) -> None:
     np.savez(target / f"{ranks.rank}.npz", **found)
 
 
-def hold_first_part(model: nn.Module, whole: nn.Module, size: int) -> None:
-    """Let the blocks of a divided model hold the part of rank 0."""
+def hold_wrong_part(model: nn.Module, whole: nn.Module, size: int) -> None:
+    """Let the blocks of a divided model hold the part of rank 0. If it is divided by
+    layers, let ranks have two of them in the wrong order."""
+    if is_divided_by_layers(model):
+        by_kind: dict[str, nn.Module] = {}
+        for layer in model.layers:
+            weights = layer.parameters()
+            kind = str(tree_map(lambda weight: weight.shape, weights))
+            if other := by_kind.setdefault(kind, layer):
+                layer.update(other.parameters())
+                other.update(weights)
+        return
     tensor_parallel._divide(whole, tensor_parallel.Place(0, size))
     part = tree_flatten(whole.parameters())
     model.load_weights([each for each in part if ".layers." in each[0]], strict=False)
@@ -157,7 +170,17 @@ def configuration(family: str) -> dict:
     """A config whose counts four processes divide."""
     if family in MORE:
         return SHAPE | {"rope_scaling": None} | MORE[family] | {"model_type": family}
+    if family in LAYERED:
+        return config(family) | {"num_hidden_layers": LAYERED[family]}
     return config(family)
+
+
+def read_keys(family: str) -> dict:
+    """A config for a checkpoint: without keys that the architecture does not read."""
+    settings = configuration(family)
+    _, arguments = model_classes(settings)
+    known = arguments.__dataclass_fields__.keys() & settings.keys()
+    return {key: settings[key] for key in known}
 
 
 SHARDED = [name for name in FAMILIES if hasattr(build_model(config(name)), "shard")]

@@ -28,9 +28,9 @@ def in_ranks(folder, family, fault, *kinds, count=2) -> list[dict]:
 def assert_equal(ranks: list[dict], family: str, kinds) -> None:
     for kind in kinds:
         assert ranks[0][kind] == tiny_parallel.expected(kind, family), kind
-        for name in ("checksum", "rounds"):
+        for name in ("checksum", "rounds", "prefixes"):
             key = f"{kind} {name}"
-            assert len({rank[key] for rank in ranks}) == 1, key
+            assert all(rank[key] == ranks[0][key] for rank in ranks), key
         is_fixed = kind in tiny_parallel.DRAFTS
         assert ranks[0][f"{kind} rounds"] > 0 or not is_fixed
 
@@ -50,10 +50,20 @@ def test_two_ranks_generate_what_one_does(tmp_path):
         ("qwen3_5", ("greedy", "lookup")),
         ("gpt_oss", ("greedy", "lookup")),
         ("deepseek_v3", ("greedy", "lookup")),
+        ("qwen3_next", ("greedy", "lookup", "evicted")),
+        ("qwen3_next", ("adaptive", "draft", "layer_bits")),
+        ("bailing_hybrid", ("sampled", "lookup", "grammar")),
     ],
 )
 def test_kinds_of_requests(tmp_path, family, kinds):
-    assert_equal(in_ranks(tmp_path, family, "", *kinds), family, kinds)
+    ranks = in_ranks(tmp_path, family, "", *kinds)
+    assert_equal(ranks, family, kinds)
+    if "evicted" in kinds:
+        # Both drop the same prefixes, and not for the bytes of their own.
+        first, second = (rank["evicted bytes"] for rank in ranks)
+        assert first["counted"] == second["counted"]
+        assert first["held"] != second["held"]
+        assert len(ranks[0]["evicted prefixes"]) < len(ranks[0]["greedy prefixes"]) / 2
 
 
 @pytest.mark.slow

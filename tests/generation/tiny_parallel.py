@@ -26,7 +26,7 @@ from tiny_dflash import random_drafter, random_target
 from tiny_eagle3 import tiny_drafter
 from tiny_generators import VOCABULARY, byte_tokenizer
 from tiny_requests import noisy, run, some_requests
-from tiny_shards import hold_first_part, model_of
+from tiny_shards import hold_wrong_part, model_of
 
 TOKENIZER = byte_tokenizer()
 COMPILER = GrammarCompiler(TOKENIZER)
@@ -46,7 +46,7 @@ def target(family: str):
         small, _ = random_target(num_key_value_heads=2, vocab_size=VOCABULARY)
         return small
     # Keys of 32 numbers can be quantized.
-    sizes = {"head_dim": 32} if family == "llama" else {}
+    sizes = {"head_dim": 32} if family in ("llama", "qwen3_next") else {}
     return noisy(model_of(family, vocab_size=VOCABULARY, **sizes), 0.05)
 
 
@@ -87,13 +87,17 @@ def options(kind: str, family: str, model) -> dict:
         chosen["draft_length"] = DraftLengthController(fixed=3)
     if kind == "kv_bits":
         chosen["kv_bits"] = 8
+    if kind == "layer_bits":
+        chosen["kv_bits"] = [4 + 4 * (layer % 4 == 1) for layer in range(7)]
+    if kind == "evicted":
+        chosen["prefix_cache"] = PrefixCache(1 << 20)
     return chosen
 
 
 def expected(kind: str, family: str) -> list[list[int]]:
     """The tokens of one process."""
     model = target(family)
-    chosen = options(kind, family, model) | {"prefix_cache": PrefixCache()}
+    chosen = {"prefix_cache": PrefixCache()} | options(kind, family, model)
     return run(Engine(model, **chosen), requests(kind), seed=1)
 
 
@@ -108,7 +112,7 @@ def generate(
         model = target(family)
         tensor_parallel.shard(model, ranks, partial(target, family))
         if fault == "wrong":
-            hold_first_part(model, target(family), ranks.size)
+            hold_wrong_part(model, target(family), ranks.size)
         engine = ParallelEngine(
             model, ranks, COMPILER.compile, **options(kind, family, model)
         )
@@ -121,6 +125,11 @@ def generate(
             found["error"] = error.message
         found[f"{kind} checksum"] = engine._checksum
         found[f"{kind} rounds"] = engine.stats.rounds
+        prefixes = engine.scheduler.prefix_cache
+        nodes = [*prefixes.nodes()]
+        found[f"{kind} prefixes"] = [len(node.tokens) for node in nodes]
+        held = sum(node.nbytes for node in nodes)
+        found[f"{kind} bytes"] = {"counted": prefixes.nbytes, "held": held}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
 
 

@@ -20,6 +20,7 @@ from lmx.run.parallel_dims import ParallelDims
 from mlx.utils import tree_flatten
 from processes import in_ring
 from tiny_checkpoints import QWEN3_MOE
+from tiny_shards import read_keys
 
 PROGRAM = """
 import sys
@@ -68,10 +69,19 @@ def evaluate_part(folder: str, *models: str) -> None:
     (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.slow), 16])
-def test_ranks_measure_what_one_process_does(tmp_path, make_checkpoint, bits):
-    reference = make_checkpoint(QWEN3_MOE, num_key_value_heads=2)
-    model = make_checkpoint(QWEN3_MOE, num_key_value_heads=2, rms_norm_eps=1e-2)
+@pytest.mark.parametrize(
+    ("base", "bits"),
+    [
+        (QWEN3_MOE, 16),
+        pytest.param(QWEN3_MOE, 4, marks=pytest.mark.slow),
+        pytest.param(read_keys("qwen3_next"), 16, marks=pytest.mark.slow),
+    ],
+    ids=["qwen3_moe", "qwen3_moe_4bit", "by_layers"],
+)
+def test_ranks_measure_what_one_process_does(tmp_path, make_checkpoint, base, bits):
+    base = base | {"num_key_value_heads": 2, "vocab_size": 320}
+    reference = make_checkpoint(base)
+    model = make_checkpoint(base, rms_norm_eps=1e-2)
     if bits == 4:
         model = quantized(model, tmp_path / "quantized")
     models = str(reference), str(model)

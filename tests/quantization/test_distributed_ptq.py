@@ -1,8 +1,9 @@
 """Several processes quantize like one: they divide calibration windows and solves.
 
 A matrix product of other rows may round otherwise and move a tie. The error of such a
-code shifts the targets of later ones, so codes are compared on tokens without a tie.
-Statistics are compared behind RTN, which does not depend on them.
+code shifts the targets of later ones. So the cases have tokens on which codes moved
+before ranks had rows in sixteens. Statistics are compared behind RTN, which does not
+depend on them.
 """
 
 from pathlib import Path
@@ -42,6 +43,15 @@ cpu.enable()
 module.save_cases(join(), Path(sys.argv[1]), sys.argv[2:])
 """
 SIZES = {"hidden_size": 128, "intermediate_size": 192}
+# Sets of few rows, which are no multiple of sixteen.
+NARROW = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+}
 # Tokens after the last of a window that counts are not seen.
 COUNTED = np.arange(TOKENS.shape[1]) < np.array([[24], [9], [17], [24], [5], [12]])
 COUNTED[0, :7] = False
@@ -53,13 +63,13 @@ STATISTICS = {
 }
 # Model settings, keys of a recipe, and the seed of the tokens.
 CODES = {
-    "gptq": (LLAMA | SIZES | {"tie_word_embeddings": True}, {}, 1),
+    "gptq": (LLAMA | SIZES | {"tie_word_embeddings": True}, {}, 7),
+    "narrow": (LLAMA | NARROW, {"group_size": 32}, 3),
     "fast": (LLAMA | SIZES, {"effort": "fast"}, 1),
     "tiny": (LLAMA | {"intermediate_size": 64}, {"effort": "fast"}, 1),
     "experts": (QWEN3_MOE | {"num_hidden_layers": 1}, {}, 1),
     "nvfp4": (LLAMA, {"mode": "nvfp4"}, 1),
 }
-MAX_MOVED = 1e-3
 # Grids, and whether rows compensate for each other's errors.
 SOLVES = {
     "affine": (QuantSpec(bits=4, group_size=32), False),
@@ -224,7 +234,7 @@ def test_rows_are_divided(tmp_path, count):
         expected = solutions_of(SINGLE_PROCESS, tmp_path, case)
         if expected["0.weight"].dtype == np.uint32:
             moved, total = moved_codes(first[name], expected)
-            assert moved < MAX_MOVED * total, (case, moved, total)
+            assert not moved, (case, moved, total)
         else:
             assert largest_error(first[name], expected) < 1e-5
         for other in others:
@@ -241,7 +251,7 @@ def test_codes_are_those_of_one_process(tmp_path, count):
         place = tmp_path / f"one-{case}"
         place.mkdir()
         moved, total = moved_codes(first[name], tensors_of(SINGLE_PROCESS, place, case))
-        assert moved < MAX_MOVED * total, (case, moved, total)
+        assert not moved, (case, moved, total)
         for other in others:
             for key, value in first[name].items():
                 np.testing.assert_array_equal(other[name][key], value)
@@ -252,7 +262,7 @@ def test_one_layer_has_the_codes_of_one_process(tmp_path):
     results = in_processes(names, tmp_path)[0]
     expected = tensors_of(SINGLE_PROCESS, tmp_path, "tiny")
     moved, total = moved_codes(results[names[0]], expected)
-    assert moved < MAX_MOVED * total
+    assert not moved, total
     # One process reads the state of two.
     state = tmp_path / "tensors_of-tiny-"
     times = {file: file.stat().st_mtime_ns for file in state.rglob("tensors.*")}

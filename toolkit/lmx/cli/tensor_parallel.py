@@ -22,7 +22,8 @@ def add_tensor_parallel_argument(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="M",
-        help="processes that hold the model together: start M with mlx.launch -n M",
+        help="processes that hold the model together, each a part of every layer, or "
+        "some layers (qwen3_next, bailing_hybrid): start M with mlx.launch -n M",
     )
 
 

@@ -18,6 +18,6 @@ class ParallelConfig(ConfigModel):
     `tensor`."""
     tensor: int = Field(1, ge=1)
     """Processes that hold one model together (tensor parallelism), in `evaluate`
-    stages and in `train` stages with a lora adapter; its layers must be divisible by
-    it. A quantize stage holds one block at a time, and divides examples among all
-    processes."""
+    stages and in `train` stages with a lora adapter. Its layers must be divisible by
+    it; of `qwen3_next` and `bailing_hybrid` each holds some of the layers. A quantize
+    stage holds one block at a time, and divides examples among all processes."""

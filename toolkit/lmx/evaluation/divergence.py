@@ -9,6 +9,7 @@ import numpy as np
 
 from ..data.batching import Batch
 from ..data.sequence_mean import mean_over_sequences
+from ..models.pipeline_parallel import compile_for
 from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from .perplexity import Perplexity, divide_batches, perplexity_of, sequence_losses
 
@@ -54,7 +55,7 @@ def measure_divergence(
         UserError: a prediction of `model` is NaN (exit code 1).
     """
 
-    @mx.compile
+    @compile_for(reference, model)
     def compare(tokens, mask):
         before, after = (
             m(tokens[:, :-1]).astype(mx.float32) for m in (reference, model)

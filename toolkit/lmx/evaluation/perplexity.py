@@ -11,6 +11,7 @@ import numpy as np
 from ..data.batching import Batch, rows_of
 from ..data.sequence_mean import mean_over_sequences
 from ..errors import nan_predictions
+from ..models.pipeline_parallel import compile_for
 from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 
 # Logits in memory at once: 256 MB in float32.
@@ -89,7 +90,7 @@ def measure_perplexity(
         UserError: a prediction is NaN (exit code 1).
     """
 
-    @mx.compile
+    @compile_for(model)
     def sums(tokens, mask):
         return sequence_losses(model(tokens[:, :-1]).astype(mx.float32), tokens, mask)
 

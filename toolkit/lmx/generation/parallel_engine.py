@@ -21,11 +21,13 @@ import numpy as np
 
 from ..cpu.memory import available_memory
 from ..errors import FAILED, UserError
+from ..models.pipeline_parallel import is_divided_by_layers, own_layers
 from ..run.distributed import ProcessGroup
 from .engine import Engine
 from .grammar import Grammar
 from .grammar_matcher import CompiledGrammar
 from .kv_cache.prefix import PrefixCache
+from .kv_cache.sequence import KVBits
 from .sampling import Sampling
 from .sequence import GenerationRequest, TokenOutput
 from .speculative.draft_length import DraftLengthController
@@ -84,6 +86,7 @@ class ParallelEngine(Engine):
         compile_grammar: compiles what the requests of rank 0 have to match.
         kv_memory: bytes for the keys and values that each rank holds. None = what is
             available now on the rank that has least.
+        kv_bits: as for `CacheState`, of all layers of the model.
         prefix_cache: None = one of default size.
         options: those of `Engine`.
     """
@@ -95,6 +98,7 @@ class ParallelEngine(Engine):
         compile_grammar: Callable[[Grammar], CompiledGrammar],
         *,
         kv_memory: int | None = None,
+        kv_bits: KVBits = None,
         prefix_cache: PrefixCache | None = None,
         **options: Any,
     ):
@@ -109,14 +113,26 @@ class ParallelEngine(Engine):
         self._has_ended = self._has_failed = False
         memory = available_memory() if kv_memory is None else kv_memory
         prefix_cache = prefix_cache or PrefixCache()
-        limits = mx.array([[memory, prefix_cache.max_bytes]], mx.int64)
-        limits = ranks.all_gather(limits).min(axis=0).tolist()
-        prefix_cache.max_bytes = limits[1]
-        super().__init__(
-            model, kv_memory=limits[0], prefix_cache=prefix_cache, **options
+        memory, prefix_cache.max_bytes = map(
+            min, self._of_all([memory, prefix_cache.max_bytes])
         )
-        # With KV bits, the model runs: on all ranks now, not on one of them later.
-        self.scheduler.new_cache()
+        if isinstance(kv_bits, Sequence):
+            kv_bits = kv_bits[own_layers(model)]
+        super().__init__(
+            model,
+            kv_memory=memory,
+            kv_bits=kv_bits,
+            prefix_cache=prefix_cache,
+            **options,
+        )
+        # With KV bits, or layers of one rank each, the model runs: on all ranks now,
+        # not on one of them later.
+        cache = self.scheduler.new_cache()
+        sizes = self._of_all([int(cache.bytes_per_token()), cache.snapshot_bytes])
+        # Ranks with different layers agree on what fits.
+        self.scheduler.bytes_per_token, per_snapshot = map(max, sizes)
+        if is_divided_by_layers(model):
+            prefix_cache.sizes = self.scheduler.bytes_per_token, per_snapshot
 
     @property
     def draft_length(self) -> DraftLengthController:
@@ -198,6 +214,11 @@ class ParallelEngine(Engine):
         return outputs
 
     # Messages
+
+    def _of_all(self, numbers: list[int]) -> list[list[int]]:
+        """The values that each of these numbers has on the ranks."""
+        rows = self._ranks.all_gather(mx.array([numbers], mx.int64))
+        return rows.T.tolist()
 
     def _send(self) -> tuple[mx.array, bytes, int]:
         """Launch the exchange for the next step.

@@ -86,7 +86,8 @@ class Scheduler:
         return max_padded_width(self._empty_cache)
 
     @cached_property
-    def _bytes_per_token(self) -> float:
+    def bytes_per_token(self) -> float:
+        """Bytes that every token of a request takes."""
         return self.new_cache().bytes_per_token()
 
     @cached_property
@@ -109,13 +110,13 @@ class Scheduler:
         tokens, memory = request.max_length, self.kv_memory or available_memory()
         if tokens < MIN_CHECKED:
             return
-        needed = self._bytes_per_token * tokens
+        needed = self.bytes_per_token * tokens
         if needed <= memory:
             return
         raise UserError(
             f"the KV cache of {tokens:,} tokens takes {needed / 1e9:,.1f} GB, and "
             f"{memory / 1e9:,.1f} GB of memory are available",
-            hint=f"{int(memory / self._bytes_per_token):,} tokens fit: lower "
+            hint=f"{int(memory / self.bytes_per_token):,} tokens fit: lower "
             "max_tokens, or quantize the cache (kv_bits)",
             code=WILL_NOT_FIT,
         )
@@ -221,7 +222,7 @@ class Scheduler:
         others = (
             s.state.length for s in self.waiting if s.state and s not in sequences
         )
-        return self._bytes_per_token * (sum(lengths) + sum(others)) <= self.memory
+        return self.bytes_per_token * (sum(lengths) + sum(others)) <= self.memory
 
     def _has_room(
         self, running: Sequence[RunningSequence], sequence: RunningSequence

@@ -36,6 +36,7 @@ from .checkpoint import (
 )
 from .dtypes import cast, compute_dtype, stored_dtype
 from .lora.io import load_adapter
+from .pipeline_parallel import is_divided_by_layers
 from .quantized_layers import replace_qq_layers
 
 CHECKPOINT_PATTERNS = [
@@ -133,7 +134,8 @@ def load(
         dtype = stored_dtype(model)
         if group.size > 1:
             tensor_parallel.shard(model, group, lambda: read(SINGLE_PROCESS)[0])
-            _check_forward_pass(model, path)
+            if not is_divided_by_layers(model):
+                _check_forward_pass(model, path)
         if adapter:
             _add_adapter(model, adapter)
         if compute != "stored":

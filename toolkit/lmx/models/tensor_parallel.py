@@ -3,14 +3,13 @@
 mlx-lm's architectures divide their blocks (`Model.shard`): heads of attention, and
 hidden units of the MLP or of every expert. A block sums the outputs of its parts twice,
 as Megatron does (arXiv 1909.08053). Here the embedding and the LM head are divided
-along the vocabulary too, as most weights of a small model are theirs.
+along the vocabulary too, as most weights of a small model are theirs. What mlx-lm
+divides by layers only is left to `pipeline_parallel`.
 """
 
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +20,14 @@ from .. import cpu
 from ..errors import UserError
 from ..run.distributed import ProcessGroup
 from . import global_scale
+from .pipeline_parallel import (
+    Place,
+    can_divide_by_layers,
+    divide_by_layers,
+    largest_share,
+    layers_by_rank,
+    put_in_front,
+)
 from .quantized_layers import has_quantized_inputs
 
 # What architectures raise for counts that they cannot divide.
@@ -36,26 +43,12 @@ UNCHECKED = ("deepseek_v41", "kimi_k3", "minimax_m3_vl", "muse_spark")
 TRAINED = ("llama", "qwen2", "qwen3", "ministral3", "iquestloopcoder")
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place in a group of processes; MLX divides weights with nothing else."""
-
-    index: int
-    count: int
-
-    def rank(self) -> int:
-        """The number of this process."""
-        return self.index
-
-    def size(self) -> int:
-        """The number of processes."""
-        return self.count
-
-
 def shard(
     model: nn.Module, group: ProcessGroup, reread: Callable[[], nn.Module]
 ) -> None:
     """Keep this rank's part of a model, in place. Weights may be unread, and stay so.
+
+    If mlx-lm divides the model by layers only, the part is some of them.
 
     Args:
         reread: loads the whole model again, unread.
@@ -70,8 +63,18 @@ def shard(
             "output",
             stacklevel=2,
         )
+    has_layers_only = can_divide_by_layers(model)
+    if has_layers_only and group.is_first:
+        warnings.warn(
+            f"mlx-lm divides {architecture(model)} by layers only: every process holds "
+            "some of them, which saves memory, but no time",
+            stacklevel=2,
+        )
     try:
-        _divide(model, group.group)
+        if has_layers_only:
+            divide_by_layers(model, group)
+        else:
+            _divide(model, group.group)
     except INDIVISIBLE as error:
         possible = [n for n in range(2, MAX_NAMED + 1) if _can_divide(reread(), n)]
         refusal = _indivisible(model, group.size, error)
@@ -79,7 +82,8 @@ def shard(
         refusal.hint = f"possible are {names}" if possible else "use one process"
         raise refusal from error
     cpu.enable(model)
-    _divide_vocabulary(model, group)
+    if not has_layers_only:
+        _divide_vocabulary(model, group)
 
 
 def architecture(model: nn.Module) -> str:
@@ -106,6 +110,8 @@ def _require_divisible_kind(model: nn.Module) -> None:
     Raises:
         UserError: naming it.
     """
+    if can_divide_by_layers(model):
+        return
     if not hasattr(model, "shard"):
         raise UserError(
             f"mlx-lm cannot divide models of type {model.model_type} among processes",
@@ -144,7 +150,10 @@ def _divide(model: nn.Module, place: Place | mx.distributed.Group) -> None:
 
 def _can_divide(model: nn.Module, size: int) -> bool:
     try:
-        _divide(model, Place(0, size))
+        if can_divide_by_layers(model):
+            layers_by_rank(model, size)
+        else:
+            _divide(model, Place(0, size))
     except INDIVISIBLE:
         return False
     return True
@@ -180,7 +189,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def shard_share(model: nn.Module, size: int) -> float:
-    """The share of the weights that each of `size` processes holds.
+    """The share of the weights that each of `size` processes holds, at most.
 
     From shapes alone; the model is divided, and never computed.
 
@@ -190,6 +199,8 @@ def shard_share(model: nn.Module, size: int) -> float:
     _require_divisible_kind(model)
     whole = sum(value.size for _, value in tree_flatten(model.parameters()))
     try:
+        if can_divide_by_layers(model):
+            return largest_share(model, size)
         _divide(model, Place(0, size))
     except INDIVISIBLE as error:
         raise _indivisible(model, size, error) from error
@@ -207,7 +218,7 @@ def _divide_vocabulary(model: nn.Module, group: ProcessGroup) -> None:
         part = slice(group.rank * rows, (group.rank + 1) * rows)
         for key, value in module.parameters().items():
             module[key] = mx.contiguous(value[part])
-        module.__class__ = _in_front(kind, type(module))
+        put_in_front(kind, module)
         module.group, module.first_row = group, part.start
 
 
@@ -261,8 +272,3 @@ class VocabParallelHead(VocabularyPart):
     def __call__(self, x: mx.array) -> mx.array:
         x = sum_gradients(self.group.group)(x)
         return self._all_logits(super().__call__(x))
-
-
-@cache
-def _in_front(kind: type, layer_class: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (kind, layer_class), {})

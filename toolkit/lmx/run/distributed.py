@@ -30,6 +30,8 @@ PACKAGES = ("lmx-toolkit", "mlx", "mlx-lm")
 REPORTED = "reported_to"
 # Arrays in a message begin at multiples of so many bytes, for loads of any dtype.
 ALIGNMENT = 16
+# Products of so many rows at a time are rounded alike, and those of a rest otherwise.
+ROWS_AT_ONCE = 16
 # Prefixes of MLX's messages about lost connections.
 BACKEND_PREFIXES = ("[ring]", "[jaccl]", "[nccl]", "[mpi]")
 # The backend may notice a lost connection before the watchdog does.
@@ -243,12 +245,14 @@ class ProcessGroup:
 
         All shares have one length: the last ones repeat the last row.
         """
-        step = math.ceil(count / self.size)
+        step = math.ceil(count / self.size / ROWS_AT_ONCE) * ROWS_AT_ONCE
         start = self.rank * step
         return [min(row, count - 1) for row in range(start, start + step)]
 
     def gather_rows(self, shares: Sequence[mx.array], count: int) -> list[mx.array]:
         """Arrays of so many rows, float32, of which every rank has its `own_rows`."""
+        if self.size == 1:
+            return [share[:count] for share in shares]
         # One message, because each has latency.
         flat = [share.reshape(len(share), -1) for share in shares]
         ends = list(accumulate(share.shape[1] for share in flat[:-1]))

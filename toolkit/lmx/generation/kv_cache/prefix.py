@@ -69,11 +69,16 @@ class PrefixCache:
 
     Args:
         max_bytes: of all stored arrays; None = an eighth of the memory available.
+
+    Attributes:
+        sizes: bytes that a token and a snapshot count as; None = those of their arrays.
+            Processes that hold different layers must drop the same prefixes.
     """
 
     def __init__(self, max_bytes: int | None = None):
         self.max_bytes = available_memory() // 8 if max_bytes is None else max_bytes
         self.nbytes = 0
+        self.sizes: tuple[int, int] | None = None
         # By adapter: another one gives other keys and values.
         self.roots = {BASE: PrefixNode(np.zeros(0, np.int32), [])}
         self._times = count(1)
@@ -99,14 +104,13 @@ class PrefixCache:
             path[-1:] = [self._split(path[-1], in_last)]
         if matched < len(new):
             end = PrefixNode(new[matched:], cache.positions(matched, len(new)))
-            if end.nbytes > self.max_bytes:
+            if self._size(end) > self.max_bytes:
                 return
             self.add(path[-1], end)
             path.append(end)
         self._keep_hidden(path, cache)
         if path[-1].snapshot is None and len(new):
-            path[-1].snapshot = cache.snapshot()
-            self._count(path[-1].snapshot, 1)
+            self._store(path[-1], "snapshot", cache.snapshot())
         self._use(path)
         mx.async_eval(path[-1].arrays)
         self._evict()
@@ -153,13 +157,13 @@ class PrefixCache:
     def drop(self, adapter: int) -> None:
         """Drop everything of an adapter."""
         self.roots.pop(adapter, None)
-        self.nbytes = sum(node.nbytes for node in self.nodes())
+        self.nbytes = sum(map(self._size, self.nodes()))
 
     def add(self, parent: PrefixNode, node: PrefixNode) -> None:
         """Add a new end to the tree."""
         node.parent = parent
         parent.children[int(node.tokens[0])] = node
-        self.nbytes += node.nbytes
+        self.nbytes += self._size(node)
 
     def _walk(
         self, tokens: np.ndarray, adapter: int
@@ -186,7 +190,7 @@ class PrefixCache:
 
     def _split(self, node: PrefixNode, at: int) -> PrefixNode:
         """Cut a node in two; returns the upper one."""
-        before, parent, size = node.nbytes, node.parent, len(node.tokens)
+        before, parent, size = self._size(node), node.parent, len(node.tokens)
         positions, hidden = node.part(0, at)
         upper = PrefixNode(node.tokens[:at], positions, parent, hidden, node.layer_ids)
         parent.children[int(upper.tokens[0])] = upper
@@ -194,7 +198,7 @@ class PrefixCache:
         node.tokens, node.parent = node.tokens[at:], upper
         upper.children[int(node.tokens[0])] = node
         mx.async_eval(upper.arrays, node.arrays)
-        self.nbytes += upper.nbytes + node.nbytes - before
+        self.nbytes += self._size(upper) + self._size(node) - before
         return upper
 
     def _keep_hidden(self, path: Sequence[PrefixNode], cache: CacheState) -> None:
@@ -205,26 +209,36 @@ class PrefixCache:
         for node in path[1:]:
             start, end = end, end + len(node.tokens)
             if node.layer_ids != recorded.layer_ids and recorded.start <= start:
-                self._count([node.hidden], -1)
                 node.layer_ids = recorded.layer_ids
                 indices = mx.arange(end - start)
-                node.hidden = mx.take(recorded.since(start), indices, axis=1)
-                mx.async_eval(node.hidden)
-                self._count([node.hidden], 1)
+                hidden = mx.take(recorded.since(start), indices, axis=1)
+                mx.async_eval(hidden)
+                self._store(node, "hidden", hidden)
 
     def _use(self, path: Sequence[PrefixNode]) -> None:
         for node in path:
             node.used = next(self._times)
 
-    def _count(self, arrays: list, sign: int) -> None:
-        self.nbytes += sign * sum(part.nbytes for part in _arrays(arrays))
+    def _size(self, node: PrefixNode) -> int:
+        """Bytes that a node counts as."""
+        if self.sizes is None:
+            return node.nbytes
+        per_token, per_snapshot = self.sizes
+        has_snapshot = node.snapshot is not None
+        return len(node.tokens) * per_token + has_snapshot * per_snapshot
+
+    def _store(self, node: PrefixNode, name: str, states: list | mx.array) -> None:
+        """Let a node hold these states, and count them."""
+        self.nbytes -= self._size(node)
+        setattr(node, name, states)
+        self.nbytes += self._size(node)
 
     def _evict(self) -> None:
         while self.nbytes > self.max_bytes:
             ends = (node for node in self.nodes() if not node.children)
             oldest = min(ends, key=lambda node: node.used)
             del oldest.parent.children[int(oldest.tokens[0])]
-            self.nbytes -= oldest.nbytes
+            self.nbytes -= self._size(oldest)
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:

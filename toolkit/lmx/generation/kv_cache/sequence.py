@@ -139,6 +139,11 @@ class CacheState:
         self.forward(mx.zeros((1, 1), mx.int32))
         return sum(part.nbytes / part.shape[2] for part in self._growing_arrays())
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the layers of `snapshot`."""
+        return sum(leaf.nbytes for leaf in self._other_caches() if not leaf.empty())
+
     def empty_copy(self) -> "CacheState":
         """An empty cache of the same kinds, quantized ones included."""
         new = copy.copy(self)

@@ -11,6 +11,7 @@ from ...models.drafters.eagle3 import Eagle3Drafter
 from ...models.drafters.io import is_drafter, load_drafter
 from ...models.drafters.mtp import MTPHead, is_split_head
 from ...models.loader import LoadedModel
+from ...models.pipeline_parallel import require_all_layers
 from ..kv_cache.sequence import CacheState
 from ..sampler import Sampler
 from .dflash import DFlashProposer
@@ -86,6 +87,8 @@ def proposer_factory(
             PromptLookupProposer(index, min_probability=FIRST_MIN_PROBABILITY),
             second(cache),
         )
+    if name == MTP or is_split_head(name) or is_drafter(name):
+        require_all_layers(target.model, place=name)
     if name == MTP or is_split_head(name):
         head = MTPHead.load(target.path if name == MTP else name, target)
         return lambda cache: MTPProposer(head, cache)

@@ -181,8 +181,6 @@ class BestGridTracker:
         Args:
             count: of all rows; see `ProcessGroup.own_rows`.
         """
-        if ranks.size == 1:
-            return
         grid = vars(self.grid)
         values = {k: v for k, v in grid.items() if isinstance(v, mx.array)}
         arrays = [*values.values(), self.target, self.output, *self.candidates.values()]

@@ -110,7 +110,7 @@ def solve_layers(
                 if part is not None
             ]
             weight = mx.concatenate([rows.weight(index, part) for rows, part in own])
-            target = mx.concatenate([rows.target(index, part) for rows, part in own])
+            target = mx.concatenate([rows.target(index)[part] for rows, part in own])
             best = solve(weight, target, hessian, spec, dtype)
             del target, weight
         best.gather(ranks, sum(sizes))
@@ -121,13 +121,8 @@ def solve_layers(
     return {name: rows.quantized() for name, rows in solutions.items()}
 
 
-def _own_parts(
-    sizes: list[int], ranks: ProcessGroup
-) -> Iterator[mx.array | slice | None]:
+def _own_parts(sizes: list[int], ranks: ProcessGroup) -> Iterator[mx.array | None]:
     """The rows of each layer's set that this process solves. None = no row."""
-    if ranks.size == 1:
-        yield from [slice(None)] * len(sizes)
-        return
     own, start = ranks.own_rows(sum(sizes)), 0
     for size in sizes:
         rows = [row - start for row in own if start <= row < start + size]
@@ -177,18 +172,19 @@ class _LayerRows:
         """Number of rows of a set."""
         return len(self._rows(index))
 
-    def weight(self, index: int, part: mx.array | slice) -> mx.array:
+    def weight(self, index: int, part: mx.array | slice = slice(None)) -> mx.array:
         """A part of the rows of a set."""
         return self._layer.weight[self._rows(index)[part]]
 
-    def target(self, index: int, part: mx.array | slice) -> mx.array:
-        """Rows that compensate for the output error and for earlier sets, float32."""
-        weight = self.weight(index, part).astype(mx.float32)
-        shift, error = self._shifts[index], self._layer.output_error
-        target = weight + (shift[part] if shift.ndim else shift)
+    def target(self, index: int) -> mx.array:
+        """Rows that compensate for the output error and for earlier sets, float32.
+
+        All of a set: a small product of some of them is rounded otherwise.
+        """
+        weight = self.weight(index).astype(mx.float32)
+        target, error = weight + self._shifts[index], self._layer.output_error
         if error is not None and error.strength:
-            rows = self._rows(index)[part]
-            target = target + error.correction(weight, rows)
+            target = target + error.correction(weight, self._rows(index))
         return target
 
     def _rows(self, index: int) -> mx.array:
