@@ -164,6 +164,16 @@ def test_errors_of_a_request_reach_its_stream(tokenizer):
     assert generator.engine.idle
 
 
+def test_short_requests_get_drafts():
+    """While the time of a step is not known, few steps are taken without drafts."""
+    model = sharpened("llama")
+    generator = speculative(model, lambda _: DraftModelProposer(model))
+    tokens_of(generator, max_tokens=32)
+    assert generator.speculative_stats.rounds
+    # Four measurements of four steps, and the step that is launched ahead.
+    assert generator.speculative_stats.standard_tokens < 24
+
+
 @pytest.mark.parametrize("length", [3, 8])
 def test_stops_and_limits_inside_accepted_draft_tokens(length):
     model = sharpened("llama")

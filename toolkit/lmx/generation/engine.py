@@ -40,8 +40,9 @@ from .speculative.proposer import (
 
 CLEAR_CACHE_INTERVAL = 256
 """Steps between releases of MLX's buffer cache, which grows with the context."""
-STANDARD_STEPS = 16
-"""Steps without a draft in a row, when the draft length is 0."""
+FIRST_STANDARD_STEPS, STANDARD_STEPS = 4, 16
+"""Steps without a draft in a row, while their time is not known (few, so that short
+requests get drafts), and then when the draft length is 0."""
 RETRY_STEPS = 1, 2, 3, 3
 """The same after tries in a row without draft tokens. Each try adds a step that is not
 launched ahead: a cycle of 13 tokens, a prime number, so that a text with a shorter
@@ -361,7 +362,9 @@ class Engine:
             return True
         if self._controller.next_length():
             return True
-        self._standard = StandardSteps(STANDARD_STEPS)
+        is_known = self._controller.standard.is_known
+        steps = STANDARD_STEPS if is_known else FIRST_STANDARD_STEPS
+        self._standard = StandardSteps(steps)
         return False
 
     def _propose(self) -> bool:
