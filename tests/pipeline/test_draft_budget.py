@@ -10,7 +10,7 @@ import pytest
 from lmx.config.draft import DraftConfig
 from lmx.pipeline.draft.budget import steps_within
 from lmx.run.distributed import SINGLE_PROCESS
-from test_draft_stage import DRAFT, make_run
+from test_draft_stage import DATA_GENERATION, DRAFT, make_run
 
 
 class SlowStep:
@@ -92,7 +92,9 @@ def test_budgets_that_are_refused(keys):
 
 def test_a_run_with_a_budget_of_time_trains_as_many_steps(base, tmp_path):
     stage = {key: value for key, value in DRAFT.items() if key != "steps"}
-    stage |= {"budget": "0.02min"}
+    # Other data than those of other tests, which see what runs leave in the cache.
+    data = DATA_GENERATION | {"num_prompts": 20, "num_eval_prompts": 3}
+    stage |= {"budget": "0.02min", "data_generation": data | {"text_tokens": 500}}
     folders = tmp_path / "time", tmp_path / "steps"
     for folder in folders:
         folder.mkdir()
@@ -101,7 +103,8 @@ def test_a_run_with_a_budget_of_time_trains_as_many_steps(base, tmp_path):
     steps = max(r["step"] for r in run.records() if r["kind"] == "valid")
     assert f" {steps:,} steps fit into 0.02min" in run.log
     # The timed steps leave no trace: as many steps of a recipe end with equal weights.
-    stage = DRAFT | {"steps": steps}
+    del stage["budget"]
+    stage["steps"] = steps
     other = make_run(folders[1], {"draft": stage}, model=base)
     assert other() == 0
     weights = [r.output / "draft/model.safetensors" for r in (run, other)]
