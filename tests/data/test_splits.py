@@ -137,8 +137,12 @@ def test_sources_are_read_in_turn(tmp_path, has_valid):
         for name, count in (("a", 60), ("b", 40), ("c", 3))
     ]
     keys = {"train": files} | ({"valid": files} if has_valid else {})
-    for records in split_records(**keys):
-        sources = [Path(place).name[0] for place in places(records)]
+    splits = make_splits(**keys)
+    records = [*splits.train]
+    # Reports name the sources as the recipe does, not as they end.
+    assert [*splits.train.stats] == files
+    for read in (records, splits.valid):
+        sources = [Path(place).name[0] for place in places(read)]
         counts = [sources.count(name) for name in "abc"]
         assert counts[0] > counts[1] > counts[2] > 0
         assert sources[: 3 * counts[2]] == ["a", "b", "c"] * counts[2]

@@ -16,8 +16,6 @@ from test_draft_stage import DATA_GENERATION, DRAFT, make_run
 class SlowStep:
     """A step of a known time, which changes the weights of its model."""
 
-    ranks = SINGLE_PROCESS
-
     def __init__(self, model):
         self.model, self.parameters = model, {}
         self.optimizer = SimpleNamespace(state={})
@@ -45,7 +43,8 @@ def test_steps_fit_into_the_time_and_stay_the_same(tmp_path):
     def count(*seconds, minutes=1.0):
         parts = [Times(each) for each in seconds]
         folder = tmp_path / "budget"
-        return steps_within(60 * minutes, lambda: SlowStep(model), parts, folder)
+        make_step = lambda: SlowStep(model)  # noqa: E731
+        return steps_within(60 * minutes, make_step, parts, folder, SINGLE_PROCESS)
 
     # Text of .01 s and completions of .03 s, half of the steps each.
     first = count(0.01, 0.03)
@@ -81,7 +80,10 @@ def test_seconds_of_a_budget(budget, seconds):
 @pytest.mark.parametrize(
     "keys",
     [
-        *({"budget": budget} for budget in ("3 hours", "5", "h", "1e3min", 0, -1)),
+        *(
+            {"budget": budget}
+            for budget in ("3 hours", "5", "h", "1e3min", "0h", 0, -1)
+        ),
         {"budget": "3h", "steps": 10},
     ],
 )

@@ -138,9 +138,6 @@ class TrainDataset:
 
     Args:
         held: returns the held-out split of each source; None = nothing is held out.
-
-    Attributes:
-        stats: counts of the last iteration, by source.
     """
 
     def __init__(
@@ -151,7 +148,7 @@ class TrainDataset:
         seed: int,
     ):
         self.sources = sources
-        self.stats: dict[str, ReadStats] = {}
+        self._stats: dict[str, ReadStats] = {}
         self._read = read
         self._held = held
         self._seed = seed
@@ -165,7 +162,12 @@ class TrainDataset:
     def _records(self, source: str, split: EvalSplit | None) -> Iterator[DataRecord]:
         records = self._read(source)
         yield from split.remaining(records, self._seed) if split else records
-        self.stats[source] = records.stats
+        self._stats[source] = records.stats
+
+    @property
+    def stats(self) -> dict[str, ReadStats]:
+        """Counts of the last complete iteration, by source."""
+        return {source: self._stats[source] for source in self.sources}
 
 
 class Splits:

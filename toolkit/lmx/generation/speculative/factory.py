@@ -87,12 +87,12 @@ def proposer_factory(
             PromptLookupProposer(index, min_probability=FIRST_MIN_PROBABILITY),
             second(cache),
         )
-    if name == MTP or is_split_head(name) or is_drafter(name):
-        require_all_layers(target.model, place=name)
     if name == MTP or is_split_head(name):
+        require_all_layers(target.model, place=name)
         head = MTPHead.load(target.path if name == MTP else name, target)
         return lambda cache: MTPProposer(head, cache)
     if is_drafter(name):
+        require_all_layers(target.model, place=name)
         drafter = load_drafter(name, target.model)
         return lambda cache: drafter_proposer(drafter, cache)
     draft = load_draft(name)

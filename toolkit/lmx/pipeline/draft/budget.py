@@ -7,10 +7,11 @@ from pathlib import Path
 import mlx.core as mx
 
 from ...draft.text_first import Batches
+from ...run.distributed import ProcessGroup
 from ...run.fs import read_index, write_index
 from ...training.step import TrainStep
 
-# The first step compiles kernels. MLX may launch the next one beside it.
+# The first steps compile kernels.
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
 NUM_STEPS = "num_steps"
 
@@ -20,6 +21,7 @@ def steps_within(
     make_step: Callable[[], TrainStep],
     parts: Sequence[Batches],
     folder: Path,
+    ranks: ProcessGroup,
 ) -> int:
     """How many steps take so long. A resumed training gets the number of the first.
 
@@ -31,11 +33,11 @@ def steps_within(
         folder: keeps the number.
     """
     key = " ".join([str(seconds), *(batches.digest for batches in parts)])
-    ranks = (step := make_step()).ranks
     known = read_index(folder, key) if ranks.is_first else None
     known = ranks.broadcast_object(known)
     if known is None:
         # The model keeps its weights.
+        step = make_step()
         weights = step.model.trainable_parameters()
         each = sum(_seconds_per_step(step, batches) for batches in parts) / len(parts)
         step.model.update(weights)

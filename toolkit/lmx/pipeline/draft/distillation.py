@@ -190,9 +190,8 @@ class DraftDistillation(ABC):
         config, context = self.config, self.context
         if config.num_steps:
             return config.num_steps
-        steps = steps_within(
-            config.budget_seconds, make_step, parts, context.folder / "budget"
-        )
+        seconds, folder = config.budget_seconds, context.folder / "budget"
+        steps = steps_within(seconds, make_step, parts, folder, context.ranks)
         context.logger.info(f"{steps:,} steps fit into {config.budget}")
         return steps
 

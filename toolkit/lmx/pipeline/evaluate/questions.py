@@ -4,11 +4,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapreplace
-from itertools import pairwise, zip_longest
+from itertools import islice, pairwise
 from typing import Any
 
 from ...data.answer_filters import FILTERS
 from ...data.record_formats import DataRecord
+from ...data.splits import in_turn
 from ...generation.generator import Generator
 from ...generation.kv_cache.batch import is_batchable
 from ...generation.kv_cache.prefix import common_length
@@ -232,5 +233,5 @@ def _in_turn(questions: list[Question], count: int) -> list[Question]:
     by_skill = defaultdict(list)
     for question in questions:
         by_skill[question.record.skill or ""].append(question)
-    turns = zip_longest(*(by_skill[skill] for skill in sorted(by_skill)))
-    return [question for turn in turns for question in turn if question][:count]
+    turns = in_turn(by_skill[skill] for skill in sorted(by_skill))
+    return [*islice(turns, count)]
