@@ -327,16 +327,6 @@ def cache_part_targets(
     return PartTargets(folder, parts, counted, key)
 
 
-def _require_space(
-    folder: Path, positions: int, token_bytes: int, logger: RunLogger
-) -> None:
-    size = positions * token_bytes
-    logger.info(
-        f"teacher predictions for {positions:,} tokens: {size / 1e6:,.1f} MB on disk"
-    )
-    require_space(folder, size)
-
-
 def _trunk_and_head(
     teacher: Callable, vocab_size: int | None
 ) -> tuple[Callable, Callable]:
