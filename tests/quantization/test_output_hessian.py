@@ -73,6 +73,7 @@ def test_neighboring_rows_are_in_different_sets():
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_output_hessian_reduces_the_cost(bits, monkeypatch):
     monkeypatch.setattr(gptq_solver, "MIN_ROWS_PER_SET", 3)
+    monkeypatch.setattr(gptq_solver, "MAX_SETS", 16)
     spec, fisher = QuantSpec(bits=bits, group_size=GROUP), output_fisher()
     independent, coupled = quantized(spec, None), quantized(spec, fisher)
     assert cost(coupled, fisher) < 0.6 * cost(independent, fisher)

@@ -100,7 +100,7 @@ class QuantizeCost:
 
     def _method(self) -> Phase:
         """Rounding, or the calibration of block by block."""
-        from ...quantization.ptq.gptq.gptq import LIMITS
+        from ...quantization.ptq.gptq.gptq import COMPARED_TOKENS, GPTQ
         from ...quantization.ptq.gptq.solver import MAX_ELEMENTS
         from ...quantization.ptq.output_fisher import num_fisher_tokens
         from ...quantization.ptq.sequential import default_num_tokens
@@ -115,10 +115,10 @@ class QuantizeCost:
         # of the full-precision stream.
         fisher = compared = solves = 0
         if isinstance(config, GPTQConfig):
-            limits, outputs = LIMITS[config.effort], [hidden] * config.output_hessian
-            most = min(limits.fisher_tokens, tokens)
+            outputs = [hidden] * config.output_hessian
+            most = min(GPTQ.max_fisher_tokens, tokens)
             fisher = num_fisher_tokens([hidden], outputs, most)
-            compared = min(limits.compared_tokens, tokens)
+            compared = min(COMPARED_TOKENS[config.effort], tokens)
             compared *= config.asymmetric_calibration
             solves = 1 + config.refine_iters
         outer = [prod(v) for k, v in matrices.items() if not k.startswith(self._prefix)]

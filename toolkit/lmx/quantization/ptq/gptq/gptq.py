@@ -6,7 +6,7 @@ weights, with `float_solver` in the floating-point modes.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import mlx.core as mx
@@ -21,25 +21,8 @@ from ..input_statistics import InputStatistics, OutputError
 from ..sequential import SequentialPipeline
 from .solver import LayerProblem, QuantizedLayer, solve_layers
 
-
-@dataclass(frozen=True)
-class EffortLimits:
-    """Limits that an effort sets besides the keys of the recipe.
-
-    Attributes:
-        compared_tokens, fisher_tokens: see `PTQMethod`.
-        row_sets: `max_sets` of `solver.solve_layers`.
-    """
-
-    compared_tokens: int
-    fisher_tokens: int
-    row_sets: int
-
-
-LIMITS = {
-    "fast": EffortLimits(1 << 12, 1 << 12, 4),
-    "standard": EffortLimits(1 << 30, 1 << 12, 4),
-}
+# `max_compared_tokens` of `PTQMethod` by effort.
+COMPARED_TOKENS = {"fast": 1 << 12, "standard": 1 << 30}
 
 
 class GPTQ(PTQMethod):
@@ -54,10 +37,7 @@ class GPTQ(PTQMethod):
         super().__init__(config, context)
         self.needs_cross_moments = config.asymmetric_calibration
         self.weighs_outputs = config.output_hessian
-        limits = LIMITS[config.effort]
-        self.max_compared_tokens = limits.compared_tokens
-        self.max_fisher_tokens = limits.fisher_tokens
-        self._row_sets = limits.row_sets
+        self.max_compared_tokens = COMPARED_TOKENS[config.effort]
 
     def quantize(self) -> dict[str, mx.array]:
         """Quantize the layers in `context.specs`.
@@ -100,7 +80,6 @@ class GPTQ(PTQMethod):
                 spec,
                 context.dtype,
                 refine_iters=self.config.refine_iters,
-                max_sets=self._row_sets,
                 ranks=context.ranks,
             )
             for path, layer in layers.items():

@@ -37,7 +37,9 @@ from .column_updates import BestGridTracker, descent_columns, gptq_columns
 from .float_solver import solve_float_rows
 from .gguf_solver import solve_gguf_rows
 
-# Rows of a set with an output Hessian, at least.
+# Row sets with an output Hessian. More compensate better and take longer.
+MAX_SETS = 4
+# Rows of such a set, at least.
 MIN_ROWS_PER_SET = 32
 # Elements of all weights that are solved at once, in about ten float32 arrays.
 MAX_ELEMENTS = 1 << 21
@@ -83,7 +85,6 @@ def solve_layers(
     dtype: mx.Dtype,
     *,
     refine_iters: int = 3,
-    max_sets: int = 16,
     ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> dict[str, QuantizedLayer]:
     """Quantize the weights of layers that share their input.
@@ -92,13 +93,11 @@ def solve_layers(
         hessian: of the inputs in the quantized model.
         dtype: dtype that scales and biases are stored in.
         refine_iters: rounds of refit and coordinate descent after GPTQ.
-        max_sets: row sets with an output Hessian. More sets compensate better and take
-            longer.
         ranks: the processes that divide the rows; all have the same layers.
     """
     solve = partial(_solver(spec), refine_iters=refine_iters)
     with ranks.collective_errors():
-        num_sets = _num_sets(layers, max_sets, ranks.size)
+        num_sets = _num_sets(layers, ranks.size)
         solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}
     for index in range(num_sets):
         present = [rows for rows in solutions.values() if index < len(rows.sets)]
@@ -137,11 +136,11 @@ def _solver(spec: QuantSpec) -> Callable[..., BestGridTracker]:
     return solve_rows if spec.mode == "affine" else solve_float_rows
 
 
-def _num_sets(layers: Mapping[str, LayerProblem], max_sets: int, num_ranks: int) -> int:
+def _num_sets(layers: Mapping[str, LayerProblem], num_ranks: int) -> int:
     """Row sets, so that rows can compensate and the arrays of a set are not large."""
     coupled = [v for v in layers.values() if v.output_fisher is not None]
     longest = max((len(layer.weight) for layer in coupled), default=0)
-    num_sets = min(max_sets, ceil(longest / MIN_ROWS_PER_SET))
+    num_sets = min(MAX_SETS, ceil(longest / MIN_ROWS_PER_SET))
     size = sum(layer.weight.size for layer in layers.values())
     # Sets that compensate decide the result, whatever the number of processes.
     at_once = MAX_ELEMENTS * (1 if coupled else num_ranks)
