@@ -7,7 +7,7 @@ from lmx.models.loader import load
 from lmx.quantization.ptq import candidates
 from lmx.quantization.ptq.candidates import CandidateModel, CandidateSelector
 from lmx.run.logger import NullLogger
-from lmx.training.distillation import kl_sum
+from lmx.training.distillation import divergence_sum
 from lmx.training.teacher_cache import cache_part_targets
 from test_ptq_methods import quantize
 
@@ -43,7 +43,7 @@ def test_chunks_have_the_divergence_of_all_logits(case, monkeypatch):
         ),
     )
     logits = model.model(TOKENS[0])
-    expected = kl_sum(logits, targets[0]).item() / TOKENS[0].size
+    expected = divergence_sum(logits, targets[0]).item() / TOKENS[0].size
     assert model.divergence(targets) == pytest.approx(expected, rel=1e-5)
     assert heads == [5, 5, 5, 5, 5, 5, 2]
 

@@ -64,17 +64,6 @@ def divergence_sum(
     return _masked_sum(logits, target, mask, function)
 
 
-def kl_sum(
-    logits: mx.array,
-    target: TeacherTarget,
-    mask: mx.array | None = None,
-    *,
-    temperature: float = 1.0,
-) -> mx.array:
-    """Summed KL(teacher || student); see `divergence_sum`."""
-    return divergence_sum(logits, target, mask, temperature=temperature)
-
-
 def _masked_sum(
     logits: mx.array, target: TeacherTarget, mask: mx.array, divergence: DivergenceFn
 ) -> mx.array:

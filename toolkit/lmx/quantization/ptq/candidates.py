@@ -13,7 +13,7 @@ from ...models.blockwise import NoTrunkHeadSplit
 from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ...run.logger import NullLogger, RunLogger
 from ...training.chunked_loss import ChunkedLoss
-from ...training.distillation import kl_sum
+from ...training.distillation import divergence_sum
 from ...training.teacher_cache import PartTargets
 from ...training.teacher_targets import TeacherTarget
 
@@ -53,7 +53,7 @@ class TeacherDivergence:
         """
 
         def loss(logits, counted, *target):
-            return kl_sum(logits, TeacherTarget(*target), counted)
+            return divergence_sum(logits, TeacherTarget(*target), counted)
 
         labels = counted, *target
         num_logits = tokens.size * self._vocabulary
