@@ -317,10 +317,10 @@ def test_draft_with_other_tokenizer_is_rejected(folder, tmp_path):
 
 def test_tokenizer_check_compares_special_tokens():
     original, other = byte_tokenizer(), byte_tokenizer()
-    require_same_tokenizer(original, other, role="draft", place="here")
+    require_same_tokenizer(original, other, place="here")
     other.add_special_tokens({"additional_special_tokens": ["a"]})
     with pytest.raises(UserError, match="other special tokens"):
-        require_same_tokenizer(original, other, role="draft", place="here")
+        require_same_tokenizer(original, other, place="here")
 
 
 def test_input_file_completions_keep_order(generator, folder, run_json, tmp_path):

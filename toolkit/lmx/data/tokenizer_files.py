@@ -98,23 +98,21 @@ def _require_object(file: Path) -> None:
         raise UserError("this is no JSON object", place=str(file))
 
 
-def require_same_tokenizer(
-    tokenizer: Any, other: Any, *, role: str, place: str
-) -> None:
-    """Refuse a model whose tokens differ.
+def require_same_tokenizer(tokenizer: Any, other: Any, *, place: str) -> None:
+    """Refuse a draft model whose tokens differ.
 
     Args:
-        role: what the other model is to the first: draft, teacher.
-        place: where the other model comes from.
+        other: of the draft.
+        place: where the draft comes from.
 
     Raises:
         UserError: the vocabularies or the added tokens differ.
     """
     if difference := tokenizer_difference(tokenizer, other):
         raise UserError(
-            f"the {role} has {difference}",
+            f"the draft has {difference}",
             place=place,
-            hint=f"a {role} must have the model's own tokenizer",
+            hint="a draft must have the model's own tokenizer",
         )
 
 

@@ -15,6 +15,7 @@ from ..generation.sampling import Sampling
 
 ROUNDING_MARGIN = 0.25
 """Largest difference of logits that rounding alone can explain."""
+PREFILL_STEP_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,6 @@ def check_parity(
     prompt: Sequence[int],
     completion: Sequence[int],
     sampling: Sampling,
-    *,
-    prefill_step_size: int = 512,
 ) -> ParityReport:
     """Compare a completion with standard decoding, one forward pass per token.
 
@@ -75,7 +74,7 @@ def check_parity(
     assert sampling.is_greedy
     assert not cache.length
     mismatches, sampler, previous = [], None, prompt[-1]
-    cache.prefill(mx.array([prompt[:-1]], mx.int32), step_size=prefill_step_size)
+    cache.prefill(mx.array([prompt[:-1]], mx.int32), step_size=PREFILL_STEP_SIZE)
     for position, token in enumerate(completion):
         logits = cache.forward(mx.array([[previous]], mx.int32))[:, -1]
         sampler = sampler or Sampler(sampling, prompt, logits.shape[-1])

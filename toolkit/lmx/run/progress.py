@@ -114,9 +114,8 @@ class ProgressBar:
     def _work(self) -> KindOfWork:
         return self._rate.kinds[ONE]
 
-    def track(self, items: Iterable[T], note: str | None = None) -> Iterator[T]:
+    def track(self, items: Iterable[T]) -> Iterator[T]:
         """The items; each is counted when the next one is asked for."""
-        self.advance(0, note)
         for item in items:
             yield item
             self.advance()

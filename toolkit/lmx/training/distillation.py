@@ -150,13 +150,13 @@ DIVERGENCES: dict[str, DivergenceFn] = {
 class OnlineTeacher:
     """A frozen model in memory that predicts for every batch of its student.
 
-    Args:
+    Attributes:
         document_caches: keep its attention inside the documents of packed batches.
     """
 
-    def __init__(self, model: nn.Module, document_caches: DocumentCaches | None = None):
+    def __init__(self, model: nn.Module):
         self.model = model
-        self.document_caches = document_caches
+        self.document_caches: DocumentCaches | None = None
         model.freeze()
         model.eval()
         try:

@@ -96,5 +96,5 @@ def proposer_factory(
         drafter = load_drafter(name, target.model)
         return lambda cache: drafter_proposer(drafter, cache)
     draft = load_draft(name)
-    require_same_tokenizer(target.tokenizer, draft.tokenizer, role="draft", place=name)
+    require_same_tokenizer(target.tokenizer, draft.tokenizer, place=name)
     return draft_model_proposer(draft.model)

@@ -77,7 +77,7 @@ class DraftEvaluation:
         draft = self.context.load(folder)
         target, tokenizer = self.target.tokenizer, draft.tokenizer
         place = str(draft.path)
-        require_same_tokenizer(target, tokenizer, role="draft", place=place)
+        require_same_tokenizer(target, tokenizer, place=place)
         if tokenizer.chat_template != target.chat_template:
             raise UserError("the draft has another chat template", place=place)
         tokens = len(target.get_vocab())

@@ -301,9 +301,7 @@ def _load_source(
     path = context.resolve(name) if name else context.current.reference
     loaded = context.load(path, compute="stored")
     place = str(name or path)
-    require_same_tokenizer(
-        target.tokenizer, loaded.tokenizer, role="draft", place=place
-    )
+    require_same_tokenizer(target.tokenizer, loaded.tokenizer, place=place)
     if "quantization" in loaded.config:
         loaded, _ = dequantized_model(loaded, loaded.dtype)
     return loaded
