@@ -14,7 +14,7 @@ from lmx.evaluation.network_bandwidth import Link
 from lmx.models.loader import build_model
 from lmx.models.tensor_parallel import shard_share
 from lmx.pipeline.estimate import BatchShape, ModelShape, active_weights, matrix_shapes
-from lmx.pipeline.parallel_cost import StepTime, Traffic, tensor_parallel
+from lmx.pipeline.parallel_cost import Traffic
 from lmx.pipeline.train.estimate import training_cost, training_traffic
 
 LLAMA = {
@@ -104,6 +104,50 @@ MACHINES = (
         Link(50e-6, 1.25e9),
     ),
 )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by what it waits for.
+
+    Attributes:
+        memory: to read the weights.
+        compute: of the operations, during which the weights are read too.
+        network: of the collectives, which come one after the other with the rest.
+    """
+
+    memory: float
+    compute: float
+    network: float
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step."""
+        return max(self.memory, self.compute) + self.network
+
+    @property
+    def limit(self) -> str:
+        """What takes the longest: memory, compute or network."""
+        return max(vars(self), key=vars(self).get)
+
+
+def tensor_parallel(
+    blocks: int, width: int, vocabulary: int, compute: int, tokens: int, predicted: int
+) -> Traffic:
+    """Of a forward pass.
+
+    Args:
+        compute: bytes of the compute dtype.
+        tokens: that are processed.
+        predicted: those whose logits are computed.
+    """
+    sums = 2 * blocks + 1
+    return Traffic(
+        all_reduced=sums * width * tokens * compute,
+        all_reduces=sums,
+        gathered=vocabulary * predicted * compute,
+        gathers=1,
+    )
 
 
 class ModelPlan:

@@ -28,6 +28,7 @@ from tiny_llamas import VOCABULARY, attach, llama, llama_settings, tokens_of
 from tiny_steps import make_step
 
 ROOT = Path(__file__).parents[2]
+PLAN = ROOT / "benchmarks/distributed/parallel_plan.py"
 WIDTH, BLOCKS = 64, 2
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 128}
 PROGRAM = (
@@ -125,9 +126,8 @@ def test_planned_bytes_are_those_counted(tmp_path, count):
         assert gathered == pytest.approx(planned.gathered - outside, rel=1e-3)
     assert counted["share"] == shard_share(model, count)
     tokens = 3 * tokens_of(3, 7).tokens.shape[1]
-    planned = parallel_cost.tensor_parallel(
-        BLOCKS, WIDTH, VOCABULARY, 4, tokens, tokens
-    )
+    plan_pass = runpy.run_path(str(PLAN))["tensor_parallel"]
+    planned = plan_pass(BLOCKS, WIDTH, VOCABULARY, 4, tokens, tokens)
     sizes = planned.all_reduced, planned.gathered, 0
     calls = planned.all_reduces, planned.gathers, 0
     assert counted["tensor"] == [*sizes, *calls]
@@ -159,16 +159,17 @@ def test_an_all_reduce_takes_the_time_of_its_messages_and_bytes(processes, sent)
 
 
 def test_the_slowest_part_limits_a_step():
-    step = parallel_cost.StepTime(memory=3, compute=2, network=1)
+    step_of = runpy.run_path(str(PLAN))["StepTime"]
+    step = step_of(memory=3, compute=2, network=1)
     assert (step.seconds, step.limit) == (4, "memory")
-    step = parallel_cost.StepTime(memory=1, compute=2, network=4)
+    step = step_of(memory=1, compute=2, network=4)
     assert (step.seconds, step.limit) == (6, "network")
 
 
 @pytest.mark.skipif(not on_cpu(), reason="the memory is that of the CPU backend")
 @pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_tables_of_the_docs_are_planned(count):
-    plan = runpy.run_path(str(ROOT / "benchmarks/distributed/parallel_plan.py"))
+    plan = runpy.run_path(str(PLAN))
     pages = (ROOT / "docs/distributed.md").read_text()
     for machine in plan["MACHINES"]:
         for name in plan["MODELS"] if count > 2 else ["8B"]:

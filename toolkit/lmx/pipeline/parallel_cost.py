@@ -71,25 +71,6 @@ def fsdp(parameters: int, blocks: int, compute: int, *, checkpointing: bool) -> 
     return Traffic(gathered=size, gathers=(passes + 1) * blocks)
 
 
-def tensor_parallel(
-    blocks: int, width: int, vocabulary: int, compute: int, tokens: int, predicted: int
-) -> Traffic:
-    """Of a forward pass.
-
-    Args:
-        compute: bytes of the compute dtype.
-        tokens: that are processed.
-        predicted: those whose logits are computed.
-    """
-    sums = 2 * blocks + 1
-    return Traffic(
-        all_reduced=sums * width * tokens * compute,
-        all_reduces=sums,
-        gathered=vocabulary * predicted * compute,
-        gathers=1,
-    )
-
-
 def tensor_parallel_lora(
     blocks: int,
     width: int,
@@ -115,28 +96,3 @@ def tensor_parallel_lora(
         gathered=vocabulary * tokens * compute,
         gathers=1,
     )
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step by what it waits for.
-
-    Attributes:
-        memory: to read the weights.
-        compute: of the operations, during which the weights are read too.
-        network: of the collectives, which come one after the other with the rest.
-    """
-
-    memory: float
-    compute: float
-    network: float
-
-    @property
-    def seconds(self) -> float:
-        """The time of the step."""
-        return max(self.memory, self.compute) + self.network
-
-    @property
-    def limit(self) -> str:
-        """What takes the longest: memory, compute or network."""
-        return max(vars(self), key=vars(self).get)
