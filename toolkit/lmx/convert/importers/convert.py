@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from ...config.quant_spec import FLOAT_MODES, QuantSpec
 from ...errors import UserError, library_errors
 from ...models import checkpoint_writer
+from ...models.blockwise import cast
 from ...models.checkpoint import head_config
 from ...models.drafters.mtp import MODEL_TYPES, MTP_FILE, PREFIX, as_mlx, dequantize
 from ...models.loader import build_model, complete_config
@@ -49,8 +50,8 @@ def convert_checkpoint(
             }
             weights, specs = _check(weights, model, modules, place=str(source))
         if dtype:
-            weights = {name: _cast(value, dtype) for name, value in weights.items()}
-            mtp = {name: _cast(value, dtype) for name, value in mtp.items()}
+            weights = {name: cast(value, dtype) for name, value in weights.items()}
+            mtp = {name: cast(value, dtype) for name, value in mtp.items()}
         unquantized = [path for path in modules if path not in specs]
         checkpoint_writer.write_checkpoint(
             target,
@@ -183,7 +184,3 @@ def _spec(
             place=place,
         )
     return QuantSpec(bits=int(bits), group_size=int(group_size), mode=mode)
-
-
-def _cast(value: mx.array, dtype: mx.Dtype) -> mx.array:
-    return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) else value

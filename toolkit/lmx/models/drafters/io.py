@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from ...errors import UserError
 from ...run.fs import read_json, write_atomic
-from ..blockwise import NoTrunkHeadSplit
+from ..blockwise import NoTrunkHeadSplit, cast
 from ..checkpoint import check_weights, require_own_files, tensor_files
 from ..dtypes import stored_dtype
 from ..hooks import require_hidden_states
@@ -113,11 +113,8 @@ def save_drafter(folder: Path, drafter: Drafter, dtype: mx.Dtype) -> None:
     Args:
         dtype: of all floating-point weights.
     """
-
-    def cast(value: mx.array) -> mx.array:
-        return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) else value
-
-    weights = {name: cast(value) for name, value in drafter.export_weights().items()}
+    exported = drafter.export_weights()
+    weights = {name: cast(value, dtype) for name, value in exported.items()}
     write_safetensors(folder / WEIGHTS_FILE, weights)
     config = drafter.to_config() | {"torch_dtype": str(dtype).rpartition(".")[2]}
     write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
