@@ -8,7 +8,6 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from .blas import Blas
@@ -25,14 +24,11 @@ class CpuStatus:
         blas: the library that multiplies matrices.
         keeps_memory: freed arrays stay with the process (glibc).
         fast_functions: MLX's exponentials, activations and attention are replaced.
-        precompiled_header: the header that MLX's kernels are compiled with, if g++ is
-            there.
     """
 
     blas: Blas
     keeps_memory: bool
     fast_functions: bool
-    precompiled_header: Path | None = None
 
 
 def on_cpu() -> bool:
@@ -97,13 +93,13 @@ def enable(model: Any = None) -> CpuStatus:
     if not replaces_functions():
         if _may_change_mlx():
             kernel_cache.keep_cuda_kernels()
-        return CpuStatus(blas.use_openblas(), False, False, None)
+        return CpuStatus(blas.use_openblas(), False, False)
     kernel_cache.use_private_folder()
     keeps_memory = malloc.keep_freed_memory()
     library = blas.use_openblas()
-    header = precompile_header()
+    precompile_header()
     patches.replace_functions()
     patches.replace_swiglu()
     if model is not None:
         quantized_matmul.use_fast_layers(model)
-    return CpuStatus(library, keeps_memory, True, header)
+    return CpuStatus(library, keeps_memory, True)
