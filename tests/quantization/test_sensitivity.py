@@ -34,7 +34,7 @@ def model_of(name):
 def collected(model, folder, count=2):
     paths = [p for p, m in model.named_modules() if hasattr(m, "to_quantized")]
     tokens = mx.random.randint(0, 64, (count, 40), key=mx.random.key(3))
-    return paths, tokens, collect_stats(model, paths, tokens, folder, seed=0)
+    return paths, tokens, collect_stats(model, paths, tokens, folder)
 
 
 def sampled_labels(model, tokens, tensors, stats):

@@ -474,12 +474,11 @@ class DFlashConfig(AttentionConfig):
         )
 
 
-def spread(num_blocks: int, count: int = 3) -> list[int]:
-    """Blocks at equal distances from block 1 to the third-last, as in the paper."""
+def spread(num_blocks: int) -> list[int]:
+    """Block 1, the third-last and the one between them, as in the paper."""
     last = num_blocks - 1
     first, end = min(1, last), max(min(1, last), num_blocks - 3)
-    step = (end - first) / (count - 1)
-    return sorted({round(first + index * step) for index in range(count)})
+    return sorted({first, round((first + end) / 2), end})
 
 
 def _check_supported(config: dict, place: str) -> None:

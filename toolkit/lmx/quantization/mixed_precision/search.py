@@ -296,7 +296,7 @@ def _measure(
         f"measuring the sensitivity of {len(options)} layers to every grid"
     )
     args = model, list(options), tokens, scratch
-    stats = collect_stats(*args, seed=0, logger=task.logger, ranks=ranks)
+    stats = collect_stats(*args, logger=task.logger, ranks=ranks)
     groups, costs, energies = stats.groups(), {}, {}
     paths = [path for group in groups for path in group]
     own = list(ranks.shard(paths))

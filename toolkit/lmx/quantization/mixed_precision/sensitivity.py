@@ -73,7 +73,6 @@ def collect_stats(
     tokens: mx.array,
     folder: Path,
     *,
-    seed: int,
     logger: RunLogger | None = None,
     ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> CalibrationStats:
@@ -94,7 +93,7 @@ def collect_stats(
         logger.progress(len(own), "gradients of sequences") as progress,
     ):
         for number in progress.track(own):
-            key, sequence = mx.random.key(seed + number), tokens[number]
+            key, sequence = mx.random.key(number), tokens[number]
             sources, tensors = _run_sequence(model, paths, sequence[None], key)
             if number == 0:
                 size = sum(value.nbytes for value in tensors.values())
