@@ -57,20 +57,6 @@ def speculative(model, make_proposer, length=None, **options):
     )
 
 
-class Noisy:
-    """Drafts the correct tokens, except for every third."""
-
-    def __init__(self, expected_tokens):
-        self.right = expected_tokens
-
-    def propose(self, context, count, sampler):
-        draft = list(self.right[len(context) : len(context) + count])
-        for position, _ in enumerate(draft):
-            if (len(context) + position) % 3 == 2:
-                draft[position] = (draft[position] + 1) % VOCABULARY
-        return mx.array(draft, mx.int32)
-
-
 class Recorder:
     """A model that records the shapes of its inputs."""
 
