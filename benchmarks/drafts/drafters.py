@@ -22,6 +22,7 @@ SETS = ("chat", "text", "code")
 CHARACTERS = 600
 # Examples have more tokens, so that there are enough of them for `--text-tokens`.
 TOKENS_PER_EXAMPLE = 100
+NUM_EVAL_PROMPTS, NUM_EVALUATIONS = 48, 8
 
 
 def main() -> None:
@@ -55,6 +56,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--num-test-prompts", type=int, default=16, help="of every set")
     parser.add_argument("--max-tokens", type=int, default=48, help="per completion")
+    parser.add_argument(
+        "--max-train-tokens", type=int, help="the same in training data"
+    )
     parser.add_argument("--num-draft-tokens", type=int, default=5)
     parser.add_argument("--draft-vocab-size", type=int, help="eagle3")
     parser.add_argument("--steps", type=int, default=400)
@@ -85,7 +89,10 @@ class _Seed:
         return {target: self._benchmark(target) for target in arguments.targets}
 
     def _write_examples(self) -> None:
-        """Training and held-out examples by set. A file has examples of one format."""
+        """Examples by set, for training, validation and tests.
+
+        A file has examples of one format.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         rng = random.Random(self.seed)
         sources = {name: self._source(name) for name in self.sets}
@@ -96,8 +103,11 @@ class _Seed:
             _write(self.folder / f"train-{name}.jsonl", read("train", share, rng))
         held_out = random.Random(0)
         for name, read in sources.items():
-            rows = read("valid", arguments.num_test_prompts, held_out)
-            _write(self.folder / f"{name}.jsonl", rows)
+            tests = read("valid", arguments.num_test_prompts, held_out)
+            _write(self.folder / f"{name}.jsonl", tests)
+            others = read("valid", NUM_EVAL_PROMPTS, rng)
+            others = [row for row in others if row not in tests]
+            _write(self.folder / f"valid-{name}.jsonl", others)
 
     def _source(self, name: str):
         """A function of split, count and random numbers that returns examples."""
@@ -120,14 +130,16 @@ class _Seed:
             "architecture": architecture,
             "data_generation": {
                 "num_prompts": arguments.num_prompts,
-                "num_eval_prompts": 48,
-                "max_tokens": arguments.max_tokens,
+                "num_eval_prompts": NUM_EVAL_PROMPTS,
+                "max_tokens": arguments.max_train_tokens or arguments.max_tokens,
                 "text_tokens": arguments.text_tokens,
             },
             "steps": arguments.steps,
             "batch_tokens": arguments.batch_tokens,
             "learning_rate": arguments.learning_rate,
-            "benchmark": {"num_prompts": 2, "max_tokens": 8},
+            "eval_steps": max(1, arguments.steps // NUM_EVALUATIONS),
+            # These completions choose the best weights, too.
+            "benchmark": {"num_prompts": 8, "max_tokens": 32},
         }
         if architecture == "model":
             stage["draft_model"] = {"num_layers": arguments.num_layers}
@@ -151,7 +163,9 @@ class _Seed:
                 "train": [
                     str(self.folder / f"train-{name}.jsonl") for name in self.sets
                 ],
-                "valid": [str(self.folder / f"{name}.jsonl") for name in self.sets],
+                "valid": [
+                    str(self.folder / f"valid-{name}.jsonl") for name in self.sets
+                ],
                 "max_seq_length": drafters_runner.MAX_PROMPT_LENGTH,
             },
             "seed": self.seed,
