@@ -161,7 +161,7 @@ def test_unknown_columns_and_keys_are_named_once(write):
     splits.log_read_stats("train", reader.stats, lines.append, lines.append)
     assert lines[1].endswith("keys that lmx does not use: id, messages.time, source")
     assert len(lines) == 2
-    assert not list(unknown_keys(CHAT))
+    assert not list(unknown_keys(CHAT, "chat"))
 
 
 def test_chat_template_kwargs_reach_the_template(write):

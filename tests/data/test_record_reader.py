@@ -176,6 +176,81 @@ def test_columns_are_renamed(write):
     assert dataset.RecordReader(path).format == "text"
 
 
+QUESTION = {"q": "1+1", "a": "2"}
+QA = {"prompt": "q", "completion": "a"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "more", "reason"),
+    [
+        (QA, {"image": "x.png"}, "it has image; lmx trains on text"),
+        (QA, {"weight": 0}, "it has the weight 0; lmx has no weights"),
+        (QA, {"train": False}, "it has train: false"),
+        (QA, {"history": [["a", "b"]]}, "only instruction examples may have"),
+        ({"messages": "dialog"}, {"dialog": CHAT["messages"], "label": True}, "label"),
+    ],
+    ids=["image", "weight", "flag", "history", "label of a chat"],
+)
+def test_renamed_columns_hide_no_reason_to_skip(write, columns, more, reason):
+    kept = QUESTION if columns is QA else {"dialog": CHAT["messages"]}
+    reader = dataset.RecordReader(write([kept, kept | more]), columns=columns)
+    assert len(list(reader)) == 1
+    assert reason in reader.stats.first_skipped[0][1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "expected"),
+    [
+        (QA, QUESTION | {"label": False}, {"label": False}),
+        (
+            {"chosen": "better"},
+            {"prompt": "p", "better": "b", "rejected": "r"},
+            {"prompt": "p", "completion": "b", "rejected": "r"},
+        ),
+        (
+            {"instruction": "q", "output": "a"},
+            QUESTION | {"input": "3", "history": [["x", "y"]]},
+            {"prompt_messages": 3},
+        ),
+        ({"completion": "a"}, {"prompt": "p", "a": "2"}, {"completion": "2"}),
+        (
+            {"prompt": "completion", "completion": "prompt"},
+            {"prompt": "p", "completion": "c"},
+            {"prompt": "c", "completion": "p"},
+        ),
+        (
+            {"messages": "dialog"},
+            {
+                "dialog": CHAT["messages"],
+                "functions": [{"name": "f"}],
+            },
+            {"tools": ({"type": "function", "function": {"name": "f"}},)},
+        ),
+    ],
+    ids=["label", "rejected", "history", "own prompt", "exchanged", "functions"],
+)
+def test_renamed_columns_keep_the_others_of_the_format(write, columns, row, expected):
+    reader = dataset.RecordReader(write([row]), columns=columns)
+    [record] = reader
+    assert {name: getattr(record, name) for name in expected} == expected
+    assert not reader.stats.unknown
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "unknown"),
+    [
+        (QA, QUESTION | {"messages": [1], "id": 3, "text": "t"}, "id messages text"),
+        ({}, {"prompt": "p", "completion": "c", "input": "i"}, "input"),
+        ({}, {"text": "t", "system": "s", "label": 1}, "label system"),
+    ],
+    ids=["columns", "other format", "text"],
+)
+def test_columns_that_the_format_does_not_read_are_named(write, columns, row, unknown):
+    reader = dataset.RecordReader(write([row]), columns=columns)
+    assert len(list(reader)) == 1
+    assert " ".join(reader.stats.unknown) == unknown
+
+
 def test_limit_and_find_and_builtin(write, tmp_path):
     write([{"text": str(number)} for number in range(9)])
     reader = dataset.RecordReader(

@@ -103,20 +103,20 @@ class RecordReader:
         self._columns = dict(columns)
         self._limit = limit
         self._open = _opener(source, split, find, streaming)
-        first = [record for _, record in islice(self._records(), DETECTION_RECORDS)]
+        first = [*islice(self._records(), DETECTION_RECORDS)]
         if not first:
             raise UserError("the source has no examples", place=source)
-        formats = Counter(map(record_formats.format_of, first))
+        formats = Counter(name for _, _, name in first)
         del formats[None]
         if not formats:
-            raise _unknown_format(source, first[0], self._columns)
+            raise _unknown_format(source, first[0][1], self._columns)
         self.format = formats.most_common(1)[0][0]
 
     def __iter__(self) -> Iterator[DataRecord]:
         valid, skipped, logged, keys, unknown = 0, 0, [], "none", set()
-        for where, raw in self._records():
+        for where, raw, name in self._records():
             try:
-                record = _parse(where, raw, self.format)
+                record = _parse(where, raw, name, self.format)
             except record_formats.BadRecord as error:
                 skipped += 1
                 if skipped <= MAX_LOGGED:
@@ -125,16 +125,17 @@ class RecordReader:
                     keys = ", ".join(raw)
                 continue
             valid += 1
-            unknown.update(record_formats.unknown_keys(raw))
+            unknown.update(record_formats.unknown_keys(raw, name))
             yield record
         if not valid:
             raise _none_valid(self.source, self.format, skipped, logged[0], keys)
         counts = (valid, skipped, tuple(logged), tuple(sorted(unknown)))
         self.stats = ReadStats(self.source, self.format, *counts)
 
-    def _records(self) -> Iterator[readers.LocatedRecord]:
+    def _records(self) -> Iterator[tuple[str, object, str | None]]:
+        """Location, record with lmx's names, and its format."""
         for where, record in islice(self._open(), self._limit):
-            yield where, record_formats.apply_columns(record, self._columns)
+            yield where, *record_formats.apply_columns(record, self._columns)
 
 
 def has_split(source: str, split: str, *, find: Find = Path) -> bool:
@@ -182,10 +183,10 @@ def _opener(source: str, split: str, find: Find, streaming: bool):
     return lambda: (record for file in files for record in readers.read_records(file))
 
 
-def _parse(where: str, raw: object, name: str) -> DataRecord:
+def _parse(where: str, raw: object, own_format: str | None, name: str) -> DataRecord:
     if isinstance(raw, record_formats.Unreadable):
         raise record_formats.BadRecord(UNREADABLE)
-    if record_formats.format_of(raw) != name:
+    if own_format != name:
         keys = ", ".join(raw) if isinstance(raw, dict) else "no object"
         keys = keys[:MAX_KEYS_SHOWN].encode(errors="replace").decode()
         raise record_formats.BadRecord(f"not {name}: it has {keys or 'no keys'}")
@@ -207,7 +208,7 @@ def _unknown_format(
             place=source,
         )
     keys = list(record)
-    missing = [column for column in columns.values() if column not in keys]
+    missing = [column for name, column in columns.items() if name not in keys]
     absent = (
         f"; columns names {', '.join(missing)}, which is missing" if missing else ""
     )

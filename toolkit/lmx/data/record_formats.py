@@ -1,7 +1,7 @@
 """The dataset formats: detection by keys, and parsing of records."""
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import UserError
@@ -252,15 +252,20 @@ def _chat_template_kwargs(record: dict) -> dict | None:
     return options
 
 
-def unknown_keys(record: dict) -> Iterator[str]:
-    """The columns and the keys of messages that lmx does not use, if they hold
-    something. Those of messages reach the chat template."""
+def unknown_keys(record: dict, name: str) -> Iterator[str]:
+    """The columns of an example of the format `name` and the keys of its messages that
+    lmx does not use, if they hold something. Those of messages reach the chat template.
+    """
+    known = FORMATS[name].columns | REFUSED
     for key, value in record.items():
-        if key not in KNOWN and value not in (None, "", [], {}):
-            yield key
-        if key in ("messages", "conversations", "prompt", "chosen", "completion"):
+        if key not in known:
+            if value not in (None, "", [], {}):
+                yield key
+        elif key in ("messages", "conversations", "prompt", "chosen", "completion"):
             for message in value if isinstance(value, list) else ():
-                yield from (f"{key}.{name}" for name in message.keys() - MESSAGE_KEYS)
+                # Beside `messages`, nothing checks `conversations`.
+                if isinstance(message, dict):
+                    yield from (f"{key}.{k}" for k in message.keys() - MESSAGE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -270,6 +275,12 @@ class Format:
     keys: tuple[str, ...]
     parse: Callable[[dict], dict]
     optional: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> set[str]:
+        """All keys that the parser reads."""
+        common = ("skill",) if self.parse is _text else (*COMMON, "functions")
+        return {*self.keys, *self.optional, *common}
 
 
 # In order: a record with the keys of several formats has the first one.
@@ -288,7 +299,8 @@ FORMATS = {
 # Keys that examples of several formats may have.
 COMMON = ("skill", "system", "tools", "chat_template_kwargs")
 COLUMNS = {k for f in FORMATS.values() for k in (*f.keys, *f.optional)} | {*COMMON}
-KNOWN = COLUMNS | {"functions", "weight", *TRAIN_FLAGS}
+# Columns of every format whose values skip an example, or say nothing.
+REFUSED = {"weight", *TRAIN_FLAGS}
 
 SYNONYMS = {
     "messages": "dialog dialogue conversation turns chat history",
@@ -298,24 +310,35 @@ SYNONYMS = {
 }
 
 
-def format_of(record: object) -> str | None:
-    """The format of a record, detected from its keys."""
+def format_of(record: object, named: Iterable[str] = ()) -> str | None:
+    """The format of a record, detected from its keys.
+
+    Args:
+        named: keys that the user named; the format has them, whatever other keys the
+            record has.
+    """
     if not isinstance(record, dict):
         return None
-    if "conversations" in record:
-        return "chat"
-    return next((n for n, f in FORMATS.items() if record.keys() >= set(f.keys)), None)
+    named = set(named).difference(COMMON)
+    for name, form in FORMATS.items():
+        is_chat = name == "chat" and "conversations" in record
+        if (is_chat or record.keys() >= {*form.keys}) and named <= form.columns:
+            return name
+    return None
 
 
-def apply_columns(record: object, columns: dict[str, str]) -> object:
-    """`record` with lmx's names for the columns in `columns` (lmx's name -> column)."""
-    if not columns or not isinstance(record, dict):
-        return record
-    renamed = {name: record[key] for name, key in columns.items() if key in record}
-    # The named columns decide the format, whatever other keys the record has.
-    if format_of(renamed):
-        return {key: record[key] for key in COMMON if key in record} | renamed
-    return {**record, **renamed}
+def apply_columns(record: object, columns: dict[str, str]) -> tuple[object, str | None]:
+    """`record` with lmx's names for the columns in `columns` (lmx's name -> column),
+    and its format.
+
+    A record without such a column keeps its own names.
+    """
+    if not isinstance(record, dict):
+        return record, None
+    named = {name: record[key] for name, key in columns.items() if key in record}
+    taken = {columns[name] for name in named}
+    renamed = {k: v for k, v in record.items() if k not in taken} | named
+    return renamed, format_of(renamed, named)
 
 
 def check_columns(columns: dict[str, str]) -> None:
