@@ -168,7 +168,7 @@ def _answer(server, body):
             "structured_outputs",
         ),
         ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
-        ({"structured_outputs": {"regex": "a{9"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a{9"}}, "structured_outputs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
         (

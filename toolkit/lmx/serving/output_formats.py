@@ -14,6 +14,9 @@ FORCED = "json_tools"
 """mlx-lm's format of tool calls that a grammar can force: a JSON object in tags."""
 
 
+FORMATS = ("response_format", "structured_outputs")
+
+
 def answer_grammar(parameters: GenerationParameters) -> Grammar | None:
     """The grammar of `response_format` or `structured_outputs`; None = free text.
 
@@ -22,7 +25,7 @@ def answer_grammar(parameters: GenerationParameters) -> Grammar | None:
     """
     formats = {
         name: value
-        for name in ("response_format", "structured_outputs")
+        for name in FORMATS
         if (value := getattr(parameters, name)) is not None
     }
     if len(formats) > 1:
@@ -36,6 +39,12 @@ def answer_grammar(parameters: GenerationParameters) -> Grammar | None:
     return None
 
 
+def grammar_parameter(parameters: GenerationParameters) -> str:
+    """The parameter that a grammar of these comes from."""
+    given = (name for name in FORMATS if getattr(parameters, name) is not None)
+    return next(given, "tool_choice")
+
+
 def chat_grammar(
     parameters: ChatCompletionParameters, tokenizer: Any
 ) -> Grammar | None:
@@ -47,8 +56,9 @@ def chat_grammar(
     grammar = answer_grammar(parameters)
     forced = _forced_tools(parameters)
     if grammar and parameters.tools and parameters.tool_choice != "none":
-        message = "response_format leaves no room for tool calls: set tool_choice none"
-        raise ApiError(400, message, param="response_format")
+        name = grammar_parameter(parameters)
+        message = f"{name} leaves no room for tool calls: set tool_choice none"
+        raise ApiError(400, message, param=name)
     if forced is None:
         return grammar
     if parameters.parallel_tool_calls:

@@ -19,7 +19,7 @@ from .choice import Choice, Piece
 from .engine_thread import EngineFailed, EngineThread, ServedModel
 from .errors import OVERLOADED, SERVER, ApiError
 from .metrics import Metrics
-from .output_formats import answer_grammar, chat_grammar
+from .output_formats import answer_grammar, chat_grammar, grammar_parameter
 from .prompts import EncodedPrompt, checked_tools, encode_messages, encode_prompts
 from .protocol import (
     ChatCompletionParameters,
@@ -161,10 +161,10 @@ class CompletionService:
         if grammar and prompt.in_reasoning:
             message = (
                 "the chat template of this model begins with a chain of thought, for "
-                "which response_format and a forced call leave no place"
+                f"which {grammar_parameter(parameters)} leaves no place"
             )
-            raise ApiError(400, message, param="response_format")
-        compiled = await self._compile(grammar)
+            raise ApiError(400, message, param=grammar_parameter(parameters))
+        compiled = await self._compile(grammar, parameters)
 
         def parser() -> ChatOutputParser:
             return ChatOutputParser(
@@ -202,7 +202,7 @@ class CompletionService:
         choices = self._choices(
             parameters,
             prompts,
-            grammar=await self._compile(answer_grammar(parameters)),
+            grammar=await self._compile(answer_grammar(parameters), parameters),
             top_logprobs=parameters.logprobs,
         )
         lengths = [len(prompt.tokens) for prompt in prompts]
@@ -276,14 +276,16 @@ class CompletionService:
                 raise ApiError.of(output.error)
         return outputs
 
-    async def _compile(self, grammar: Grammar | None) -> CompiledGrammar | None:
+    async def _compile(
+        self, grammar: Grammar | None, parameters: GenerationParameters
+    ) -> CompiledGrammar | None:
         if grammar is None:
             return None
         try:
             compile_ = self._generator.grammars.compile
             return await self._encode(lambda: compile_(grammar))
         except UserError as error:
-            raise ApiError.of(error, param="response_format") from error
+            raise ApiError.of(error, param=grammar_parameter(parameters)) from error
 
     async def _encode(self, function: Callable[[], Any]) -> Any:
         loop = asyncio.get_running_loop()
