@@ -134,12 +134,13 @@ def test_trainer_logs_loss_per_token(tmp_path):
 def progress_lines(monkeypatch):
     """The progress after every change, without the time left."""
     lines = []
-    for method in ("skip", "advance"):
+    for method in ("skip", "advance", "track"):
         real = getattr(ProgressBar, method)
 
         def recorded(bar, *arguments, real=real):
-            real(bar, *arguments)
+            result = real(bar, *arguments)
             lines.append(bar.line().split("  ")[0])
+            return result
 
         monkeypatch.setattr(ProgressBar, method, recorded)
     return lines
@@ -166,7 +167,7 @@ def test_progress_moves_at_every_step_and_starts_at_the_resumed_one(
     assert training() == [f"training {n}/9" for n in range(6, 10)]
     # Validation has a progress of its own: it may take longer than a step.
     count = len(make_eval_batches())
-    assert {f"validation {n + 1}/{count}" for n in range(count)} <= {*progress_lines}
+    assert {f"validation {n}/{count}" for n in range(count + 1)} <= {*progress_lines}
 
 
 def test_gradient_accumulation_counts_one_step(tmp_path):

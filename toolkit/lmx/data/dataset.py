@@ -125,7 +125,7 @@ class RecordReader:
                     keys = ", ".join(raw)
                 continue
             valid += 1
-            unknown.update(record_formats.unknown_keys(raw, name))
+            unknown.update(record_formats.unknown_keys(raw, self.format))
             yield record
         if not valid:
             raise _none_valid(self.source, self.format, skipped, logged[0], keys)

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..errors import UserError
 from .chat.messages import KEYS as MESSAGE_KEYS
@@ -268,19 +269,23 @@ def unknown_keys(record: dict, name: str) -> Iterator[str]:
                     yield from (f"{key}.{k}" for k in message.keys() - MESSAGE_KEYS)
 
 
+# Keys that examples of several formats may have.
+COMMON = ("skill", "system", "tools", "chat_template_kwargs")
+
+
 @dataclass(frozen=True)
 class Format:
-    """A dataset format: the keys that identify it, and its parser."""
+    """A dataset format: the keys that identify it, its parser, and its other keys."""
 
     keys: tuple[str, ...]
     parse: Callable[[dict], dict]
     optional: tuple[str, ...] = ()
+    common: tuple[str, ...] = (*COMMON, "functions")
 
-    @property
+    @cached_property
     def columns(self) -> set[str]:
-        """All keys that the parser reads."""
-        common = ("skill",) if self.parse is _text else (*COMMON, "functions")
-        return {*self.keys, *self.optional, *common}
+        """All keys that are read."""
+        return {*self.keys, *self.optional, *self.common}
 
 
 # In order: a record with the keys of several formats has the first one.
@@ -294,10 +299,8 @@ FORMATS = {
     "instruction": Format(
         ("instruction", "output"), _instruction, ("input", "history")
     ),
-    "text": Format(("text",), _text),
+    "text": Format(("text",), _text, common=("skill",)),
 }
-# Keys that examples of several formats may have.
-COMMON = ("skill", "system", "tools", "chat_template_kwargs")
 COLUMNS = {k for f in FORMATS.values() for k in (*f.keys, *f.optional)} | {*COMMON}
 # Columns of every format whose values skip an example, or say nothing.
 REFUSED = {"weight", *TRAIN_FLAGS}
