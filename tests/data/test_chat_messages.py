@@ -16,6 +16,8 @@ OTHER = {"role": "assistant", "content": "No."}
 CHAT = {"messages": [USER, ANSWER]}
 EARLIER = [USER, OTHER, USER]
 FUNCTION = {"name": "weather", "arguments": {"in": "Rome"}}
+SYSTEM = {"role": "system", "content": "Be brief."}
+LABEL = "it has a label; data for kto has prompt, completion and"
 CALLED = {
     "role": "assistant",
     "content": "",
@@ -36,7 +38,12 @@ AS_TEXT = json.dumps(FUNCTION)
         {"instruction": "Is it warm?", "output": "Yes.", "history": [["Hi", "Ho"]]},
         {"messages": [USER, OTHER | {"training": False}, USER, ANSWER]},
         {"messages": [USER, OTHER | {"train": False}, USER, ANSWER]},
-        {"messages": [USER, OTHER | {"weight": 0}, USER, ANSWER]},
+        *(
+            {"messages": [USER, OTHER | {key: flag}, USER, ANSWER]}
+            for key in ("weight", "trainable", "loss", "loss_mask")
+            for flag in (0, False)
+        ),
+        {"prompt": EARLIER, "chosen": [*EARLIER, ANSWER]},
     ],
     ids=str,
 )
@@ -76,8 +83,17 @@ def test_functions_of_older_files_become_tools(write):
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        ({"label": False}, "it has a label; data for kto has prompt, completion and"),
-        ({"label": True}, "it has a label; data for kto has prompt, completion and"),
+        *(({"label": label}, LABEL) for label in (False, True, 0, 1, -1, "false", "1")),
+        ({"kto_tag": False}, LABEL),
+        ({"desirable": "true"}, LABEL),
+        ({"kto_tag": True, "label": False}, "it has label and kto_tag, which mean the"),
+        ({"conversations": [ANSWER]}, "it has messages and conversations, which mean"),
+        ({"trainable": False}, "it has trainable: false"),
+        ({"loss": "False"}, "it has loss: false"),
+        ({"loss_mask": [0, 1]}, "it has loss_mask: [0, 1]"),
+        ({"weight": 0}, "it has weight: 0"),
+        ({"refusal": "No."}, "it has refusal; the text of an answer is content"),
+        ({"split": "test"}, "its column split is test, not train"),
         ({"images": ["a.png"]}, "it has images; lmx trains on text"),
         ({"video": "a.mp4"}, "it has video; lmx trains on text"),
         ({"weight": 0.5}, "it has the weight 0.5; lmx has no weights"),
@@ -85,14 +101,28 @@ def test_functions_of_older_files_become_tools(write):
         ({"history": [["a", "b"]]}, "it has history, which only instruction"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs is a list, not an obj"),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has tools"),
-        ({"messages": [USER, ANSWER | {"image": "a"}]}, "message 2: it has image; lmx"),
+        ({"messages": [USER, ANSWER | {"image": "a"}]}, "message 2 has image; lmx"),
         (
             {"messages": [USER, ANSWER | {"training_detail": [{}]}]},
             "message 2 has training_detail; lmx trains whole turns",
         ),
         (
             {"messages": [USER, ANSWER | {"training": "no"}]},
-            "message 2 has training: 'no', not true or false",
+            "message 2 has training: 'no', not 0, 1, true or false",
+        ),
+        *(
+            ({"messages": [USER, ANSWER | extra]}, f"message 2 {reason}")
+            for extra, reason in (
+                ({"refusal": "No."}, "has refusal; the text of an answer is content"),
+                ({"loss": "no"}, "has loss: 'no', not 0, 1, true or false"),
+                ({"loss_mask": [0]}, "has loss_mask: [0], not 0, 1, true or false"),
+                ({"value": "No."}, "has content and value, which mean the same"),
+                ({"from": "human"}, "has role and from, which mean the same"),
+                (
+                    {"tool_calls": [FUNCTION], "function_call": CALLED},
+                    "has tool_calls and function_call, which mean the same",
+                ),
+            )
         ),
         (
             {"messages": [USER, ANSWER | {"tool_calls": "weather"}]},
@@ -110,7 +140,7 @@ def test_functions_of_older_files_become_tools(write):
         *(
             (
                 {"messages": [USER, ANSWER | {"weight": weight}]},
-                f"message 2 has the weight {weight!r}, not 0 or 1",
+                f"message 2 has weight: {weight!r}, not 0, 1, true or false",
             )
             for weight in (0.5, 2, "0", [0])
         ),
@@ -123,13 +153,69 @@ def test_functions_of_older_files_become_tools(write):
 )
 def test_what_lmx_does_not_train_skips_the_example(write, extra, reason):
     assert skip_reason(write, CHAT, CHAT | extra).startswith(reason)
-    with pytest.raises(UserError, match="no example is valid"):
+    with pytest.raises(UserError, match=r"no example (is valid|can be read)"):
         list(dataset.RecordReader(write([CHAT | extra])))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("{city}", "arguments is text that is not JSON"),
+        ('{"city": ', "arguments is text that is not JSON"),
+        ('{"in": 1, "in": 2}', "arguments: an object has the key 'in' twice"),
+        (json.dumps(json.dumps(FUNCTION["arguments"])), "is text, not an object"),
+        ('["Rome"]', "arguments is a list, not an object"),
+        (["Rome"], "arguments is a list, not an object"),
+        (0, "arguments is a number, not an object"),
+        (False, "arguments is a boolean, not an object"),
+    ],
+)
+def test_arguments_are_an_object(write, arguments, reason):
+    call = {"function": FUNCTION | {"arguments": arguments}}
+    bad = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+    found = skip_reason(write, CHAT, bad)
+    assert found.startswith("message 2: a tool call: ")
+    assert found.endswith(reason)
+
+
+def test_arguments_under_another_name_are_refused(write):
+    """They would be read as a call without arguments."""
+    call = {"name": "weather", "parameters": {"in": "Rome"}}
+    bad = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+    reason = "message 2: a tool call has parameters and no arguments"
+    assert skip_reason(write, CHAT, bad) == reason
+
+
+@pytest.mark.parametrize(
+    ("prompt", "messages"),
+    [
+        ([SYSTEM], (SYSTEM, USER, ANSWER)),
+        ([USER, OTHER], (USER, OTHER, USER, ANSWER)),
+        ([USER], (USER, ANSWER)),
+        (" Is it warm?\n", (USER, ANSWER)),
+        ("", (USER, ANSWER)),
+        ("Is it cold?", "chosen begins with another prompt than the column prompt"),
+        ([SYSTEM, USER], "chosen begins with another prompt than the column prompt"),
+    ],
+    ids=str,
+)
+def test_prompt_beside_a_conversation_is_repeated_or_comes_before_it(
+    write, prompt, messages
+):
+    pair = {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+    if isinstance(messages, str):
+        assert skip_reason(write, pair, pair | {"prompt": prompt}) == messages
+        return
+    record = read(write([pair | {"prompt": prompt}]))
+    assert record.messages == messages
+    assert record.rejected == (*messages[:-1], OTHER)
+    assert record.prompt_messages == len(messages) - 1
 
 
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
+        ({"label": 0}, f"{LABEL} label"),
         ({"history": ["a"]}, "history is not a list of pairs"),
         ({"history": {"a": "b"}}, "history is an object, not a list"),
     ],
@@ -162,6 +248,12 @@ def test_unknown_columns_and_keys_are_named_once(write):
     assert lines[1].endswith("keys that lmx does not use: id, messages.time, source")
     assert len(lines) == 2
     assert not list(unknown_keys(CHAT, "chat"))
+    # OpenAI's logs have the key in every answer.
+    read_all = {"messages": [USER, ANSWER | {"refusal": "", "loss": True}]}
+    assert not list(unknown_keys(read_all | {"train": 1, "loss": None}, "chat"))
+    assert [*unknown_keys(read_all | {"label": "news", "loss": 2.5}, "chat")] == [
+        *("label", "loss")
+    ]
 
 
 def test_chat_template_kwargs_reach_the_template(write):

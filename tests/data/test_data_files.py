@@ -37,6 +37,12 @@ def test_text_file_holds_one_or_several_documents(write):
     ]
 
 
+def test_text_file_of_windows_has_the_same_text(write):
+    path = write("one\r\ntwo\r\n<|endoftext|>\r\nthree\r\n", "a.txt")
+    texts = [record.text for record in dataset.RecordReader(path)]
+    assert texts == ["one\ntwo\n", "three\n"]
+
+
 def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -88,6 +94,116 @@ def test_folder_without_split_names_gives_all_files(write, tmp_path):
     assert [r.text for r in dataset.RecordReader(str(tmp_path))] == ["a", "b"]
 
 
+@pytest.fixture
+def folder(write, tmp_path):
+    """A function that writes a file of one example, its name, at each path."""
+
+    def folder(*names):
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            write([{"text": name}], name)
+        return tmp_path
+
+    return folder
+
+
+def read_files(path, split):
+    try:
+        return " ".join(r.text for r in dataset.RecordReader(str(path), split=split))
+    except UserError as error:
+        return error.message
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "valid"),
+    [
+        ("data.jsonl eval.jsonl", "data.jsonl", "eval.jsonl"),
+        ("a_train.jsonl a_test.jsonl", "a_train.jsonl", None),
+        ("a.jsonl train_b.jsonl train.jsonl", "train.jsonl train_b.jsonl", None),
+        ("my-validation-2.jsonl rows.jsonl", "rows.jsonl", "my-validation-2.jsonl"),
+        ("train/0.jsonl dev/0.jsonl", "train/0.jsonl", "dev/0.jsonl"),
+        ("data/train-00000-of-1.jsonl", "data/train-00000-of-1.jsonl", None),
+        ("a/b.jsonl c.jsonl", "a/b.jsonl c.jsonl", None),
+        ("contest.jsonl developer.jsonl", "contest.jsonl developer.jsonl", None),
+        (".git/a.jsonl b.jsonl", "b.jsonl", None),
+    ],
+)  # fmt: skip
+def test_words_in_paths_name_splits(folder, names, train, valid):
+    path = folder(*names.split())
+    assert read_files(path, "train") == train
+    assert dataset.has_split(str(path), "valid") == (valid is not None)
+    assert valid is None or read_files(path, "valid") == valid
+
+
+def test_path_with_two_splits_is_refused(folder):
+    path = folder("train_test.jsonl", "rows.jsonl")
+    with pytest.raises(UserError, match="names the splits test and train") as error:
+        dataset.RecordReader(str(path))
+    assert error.value.place.endswith("train_test.jsonl")
+
+
+CARD = "---\nlicense: mit\nconfigs:\n{}---\n# Rows\n"
+PLAIN = """\
+- config_name: default
+  data_files:
+  - {split: train, path: "a*.jsonl"}
+  - {split: validation, path: [held/**, b.jsonl]}
+"""
+OTHER = "- {config_name: other, data_files: b.jsonl}\n"
+
+
+@pytest.mark.parametrize(
+    ("card", "train", "valid"),
+    [
+        (CARD.format(PLAIN), "a1.jsonl a2.jsonl", "b.jsonl held/c.jsonl"),
+        (CARD.format(OTHER + PLAIN), "a1.jsonl a2.jsonl", "b.jsonl held/c.jsonl"),
+        (CARD.format(OTHER), "b.jsonl", None),
+        ("Set configs: to", "a1.jsonl a2.jsonl b.jsonl dev.jsonl held/c.jsonl", None),
+    ],
+    ids=["default", "several", "one", "none"],
+)
+def test_card_names_the_files(folder, write, monkeypatch, card, train, valid):
+    pytest.importorskip("datasets")
+    path = folder("a1.jsonl", "a2.jsonl", "b.jsonl", "held/c.jsonl", "dev_.jsonl")
+    write(card, "README.md")
+    monkeypatch.chdir(path.parent)
+    for name in (path, path.name):
+        if "---" in card:
+            assert sorted(read_files(name, "train").split()) == train.split()
+            [line] = (line for line in _counts(name) if "not read: " in line)
+            assert "dev_.jsonl" in line
+        if valid:
+            assert sorted(read_files(name, "valid").split()) == valid.split()
+
+
+def _counts(path):
+    reader = dataset.RecordReader(str(path))
+    list(reader)
+    return [*reader.stats.counts()]
+
+
+@pytest.mark.parametrize(
+    ("configs", "reason"),
+    [
+        (OTHER + OTHER.replace("other", "more"), "none of other, more is the default"),
+        (OTHER.replace("b.jsonl", "none.jsonl"), "none.jsonl"),
+        (OTHER.replace("data_files", "data_dir"), "data_files"),
+        ("- 5\n", "configs of this card cannot be read"),
+        ("- [\n", "configs of this card cannot be read"),
+        (
+            PLAIN.replace("train", "train_sft"),
+            "no file of the split 'train'.*train_sft",
+        ),
+    ],
+)
+def test_card_that_names_no_files_is_refused(folder, write, configs, reason):
+    pytest.importorskip("datasets")
+    path = folder("a.jsonl", "b.jsonl", "held/c.jsonl")
+    write(CARD.format(configs), "README.md")
+    with pytest.raises(UserError, match=reason):
+        dataset.RecordReader(str(path))
+
+
 FAULTS = {
     "rows.jsonl": [
         ('{"text": "a"}\n{"text": ', r"rows\.jsonl:2: line 2 is not JSON: Expecting"),
@@ -100,6 +216,8 @@ FAULTS = {
         ('[{"text": "a"},\n 5 5]', r"rows\.json:2:4: is not JSON"),
         ('{"text": "a"}', "is not a list of objects"),
         ("[]", "the source has no examples"),
+        ('[{"text": "a", "text": "b"}]', "an object has the key 'text' twice"),
+        ("[" * 3000, "more digits or levels than can be read"),
     ],
     "rows.txt": [(" \n", "the source has no examples")],
     "rows.csv": [("a,b\n", r"\.csv files are not")],

@@ -192,6 +192,27 @@ def test_unpaired_examples_are_followed_by_another_completion(tokenizer):
         assert other in texts(mismatched, tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("good", "bad"), [(True, False), (1, 0), ("true", "False"), (1.0, 0.0), ("1", "0")]
+)
+@pytest.mark.parametrize("key", ["label", "kto_tag", "desirable"])
+def test_labels_of_other_tools_are_read(write, key, good, bad):
+    rows = [{"prompt": "a", "completion": "b", key: label} for label in (good, bad)]
+    reader = RecordReader(write([*rows, rows[0] | {key: None}]))
+    assert reader.format == "unpaired_preference"
+    assert [record.label for record in reader] == [True, False]
+
+
+@pytest.mark.parametrize("label", [-1, "bad", 2])
+def test_labels_of_another_scale_refuse_the_source(write, label):
+    """To skip these examples alone would train the good completions only."""
+    rows = [{"prompt": "a", "completion": "b", "label": x} for x in (1, label)]
+    path = write(rows)
+    with pytest.raises(UserError, match="is not true, false, 1 or 0") as error:
+        list(RecordReader(path))
+    assert error.value.place == f"{path}:2"
+
+
 def test_undesirable_completions_are_not_fine_tuned_on(tokenizer):
     records = [
         DataRecord("f:1", prompt="a", completion="b", label=False),

@@ -74,7 +74,7 @@ PARTS = user([{"type": "text", "text": "Hi"}])
         (
             {"prompt": "Hi", "chosen": [USER, ANSWER]},
             "preference",
-            {"messages": (USER, ANSWER)},
+            {"messages": (USER, ANSWER), "prompt_messages": 1},
         ),
         ({"text": "Once."}, "text", {"text": "Once."}),
     ],
@@ -102,8 +102,8 @@ def test_majority_decides_the_format_and_others_are_logged(write):
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ("Hi", "messages is str, not a list"),
-        (["Hi"], "message 1 is str, not an object"),
+        ("Hi", "messages is text, not a list"),
+        (["Hi"], "message 1 is text, not an object"),
         ([{"role": "king", "content": "x"}], "message 1 has the role 'king'"),
         ([{"role": {}, "content": "x"}], "message 1 has the role {}"),
         ([USER, {"role": "assistant"}], "message 2 has no content"),
@@ -134,6 +134,7 @@ def test_invalid_completions_are_skipped(write, record, reason):
     assert skip_reason(write, {"prompt": "a", "completion": "b"}, record) == reason
 
 
+DUPLICATE = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
 UNREADABLE = "more digits or levels than can be read"
 SURROGATE = '"\\ud800"'
 
@@ -145,6 +146,8 @@ SURROGATE = '"\\ud800"'
         ('{"messages": ' + "[" * 20_000 + "]" * 20_000 + "}", UNREADABLE),
         ('{"messages": ' + "9" * 5000 + "}", UNREADABLE),
         ("17", "not chat: it has no object"),
+        (DUPLICATE, "an object has the key 'content' twice"),
+        ('{"messages": 1, "messages": 2}', "an object has the key 'messages' twice"),
         (f"{{{SURROGATE}: 1}}", "not chat: it has ?"),
         (f'{{"{"k" * 5000}": 1}}', f"not chat: it has {'k' * 100}"),
         (
@@ -153,10 +156,10 @@ SURROGATE = '"\\ud800"'
         ),
         (
             f'{{"messages": [{{"role": "assistant", "tool_calls": [{SURROGATE}]}}]}}',
-            "message 1: a tool call is str, not an object",
+            "message 1: a tool call is text, not an object",
         ),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_rows_that_no_tokenizer_could_take_are_skipped(tmp_path, line, reason):
     path = tmp_path / "rows.jsonl"
@@ -164,6 +167,14 @@ def test_rows_that_no_tokenizer_could_take_are_skipped(tmp_path, line, reason):
     reader = dataset.RecordReader(str(path))
     assert len(list(reader)) == 2
     assert reader.stats.first_skipped == ((f"{path}:2", reason),)
+
+
+def test_a_source_that_cannot_be_read_says_why(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for line, reason in (("[" * 3000 + "]" * 3000, UNREADABLE), (DUPLICATE, "twice")):
+        path.write_text(line)
+        with pytest.raises(UserError, match="no example can be read; .*" + reason):
+            dataset.RecordReader(str(path))
 
 
 def test_columns_are_renamed(write):
@@ -184,7 +195,7 @@ QA = {"prompt": "q", "completion": "a"}
     ("columns", "more", "reason"),
     [
         (QA, {"image": "x.png"}, "it has image; lmx trains on text"),
-        (QA, {"weight": 0}, "it has the weight 0; lmx has no weights"),
+        (QA, {"weight": 0.5}, "it has the weight 0.5; lmx has no weights"),
         (QA, {"train": False}, "it has train: false"),
         (QA, {"history": [["a", "b"]]}, "only instruction examples may have"),
         ({"messages": "dialog"}, {"dialog": CHAT["messages"], "label": True}, "label"),
@@ -240,10 +251,13 @@ def test_renamed_columns_keep_the_others_of_the_format(write, columns, row, expe
     ("columns", "row", "unknown"),
     [
         (QA, QUESTION | {"messages": [1], "id": 3, "text": "t"}, "id messages text"),
+        (QA, QUESTION | {"prompt": "p"}, "prompt (beside q)"),
+        ({}, {"text": "t", "split": "fold 3"}, "split"),
+        ({}, {"text": "t", "split": "train"}, ""),
         ({}, {"prompt": "p", "completion": "c", "input": "i"}, "input"),
         ({}, {"text": "t", "system": "s", "label": 1}, "label system"),
     ],
-    ids=["columns", "other format", "text"],
+    ids=["columns", "taken name", "own split", "split", "other format", "text"],
 )
 def test_columns_that_the_format_does_not_read_are_named(write, columns, row, unknown):
     reader = dataset.RecordReader(write([row]), columns=columns)

@@ -64,6 +64,44 @@ def test_source_validation_split_is_used(tmp_path):
     assert not any("held out from" in line for line in messages)
 
 
+def test_column_split_keeps_examples_of_other_splits_apart(tmp_path):
+    """The training examples come first, and are more than the format is read from."""
+    names = ["train"] * 210 + ["validation"] * 3 + ["test"] * 2
+    rows = (
+        {"prompt": f"{n}", "completion": "b", "split": s} for n, s in enumerate(names)
+    )
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    warnings = []
+    records, eval_records = split_records(
+        warnings=warnings, train=str(path), valid=str(path)
+    )
+    assert (len(records), len(eval_records)) == (210, 3)
+    assert "its column split is train, not valid" in warnings[0]
+    path.write_text(path.read_text().replace("validation", "train"))
+    with pytest.raises(
+        UserError, match="the first: its column split is train, not val"
+    ):
+        split_records(train=str(path), valid=str(path))
+
+
+def test_log_says_which_files_of_a_folder_are_read(tmp_path):
+    write_records(tmp_path / "rows" / "data.jsonl", 8)
+    write_records(tmp_path / "rows" / "eval.jsonl", 4)
+    (tmp_path / "rows" / "more.csv").write_text("a,b")
+    folder, messages = str(tmp_path / "rows"), []
+    splits = make_splits(messages, train=folder)
+    assert len(list(splits.train)) == 8
+    assert len(splits.valid) == 4
+    assert messages[1] == (
+        f"valid: {folder}: valid: eval.jsonl; without a split: data.jsonl; "
+        "not read: more.csv"
+    )
+    assert [*splits.train.stats[folder].counts()][1] == (
+        f"{folder}: train: data.jsonl; valid: eval.jsonl; not read: more.csv"
+    )
+
+
 def test_share_of_every_source_is_held_out(tmp_path):
     first, second = (
         write_records(tmp_path / "a.jsonl", 60),

@@ -64,18 +64,79 @@ def test_examples_of_every_format_but_text_have_tools(write, record):
     [
         ('{"city": "Rome"}', {"city": "Rome"}),
         ({"city": "Rome"}, {"city": "Rome"}),
-        ("", ""),
-        ("{city}", "{city}"),
-        ('["Rome"]', '["Rome"]'),
+        ("", {}),
+        (" \n", {}),
+        ("null", {}),
+        (None, {}),
+        ("missing", {}),
     ],
 )
 def test_arguments_in_json_text_are_objects_as_in_servers(write, arguments, expected):
     """Files for OpenAI have text. mlx-lm's server and templates have objects."""
     call = {"id": "1", "type": "function"}
     call["function"] = {"name": "weather", "arguments": arguments}
+    if arguments == "missing":
+        del call["function"]["arguments"]
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
     [parsed] = read(write([{"messages": messages}])).messages[1]["tool_calls"]
     assert parsed == call | {"function": {"name": "weather", "arguments": expected}}
+
+
+FUNCTION, SCHEMA = WEATHER["function"], WEATHER["function"]["parameters"]
+ANTHROPIC = {"name": "weather", "input_schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        FUNCTION,
+        ANTHROPIC,
+        ANTHROPIC | {"type": "custom"},
+        {"name": "weather", "inputSchema": SCHEMA},
+        FUNCTION | {"type": "function"},
+        {"function": FUNCTION},
+        {"type": "function", "function": ANTHROPIC},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("key", ["tools", "functions"])
+@pytest.mark.parametrize("form", [list, json.dumps], ids=["list", "text"])
+def test_tools_of_all_kinds_are_wrapped(write, tool, key, form):
+    [parsed] = read(write([{"messages": [USER, ANSWER], key: form([tool])}])).tools
+    assert parsed == WEATHER
+    # Templates print the keys in this order.
+    assert [*parsed] == ["type", "function"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"tools": [{"parameters": {}}]}, "tools has a function without a name"),
+        ({"tools": [{"type": "web_search", "name": "a"}]}, "type 'web_search'"),
+        ({"tools": [FUNCTION | {"parameters": "{}"}]}, "parameters is text, not an"),
+        ({"tools": [ANTHROPIC | {"parameters": {}, "inputSchema": {"a": 1}}]}, "mean"),
+        (
+            {"tools": [WEATHER], "functions": [TIME]},
+            "it has tools and functions, which",
+        ),
+        ({"tools": None, "functions": "weather"}, "tools is text that is not JSON"),
+        (
+            {"messages": [USER | {"tools": [TIME]}, ANSWER]},
+            "it has tools and tools of message 1",
+        ),
+    ],
+)
+def test_other_tools_skip_the_example(write, extra, reason):
+    assert reason in skip_reason(write, CHAT, CHAT | extra)
+
+
+@pytest.mark.parametrize("form", [list, json.dumps], ids=["list", "text"])
+def test_tools_of_a_message_are_those_of_the_example(write, form):
+    system = {"role": "system", "content": "Be brief.", "tools": form([FUNCTION])}
+    reader = dataset.RecordReader(write([{"messages": [system, USER, ANSWER]}]))
+    [record] = reader
+    assert record.tools == (WEATHER,)
+    assert not reader.stats.unknown
 
 
 def test_arguments_with_half_a_surrogate_pair_skip_the_example(write):

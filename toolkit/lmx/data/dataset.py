@@ -10,13 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..errors import UserError, shorten
-from . import builtin, readers, record_formats
+from . import builtin, folders, readers, record_formats
 from .hub_datasets import HubDataset
 from .record_formats import DataRecord
 
 # Records from which the format is detected, and skipped records that are logged.
 DETECTION_RECORDS, MAX_LOGGED = 200, 5
-UNREADABLE = "more digits or levels than can be read"
 # Characters of the keys in a message.
 MAX_KEYS_SHOWN = 100
 # Resolves a relative path of the recipe; None = there is no such path.
@@ -43,6 +42,7 @@ class ReadStats:
         skipped: number of invalid records.
         first_skipped: (where, reason) of the first invalid records.
         unknown: columns, and keys of messages, that lmx does not know.
+        files: the files of a folder by their split.
     """
 
     source: str
@@ -51,10 +51,13 @@ class ReadStats:
     skipped: int
     first_skipped: tuple[tuple[str, str], ...]
     unknown: tuple[str, ...] = ()
+    files: str = ""
 
     def counts(self) -> Iterator[str]:
         """What was read, in the words of the log."""
         yield f"{self.source}: {self.records:,} examples, format {self.format}"
+        if self.files:
+            yield f"{self.source}: {self.files}"
         if self.unknown:
             names = shorten(", ".join(self.unknown))
             yield f"{self.source}: keys that lmx does not use: {names}"
@@ -65,6 +68,10 @@ class ReadStats:
             yield f"{where}: example skipped: {reason}"
         if more := self.skipped - len(self.first_skipped):
             yield f"{self.source}: {more:,} more examples skipped"
+
+
+class OtherSplit(record_formats.Unreadable):
+    """In place of a row whose column `split` names another split."""
 
 
 class RecordReader:
@@ -102,8 +109,12 @@ class RecordReader:
         self.stats: ReadStats | None = None
         self._columns = dict(columns)
         self._limit = limit
+        self._split = split
         self._open = _opener(source, split, find, streaming)
-        first = [*islice(self._records(), DETECTION_RECORDS)]
+        path = find(source) or Path(source)
+        self._files = folders.describe(path, split) if path.is_dir() else ""
+        own = (r for r in self._records() if not isinstance(r[1], OtherSplit))
+        first = [*islice(own, DETECTION_RECORDS)] or [*islice(self._records(), 1)]
         if not first:
             raise UserError("the source has no examples", place=source)
         formats = Counter(name for _, _, name in first)
@@ -117,6 +128,8 @@ class RecordReader:
         for where, raw, name in self._records():
             try:
                 record = _parse(where, raw, name, self.format)
+            except record_formats.BadSource as error:
+                raise UserError(str(error), place=where) from None
             except record_formats.BadRecord as error:
                 skipped += 1
                 if skipped <= MAX_LOGGED:
@@ -130,12 +143,20 @@ class RecordReader:
         if not valid:
             raise _none_valid(self.source, self.format, skipped, logged[0], keys)
         counts = (valid, skipped, tuple(logged), tuple(sorted(unknown)))
-        self.stats = ReadStats(self.source, self.format, *counts)
+        self.stats = ReadStats(self.source, self.format, *counts, self._files)
 
     def _records(self) -> Iterator[tuple[str, object, str | None]]:
         """Location, record with lmx's names, and its format."""
         for where, record in islice(self._open(), self._limit):
-            yield where, *record_formats.apply_columns(record, self._columns)
+            raw, name = record_formats.apply_columns(record, self._columns)
+            split = raw.get("split") if isinstance(raw, dict) else None
+            named = folders.splits_in(split) if isinstance(split, str) else set()
+            if named == {self._split}:
+                del raw["split"]
+            elif named:
+                reason = f"its column split is {split}, not {self._split}"
+                raw, name = OtherSplit(reason), None
+            yield where, raw, name
 
 
 def has_split(source: str, split: str, *, find: Find = Path) -> bool:
@@ -144,7 +165,7 @@ def has_split(source: str, split: str, *, find: Find = Path) -> bool:
         return split in builtin.SPLITS
     if hub := HubDataset.parse(source, find):
         return hub.has_split(split)
-    return readers.has_split(find(source) or Path(source), split)
+    return folders.has_split(find(source) or Path(source), split)
 
 
 def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
@@ -160,7 +181,7 @@ def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
         return hub.fingerprint(split)
     path = find(source) or Path(source)
     return [
-        [str(p), readers.content_hash(p)] for p in readers.list_data_files(path, split)
+        [str(p), readers.content_hash(p)] for p in folders.list_data_files(path, split)
     ]
 
 
@@ -169,7 +190,7 @@ def source_size(source: str, split: str, *, find: Find = Path) -> int:
     path = find(source) or Path(source)
     if source.startswith(builtin.PREFIX) or not path.exists():
         return 0
-    return sum(file.stat().st_size for file in readers.list_data_files(path, split))
+    return sum(file.stat().st_size for file in folders.list_data_files(path, split))
 
 
 def _opener(source: str, split: str, find: Find, streaming: bool):
@@ -179,13 +200,13 @@ def _opener(source: str, split: str, find: Find, streaming: bool):
         return lambda: ((f"{source}/{where}", {"text": t}) for where, t in documents)
     if hub := HubDataset.parse(source, find):
         return hub.opener(split, streaming=streaming)
-    files = readers.list_data_files(find(source) or Path(source), split)
+    files = folders.list_data_files(find(source) or Path(source), split)
     return lambda: (record for file in files for record in readers.read_records(file))
 
 
 def _parse(where: str, raw: object, own_format: str | None, name: str) -> DataRecord:
     if isinstance(raw, record_formats.Unreadable):
-        raise record_formats.BadRecord(UNREADABLE)
+        raise record_formats.BadRecord(raw.reason)
     if own_format != name:
         keys = ", ".join(raw) if isinstance(raw, dict) else "no object"
         keys = keys[:MAX_KEYS_SHOWN].encode(errors="replace").decode()
@@ -194,13 +215,16 @@ def _parse(where: str, raw: object, own_format: str | None, name: str) -> DataRe
     try:
         fields = record_formats.parse_record(raw, name)
     except RecursionError:
-        raise record_formats.BadRecord(UNREADABLE) from None
+        raise record_formats.BadRecord(record_formats.UNREADABLE.reason) from None
     return DataRecord(where, **fields, skill=skill if isinstance(skill, str) else None)
 
 
 def _unknown_format(
     source: str, record: object, columns: Mapping[str, str]
 ) -> UserError:
+    if isinstance(record, record_formats.Unreadable):
+        message = f"no example can be read; the first: {record.reason}"
+        return UserError(message, place=source)
     if not isinstance(record, dict):
         return UserError(
             f"the examples are not JSON objects; the first is {str(record)[:60]!r}",

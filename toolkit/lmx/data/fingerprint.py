@@ -16,7 +16,7 @@ TOKENIZER_FILES = (
 )
 # The modules of this folder that decide which tokens a source gives.
 CODE = (
-    *("builtin", "readers", "dataset", "hub_datasets", "record_formats"),
+    *("builtin", "readers", "folders", "dataset", "hub_datasets", "record_formats"),
     *("splits", "token_store", "tokenization", "token_edges", "preference"),
     *("chat/rendering", "chat/sequences", "chat/completeness", "chat/messages"),
 )

@@ -1,5 +1,6 @@
 """Datasets of the Hugging Face Hub: their names in a recipe, splits and records."""
 
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+import yaml
 
 from ..errors import UserError, error_detail
 from . import builtin, readers
@@ -156,6 +159,39 @@ class HubDataset:
             hint=hint,
             place=self.source,
         )
+
+
+def card_files(folder: Path) -> dict[str, list[Path]]:
+    """The data files by split, as the dataset card of a folder of the Hub names them.
+
+    Raises:
+        UserError: the card has no default configuration, or no such files.
+    """
+    card = folder / "README.md"
+    if not card.is_file() or b"configs:" not in card.read_bytes():
+        return {}
+    from datasets.data_files import DataFilesDict, sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    try:
+        configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data)
+        if not configs:
+            return {}
+        if (name := configs.get_default_config_name()) is None:
+            raise ValueError(f"none of {', '.join(configs)} is the default")
+        patterns = sanitize_patterns(configs[name]["data_files"])
+        files = DataFilesDict.from_patterns(patterns, base_path=str(folder))
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, OSError) as error:
+        raise UserError(
+            f"configs of this card cannot be read: {error_detail(error)}",
+            hint="name the files in data.train and data.valid",
+            place=str(card),
+        ) from None
+    return {
+        split: [folder / os.path.relpath(name, folder) for name in names]
+        for split, names in files.items()
+    }
 
 
 def _splits(builder: Any) -> list[str]:

@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import re
 import zlib
 from collections.abc import Iterator
 from itertools import count
@@ -13,13 +12,14 @@ from typing import Any, BinaryIO, TextIO
 from ..config.text_files import open_regular, require_regular
 from ..errors import UserError
 from . import cache
-from .record_formats import Unreadable
+from .chat.messages import BadRecord, load_json
+from .record_formats import UNREADABLE, Unreadable
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 SPLITS = {
     "train": ("train", "training"),
-    "valid": ("valid", "validation", "val", "dev"),
-    "test": ("test",),
+    "valid": ("valid", "validation", "val", "dev", "eval", "evaluation"),
+    "test": ("test", "testing"),
 }
 END_OF_DOCUMENT = "<|endoftext|>"
 # Limits of what is in memory at once: a line, and a JSON list or a document.
@@ -33,32 +33,8 @@ PARQUET_ROWS = 256
 LocatedRecord = tuple[str, object]
 
 
-def list_data_files(path: Path, split: str) -> list[Path]:
-    """The data files of a split: `path` itself, or files of the folder `path`.
-
-    A file named after a split (train.jsonl, val-00000-of-00002.parquet) belongs to that
-    split. Files with other names are used if no file is named after the split.
-
-    Raises:
-        UserError: there is no such file.
-    """
-    if not path.is_dir():
-        return [_existing(path)]
-    files = sorted(file for file in path.iterdir() if suffix(file) in SUFFIXES)
-    named = [file for file in files if _split(file) == split]
-    selected = named or [file for file in files if _split(file) is None]
-    if not selected:
-        names = ", ".join(file.name for file in files) or "no data files"
-        raise UserError(
-            f"the folder has no file of the split {split!r}; its files: {names}",
-            hint=f"name a file, or call one {split}.jsonl; "
-            f"files end in {', '.join(SUFFIXES)}, .gz allowed",
-            place=str(path),
-        )
-    return [_existing(file) for file in selected]
-
-
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """`path`, which must be a file."""
     try:
         require_regular(path)
     except FileNotFoundError:
@@ -68,21 +44,9 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def has_split(path: Path, split: str) -> bool:
-    """Whether `path` is a folder with a file named after `split`."""
-    if not path.is_dir():
-        return False
-    return any(suffix(f) in SUFFIXES and _split(f) == split for f in path.iterdir())
-
-
 def suffix(path: Path) -> str:
     """The file suffix, without .gz."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
-
-
-def _split(path: Path) -> str | None:
-    stem = re.sub(r"-\d+-of-\d+$", "", path.name.split(".")[0].lower())
-    return next((name for name, known in SPLITS.items() if stem in known), None)
 
 
 def read_records(path: Path) -> Iterator[LocatedRecord]:
@@ -177,13 +141,14 @@ def _lines(path: Path) -> Iterator[LocatedRecord]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = load_json(line)
         except json.JSONDecodeError as error:
             message = f"line {number} is not JSON: {error.msg}"
             raise _error(path, message, at=f":{number}", hint=hint) from None
+        except BadRecord as error:
+            row = Unreadable(str(error))
         except (ValueError, RecursionError):
-            # JSON, but with thousands of digits or levels.
-            row = Unreadable()
+            row = UNREADABLE
         yield f"{path}:{number}", row
 
 
@@ -195,13 +160,14 @@ def _list(path: Path) -> Iterator[LocatedRecord]:
         message = f"a .json file has at most {MAX_WHOLE:,} characters"
         raise _error(path, message, hint=hint)
     try:
-        rows = json.loads(text) if text.strip() else []
+        rows = load_json(text) if text.strip() else []
     except json.JSONDecodeError as error:
         at = f":{error.lineno}:{error.colno}"
         raise _error(path, f"is not JSON: {error.msg}", at=at, hint=hint) from None
+    except BadRecord as error:
+        raise _error(path, str(error)) from None
     except (ValueError, RecursionError):
-        message = "has a number with too many digits, or too many levels of lists"
-        raise _error(path, message, hint=hint) from None
+        raise _error(path, f"has {UNREADABLE.reason}", hint=hint) from None
     if not isinstance(rows, list):
         raise _error(path, "is not a list of objects", hint=hint)
     yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
@@ -215,7 +181,7 @@ def _documents(path: Path) -> Iterator[LocatedRecord]:
             yield f"{path}:{start}", {"text": "".join(lines)}
             start, size, lines = number + 1, 0, []
             continue
-        lines.append(line)
+        lines.append(line.replace("\r\n", "\n"))
         size += len(line)
         if size > MAX_WHOLE:
             message = f"a document has at most {MAX_WHOLE:,} characters"

@@ -6,20 +6,32 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..errors import UserError
-from .chat.messages import KEYS as MESSAGE_KEYS
 from .chat.messages import (
-    TRAIN_FLAGS,
+    EMPTY,
+    FLAGS,
     BadRecord,
     filled,
     is_completion,
     json_value,
     kind_of,
     parse_turns,
-    refuse_media,
+    refuse_content,
+    rename_keys,
     require_text,
     string,
 )
+from .chat.messages import KEYS as MESSAGE_KEYS
 
+# Columns of other tools (LLaMA-Factory, ShareGPT, older files for OpenAI), and lmx's
+# names of them.
+ALIASES = {
+    **{"conversations": "messages", "functions": "tools"},
+    **{"kto_tag": "label", "desirable": "label"},
+}
+# The schema of a function's arguments, as Anthropic and MCP name it.
+SCHEMA_ALIASES = {"input_schema": "parameters", "inputSchema": "parameters"}
+# Booleans, numbers and words as text.
+TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 # Arguments of a chat template that come from lmx or from other columns.
 RESERVED = {
     *("messages", "conversation", "tools", "chat_template", "tokenize", "padding"),
@@ -72,8 +84,23 @@ class DataRecord:
         return replace(self, completion=self.rejected, rejected=None)
 
 
+@dataclass(frozen=True)
 class Unreadable:
-    """In place of a row that Python's JSON reader gives up on."""
+    """In place of a row that cannot be read, for a reason."""
+
+    reason: str
+
+
+UNREADABLE = Unreadable("more digits or levels than can be read")
+
+
+class BadSource(BadRecord):
+    """A record that shows that its whole source would be misread."""
+
+
+def _truth(value: object) -> bool | None:
+    """Whether a value means true or false; None = neither."""
+    return TRUTH.get(str(value).lower())
 
 
 def _conversation(turns: list[dict], prompt_messages: int = 0) -> dict:
@@ -83,11 +110,8 @@ def _conversation(turns: list[dict], prompt_messages: int = 0) -> dict:
 
 
 def _chat(record: dict) -> dict:
-    messages = record.get("messages", record.get("conversations"))
-    if not isinstance(messages, list):
+    if not isinstance(messages := record.get("messages"), list):
         raise BadRecord(f"messages is {kind_of(messages)}, not a list")
-    if isinstance(record.get("label"), bool):
-        raise BadRecord("it has a label; data for kto has prompt, completion and label")
     return _conversation(parse_turns(messages, "user"))
 
 
@@ -134,19 +158,39 @@ def _preferred(record: dict, name: str) -> dict:
     prompt, completion = record.get("prompt"), record[name]
     if isinstance(completion, list):
         turns = parse_turns(completion, "assistant")
-        # Many datasets repeat the prompt at the start of both conversations.
         if turns and turns[0]["role"] != "assistant":
-            return _conversation(turns)
+            return _with_own_prompt(turns, prompt, name)
     elif prompt is None:
         raise BadRecord(f"{name} is text, but there is no prompt")
     return _prompt_and_completion(prompt, completion, name)
 
 
+def _with_own_prompt(turns: list[dict], prompt: object, name: str) -> dict:
+    """A conversation with a prompt of its own. Many datasets repeat their prompt so."""
+    before = parse_turns(prompt, "user") if prompt else []
+    known, texts = (
+        [(m["role"], m["content"].strip()) for m in part] for part in (before, turns)
+    )
+    for end in range(len(known), len(turns)):
+        if texts[end - len(known) : end] == known:
+            return _conversation(turns, end)
+    if known[-1][0] == "user":
+        raise BadRecord(f"{name} begins with another prompt than the column prompt")
+    return _conversation(before + turns, len(before))
+
+
 def _unpaired_preference(record: dict) -> dict:
     label = record["label"]
-    if label not in (True, False):
-        raise BadRecord(f"label is {kind_of(label)}, not true or false")
-    return _completion(record) | {"label": bool(label)}
+    # A gap of pandas is no number.
+    if label is None or label != label:
+        raise BadRecord("it has no label")
+    if (is_good := _truth(label)) is None:
+        # To skip it could leave good completions alone.
+        raise BadSource(
+            f"the label {label!r} is not true, false, 1 or 0: write false for a bad "
+            "completion, and leave out those that nobody judged"
+        )
+    return _completion(record) | {"label": is_good}
 
 
 def _completion(record: dict) -> dict:
@@ -183,18 +227,22 @@ def parse_record(record: dict, name: str) -> dict:
     Raises:
         BadRecord: the record does not fit the format, or has what lmx does not train.
     """
-    refuse_media(record)
-    if record.get("weight", 1) not in (None, 1):
-        raise BadRecord(f"it has the weight {record['weight']!r}; lmx has no weights")
-    for flag in TRAIN_FLAGS:
-        if record.get(flag) is False:
-            raise BadRecord(f"it has {flag}: false")
+    refuse_content(record, "it")
+    for flag in sorted(FLAGS & record.keys()):
+        if _truth(value := record[flag]) is False or isinstance(value, list):
+            raise BadRecord(f"it has {flag}: {str(value).lower()}")
+        if flag == "weight" and value not in (None, 1):
+            raise BadRecord(f"it has the weight {value!r}; lmx has no weights")
+    label, labelled = record.get("label"), ("chat", "instruction")
+    # Other labels are classes, which say nothing about an answer.
+    if name in labelled and (_truth(label) is not None or label == -1):
+        raise BadRecord("it has a label; data for kto has prompt, completion and label")
     if record.get("history") and name != "instruction":
         raise BadRecord("it has history, which only instruction examples may have")
     fields = FORMATS[name].parse(record)
     if name != "text":
+        fields["tools"] = _tools(record, fields.get("messages", ()))
         _add_system(fields, record)
-        fields["tools"] = _tools(record)
         fields["chat_template_kwargs"] = _chat_template_kwargs(record)
     return fields
 
@@ -218,24 +266,47 @@ def _add_system(fields: dict, record: dict) -> None:
             fields[name] = {"role": "system", "content": content}, *fields[name]
 
 
-def _tools(record: dict) -> tuple[dict, ...] | None:
-    """The tools of a record, which may be a list or its JSON text; None without any.
+def _tools(record: dict, messages: Iterable[dict]) -> tuple[dict, ...] | None:
+    """The tools of a record or of one of its messages, which may be JSON text; None
+    without any.
 
     Raises:
-        BadRecord: they are neither.
+        BadRecord: they are no list of functions, or in two places.
     """
-    tools = record.get("tools")
-    if isinstance(tools, str):
-        tools = json_value(tools, "tools") if tools.strip() else None
-    if not tools and isinstance(functions := record.get("functions"), list):
-        # Older files for OpenAI.
-        tools = [{"type": "function", "function": value} for value in functions]
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
-        raise BadRecord("tools is not a list of objects")
-    require_text(tools, "tools")
-    return tuple(tools)
+    places = {"tools": record.get("tools")}
+    places |= {
+        f"tools of message {n}": m.get("tools") for n, m in enumerate(messages, 1)
+    }
+    given = {name: tools for name, tools in places.items() if tools not in EMPTY}
+    if len(given) > 1:
+        raise BadRecord(f"it has {' and '.join(given)}")
+    for name, tools in given.items():
+        tools = json_value(tools, name) if isinstance(tools, str) else tools
+        if tools and not isinstance(tools, list):
+            raise BadRecord(f"{name} is not a list of objects")
+        return tuple(_tool(tool, name) for tool in tools or ()) or None
+    return None
+
+
+def _tool(tool: object, name: str) -> dict:
+    """A tool as servers get it: `{"type": "function", "function": ...}`."""
+    if not isinstance(tool, dict):
+        raise BadRecord(f"{name} is not a list of objects")
+    kind, function = tool.get("type", "function"), tool.get("function")
+    if function is None:
+        # The function alone, as for Anthropic and in OpenAI's Responses API.
+        function = {key: value for key, value in tool.items() if key != "type"}
+        tool = {}
+    if kind not in ("function", "custom") or not isinstance(function, dict):
+        raise BadRecord(f"{name} has a tool of the type {kind!r} that is no function")
+    function = rename_keys(function, SCHEMA_ALIASES, name)
+    if not isinstance(function.get("name"), str):
+        raise BadRecord(f"{name} has a function without a name")
+    if not isinstance(schema := function.get("parameters") or {}, dict):
+        raise BadRecord(f"{name}: parameters is {kind_of(schema)}, not an object")
+    tool = {"type": "function", **tool} | {"type": "function", "function": function}
+    require_text(tool, name)
+    return tool
 
 
 def _chat_template_kwargs(record: dict) -> dict | None:
@@ -257,16 +328,16 @@ def unknown_keys(record: dict, name: str) -> Iterator[str]:
     """The columns of an example of the format `name` and the keys of its messages that
     lmx does not use, if they hold something. Those of messages reach the chat template.
     """
-    known = FORMATS[name].columns | REFUSED
+    known = FORMATS[name].columns
     for key, value in record.items():
-        if key not in known:
-            if value not in (None, "", [], {}):
-                yield key
-        elif key in ("messages", "conversations", "prompt", "chosen", "completion"):
+        is_flag = key in FLAGS and _truth(value)
+        if key not in known and value not in EMPTY and not is_flag:
+            yield key
+        elif key in ("messages", "prompt", "chosen", "rejected", "completion"):
             for message in value if isinstance(value, list) else ():
-                # Beside `messages`, nothing checks `conversations`.
-                if isinstance(message, dict):
-                    yield from (f"{key}.{k}" for k in message.keys() - MESSAGE_KEYS)
+                for other in message.keys() - MESSAGE_KEYS - {"tools"}:
+                    if message[other] not in EMPTY:
+                        yield f"{key}.{other}"
 
 
 # Keys that examples of several formats may have.
@@ -280,7 +351,7 @@ class Format:
     keys: tuple[str, ...]
     parse: Callable[[dict], dict]
     optional: tuple[str, ...] = ()
-    common: tuple[str, ...] = (*COMMON, "functions")
+    common: tuple[str, ...] = COMMON
 
     @cached_property
     def columns(self) -> set[str]:
@@ -290,7 +361,7 @@ class Format:
 
 # In order: a record with the keys of several formats has the first one.
 FORMATS = {
-    "chat": Format(("messages",), _chat, ("conversations",)),
+    "chat": Format(("messages",), _chat),
     "preference": Format(("chosen",), _preference, ("prompt", "rejected")),
     "unpaired_preference": Format(
         ("prompt", "completion", "label"), _unpaired_preference
@@ -302,8 +373,7 @@ FORMATS = {
     "text": Format(("text",), _text, common=("skill",)),
 }
 COLUMNS = {k for f in FORMATS.values() for k in (*f.keys, *f.optional)} | {*COMMON}
-# Columns of every format whose values skip an example, or say nothing.
-REFUSED = {"weight", *TRAIN_FLAGS}
+COLUMNS |= ALIASES.keys()
 
 SYNONYMS = {
     "messages": "dialog dialogue conversation turns chat history",
@@ -313,26 +383,9 @@ SYNONYMS = {
 }
 
 
-def format_of(record: object, named: Iterable[str] = ()) -> str | None:
-    """The format of a record, detected from its keys.
-
-    Args:
-        named: keys that the user named; the format has them, whatever other keys the
-            record has.
-    """
-    if not isinstance(record, dict):
-        return None
-    named = set(named).difference(COMMON)
-    for name, form in FORMATS.items():
-        is_chat = name == "chat" and "conversations" in record
-        if (is_chat or record.keys() >= {*form.keys}) and named <= form.columns:
-            return name
-    return None
-
-
 def apply_columns(record: object, columns: dict[str, str]) -> tuple[object, str | None]:
-    """`record` with lmx's names for the columns in `columns` (lmx's name -> column),
-    and its format.
+    """`record` with lmx's names for the columns in `columns` (lmx's name -> column)
+    and in `ALIASES`, and its format, which has the columns that the user named.
 
     A record without such a column keeps its own names.
     """
@@ -340,8 +393,21 @@ def apply_columns(record: object, columns: dict[str, str]) -> tuple[object, str 
         return record, None
     named = {name: record[key] for name, key in columns.items() if key in record}
     taken = {columns[name] for name in named}
-    renamed = {k: v for k, v in record.items() if k not in taken} | named
-    return renamed, format_of(renamed, named)
+    renamed = {
+        # A column whose name another one has is not read, and is named in the log.
+        f"{key} (beside {columns[key]})" if key in named else key: value
+        for key, value in record.items()
+        if key not in taken
+    }
+    try:
+        renamed = rename_keys(renamed | named, ALIASES, "it")
+    except BadRecord as error:
+        return Unreadable(str(error)), None
+    keys = {ALIASES.get(name, name) for name in named}.difference(COMMON)
+    for name, form in FORMATS.items():
+        if renamed.keys() >= {*form.keys} and keys <= form.columns:
+            return renamed, name
+    return renamed, None
 
 
 def check_columns(columns: dict[str, str]) -> None:

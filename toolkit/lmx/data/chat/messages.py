@@ -12,15 +12,27 @@ ROLES = {
     **{"gpt": "assistant", "model": "assistant", "bot": "assistant"},
     **{"chatgpt": "assistant", "function": "tool", "observation": "tool"},
 }
-# Keys that hold what is no text.
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-# Flags of axolotl: whether a message is trained.
-TRAIN_FLAGS = ("training", "train")
+# Whether a message is trained: 0 or false excludes it, in files for OpenAI, axolotl,
+# ms-swift and others.
+FLAGS = {"weight", "training", "train", "trainable", "loss", "loss_mask"}
+# Keys whose content lmx does not train, and why.
+WHOLE_TURNS = "lmx trains whole turns (training: false excludes one)"
+REFUSED = {
+    **dict.fromkeys(("image", "images", "video", "videos"), "lmx trains on text"),
+    **dict.fromkeys(("audio", "audios"), "lmx trains on text"),
+    **dict.fromkeys(("training_detail", "train_detail"), WHOLE_TURNS),
+    "refusal": "the text of an answer is content",
+}
+# Keys of ShareGPT and of older files for OpenAI, and lmx's names of them.
+ALIASES = {"from": "role", "value": "content", "function_call": "tool_calls"}
 KEYS = {
-    *("role", "from", "content", "value", "name", "tool_calls", "tool_call_id"),
-    *("function_call", "weight", *TRAIN_FLAGS, *REASONING),
+    *("role", "content", "name", "tool_calls", "tool_call_id"),
+    *(*ALIASES, *FLAGS, *REASONING),
 }
 """The keys of messages that lmx knows. Others reach the chat template, too."""
+EMPTY = (None, "", [], {})
+# Keys of a tool call that are no arguments.
+CALL_KEYS = {"name", "arguments", "type", "id", "index", "call_id"}
 
 
 class BadRecord(ValueError):
@@ -61,7 +73,7 @@ def is_text(value: str) -> bool:
 def kind_of(value: object) -> str:
     """The kind of a value, for messages."""
     names = {type(None): "empty", dict: "an object", list: "a list", bool: "a boolean"}
-    names |= {int: "a number", float: "a number"}
+    names |= {int: "a number", float: "a number", str: "text"}
     return names.get(type(value), type(value).__name__)
 
 
@@ -72,17 +84,47 @@ def require_text(value: list | dict, name: str) -> None:
         raise BadRecord(f"{name} has half of a surrogate pair")
 
 
-def refuse_media(record: dict, name: str = "") -> None:
-    """Refuse a record or a message with images, videos or sound."""
-    for key in MEDIA:
+def refuse_content(record: dict, name: str) -> None:
+    """Refuse a record or a message with a filled key of `REFUSED`."""
+    for key, reason in REFUSED.items():
         if record.get(key):
-            raise BadRecord(f"{name}it has {key}; lmx trains on text")
+            raise BadRecord(f"{name} has {key}; {reason}")
+
+
+def rename_keys(record: dict, aliases: dict[str, str], name: str) -> dict:
+    """The record with lmx's names of its keys (other name -> lmx's name).
+
+    Raises:
+        BadRecord: it has two names of a key, with different values.
+    """
+    renamed = {key: value for key, value in record.items() if key not in aliases}
+    for key, own in aliases.items():
+        value = record.get(key)
+        if value is not None and renamed.get(own) in EMPTY:
+            renamed[own] = value
+        elif value not in EMPTY and value != renamed[own]:
+            raise BadRecord(f"{name} has {own} and {key}, which mean the same")
+    return renamed
+
+
+def load_json(text: str) -> Any:
+    """The value of JSON text. An object with a key twice is a `BadRecord`."""
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict:
+    if len(value := dict(pairs)) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise BadRecord(f"an object has the key {max(keys, key=keys.count)!r} twice")
+    return value
 
 
 def json_value(text: str, name: str) -> Any:
-    """The value of a column that holds JSON text."""
+    """The value of a column that holds JSON text; None if it is blank."""
     try:
-        return json.loads(text)
+        return load_json(text) if text.strip() else None
+    except BadRecord as error:
+        raise BadRecord(f"{name}: {error}") from None
     except (ValueError, RecursionError):
         raise BadRecord(f"{name} is text that is not JSON") from None
 
@@ -102,16 +144,21 @@ def parse_turn(message: object, number: int) -> dict:
     name = f"message {number}"
     if not isinstance(message, dict):
         raise BadRecord(f"{name} is {kind_of(message)}, not an object")
-    extra = {key: value for key, value in message.items() if value is not None}
-    refuse_media(extra, f"{name}: ")
-    role = extra.pop("role", extra.pop("from", None))
+    refuse_content(message, name)
+    extra = rename_keys(message, ALIASES, name)
+    extra = {key: value for key, value in extra.items() if value is not None}
+    role, content = extra.pop("role", None), extra.pop("content", None)
     if not isinstance(role, str) or role not in ROLES:
         raise BadRecord(f"{name} has the role {role!r}")
-    content = extra.pop("content", extra.pop("value", None))
     if role == "function_call":
         # ShareGPT with tools has the call as the text of a turn.
         extra["tool_calls"], content = content, None
-    _set_weight(extra, name)
+    flags = {key: extra.pop(key) for key in sorted(FLAGS & extra.keys())}
+    for key, flag in flags.items():
+        if flag not in (0, 1):
+            raise BadRecord(f"{name} has {key}: {flag!r}, not 0, 1, true or false")
+        if not flag:
+            extra["weight"] = 0
     if calls := _tool_calls(extra, name):
         extra["tool_calls"] = calls
     if content is None and not calls and not reasoning_of(extra):
@@ -121,33 +168,15 @@ def parse_turn(message: object, number: int) -> dict:
     return {"role": ROLES[role], "content": content, **extra}
 
 
-def _set_weight(message: dict, name: str) -> None:
-    """Make the weight 0 of the flags that exclude a message from training."""
-    if message.get("training_detail") or message.get("train_detail"):
-        raise BadRecord(
-            f"{name} has training_detail; lmx trains whole turns (training: false "
-            "excludes one)"
-        )
-    if (weight := message.get("weight", 1)) not in (0, 1):
-        raise BadRecord(f"{name} has the weight {weight!r}, not 0 or 1")
-    for key in TRAIN_FLAGS:
-        if (flag := message.pop(key, True)) not in (True, False):
-            raise BadRecord(f"{name} has {key}: {flag!r}, not true or false")
-        if not flag:
-            message["weight"] = 0
-
-
 def _tool_calls(message: dict, name: str) -> list[dict]:
     """The calls of a message as chat templates and mlx-lm's server have them.
 
-    Removes the keys `tool_calls` and `function_call`.
+    Removes the key `tool_calls`.
     """
-    calls = message.pop("tool_calls", None) or []
-    if older := message.pop("function_call", None):
-        calls = [*(calls if isinstance(calls, list) else [calls]), older]
+    calls = message.pop("tool_calls", None)
     if isinstance(calls, str):
         calls = json_value(calls, f"{name}: tool_calls")
-    calls = [calls] if isinstance(calls, dict) else calls
+    calls = [calls] if isinstance(calls, dict) else calls or []
     if not isinstance(calls, list):
         raise BadRecord(f"{name}: tool_calls is {kind_of(calls)}, not a list")
     return [_tool_call(call, f"{name}: a tool call") for call in calls]
@@ -167,15 +196,16 @@ def _tool_call(call: object, name: str) -> dict:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRecord(f"{name} has no function with a name")
     arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(parsed, dict):
-        return call
-    return call | {"function": function | {"arguments": parsed}}
+    if isinstance(arguments, str):
+        arguments = json_value(arguments, f"{name}: arguments")
+    if arguments is None:
+        if others := function.keys() - CALL_KEYS:
+            raise BadRecord(f"{name} has {min(others)} and no arguments")
+        arguments = {}
+    if not isinstance(arguments, dict):
+        kind = kind_of(arguments)
+        raise BadRecord(f"{name}: arguments is {kind}, not an object")
+    return call | {"function": function | {"arguments": arguments}}
 
 
 def parse_turns(value: object, role: str) -> list[dict]:
