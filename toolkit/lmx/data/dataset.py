@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 
 from ..errors import UserError, shorten
 from . import builtin, folders, readers, record_formats
@@ -20,16 +19,6 @@ DETECTION_RECORDS, MAX_LOGGED = 200, 5
 MAX_KEYS_SHOWN = 100
 # Resolves a relative path of the recipe; None = there is no such path.
 Find = Callable[[str], Path | None]
-_NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
-
-__all__ = [
-    "DataRecord",
-    "ReadStats",
-    "RecordReader",
-    "has_split",
-    "source_fingerprint",
-    "source_size",
-]
 
 
 @dataclass(frozen=True)
@@ -70,10 +59,6 @@ class ReadStats:
             yield f"{self.source}: {more:,} more examples skipped"
 
 
-class OtherSplit(record_formats.Unreadable):
-    """In place of a row whose column `split` names another split."""
-
-
 class RecordReader:
     """The records of one source. Every iteration reads the source again.
 
@@ -100,21 +85,19 @@ class RecordReader:
         *,
         split: str = "train",
         find: Find = Path,
-        columns: Mapping[str, str] = _NO_COLUMNS,
+        columns: Mapping[str, str] | None = None,
         streaming: bool = False,
         limit: int | None = None,
     ):
-        record_formats.check_columns(dict(columns))
+        self._columns = dict(columns or {})
+        record_formats.check_columns(self._columns)
         self.source = source
         self.stats: ReadStats | None = None
-        self._columns = dict(columns)
         self._limit = limit
         self._split = split
         self._open = _opener(source, split, find, streaming)
-        path = find(source) or Path(source)
-        self._files = folders.describe(path, split) if path.is_dir() else ""
-        own = (r for r in self._records() if not isinstance(r[1], OtherSplit))
-        first = [*islice(own, DETECTION_RECORDS)] or [*islice(self._records(), 1)]
+        self._files = folders.describe(find(source) or Path(source), split)
+        first = [*islice(self._records(), DETECTION_RECORDS)]
         if not first:
             raise UserError("the source has no examples", place=source)
         formats = Counter(name for _, _, name in first)
@@ -127,7 +110,7 @@ class RecordReader:
         valid, skipped, logged, keys, unknown = 0, 0, [], "none", set()
         for where, raw, name in self._records():
             try:
-                record = _parse(where, raw, name, self.format)
+                record = _parse(where, raw, name, self.format, self._split)
             except record_formats.BadSource as error:
                 raise UserError(str(error), place=where) from None
             except record_formats.BadRecord as error:
@@ -148,15 +131,7 @@ class RecordReader:
     def _records(self) -> Iterator[tuple[str, object, str | None]]:
         """Location, record with lmx's names, and its format."""
         for where, record in islice(self._open(), self._limit):
-            raw, name = record_formats.apply_columns(record, self._columns)
-            split = raw.get("split") if isinstance(raw, dict) else None
-            named = folders.splits_in(split) if isinstance(split, str) else set()
-            if named == {self._split}:
-                del raw["split"]
-            elif named:
-                reason = f"its column split is {split}, not {self._split}"
-                raw, name = OtherSplit(reason), None
-            yield where, raw, name
+            yield where, *record_formats.apply_columns(record, self._columns)
 
 
 def has_split(source: str, split: str, *, find: Find = Path) -> bool:
@@ -204,13 +179,21 @@ def _opener(source: str, split: str, find: Find, streaming: bool):
     return lambda: (record for file in files for record in readers.read_records(file))
 
 
-def _parse(where: str, raw: object, own_format: str | None, name: str) -> DataRecord:
+def _parse(
+    where: str, raw: object, own_format: str | None, name: str, split: str
+) -> DataRecord:
     if isinstance(raw, record_formats.Unreadable):
         raise record_formats.BadRecord(raw.reason)
     if own_format != name:
         keys = ", ".join(raw) if isinstance(raw, dict) else "no object"
         keys = keys[:MAX_KEYS_SHOWN].encode(errors="replace").decode()
         raise record_formats.BadRecord(f"not {name}: it has {keys or 'no keys'}")
+    if named := folders.splits_in(str(raw.get("split", ""))):
+        if named != {split}:
+            reason = f"its column split is {raw['split']}, not {split}"
+            raise record_formats.BadRecord(reason)
+        # It is read, so it is not named with the keys that are not.
+        del raw["split"]
     skill = raw.get("skill")
     try:
         fields = record_formats.parse_record(raw, name)

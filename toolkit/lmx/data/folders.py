@@ -42,6 +42,8 @@ def has_split(path: Path, split: str) -> bool:
 
 def describe(path: Path, split: str) -> str:
     """The files of a folder that are read as `split`, and its other files."""
+    if not path.is_dir():
+        return ""
     files = _by_split(path)
     return _text(path, {split: files.get(split) or files.pop(OTHERS)} | files)
 
@@ -58,7 +60,8 @@ def _by_split(path: Path) -> dict[str, list[Path]]:
     known = {file for files in found.values() for file in files}
     for file in sorted(path.rglob("*")):
         name = str(file.relative_to(path))
-        if file in known or "/." in f"/{name}" or file.is_dir():
+        is_folder = file.is_dir() and not file.is_symlink()
+        if file in known or "/." in f"/{name}" or is_folder:
             continue
         splits = sorted(splits_in(name))
         if by_card or suffix(file) not in SUFFIXES:

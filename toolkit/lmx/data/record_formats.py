@@ -22,12 +22,9 @@ from .chat.messages import (
 )
 from .chat.messages import KEYS as MESSAGE_KEYS
 
-# Columns of other tools (LLaMA-Factory, ShareGPT, older files for OpenAI), and lmx's
-# names of them.
-ALIASES = {
-    **{"conversations": "messages", "functions": "tools"},
-    **{"kto_tag": "label", "desirable": "label"},
-}
+# Columns of ShareGPT, older files for OpenAI and LLaMA-Factory, and lmx's names.
+ALIASES = {"conversations": "messages", "functions": "tools"}
+ALIASES |= {"kto_tag": "label", "desirable": "label"}
 # The schema of a function's arguments, as Anthropic and MCP name it.
 SCHEMA_ALIASES = {"input_schema": "parameters", "inputSchema": "parameters"}
 # Booleans, numbers and words as text.
@@ -273,19 +270,19 @@ def _tools(record: dict, messages: Iterable[dict]) -> tuple[dict, ...] | None:
     Raises:
         BadRecord: they are no list of functions, or in two places.
     """
-    places = {"tools": record.get("tools")}
-    places |= {
+    given = {"tools": record.get("tools")}
+    given |= {
         f"tools of message {n}": m.get("tools") for n, m in enumerate(messages, 1)
     }
-    given = {name: tools for name, tools in places.items() if tools not in EMPTY}
-    if len(given) > 1:
-        raise BadRecord(f"it has {' and '.join(given)}")
-    for name, tools in given.items():
-        tools = json_value(tools, name) if isinstance(tools, str) else tools
-        if tools and not isinstance(tools, list):
-            raise BadRecord(f"{name} is not a list of objects")
-        return tuple(_tool(tool, name) for tool in tools or ()) or None
-    return None
+    names = [name for name, tools in given.items() if tools not in EMPTY]
+    if len(names) > 1:
+        raise BadRecord(f"it has {' and '.join(names)}")
+    [name] = names or ["tools"]
+    tools = given[name]
+    tools = json_value(tools, name) if isinstance(tools, str) else tools
+    if tools and not isinstance(tools, list):
+        raise BadRecord(f"{name} is not a list of objects")
+    return tuple(_tool(tool, name) for tool in tools or ()) or None
 
 
 def _tool(tool: object, name: str) -> dict:

@@ -15,12 +15,11 @@ ROLES = {
 # Whether a message is trained: 0 or false excludes it, in files for OpenAI, axolotl,
 # ms-swift and others.
 FLAGS = {"weight", "training", "train", "trainable", "loss", "loss_mask"}
-# Keys whose content lmx does not train, and why.
-WHOLE_TURNS = "lmx trains whole turns (training: false excludes one)"
-REFUSED = {
-    **dict.fromkeys(("image", "images", "video", "videos"), "lmx trains on text"),
-    **dict.fromkeys(("audio", "audios"), "lmx trains on text"),
-    **dict.fromkeys(("training_detail", "train_detail"), WHOLE_TURNS),
+# Keys that are no text, and others whose content lmx does not train, with the reason.
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+DETAILS = "lmx trains whole turns (training: false excludes one)"
+REFUSED = dict.fromkeys(MEDIA, "lmx trains on text") | {
+    **{"training_detail": DETAILS, "train_detail": DETAILS},
     "refusal": "the text of an answer is content",
 }
 # Keys of ShareGPT and of older files for OpenAI, and lmx's names of them.
