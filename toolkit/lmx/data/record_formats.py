@@ -278,8 +278,7 @@ def _tools(record: dict, messages: Iterable[dict]) -> tuple[dict, ...] | None:
     if len(names) > 1:
         raise BadRecord(f"it has {' and '.join(names)}")
     [name] = names or ["tools"]
-    tools = given[name]
-    tools = json_value(tools, name) if isinstance(tools, str) else tools
+    tools = json_value(given[name], name)
     if tools and not isinstance(tools, list):
         raise BadRecord(f"{name} is not a list of objects")
     return tuple(_tool(tool, name) for tool in tools or ()) or None
@@ -307,9 +306,7 @@ def _tool(tool: object, name: str) -> dict:
 
 
 def _chat_template_kwargs(record: dict) -> dict | None:
-    options = record.get("chat_template_kwargs")
-    if isinstance(options, str):
-        options = json_value(options, "chat_template_kwargs")
+    options = json_value(record.get("chat_template_kwargs"), "chat_template_kwargs")
     if not options:
         return None
     if not isinstance(options, dict):

@@ -118,10 +118,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict:
     return value
 
 
-def json_value(text: str, name: str) -> Any:
-    """The value of a column that holds JSON text; None if it is blank."""
+def json_value(value: Any, name: str) -> Any:
+    """A value, or the value of JSON text; None if that is blank."""
+    if not isinstance(value, str):
+        return value
     try:
-        return load_json(text) if text.strip() else None
+        return load_json(value) if value.strip() else None
     except BadRecord as error:
         raise BadRecord(f"{name}: {error}") from None
     except (ValueError, RecursionError):
@@ -172,9 +174,7 @@ def _tool_calls(message: dict, name: str) -> list[dict]:
 
     Removes the key `tool_calls`.
     """
-    calls = message.pop("tool_calls", None)
-    if isinstance(calls, str):
-        calls = json_value(calls, f"{name}: tool_calls")
+    calls = json_value(message.pop("tool_calls", None), f"{name}: tool_calls")
     calls = [calls] if isinstance(calls, dict) else calls or []
     if not isinstance(calls, list):
         raise BadRecord(f"{name}: tool_calls is {kind_of(calls)}, not a list")
@@ -194,9 +194,7 @@ def _tool_call(call: object, name: str) -> dict:
     function = call["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRecord(f"{name} has no function with a name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = json_value(arguments, f"{name}: arguments")
+    arguments = json_value(function.get("arguments"), f"{name}: arguments")
     if arguments is None:
         if others := function.keys() - CALL_KEYS:
             raise BadRecord(f"{name} has {min(others)} and no arguments")
