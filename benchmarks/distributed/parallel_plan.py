@@ -187,7 +187,7 @@ class ModelPlan:
         tokens = BATCH / count
         batch = BatchShape(LENGTH, int(tokens), tokens)
         cost = training_cost(shape, config, batch, COMPUTE_BYTES, count)
-        traffic = training_traffic(shape, config, cost, COMPUTE_BYTES, batch)
+        traffic = training_traffic(shape, config, cost, COMPUTE_BYTES)
         seconds = step_time(machine, count, 0, cost.step.trained, traffic)
         return sum(cost.memory.values()), seconds
 

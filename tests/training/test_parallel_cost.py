@@ -7,24 +7,17 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from lmx.config.loader import load_recipe_data
-from lmx.config.train import TrainConfig
 from lmx.cpu import on_cpu
-from lmx.errors import UserError
 from lmx.evaluation import network_bandwidth
 from lmx.evaluation.network_bandwidth import Link, keep_link
-from lmx.models import tensor_parallel
 from lmx.models.tensor_parallel import shard, shard_share
 from lmx.pipeline import parallel_cost, work
 from lmx.pipeline.dry_run import DryRun
-from lmx.pipeline.estimate import BatchShape, ModelShape
 from lmx.pipeline.plan import plan
-from lmx.pipeline.train.estimate import training_cost, training_traffic
-from lmx.run.distributed import SINGLE_PROCESS
-from lmx.run.parallel_dims import ParallelDims
 from mlx.utils import tree_flatten
 from processes import SCATTER, in_ring
 from small_base import BASE
-from tiny_llamas import VOCABULARY, attach, llama, llama_settings, tokens_of
+from tiny_llamas import VOCABULARY, llama, tokens_of
 from tiny_steps import make_step
 
 ROOT = Path(__file__).parents[2]
@@ -88,17 +81,6 @@ def count_all(ranks) -> None:
         counter.reset()
         mx.eval(model(tokens_of(3, 7).tokens))
         results["tensor"] = [*counter.bytes.values(), *counter.calls.values()]
-        for name, checkpointing in (("lora", False), ("lora again", True)):
-            model = llama("full", **SHAPE)[0]
-            shard(model, ranks, llama)
-            attach(model, dropout=0.0, merged=False)
-            parallel = ParallelDims(ranks, SINGLE_PROCESS, ranks)
-            step = make_step(
-                model, parallel=parallel, gradient_checkpointing=checkpointing
-            )
-            counter.reset()
-            mx.eval(step([tokens_of(4, 9)], 1e-3, 0)[:3])
-            results[name] = [*counter.bytes.values(), *counter.calls.values()]
     if ranks.is_first:
         print(json.dumps(results))
 
@@ -131,21 +113,6 @@ def test_planned_bytes_are_those_counted(tmp_path, count):
     sizes = planned.all_reduced, planned.gathered, 0
     calls = planned.all_reduces, planned.gathers, 0
     assert counted["tensor"] == [*sizes, *calls]
-    shape = ModelShape(llama_settings(**SHAPE), 0)
-    for name, checkpointing in (("lora", False), ("lora again", True)):
-        config = TrainConfig(
-            steps=1,
-            batch_size=4,
-            adapter={"rank": 4, "target_modules": ["*"]},
-            gradient_checkpointing=checkpointing,
-        )
-        planned = training_traffic(
-            shape, config, None, 4, BatchShape(9, 36, 36), tensor=count
-        )
-        # The norm and a request to stop are sums of one number each.
-        sizes = planned.all_reduced + 8, planned.gathered, 0
-        calls = planned.all_reduces + 2, planned.gathers, 0
-        assert counted[name] == [*sizes, *calls]
 
 
 @pytest.mark.parametrize(("processes", "sent"), [(2, 400), (4, 600)])
@@ -179,8 +146,6 @@ def test_the_tables_of_the_docs_are_planned(count):
 def lines_of(**values) -> list[str]:
     data = str(BASE.parent / "commands/train.jsonl")
     train = {"steps": 1, "batch_size": 4}
-    if "tensor" in values.get("parallel", {}):
-        train["adapter"] = {"rank": 4}
     recipe = {
         "model": str(BASE),
         "data": {"train": data, "max_samples": 20},
@@ -194,18 +159,6 @@ def lines_of(**values) -> list[str]:
     ]
 
 
-def test_the_frozen_weights_are_divided():
-    shape = ModelShape(llama_settings(**SHAPE), 1 << 20)
-    config = TrainConfig(steps=1, batch_size=4, adapter={"rank": 4})
-    whole, half = (
-        training_cost(shape, config, BatchShape(9, 36, 36), 4, held=held)
-        for held in (1.0, 0.5)
-    )
-    masters = 4 * whole.trained
-    assert whole.memory["weights"] - masters == 2 * (half.memory["weights"] - masters)
-    assert whole.memory["optimizer"] == half.memory["optimizer"]
-
-
 def test_a_dry_run_shows_what_processes_exchange_and_hold(tmp_path, monkeypatch):
     monkeypatch.setenv("LMX_CACHE", str(tmp_path))
     monkeypatch.setattr(work, "_measure", lambda dtype: work.Work(1, 1, 1, 1, 1))
@@ -216,10 +169,4 @@ def test_a_dry_run_shows_what_processes_exchange_and_hold(tmp_path, monkeypatch)
     assert "14 MB sent per process and step; `lmx doctor --distributed`" in sent
     keep_link(Link(1e-3, 1e6), 2)
     assert lines_of(parallel={"data": 2})[1].endswith("per process and step, 14 s")
-    _, held, sent = lines_of(parallel={"tensor": 2})
-    assert "% of the model" in held
-    assert "sent per process and step, " in sent
-    monkeypatch.setattr(tensor_parallel, "TRAINED", ())
-    with pytest.raises(UserError, match="adapters of llama cannot be trained in parts"):
-        lines_of(parallel={"tensor": 2})
     assert network_bandwidth.known_link(4) is None

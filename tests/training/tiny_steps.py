@@ -8,7 +8,6 @@ import mlx.nn as nn
 import numpy as np
 from lmx.data.batching import Batch
 from lmx.data.tokenization import Example
-from lmx.run.parallel_dims import ParallelDims
 from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
 
@@ -100,7 +99,7 @@ def make_step(
         ranks: processes with different examples.
     """
     if ranks is not None:
-        settings["parallel"] = ParallelDims(ranks, ranks)
+        settings["ranks"] = ranks
     names = {field.name for field in fields(OptimizerConfig)} & set(settings)
     optimizer = OptimizerConfig(**{name: settings.pop(name) for name in names})
     return kind(model, optimizer, **settings)

@@ -5,7 +5,7 @@ from pydantic import Field
 from .base import ConfigModel
 
 # Stages that work if several processes hold a model together.
-TENSOR_PARALLEL_STAGES = ("train", "evaluate", "quantize", "export")
+TENSOR_PARALLEL_STAGES = ("evaluate", "quantize", "export")
 
 
 class ParallelConfig(ConfigModel):
@@ -17,7 +17,7 @@ class ParallelConfig(ConfigModel):
     """Groups of processes with different examples. Default: all processes, divided by
     `tensor`."""
     tensor: int = Field(1, ge=1)
-    """Processes that hold one model together (tensor parallelism), in `evaluate`
-    stages and in `train` stages with a lora adapter. Its layers must be divisible by
-    it; of `qwen3_next` and `bailing_hybrid` each holds some of the layers. A quantize
-    stage holds one block at a time, and divides examples among all processes."""
+    """Processes that hold one model together (tensor parallelism) in `evaluate`
+    stages. Its layers must be divisible by it; of `qwen3_next` and `bailing_hybrid`
+    each holds some of the layers. A quantize stage holds one block at a time, and
+    divides examples among all processes."""

@@ -132,11 +132,6 @@ class RecipeConfig(ConfigModel):
                     f"parallel.tensor is {size}, and a {stage.kind} stage holds the "
                     "whole model in every process: use parallel.data"
                 )
-            if stage.train and (why := stage.train.needs_whole_model):
-                raise ValueError(
-                    f"parallel.tensor is {size}, and every process has a part of the "
-                    f"model; in a train stage {why}: use parallel.data"
-                )
         return self
 
     @field_validator("output")

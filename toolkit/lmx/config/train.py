@@ -285,25 +285,6 @@ class TrainConfig(ConfigModel):
         return isinstance(self.loss, GRPOLossConfig)
 
     @property
-    def needs_whole_model(self) -> str | None:
-        """What needs a whole model in every process, as a clause; None = nothing.
-
-        Processes that hold a model together train a lora adapter with cross-entropy.
-        """
-        if self.adapter is None:
-            return "full fine-tuning needs a whole model"
-        if self.adapter.type != "lora":
-            return f"an adapter of type {self.adapter.type} needs a whole model"
-        if self.adapter.init_from:
-            return "adapter.init_from needs a whole model"
-        keys = ("qat", "teacher", "loss", "rollouts", "sample_prompts")
-        if key := next((key for key in keys if getattr(self, key)), None):
-            return f"{key} needs a whole model"
-        if self.optimizer not in SHARDABLE:
-            return f"the optimizer {self.optimizer} needs whole matrices"
-        return None
-
-    @property
     def sequences_per_example(self) -> int:
         """Sequences that an example of the data has in a batch."""
         if self.rollouts:

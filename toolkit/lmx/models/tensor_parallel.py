@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.nn.layers.distributed import sum_gradients
 from mlx.utils import tree_flatten
 
 from .. import cpu
@@ -37,10 +36,6 @@ MAX_NAMED = 16
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 # Of mlx-lm's architectures with `shard`, those that no test compares with one process.
 UNCHECKED = ("deepseek_v41", "kimi_k3", "minimax_m3_vl", "muse_spark")
-# Architectures whose gradients are those of one process. In others, mlx-lm uses whole
-# values in divided layers without the sum of their gradients (latent attention), or
-# divides experts in place, which no adapter here follows.
-TRAINED = ("llama", "qwen2", "qwen3", "ministral3", "iquestloopcoder")
 
 
 def shard(
@@ -89,19 +84,6 @@ def shard(
 def architecture(model: nn.Module) -> str:
     """The name of mlx-lm's module of a model."""
     return type(model).__module__.rpartition(".")[2]
-
-
-def require_gradients(model: nn.Module) -> None:
-    """Refuse to train adapters of a model that processes hold together.
-
-    Raises:
-        UserError: its gradients may differ from those of one process.
-    """
-    if (name := architecture(model)) not in TRAINED:
-        raise UserError(
-            f"parallel.tensor: adapters of {name} cannot be trained in parts",
-            hint=f"train it with parallel.data; in parts: {', '.join(TRAINED)}",
-        )
 
 
 def _require_divisible_kind(model: nn.Module) -> None:
@@ -236,7 +218,7 @@ def _vocabulary_layers(model: nn.Module, size: int) -> list[tuple[nn.Module, typ
     return [(m, kind) for m, kind in layers if len(m.weight) % size == 0]
 
 
-class VocabularyPart:
+class VocabParallel:
     """A class in front of a layer's, whose weight has the rows of some tokens."""
 
     group: ProcessGroup
@@ -249,7 +231,7 @@ class VocabularyPart:
         return gathered.moveaxis(0, -1)
 
 
-class VocabParallelEmbedding(VocabularyPart):
+class VocabParallelEmbedding(VocabParallel):
     """An embedding, which may be the LM head too. The sum over ranks is exact: all but
     one of its terms are zero."""
 
@@ -262,13 +244,11 @@ class VocabParallelEmbedding(VocabularyPart):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of all tokens."""
-        x = sum_gradients(self.group.group)(x)
         return self._all_logits(super().as_linear(x))
 
 
-class VocabParallelHead(VocabularyPart):
+class VocabParallelHead(VocabParallel):
     """An LM head."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        x = sum_gradients(self.group.group)(x)
         return self._all_logits(super().__call__(x))

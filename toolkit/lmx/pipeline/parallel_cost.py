@@ -9,14 +9,8 @@ With P parameters, T trained ones and c bytes of the compute dtype, a step excha
     tensor parallel   two all-reduces in every block, after attention and after the MLP
                       (Megatron-LM, arXiv 1909.08053), and one after the embedding, of
                       c width tokens each; an all-gather of the logits
-    and LoRA          the same forward, twice in the blocks with gradient checkpointing;
-                      backward a sum for each of five layers of a block, whose outputs
-                      are divided, and for the head, but without checkpointing not for
-                      the three of the first block whose inputs need no gradient; and
-                      one of c rank tokens for every adapter
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -69,30 +63,3 @@ def fsdp(parameters: int, blocks: int, compute: int, *, checkpointing: bool) -> 
     passes = 1 + checkpointing
     size = (passes * compute + 4) * parameters
     return Traffic(gathered=size, gathers=(passes + 1) * blocks)
-
-
-def tensor_parallel_lora(
-    blocks: int,
-    width: int,
-    vocabulary: int,
-    compute: int,
-    tokens: int,
-    ranks: Sequence[int],
-    *,
-    checkpointing: bool,
-) -> Traffic:
-    """Of a training step of adapters, whose tokens all have logits.
-
-    Args:
-        compute: bytes of the compute dtype.
-        ranks: of the adapters; with checkpointing, those of layers with divided inputs
-            twice.
-    """
-    passes = 1 + checkpointing
-    sums = 2 * passes * blocks + 1 + 5 * blocks + 1 - 3 * (not checkpointing)
-    return Traffic(
-        all_reduced=(sums * width + sum(ranks)) * tokens * compute,
-        all_reduces=sums + len(ranks),
-        gathered=vocabulary * tokens * compute,
-        gathers=1,
-    )

@@ -80,7 +80,7 @@ def save(
         best_step: the step of one more checkpoint that is kept.
     """
     tensors = (
-        step.shards.unshard(_parameter_path(name), value)
+        step.sharding.unshard(_parameter_path(name), value)
         for name, value in _state_tensors(step).items()
     )
     with step.ranks.collective_errors():
@@ -111,7 +111,7 @@ def restore(
         if step.ranks.is_first:
             tensors, progress = _load_newest(folder, step, warning)
     has_checkpoint = step.ranks.broadcast_object(tensors is not None)
-    if has_checkpoint or not step.shards:
+    if has_checkpoint or not step.sharding:
         state = _state_tensors(step) if tensors is None else tensors
         _load_in_place(step, step.parameters, state, "parameters:")
         _load_in_place(step, step.optimizer.state, state, "optimizer:")
@@ -153,7 +153,7 @@ def _is_undamaged(checkpoint: Path, step: TrainStep) -> bool:
 def _layout(step: TrainStep) -> dict[str, tuple[mx.Dtype, tuple[int, ...]]]:
     """Type and whole shape of every tensor by its name in files."""
     return {
-        name: (value.dtype, step.shards.full_shape(_parameter_path(name), value))
+        name: (value.dtype, step.sharding.full_shape(_parameter_path(name), value))
         for name, value in _state_tensors(step).items()
     }
 
@@ -177,7 +177,7 @@ def _write(
         weights = partial / WEIGHTS
         # In the file's metadata, so that the hash covers it.
         metadata = {"progress": json.dumps(vars(progress))}
-        if step.shards:
+        if step.sharding:
             stream_safetensors(weights, layout, tensors, metadata)
         else:
             mx.save_safetensors(str(weights), _state_tensors(step), metadata=metadata)
@@ -246,8 +246,8 @@ def _receive(
         # Popped, so that at most one tensor read from the file is in memory.
         full = tensors.pop(name)
     else:
-        full = mx.zeros(step.shards.full_shape(path, value), value.dtype)
+        full = mx.zeros(step.sharding.full_shape(path, value), value.dtype)
     [full] = step.ranks.broadcast([full])
-    local = step.shards.shard(path, full)
+    local = step.sharding.shard(path, full)
     mx.eval(local)
     return local

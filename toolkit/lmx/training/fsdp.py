@@ -16,10 +16,9 @@ from ..errors import UserError
 from ..models.hooks import ModuleProxy, TransformerBlocks, replace_module
 from ..run.distributed import ProcessGroup
 from ..run.launcher import backend
-from .parameter_shards import ParameterShards
 
 
-class ShardedParameters(ParameterShards):
+class ShardedParameters:
     """Which parameters are sharded along their first axis, and their collectives.
 
     Parameters whose first axis is not divisible by the number of ranks are replicated.
@@ -41,6 +40,7 @@ class ShardedParameters(ParameterShards):
         compute_dtype: mx.Dtype,
         blocks: TransformerBlocks | None,
     ):
+        self._ranks = ranks
         self._compute_dtype = compute_dtype
         self._blocks = blocks
         self._shapes = {
@@ -48,10 +48,46 @@ class ShardedParameters(ParameterShards):
             for path, value in parameters.items()
             if value.ndim and value.shape[0] % ranks.size == 0
         }
-        super().__init__(dict.fromkeys(self._shapes, 0), ranks)
         # The result of the last collective, and the inputs of the previous block.
         self._last: list[mx.array] = []
         self._previous_inputs: list[mx.array] = []
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._shapes
+
+    def __bool__(self) -> bool:
+        return bool(self._shapes)
+
+    def shard(self, path: str, value: mx.array) -> mx.array:
+        """This rank's shard of a full parameter, or of a moment or its scales."""
+        if path not in self:
+            return value
+        # A copy, because a slice would keep the full array alive.
+        return mx.contiguous(mx.split(value, self._ranks.size)[self._ranks.rank])
+
+    def unshard(self, path: str, value: mx.array) -> mx.array:
+        """The full array of a shard, gathered from all ranks and computed."""
+        if path in self:
+            value = self._ranks.all_gather(value)
+        mx.eval(value)
+        return value
+
+    def full_shape(self, path: str, value: mx.array) -> tuple[int, ...]:
+        """The shape of the full array of a shard."""
+        if path not in self:
+            return value.shape
+        return (value.shape[0] * self._ranks.size, *value.shape[1:])
+
+    def grad_norm(self, gradients: dict[str, mx.array]) -> mx.array:
+        """The joint norm of all gradients, over the shards of all ranks."""
+        squares = {path: mx.square(value).sum() for path, value in gradients.items()}
+        replicated = [value for path, value in squares.items() if path not in self]
+        if not self:
+            return mx.sqrt(sum(replicated))
+        sharded = sum(value for path, value in squares.items() if path in self)
+        # After the sums of the replicated gradients: one collective at a time.
+        [sharded] = self._ranks.all_sum(mx.depends([sharded], replicated))
+        return mx.sqrt(sharded + sum(replicated))
 
     def all_reduce(
         self, scalars: list[mx.array], gradients: dict[str, mx.array]

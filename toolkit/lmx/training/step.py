@@ -11,9 +11,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..data.batching import Batch, shard_batch
 from ..errors import UserError
 from ..models.hooks import find_blocks
-from ..models.lora.lora_model import divided_axes
 from ..quantization.qat.fake_quant import FakeQuant
-from ..run.parallel_dims import ParallelDims
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from .chunked_loss import ChunkedLoss, Loss
 from .distillation import DistillationLoss
 from .document_mask import DocumentCaches
@@ -22,7 +21,6 @@ from .gradient_checkpointing import checkpointed
 from .grpo_loss import GRPOLoss
 from .losses import cross_entropy_sum, token_log_probs
 from .optimizers import OptimizerConfig, make_optimizer
-from .parameter_shards import ParameterShards
 from .preference_loss import PreferenceLoss
 from .schedules import clip_grad_norm, decay_weights
 
@@ -106,9 +104,7 @@ class TrainStep:
             one of the log-probabilities of whole completions; or one that runs the
             model itself.
         gradient_checkpointing: keeps only the inputs and outputs of every block.
-        parallel: the processes that train this model; None = one. Data ranks get their
-            share of a batch. Tensor ranks hold parts of a frozen model, and parts of
-            its adapter.
+        ranks: the processes that train this model; each gets its share of a batch.
         fsdp: every rank holds only its shard of parameters, gradients and moments.
             Incompatible with `fake_quant`, "adafactor" and "muon".
 
@@ -128,7 +124,7 @@ class TrainStep:
         document_caches: DocumentCaches | None = None,
         loss: Loss | DistillationLoss | CompletionLoss | BatchLoss = cross_entropy_sum,
         gradient_checkpointing: bool = False,
-        parallel: ParallelDims | None = None,
+        ranks: ProcessGroup = SINGLE_PROCESS,
         fsdp: bool = False,
     ):
         self.model = model
@@ -141,8 +137,7 @@ class TrainStep:
         self.has_metrics = hasattr(loss, "metric_names")
         self._of_completions = isinstance(loss, CompletionLoss)
         self._runs_model = self.has_metrics and not self._of_completions
-        self.parallel = parallel or ParallelDims()
-        self.ranks = self.parallel.world
+        self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
             raise UserError(
@@ -153,14 +148,10 @@ class TrainStep:
         trained = _trained_parameters(model, fake_quant)
         self.sharding = ShardedParameters(
             trained if fsdp else {},
-            self.parallel.data,
+            ranks,
             compute_dtype=compute_dtype,
             blocks=blocks,
         )
-        # Whose parts the parameters of this rank are.
-        self.shards: ParameterShards = self.sharding
-        if axes := divided_axes(model):
-            self.shards = ParameterShards(axes, self.parallel.tensor)
         self.parameters = {
             path: self.sharding.shard(path, value).astype(mx.float32)
             for path, value in trained.items()
@@ -217,7 +208,7 @@ class TrainStep:
         mx.random.seed(seed)
         self.model.train()
         batches = [batch] if isinstance(batch, Batch) else batch
-        batches = [shard_batch(b, self.parallel.data) for b in batches]
+        batches = [shard_batch(b, self.ranks) for b in batches]
         scalars = mx.array(learning_rate), mx.array(float(stop))
         if len(batches) > 1:
             return StepOutput(*self._train_accumulated(batches, *scalars))
@@ -240,21 +231,18 @@ class TrainStep:
         if self._runs_model:
             # What it draws at random is the same in every evaluation.
             mx.random.seed(0)
-        ranks = self.parallel.data
         if self.sharding:
             # Every batch needs the shards of all ranks.
-            local_batches = (shard_batch(batch, ranks) for batch in batches)
+            local_batches = (shard_batch(batch, self.ranks) for batch in batches)
         else:
-            local_batches = ranks.shard(batches)
+            local_batches = self.ranks.shard(batches)
         totals = [0.0] * (2 + 2 * len(self.metric_names))
         for batch in local_batches:
             loss_sum, count, _, metrics = self._evaluate_batch(*self._inputs(batch))
             values = [loss_sum.item(), count.item(), *metrics.reshape(-1).tolist()]
             totals = [total + v for total, v in zip(totals, values, strict=True)]
         # Ranks decide by the loss when to stop, so they must have the same one.
-        totals = self.parallel.tensor.broadcast_object(
-            ranks.all_reduce_scalars(*totals)
-        )
+        totals = self.ranks.all_reduce_scalars(*totals)
         loss_sum, count, *metrics = totals
         means = metric_means(self.metric_names, metrics)
         return EvalOutput(loss_sum, int(count), means)
@@ -302,7 +290,7 @@ class TrainStep:
         """
         gathered = {}
         for path, value in self.parameters.items():
-            value = self.shards.unshard(path, value.astype(dtypes[path]))
+            value = self.sharding.unshard(path, value.astype(dtypes[path]))
             if self.ranks.is_first:
                 gathered[path] = value
         return gathered
@@ -439,10 +427,7 @@ class TrainStep:
         loss_sum, count, num_tokens, metrics, stop_requests = sums
         count, num_tokens = mx.maximum(count, 1), mx.maximum(num_tokens, 1)
         gradients = {k: g / count for k, g in gradients.items()}
-        norm = self.shards.grad_norm(gradients)
-        if self.parallel.tensor.size > 1:
-            after = mx.depends([stop_requests], [norm])
-            [stop_requests] = self.parallel.tensor.all_sum(after)
+        norm = self.sharding.grad_norm(gradients)
         gradients = clip_grad_norm(gradients, norm, self.config.max_grad_norm)
         self.optimizer.learning_rate = learning_rate
         decayed = decay_weights(

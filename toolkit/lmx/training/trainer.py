@@ -165,7 +165,7 @@ class Trainer:
         batches, learning_rate = self._batches_of(step), self.learning_rate(step)
         # Every rank but the first adds its number, so that ranks draw differently for
         # their examples. Those that hold a model together draw alike.
-        entropy, ranks = [self.config.seed, step], self.step.parallel.data
+        entropy, ranks = [self.config.seed, step], self.step.ranks
         if not ranks.is_first:
             entropy.append(ranks.rank)
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])

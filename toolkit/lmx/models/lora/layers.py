@@ -15,13 +15,10 @@ class AdapterLayer(nn.Module):
     Attributes:
         TRAINABLE: names of the adapter parameters.
         RANK_AXIS: the axis of the rank, by parameter.
-        DIVIDED_AXIS: the axis along which processes divide a parameter; others are
-            whole in all of them.
     """
 
     TRAINABLE: ClassVar = ("lora_a", "lora_b")
     RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 0}
-    DIVIDED_AXIS: ClassVar[dict[str, int]] = {}
 
     @property
     def base_layer(self) -> nn.Module:

@@ -12,14 +12,6 @@ from ...config.lora import LoRAConfig
 from ...errors import UserError
 from .. import quantized_layers
 from ..quantized_layers import TENSORS, dequantize, is_quantized
-from ..tensor_parallel import VocabularyPart
-from .divided_layers import (
-    INPUTS_DIVIDED,
-    OUTPUTS_DIVIDED,
-    ColumnParallelLoRA,
-    RowParallelLoRA,
-    whole_shape,
-)
 from .layers import (
     AdapterLayer,
     DoRAEmbedding,
@@ -34,8 +26,6 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 # It only selects tokens by rank, so no gradient reaches it.
 INDEXER = "indexer"
 LINEAR, EMBEDDING, EXPERTS = "linear", "embedding", "experts"
-# Linear layers of which every process has a part.
-COLUMNS, ROWS = "divided outputs", "divided inputs"
 
 # Patterns that are not shell patterns of one path.
 AUTO, EVERYTHING = "auto", "*"
@@ -44,8 +34,6 @@ LAYER_CLASSES = {
         LINEAR: LoRALinear,
         EMBEDDING: LoRAEmbedding,
         EXPERTS: LoRAExperts,
-        COLUMNS: ColumnParallelLoRA,
-        ROWS: RowParallelLoRA,
     },
     "dora": {LINEAR: DoRALinear, EMBEDDING: DoRAEmbedding},
 }
@@ -72,7 +60,7 @@ class TargetModule(NamedTuple):
 
     def is_worthwhile(self, rank: int) -> bool:
         """Whether gradients reach the layer and an adapter is smaller than it."""
-        *_, outputs, inputs = whole_shape(self.layer)
+        *_, outputs, inputs = quantized_layers.weight_shape(self.layer)
         is_smaller = rank * (outputs + inputs) < outputs * inputs
         return is_smaller and INDEXER not in self.key.split(".")
 
@@ -108,12 +96,6 @@ def find_target_modules(
 
 
 def layer_kind(module: nn.Module) -> str | None:
-    if isinstance(module, VocabularyPart):
-        return None
-    if isinstance(module, OUTPUTS_DIVIDED):
-        return COLUMNS
-    if isinstance(module, INPUTS_DIVIDED):
-        return ROWS
     # By name: only the loader imports mlx-lm.
     if type(module).__name__ in ("SwitchLinear", "QuantizedSwitchLinear"):
         return EXPERTS
@@ -225,15 +207,6 @@ def _matches(pattern: str, target: TargetModule, rank: int) -> bool:
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The adapted layers of a model by path."""
     return {p: m for p, m in model.named_modules() if isinstance(m, AdapterLayer)}
-
-
-def divided_axes(model: nn.Module) -> dict[str, int]:
-    """The axes along which processes divide adapter parameters, by path."""
-    return {
-        f"{path}.{name}": axis
-        for path, layer in adapted_layers(model).items()
-        for name, axis in layer.DIVIDED_AXIS.items()
-    }
 
 
 def lr_multipliers(

@@ -100,7 +100,7 @@ class DraftDistillation(ABC):
             model,
             OptimizerConfig(max_grad_norm=1.0),
             compute_dtype=compute,
-            parallel=self.context.parallel,
+            ranks=self.context.ranks,
             **losses,
         )
         set_compute_dtype(model, compute)

@@ -43,7 +43,6 @@ from ...config.quant_spec import QuantSpec
 from ...config.train import TrainConfig
 from ...cpu import on_cpu
 from ...models.lora import lora_model
-from ...models.tensor_parallel import shard_share
 from ...quantization.target_layers import select_layers
 from ...training.dynamic_quantization import BLOCK_SIZE
 from ...training.optimizers import MIN_8BIT_SIZE, OPTIMIZERS_8BIT
@@ -56,7 +55,7 @@ from ..estimate import (
     logit_bytes,
     matrix_shapes,
 )
-from ..parallel_cost import Traffic, data_parallel, fsdp, tensor_parallel_lora
+from ..parallel_cost import Traffic, data_parallel, fsdp
 from ..work import Work
 
 # Moments per trained parameter.
@@ -148,42 +147,13 @@ def training_traffic(
     config: TrainConfig,
     cost: TrainingCost,
     compute: int,
-    batch: BatchShape,
-    tensor: int = 1,
 ) -> Traffic:
-    """What each of several processes exchanges in a step.
-
-    Args:
-        tensor: processes that hold the model together.
-    """
+    """What each of several processes exchanges in a step."""
     blocks = shape.setting("num_hidden_layers")
     checkpointing = config.gradient_checkpointing
-    if tensor > 1:
-        ranks = _summed_ranks(shape, config, tensor)
-        return tensor_parallel_lora(
-            blocks,
-            shape.setting("hidden_size"),
-            shape.setting("vocab_size"),
-            compute,
-            int(batch.mean_tokens * config.gradient_accumulation_steps),
-            ranks,
-            checkpointing=checkpointing,
-        )
     if not config.fsdp:
         return data_parallel(cost.trained)
     return fsdp(cost.parameters, blocks, compute, checkpointing=checkpointing)
-
-
-def _summed_ranks(shape: ModelShape, config: TrainConfig, tensor: int) -> list[int]:
-    """Ranks of the adapters of a divided model, once for each sum of a step."""
-    model = shape.model()
-    shard_share(model, tensor)
-    lora_model.attach(model, config.adapter, seed=0)
-    ranks = []
-    for layer in lora_model.adapted_layers(model).values():
-        is_repeated = config.gradient_checkpointing and "lora_a" in layer.DIVIDED_AXIS
-        ranks += [layer.lora_b.shape[0]] * (1 + is_repeated)
-    return ranks
 
 
 def _as_trained(config: TrainConfig, shape: ModelShape) -> TrainConfig:

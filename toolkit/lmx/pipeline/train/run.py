@@ -14,8 +14,6 @@ from ...config.train import TrainConfig
 from ...convert.importers.peft import resolve_adapter
 from ...evaluation.perplexity import measure_perplexity
 from ...generation.generator import Generator
-from ...models import tensor_parallel
-from ...models.checkpoint import quick_digest
 from ...models.dtypes import set_compute_dtype
 from ...models.lora import io as adapter_files
 from ...models.lora import lora_model
@@ -55,9 +53,7 @@ class TrainRun:
         self.config = config
         self.context = context
         self.initial = context.require_visible(context.initial_model)
-        loaded = context.load(self.initial, compute="stored", sharded=True)
-        if context.parallel.tensor.size > 1:
-            tensor_parallel.require_gradients(loaded.model)
+        loaded = context.load(self.initial, compute="stored")
         self.model = prepare(
             config,
             loaded,
@@ -97,7 +93,7 @@ class TrainRun:
             # The trainer's loss is another one.
             self.eval_loss = self._cross_entropy(self.step.materialize())
         self.parameters = self.step.parameters
-        if self.step.shards:
+        if self.step.sharding:
             dtypes = {
                 path: self.base_weights.get(path, value).dtype
                 for path, value in self.parameters.items()
@@ -105,16 +101,13 @@ class TrainRun:
             self.parameters = self.step.gather_parameters(dtypes)
 
     def finish(self) -> ModelArtifact:
-        """Write on rank 0 what was trained, and measure it; all ranks call this.
-
-        Those that hold the model together measure it together.
-        """
+        """Write on rank 0 what was trained, and measure it; all ranks call this."""
         context, ranks = self.context, self.context.ranks
         with ranks.collective_errors():
             artifact = self._write() if ranks.is_first else context.current
         trained = Path(ranks.broadcast_object(str(artifact and artifact.model)))
         with ranks.collective_errors():
-            if ranks.is_first or context.parallel.tensor.size > 1:
+            if ranks.is_first:
                 improvement = self._improvement(context.require_visible(trained))
                 facts = artifact.facts | {"improvement": improvement}
                 artifact = replace(artifact, facts=facts)
@@ -142,11 +135,6 @@ class TrainRun:
     def _fuse(self) -> dict[str, mx.array]:
         """The trained weights; lazy, and of the whole model."""
         loaded, base = self.loaded, self.base_weights
-        if self.context.parallel.tensor.size > 1:
-            # Weights are read one by one when they are written.
-            loaded = self.context.load(self.initial, compute="stored", lazy=True)
-            base = dict(tree_flatten(loaded.model.parameters()))
-            lora_model.attach(loaded.model, self.config.adapter, seed=self.context.seed)
         return lora_model.fuse(loaded.model, base, self.parameters, loaded.dtype)
 
     def _count_changed_codes(self, packed: dict[str, mx.array]) -> dict[str, int]:
@@ -170,7 +158,6 @@ class TrainRun:
 
     def _warn_of_rounding(self) -> None:
         """Warn if the stored dtype cannot hold what the adapter changes."""
-        # Of this rank's part of the model, if processes hold it together.
         error = lora_model.fusing_error(
             self.loaded.model, self.base_weights, self.step.parameters
         )
@@ -230,17 +217,17 @@ class TrainRun:
 
     def _require_same_model(self) -> None:
         """Refuse ranks with other weights: frozen weights are every machine's own."""
-        parallel = self.context.parallel
-        what, hint = "begins with another model", "give all machines the same model"
-        if parallel.tensor.size > 1:
-            digest = quick_digest(self.initial)
-            parallel.tensor.require_same(digest, what, hint=hint)
-        if parallel.data.size > 1:
+        ranks = self.context.ranks
+        if ranks.size > 1:
             sums = [
                 value.reshape(-1).view(mx.uint8).sum().item()
                 for value in self.base_weights.values()
             ]
-            parallel.data.require_same(sums, what, hint=hint)
+            ranks.require_same(
+                sums,
+                "begins with another model",
+                hint="give all machines the same model",
+            )
 
     def _attach_adapter(self) -> list[str]:
         qat, model = self.config.qat, self.loaded.model
@@ -327,7 +314,7 @@ class TrainRun:
             compute_dtype=compute_dtype,
             fake_quant=fake_quant,
             gradient_checkpointing=config.gradient_checkpointing,
-            parallel=self.context.parallel,
+            ranks=self.context.ranks,
             fsdp=config.fsdp,
             **losses,
         )

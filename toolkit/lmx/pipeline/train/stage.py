@@ -13,7 +13,6 @@ from ...config.quant_spec import FLOAT_MODES
 from ...config.train import TrainConfig
 from ...data.record_formats import FORMATS
 from ...errors import UserError
-from ...models.tensor_parallel import require_gradients
 from ...run.distributed import ProcessGroup
 from ...run.launcher import process_count
 from ...training.rewards import check_reward
@@ -113,8 +112,6 @@ class TrainStage(Stage):
         config, shape = self.config, workload.shape
         dtype = training_dtype(config.compute_dtype, workload.dtype)
         batch = self._batch(workload)
-        if workload.tensor > 1:
-            require_gradients(shape.model())
         cost = training_cost(
             current,
             config,
@@ -141,9 +138,7 @@ class TrainStage(Stage):
             steps=self._steps(workload, batch),
             batch_key="batch_tokens" if config.batch_tokens else "batch_size",
             remedies=tuple(self._remedies(workload.max_seq_length)),
-            traffic=training_traffic(
-                shape, config, cost, dtype.size, batch, workload.tensor
-            ),
+            traffic=training_traffic(shape, config, cost, dtype.size),
         )
 
     def check_ranks(self, ranks: ProcessGroup) -> None:
