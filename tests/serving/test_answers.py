@@ -219,7 +219,7 @@ def test_a_completion_of_the_stop_token_only(start):
     assert chat["logprobs"] == {"content": [], "refusal": None}
     assert server.chat("^")["choices"][0]["logprobs"] is None
     logprobs = server.complete("^", logprobs=0)["choices"][0]["logprobs"]
-    assert logprobs == dict.fromkeys(logprobs, [])
+    assert logprobs == {key: [] for key in logprobs}
     assert logprobs["tokens"] == []
 
 

@@ -417,6 +417,14 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
             raise
     if rows := config_int(object_in(path / "config.json"), "vocab_size"):
         token_ids.guard(tokenizer, rows)
+    names = tokenizer.chat_template
+    if isinstance(names, dict) and "default" not in names:
+        raise UserError(
+            f"no chat template has the name 'default', only {', '.join(names)}",
+            place=str(path),
+            hint="give one of them this name in tokenizer_config.json, or copy it to "
+            "chat_template.jinja",
+        )
     template = ChatTemplate(tokenizer)
     if template.exists and template.ignores_messages:
         text = f"{path}: the chat template writes no text of a user's message"
