@@ -100,11 +100,14 @@ def test_other_tokenizers_are_not_named_as_phi3(make_model, tmp_path, name):
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([added("<mask>", lstrip=True)], "does not read lstrip of '<mask>'"),
-        ([added("<word>", single_word=True)], "read single_word of '<word>'"),
-        ([added("<end>", rstrip=True)], "rstrip of '<end>': llama.cpp reads it of"),
-        ([*phi3_tokens(), added("<pad>")], "rstrip of '<pad>'"),
-        ([*phi3_tokens(), added("<s>", rstrip=True)], "rstrip of '<s>'"),
+        (
+            [added("<mask>", lstrip=True)],
+            "llama.cpp does not read rstrip, .* of '<mask>'",
+        ),
+        ([added("<word>", single_word=True)], "single_word of '<word>'"),
+        ([added("<end>", rstrip=True)], "of '<end>'"),
+        ([*phi3_tokens(), added("<pad>")], "of '<pad>'"),
+        ([*phi3_tokens(), added("<s>", rstrip=True)], "of '<s>'"),
     ],
 )
 def test_white_space_that_llama_cpp_does_not_take(

@@ -30,25 +30,22 @@ BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
     """The bytes that a token adds to a text; they may end inside a character."""
-    decoder = _decoder(tokenizer)
-    if not _spells(decoder):
+    spelling = _spelling(tokenizer)
+    if spelling is None:
         return tokenizer.decode([token], clean_up_tokenization_spaces=False).encode()
     # A model may have more rows than its tokenizer has tokens.
-    return _piece(tokenizer.convert_ids_to_tokens(token) or "", decoder)
+    return _piece(tokenizer.convert_ids_to_tokens(token) or "", spelling)
 
 
-def _decoder(tokenizer: Any) -> str:
-    """How a tokenizer makes text of tokens; empty if it does not say it."""
-    return str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
+def _spelling(tokenizer: Any) -> str | None:
+    """How strings of tokens spell bytes: "ByteLevel", or as SentencePiece does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = str(getattr(backend, "decoder", None))
+    return next((s for s in ("ByteLevel", "ByteFallback", "▁") if s in decoder), None)
 
 
-def _spells(decoder: str) -> bool:
-    """Whether the strings of tokens are their bytes, in an alphabet that is known."""
-    return any(part in decoder for part in ("ByteLevel", "ByteFallback", "▁"))
-
-
-def _piece(text: str, decoder: str) -> bytes:
-    if "ByteLevel" in decoder:
+def _piece(text: str, spelling: str) -> bytes:
+    if spelling == "ByteLevel":
         # Added tokens are written as they are.
         is_spelled = all(letter in BYTES for letter in text)
         return bytes(map(BYTES.get, text)) if is_spelled else text.encode()
@@ -75,9 +72,9 @@ class TokenBytes:
         added = tokenizer.added_tokens_decoder
         self.special = frozenset(n for n, token in added.items() if token.special)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        decoder = _decoder(tokenizer)
-        self.is_byte_level = "ByteLevel" in decoder
-        if not _spells(decoder):
+        spelling = _spelling(tokenizer)
+        self.is_byte_level = spelling == "ByteLevel"
+        if spelling is None:
             raise UserError(
                 "the tokens of this tokenizer are no pieces of a text's bytes, so "
                 "those of another tokenizer cannot be compared with them",
@@ -88,7 +85,7 @@ class TokenBytes:
         vocabulary = tokenizer.get_vocab()
         self.pieces = [b""] * (max(vocabulary.values()) + 1)
         for text, number in vocabulary.items():
-            self.pieces[number] = contents.get(number) or _piece(text, decoder)
+            self.pieces[number] = contents.get(number) or _piece(text, spelling)
 
     def encode(self, texts: Sequence[bytes]) -> list[list[int]]:
         """The tokens of texts, which may start or end inside a character.

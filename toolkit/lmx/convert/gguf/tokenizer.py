@@ -278,15 +278,14 @@ def _tokenizer_config(metadata: dict[str, Any]) -> dict:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
-    templates = {
-        DEFAULT if key == TEMPLATE else key.removeprefix(f"{TEMPLATE}."): text
+    templates = [
+        {"name": key[len(TEMPLATE) + 1 :] or DEFAULT, "template": text}
         for key, text in metadata.items()
         if f"{key}.".startswith(f"{TEMPLATE}.") and isinstance(text, str) and text
-    }
-    named = [{"name": name, "template": text} for name, text in templates.items()]
-    if [*templates] == [DEFAULT]:
-        return settings | {"chat_template": templates[DEFAULT]}
-    return settings | ({"chat_template": named} if named else {})
+    ]
+    if [template["name"] for template in templates] == [DEFAULT]:
+        return settings | {"chat_template": templates[0]["template"]}
+    return settings | ({"chat_template": templates} if templates else {})
 
 
 def _token_type(text: str, model: dict, added: dict[str, bool]) -> int:
@@ -361,24 +360,19 @@ def _template_metadata(chat_template: str | dict[str, str] | None) -> dict[str, 
 
 
 def _model_name(name: str, added: list[dict], metadata: dict[str, Any]) -> str:
-    """The name by which llama.cpp knows the tokens that take white space.
+    """The name by which llama.cpp knows which added tokens take white space.
 
     Raises:
         UserError: others do.
     """
-    for token in added:
-        for flag in ("lstrip", "single_word"):
-            if token[flag]:
-                raise _unsupported(
-                    f"llama.cpp does not read {flag} of {token['content']!r}"
-                )
-    taking = {token["content"] for token in added if token["rstrip"]}
+    differing = {t["content"] for t in added if t["lstrip"] or t["single_word"]}
+    taking = {t["content"] for t in added if t["rstrip"]}
+    differing |= taking and taking ^ _phi3_tokens(metadata)
+    if differing:
+        flags = "rstrip, lstrip or single_word"
+        raise _unsupported(f"llama.cpp does not read {flags} of {min(differing)!r}")
     if not taking:
         return PHI3.sub("phi_3", name)
-    if other := taking ^ _phi3_tokens(metadata):
-        raise _unsupported(
-            f"rstrip of {min(other)!r}: llama.cpp reads it of the tokens of Phi-3 only"
-        )
     return name if PHI3.search(name) else f"{name}-phi3"
 
 
