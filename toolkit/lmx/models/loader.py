@@ -195,9 +195,9 @@ def checkpoint_folder(
         UserError: `source` is a file, or neither a folder nor a model of the Hub.
     """
     path = Path(os.path.expanduser(source))
-    if path.is_file():
+    if os.path.isfile(path):
         raise UserError("a checkpoint is a folder; this is a file", place=str(source))
-    if path.exists():
+    if os.path.exists(path):
         return path
     return download_snapshot(source, revision, trust_remote_code)
 
