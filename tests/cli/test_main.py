@@ -375,3 +375,32 @@ def test_lmx_lists_its_verbs(argv, capsys):
     assert caught.value.code == (0 if argv == ["--help"] else 2)
     printed = capsys.readouterr()
     assert all(v in printed.out + printed.err for v in ("train", "generate", "doctor"))
+
+
+TOO_LONG, NOBODY = "x" * 300, "~nobody-of-this-name/x"
+
+
+@pytest.mark.parametrize("name", [TOO_LONG, NOBODY])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", "NAME", "--prompt", "a"],
+        ["bench", "NAME"],
+        ["convert", "NAME", "target"],
+        ["push", "NAME", "user/name"],
+        ["report", "NAME"],
+        ["generate", "MODEL", "--prompt", "a", "--adapter-path", "NAME"],
+        ["generate", "MODEL", "--prompt", "a", "--draft-model", "NAME"],
+        ["generate", "MODEL", "--prompt", "a", "--prompt-cache-file", "NAME"],
+    ],
+)
+def test_names_that_are_no_path(make_checkpoint, tmp_path, monkeypatch, argv, name):
+    monkeypatch.chdir(tmp_path)
+    words = {"NAME": name, "MODEL": str(make_checkpoint())}
+    assert main.main([words.get(word, word) for word in argv]) == 2
+
+
+def test_a_prompt_cache_of_a_long_name(make_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--prompt", "a", "--max-tokens", "1", "--save-prompt-cache", TOO_LONG]
+    assert main.main(["generate", str(make_checkpoint()), *options]) == 1

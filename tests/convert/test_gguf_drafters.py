@@ -298,8 +298,8 @@ def missing_tensor(patch):
 def other_tokenizer(patch):
     original = gguf_tokenizer.to_metadata
 
-    def changed(*arguments):
-        metadata = original(*arguments)
+    def changed(*arguments, **options):
+        metadata = original(*arguments, **options)
         tokens = metadata["tokenizer.ggml.tokens"]
         return metadata | {"tokenizer.ggml.tokens": [*tokens[:9], *tokens[9:][::-1]]}
 

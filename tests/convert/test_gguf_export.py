@@ -298,11 +298,17 @@ def write_sentencepiece(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def tokenizer_metadata(folder, config):
+    tokenizer = SimpleNamespace(chat_template=None)
+    loaded = SimpleNamespace(path=folder, config=config, tokenizer=tokenizer)
+    return gguf_tokenizer.to_metadata(loaded, 320, name="name")
+
+
 def test_sentencepiece_tokenizer_roundtrip(tmp_path):
     from tokenizers import Tokenizer
 
     write_sentencepiece(tmp_path)
-    metadata = gguf_tokenizer.to_metadata(tmp_path, {"eos_token_id": 2}, 320)
+    metadata = tokenizer_metadata(tmp_path, {"eos_token_id": 2})
     assert metadata["tokenizer.ggml.model"] == "llama"
     assert metadata["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
     assert metadata["tokenizer.ggml.token_type"][-1] == 5
@@ -360,7 +366,7 @@ def test_unsupported_models_are_refused(make_checkpoint, tmp_path, settings, mes
 
 def test_model_without_tokenizer_json_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"it has no tokenizer\.json"):
-        gguf_tokenizer.to_metadata(tmp_path, {}, 320)
+        tokenizer_metadata(tmp_path, {})
 
 
 def test_unknown_pre_tokenizer_is_refused(make_checkpoint, tmp_path):
@@ -374,7 +380,7 @@ def test_unknown_pre_tokenizer_is_refused(make_checkpoint, tmp_path):
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(UserError, match="no name for its pre-tokenizer"):
-        gguf_tokenizer.to_metadata(tmp_path, {}, 320)
+        tokenizer_metadata(tmp_path, {})
 
 
 @pytest.mark.parametrize("part", ["blocks", "dense", "tokenizer"])
@@ -387,8 +393,8 @@ def test_changed_export_is_refused(make_checkpoint, tmp_path, monkeypatch, part)
     if part == "tokenizer":
         original = gguf_tokenizer.to_metadata
 
-        def corrupted(*arguments):
-            metadata = original(*arguments)
+        def corrupted(*arguments, **options):
+            metadata = original(*arguments, **options)
             return metadata | {
                 "tokenizer.ggml.merges": metadata["tokenizer.ggml.merges"][:3]
             }

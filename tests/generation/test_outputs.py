@@ -5,6 +5,7 @@ import random
 from itertools import combinations, pairwise
 
 import pytest
+from lmx.data.token_bytes import token_bytes
 from lmx.generation.outputs import StopStringMatcher, StreamingDetokenizer
 from lmx.models.loader import load_tokenizer
 from tiny_generators import byte_tokenizer, scripted
@@ -167,6 +168,36 @@ def test_the_space_before_the_first_word_stays(tokenizer):
     end = tokenizer.convert_tokens_to_ids("[/INST]")
     alone = tokenizer.decode(rest, clean_up_tokenization_spaces=False)
     assert "".join(streamed(tokenizer, [*prompt, end], rest)) == alone
+
+
+def test_a_single_token_has_its_space_and_its_bytes(tokenizer):
+    for text in ("The quick is the", *WORDS, " ".join(WORDS)):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        raw = b"".join(token_bytes(tokenizer, token) for token in tokens)
+        whole = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        # Decoders of SentencePiece take the space that was added before the text.
+        assert raw.decode() in (whole, f" {whole}")
+    end = tokenizer.convert_tokens_to_ids("[/INST]")
+    assert token_bytes(tokenizer, end) == b"[/INST]"
+    assert token_bytes(tokenizer, len(tokenizer) + 1) == b""
+
+
+@pytest.mark.parametrize("name", ["bytes", "sentencepiece"])
+def test_every_byte_has_a_token(name):
+    backend = TOKENIZERS[name]()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    raw = {token_bytes(tokenizer, token) for token in range(len(tokenizer))}
+    assert {bytes([value]) for value in range(256)} <= raw
+
+
+def test_length_counts_complete_characters(tokenizer):
+    for text in (" ".join(WORDS), "日本 é", '"é" 🎈'):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        detokenizer = StreamingDetokenizer(tokenizer, [], stop_tokens=())
+        for count, token in enumerate(tokens, 1):
+            detokenizer.add(token, last=count == len(tokens))
+            text = tokenizer.decode(tokens[:count], clean_up_tokenization_spaces=False)
+            assert detokenizer.length == len(text.rstrip("\ufffd"))
 
 
 def test_bytes_that_are_no_characters_are_given_in_time(tokenizer):

@@ -194,6 +194,26 @@ def test_load_refuses_a_broken_tokenizer(folder, damage):
     assert "tokenizer.json" in fault.hint
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_named_chat_templates_need_a_default(folder, is_file):
+    settings = folder / "tokenizer_config.json"
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    template = "{{ messages[0].content }}"
+    if is_file:
+        edit(settings, chat_template=None)
+        (folder / "additional_chat_templates").mkdir()
+        file = folder / "additional_chat_templates/rag.jinja"
+        file.write_text(template)
+    else:
+        edit(settings, chat_template=[{"name": "rag", "template": template}])
+    fault = load_error(folder)
+    assert fault.message == "no chat template has the name 'default', only rag"
+    # As the hint says.
+    (folder / "chat_template.jinja").write_text(template)
+    edit(settings, chat_template=None)
+    assert load(folder).tokenizer.has_chat_template
+
+
 @pytest.mark.parametrize("name", ["nobody/nothing-at-all", "./not/here", "a/b/c"])
 def test_checkpoint_folder_refuses_unknown_names_offline(monkeypatch, name, tmp_path):
     import huggingface_hub.constants as constants

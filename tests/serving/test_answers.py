@@ -5,8 +5,10 @@ import time
 
 import mlx.core as mx
 import pytest
-from tiny_generators import byte_tokenizer, tiny
-from tiny_server import CHAT, COMPLETIONS, joined, joined_chat
+from lmx.data.token_bytes import token_bytes
+from lmx.generation.generator import Generator
+from tiny_generators import Scripted, byte_tokenizer, scripted, tiny
+from tiny_server import CHAT, COMPLETIONS, joined, joined_chat, load
 
 pytestmark = pytest.mark.fused
 
@@ -174,13 +176,19 @@ def test_logprobs_are_those_of_a_forward_pass(server, temperature):
     answer = server.complete(prompt, **body, logprobs=3)["choices"][0]["logprobs"]
     bare = server.complete(prompt, **body, logprobs=0)["choices"][0]["logprobs"]
     assert bare["token_logprobs"] == answer["token_logprobs"]
-    assert bare["top_logprobs"] == [{}] * 12
+    # The token of the completion is always there; it may be none of the likely ones.
+    for part in (answer, bare):
+        for token, score, top in zip(
+            part["tokens"], part["token_logprobs"], part["top_logprobs"], strict=True
+        ):
+            assert top[token] == score
+    assert {len(top) for top in bare["top_logprobs"]} == {1}
     # Bytes that are no character have no name, so the tokens come from a chat's form.
     chat = server.chat(PROMPT, **body, logprobs=True, top_logprobs=3)["choices"][0]
     entries = chat["logprobs"]["content"]
     rendered = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer.encode(rendered)
-    names = {bytes(_raw(tokenizer, i)): i for i in range(256)}
+    names = {token_bytes(tokenizer, i): i for i in range(256)}
     tokens = [names[bytes(entry["bytes"])] for entry in entries]
     scores = _reference(ids + tokens)[len(ids) - 1 : -1]
     for entry, token, row in zip(entries, tokens, scores, strict=True):
@@ -191,19 +199,80 @@ def test_logprobs_are_those_of_a_forward_pass(server, temperature):
         assert entry["token"] == tokenizer.decode([token])
 
 
-def _raw(tokenizer, token):
-    from lmx.serving.choice import token_text
+def test_text_offsets_are_places_in_the_text(start):
+    text = "aé日 🎈!"
+    server = start(load(lambda: scripted(text, ids=[257])[0]))
+    body = {"prompt": "^", "logprobs": 1, "max_tokens": 12}
+    whole = server.complete(**body)["choices"][0]
+    assert whole["text"] == text
+    # Every token is a byte: those of a character begin where it does.
+    expected = [n for n, c in enumerate(text) for _ in c.encode()]
+    assert whole["logprobs"]["text_offset"] == expected
+    assert joined(server.stream(COMPLETIONS, body)) == [whole]
 
-    return token_text(tokenizer, token)[1]
+
+def test_a_completion_of_the_stop_token_only(start):
+    """The lists of its log-probabilities are empty, not null."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    server = start(load(lambda: scripted("", ids=[257], template=template)[0]))
+    chat = server.chat("^", logprobs=True)["choices"][0]
+    assert chat["logprobs"] == {"content": [], "refusal": None}
+    assert server.chat("^")["choices"][0]["logprobs"] is None
+    logprobs = server.complete("^", logprobs=0)["choices"][0]["logprobs"]
+    assert logprobs == {key: [] for key in logprobs}
+    assert logprobs["tokens"] == []
 
 
-def test_text_offsets_continue_over_a_stream(server):
-    body = {"prompt": PROMPT, "logprobs": 1, "max_tokens": 12}
-    whole = server.complete(**body)["choices"][0]["logprobs"]
-    parts = joined(server.stream(COMPLETIONS, body))[0]["logprobs"]
-    assert parts == whole
-    lengths = [len(token) for token in whole["tokens"]]
-    assert whole["text_offset"] == [sum(lengths[:i]) for i in range(len(lengths))]
+def sentencepiece():
+    """Llama's kind of tokenizer, of a few tokens."""
+    from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<s>", "</s>", "<0xC3>", "<0xA9>", *"▁the", "a"]
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("▁", "a")]
+    pieces += [left + right for left, right in merges]
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(ids, merges, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=["<s>", "$A"], special_tokens=[("<s>", 0)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    )
+    fast.chat_template = "{{ messages[0].content }}"
+    return TokenizerWrapper(fast, NaiveStreamingDetokenizer)
+
+
+def test_tokens_of_sentencepiece_keep_their_space(start):
+    def made():
+        tokenizer = sentencepiece()
+        script = tokenizer.encode("the a é", add_special_tokens=False)
+        return Generator(Scripted([*script, tokenizer.eos_token_id]), tokenizer)
+
+    server = start(load(made))
+    tokenizer = sentencepiece()
+    prompt = tokenizer.encode("the")
+    assert prompt[0] == tokenizer.bos_token_id
+    body = {"max_tokens": 9, "logprobs": 1}
+    for text in ("the", prompt[1:]):
+        choice = server.complete(text, **body)["choices"][0]
+        assert choice["text"] == " a é"
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == [" a", " ", "\ufffd", "\ufffd"]
+        assert logprobs["text_offset"] == [0, 2, 3, 3]
+        # The token before a text is no part of it.
+        assert server.complete(text, echo=True)["choices"][0]["text"] == "the a é"
+    entries = server.chat("the", logprobs=True, top_logprobs=1)["choices"][0]
+    entries = entries["logprobs"]["content"]
+    raw = [bytes(entry["bytes"]) for entry in entries]
+    assert raw == [b" a", b" ", b"\xc3", b"\xa9"]
+    assert [bytes(e["top_logprobs"][0]["bytes"]) for e in entries] == raw
 
 
 # Counts

@@ -1,12 +1,10 @@
 """Completions of chats as content, chain of thought and calls, cut at any character."""
 
 import importlib
-import itertools
 import json
 
 import pytest
 from lmx.serving.chat_output import ChatOutputParser
-from lmx.serving.choice import token_text
 from tiny_generators import byte_tokenizer
 
 TOOLS = [
@@ -201,42 +199,3 @@ def test_thoughts_and_calls():
         message = _message(tokenizer, pieces)
         assert message["reasoning_content"] == "I call."
         assert _calls(message) == [("weather", ARGUMENTS)]
-
-
-# Bytes of tokens
-
-
-def test_the_bytes_of_byte_level_tokens():
-    tokenizer = byte_tokenizer()
-    for text in ("é", "🙂", "a", " ", "\n", "東京"):
-        tokens = tokenizer.encode(text)
-        raw = b"".join(token_text(tokenizer, token)[1] for token in tokens)
-        assert raw == text.encode()
-    values = {token_text(tokenizer, token)[1] for token in range(256)}
-    assert values == {bytes([value]) for value in range(256)}
-
-
-def test_the_bytes_of_byte_fallback_tokens():
-    from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["<unk>", *(f"<0x{value:02X}>" for value in range(256)), "▁", "a"]
-    bpe = Tokenizer(
-        models.BPE(
-            dict(zip(names, itertools.count())),
-            [],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
-    bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    fast = PreTrainedTokenizerFast(tokenizer_object=bpe)
-    tokenizer = TokenizerWrapper(fast, NaiveStreamingDetokenizer, eos_token_ids=[0])
-    tokens = tokenizer.encode("🙂a")
-    assert len(tokens) == 5
-    raw = [token_text(tokenizer, token)[1] for token in tokens]
-    assert b"".join(raw) == "🙂a".encode()
-    assert [len(each) for each in raw] == [1] * 5
-    # A token that is the character of a decoding error itself.
-    assert token_text(tokenizer, 1 + 0x41) == ("A", b"A")

@@ -226,7 +226,7 @@ def _adapter(model: Model | ModelLike) -> Path | None:
         return model.adapter
     if isinstance(model, Run):
         return model.adapter_path
-    is_run = (Path(model).expanduser() / MANIFEST).is_file()
+    is_run = os.path.isfile(Path(os.path.expanduser(model)) / MANIFEST)
     return Run(model).adapter_path if is_run else None
 
 

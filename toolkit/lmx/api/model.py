@@ -165,8 +165,8 @@ def model_path(source: "ModelLike | Model") -> str:
     """The folder, file or Hub id of a model; of a run, that of its last model."""
     if isinstance(source, Run | Model):
         return str(source.model_path if isinstance(source, Run) else source.path)
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     name = model_folder(os.fspath(source))
-    if name == os.fspath(source) and (folder / MANIFEST).is_file():
+    if name == os.fspath(source) and os.path.isfile(folder / MANIFEST):
         return str(Run(folder).model_path)
     return name

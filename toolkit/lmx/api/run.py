@@ -53,7 +53,7 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path).expanduser()
+        self.path = Path(os.path.expanduser(path))
         Record.read(self.path)
 
     @property

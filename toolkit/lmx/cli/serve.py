@@ -106,6 +106,11 @@ def serve(args: argparse.Namespace) -> int:
                 for name in ("max_batch_size", "max_requests", "max_tokens", "timeout")
             },
             "--max-body must be more than 0": not 0 < args.max_body < 1e9,
+            "--kv-memory must be more than 0": args.kv_memory is not None
+            and not 0 < args.kv_memory < 1e9,
+            "--prefix-cache must be 0 or more": not 0 <= (args.prefix_cache or 0) < 1e9,
+            # As of a variable that is not set: the server would be open to everyone.
+            "--api-key is empty": args.api_key == "",
             **draft_argument_faults(args),
         }
     )

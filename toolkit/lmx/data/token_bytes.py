@@ -2,9 +2,9 @@
 
 Byte-level BPE writes a space as Ġ and SentencePiece as ▁; one splits a character into
 bytes of its alphabet, the other into <0xE2>. So strings of tokens cannot be compared.
+The decoding of a single token is no measure either: it lacks the space before a word.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +28,32 @@ LETTERS = _byte_alphabet()
 BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The bytes that a token adds to a text; they may end inside a character."""
+    spelling = _spelling(tokenizer)
+    if spelling is None:
+        return tokenizer.decode([token], clean_up_tokenization_spaces=False).encode()
+    # A model may have more rows than its tokenizer has tokens.
+    return _piece(tokenizer.convert_ids_to_tokens(token) or "", spelling)
+
+
+def _spelling(tokenizer: Any) -> str | None:
+    """How strings of tokens spell bytes: "ByteLevel", or as SentencePiece does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = str(getattr(backend, "decoder", None))
+    return next((s for s in ("ByteLevel", "ByteFallback", "▁") if s in decoder), None)
+
+
+def _piece(text: str, spelling: str) -> bytes:
+    if spelling == "ByteLevel":
+        # Added tokens are written as they are.
+        is_spelled = all(letter in BYTES for letter in text)
+        return bytes(map(BYTES.get, text)) if is_spelled else text.encode()
+    if byte := BYTE_TOKEN.fullmatch(text):
+        return bytes([int(byte[1], 16)])
+    return text.replace("▁", " ").encode()
+
+
 class TokenBytes:
     """The tokens of a tokenizer as bytes.
 
@@ -46,29 +72,20 @@ class TokenBytes:
         added = tokenizer.added_tokens_decoder
         self.special = frozenset(n for n, token in added.items() if token.special)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        kind = self._backend and json.loads(self._backend.to_str()).get("decoder")
-        self.is_byte_level = "ByteLevel" in str(kind)
-        if not (self.is_byte_level or "▁" in str(kind)):
+        spelling = _spelling(tokenizer)
+        self.is_byte_level = spelling == "ByteLevel"
+        if spelling is None:
             raise UserError(
                 "the tokens of this tokenizer are no pieces of a text's bytes, so "
                 "those of another tokenizer cannot be compared with them",
                 place=place,
                 hint="use a teacher and a student with byte-level BPE or SentencePiece",
             )
-        contents = {n: str(token) for n, token in added.items()}
+        contents = {n: str(token).encode() for n, token in added.items()}
         vocabulary = tokenizer.get_vocab()
         self.pieces = [b""] * (max(vocabulary.values()) + 1)
         for text, number in vocabulary.items():
-            self.pieces[number] = self._piece(text, contents.get(number))
-
-    def _piece(self, text: str, added: str | None) -> bytes:
-        if added is not None:
-            return added.encode()
-        if self.is_byte_level:
-            return bytes(BYTES[letter] for letter in text)
-        if byte := BYTE_TOKEN.fullmatch(text):
-            return bytes([int(byte[1], 16)])
-        return text.replace("▁", " ").encode()
+            self.pieces[number] = contents.get(number) or _piece(text, spelling)
 
     def encode(self, texts: Sequence[bytes]) -> list[list[int]]:
         """The tokens of texts, which may start or end inside a character.

@@ -136,6 +136,9 @@ class StreamingDetokenizer:
         prompt: the tokens before the completion.
         stop_tokens: tokens that end the completion; they produce no text.
         stop_strings: strings that end the completion; they are not part of the text.
+
+    Attributes:
+        length: complete characters of all tokens so far.
     """
 
     def __init__(
@@ -151,6 +154,7 @@ class StreamingDetokenizer:
         self._tokens = self._context(prompt)
         # The text of tokens[_start:_end] is out, and gives the tokens after it context.
         self._start, self._end = 0, len(self._tokens)
+        self.length = self._out = 0
 
     def add(self, token: int, *, last: bool) -> tuple[str, FinishReason | None]:
         """Add a token.
@@ -191,10 +195,12 @@ class StreamingDetokenizer:
         text = self._decode(self._tokens[self._start :])
         waiting = len(self._tokens) - self._end
         if text.endswith(REPLACEMENT) and not last and waiting < MAX_WAITING:
+            self.length = self._out + len(text.rstrip(REPLACEMENT)) - len(before)
             return ""
         if not text.startswith(before):  # bytes that are no characters hide the others
             before, text = "", self._decode(self._tokens[self._end :])
         self._start, self._end = self._end, len(self._tokens)
+        self.length = self._out = self._out + len(text) - len(before)
         return text[len(before) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:

@@ -46,11 +46,12 @@ EMBEDDING_WEIGHT = "embed_tokens.weight"
 
 def model_folder(model: str) -> str:
     """The checkpoint in model/ of a run directory; any other name as it is."""
-    folder = Path(os.path.expanduser(model))
-    inner = folder / "model"
-    is_checkpoint = (folder / "config.json").is_file()
-    is_run = not is_checkpoint and (inner / "config.json").is_file()
-    return str(inner) if is_run else model
+    folder = os.path.expanduser(model)
+    inner = os.path.join(folder, "model")
+    # Unlike pathlib's, it does not raise if the name is too long.
+    is_checkpoint = os.path.isfile(os.path.join(folder, "config.json"))
+    is_run = not is_checkpoint and os.path.isfile(os.path.join(inner, "config.json"))
+    return inner if is_run else model
 
 
 def read_config(path: Path) -> dict:
@@ -61,7 +62,7 @@ def read_config(path: Path) -> dict:
             out of range, or a link leaves the folder.
     """
     file = path / "config.json"
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise UserError(
             "this folder is not a model: it has no config.json", place=str(path)
         )

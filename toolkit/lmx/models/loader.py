@@ -195,9 +195,9 @@ def checkpoint_folder(
         UserError: `source` is a file, or neither a folder nor a model of the Hub.
     """
     path = Path(os.path.expanduser(source))
-    if path.is_file():
+    if os.path.isfile(path):
         raise UserError("a checkpoint is a folder; this is a file", place=str(source))
-    if path.exists():
+    if os.path.exists(path):
         return path
     return download_snapshot(source, revision, trust_remote_code)
 
@@ -417,6 +417,14 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
             raise
     if rows := config_int(object_in(path / "config.json"), "vocab_size"):
         token_ids.guard(tokenizer, rows)
+    names = tokenizer.chat_template
+    if isinstance(names, dict) and "default" not in names:
+        raise UserError(
+            f"no chat template has the name 'default', only {', '.join(names)}",
+            place=str(path),
+            hint="give one of them this name in tokenizer_config.json, or copy it to "
+            "chat_template.jinja",
+        )
     template = ChatTemplate(tokenizer)
     if template.exists and template.ignores_messages:
         text = f"{path}: the chat template writes no text of a user's message"

@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 from ..version import __version__
@@ -41,7 +40,11 @@ class Answer:
 
     def whole(self) -> dict:
         """The body of the answer, when all completions have ended."""
-        choices = [self._whole(c, self._pieces[c]) for c in self.choices]
+        choices = []
+        for choice, pieces in self._pieces.items():
+            has_logprobs = choice.request.logprobs is not None
+            logprobs = self._logprobs(pieces) if has_logprobs else None
+            choices.append(self._whole(choice, pieces) | {"logprobs": logprobs})
         return self._body(self.KIND, choices) | {"usage": self.usage()}
 
     def start(self, choice: Choice) -> list[dict]:
@@ -56,7 +59,8 @@ class Answer:
         for number, delta in enumerate(deltas):
             is_last = number == len(deltas) - 1
             # Log-probabilities belong to the tokens of all deltas.
-            logprobs = self._logprobs(piece) if not number else None
+            has_logprobs = piece.logprobs and not number
+            logprobs = self._logprobs([piece]) if has_logprobs else None
             reason = piece.finish_reason if is_last else None
             choice = {
                 "index": piece.choice.index,
@@ -96,31 +100,26 @@ class Answer:
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": self._all_logprobs(pieces),
             "finish_reason": choice.finish_reason,
         }
 
     def _delta(self, delta: dict) -> dict:
         return {"text": delta.get("text", "")}
 
-    def _logprobs(self, piece: Piece) -> dict | None:
-        return self._all_logprobs([piece])
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict:
+        """Log-probabilities in the form of the older endpoint.
 
-    def _all_logprobs(self, pieces: Sequence[Piece]) -> dict | None:
-        """Log-probabilities in the form of the older endpoint."""
+        The token of the completion is always among those of `top_logprobs`.
+        """
         entries = [entry for piece in pieces for entry in piece.logprobs]
-        if not entries:
-            return None
-        lengths = (len(entry["token"]) for entry in entries[:-1])
-        offsets = [*accumulate(lengths, initial=pieces[0].text_offset)]
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [
-                {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                {t["token"]: t["logprob"] for t in (*entry["top_logprobs"], entry)}
                 for entry in entries
             ],
-            "text_offset": offsets,
+            "text_offset": [at for piece in pieces for at in piece.text_offsets],
         }
 
 
@@ -159,10 +158,9 @@ class ChatAnswer(Answer):
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._all_logprobs(pieces),
             "finish_reason": choice.finish_reason,
         }
 
-    def _all_logprobs(self, pieces: Sequence[Piece]) -> dict | None:
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict:
         entries = [entry for piece in pieces for entry in piece.logprobs]
-        return {"content": entries, "refusal": None} if entries else None
+        return {"content": entries, "refusal": None}

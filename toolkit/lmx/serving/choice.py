@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..data.token_bytes import BYTE_TOKEN, BYTES
-from ..generation.outputs import REPLACEMENT, StreamingDetokenizer
+from ..data.token_bytes import token_bytes
+from ..generation.outputs import StreamingDetokenizer
 from ..generation.sequence import GenerationRequest, TokenLogprobs, TokenOutput
 from .chat_output import ChatOutputParser
 
@@ -18,7 +18,7 @@ class Piece:
     Attributes:
         fields: of the message; see `ChatOutputParser`. A completion has "text" only.
         logprobs: of every token, in OpenAI's form for chats.
-        text_offset: characters of all tokens before these.
+        text_offsets: where each of these tokens begins in the text.
         finish_reason: set on the last piece only.
     """
 
@@ -26,7 +26,7 @@ class Piece:
     fields: list[dict]
     logprobs: list[dict]
     finish_reason: str | None
-    text_offset: int = 0
+    text_offsets: Sequence[int] = ()
 
 
 @dataclass(eq=False)
@@ -67,13 +67,11 @@ class Choice:
             self.tokenizer, self.request.prompt, self.request.stop_tokens, self.stop
         )
 
-        self._offset = 0  # characters of tokens with log-probabilities
-
     def add(self, outputs: Sequence[TokenOutput]) -> Piece:
         """Append the tokens of a step; those after the end do not count."""
         fields: list[dict] = []
         logprobs: list[dict] = []
-        offset = self._offset
+        offsets: list[int] = []
         self._time(len(outputs))
         for output in outputs:
             if self.finish_reason:
@@ -81,13 +79,14 @@ class Choice:
             self.cached_tokens = output.cached_tokens
             self.tokens += 1
             self.accepted_tokens += output.is_draft
+            begin = self._detokenizer.length
             text, reason = self._detokenizer.add(output.token, last=output.is_last)
             is_stop = output.token in self.request.stop_tokens
             if output.logprob is not None and not is_stop:
                 logprobs.append(self._logprobs(output.token, output.logprobs))
-                self._offset += len(logprobs[-1]["token"])
+                offsets.append(begin)
             fields += self._read(text, reason, cut=not is_stop)
-        return Piece(self, fields, logprobs, self.finish_reason, offset)
+        return Piece(self, fields, logprobs, self.finish_reason, offsets)
 
     def _read(self, text: str, reason: str | None, *, cut: bool) -> list[dict]:
         self.finish_reason = reason
@@ -115,19 +114,7 @@ class Choice:
         return self._named(token, logprobs.chosen) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict:
-        text, raw = token_text(self.tokenizer, token)
+        raw = token_bytes(self.tokenizer, token)
+        text = raw.decode(errors="replace")
         # JSON has no infinity; OpenAI gives this number for a token that cannot come.
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": [*raw]}
-
-
-def token_text(tokenizer: Any, token: int) -> tuple[str, bytes]:
-    """The text of a token, and its bytes, which may be a part of a character."""
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-    if REPLACEMENT not in text:
-        return text, text.encode()
-    name = tokenizer.convert_ids_to_tokens(token) or ""
-    if match := BYTE_TOKEN.fullmatch(name):
-        return text, bytes([int(match[1], 16)])
-    if all(letter in BYTES for letter in name):
-        return text, bytes(BYTES[letter] for letter in name)
-    return text, text.encode()

@@ -232,7 +232,10 @@ class CompletionService:
         try:
             if getattr(job.parameters, "echo", None):
                 for choice in job.choices:
-                    text = self._tokenizer.decode(choice.request.prompt)
+                    text = job.parameters.prompts[choice.prompt_index]
+                    # Encoded text may have begun with a token that is not in it.
+                    if not isinstance(text, str):
+                        text = self._tokenizer.decode(text)
                     yield Piece(choice, [{"text": text}], [], None)
             while by_request:
                 outputs = await self._next(subscription.outputs, job.deadline)

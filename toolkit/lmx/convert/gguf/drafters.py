@@ -124,9 +124,9 @@ def write(file: Path, drafter: Drafter, target: LoadedModel, *, name: str) -> No
     width = require_hidden_states(target.model, drafter.layer_ids, place=place)
     drafter.require_shape(width, rows, place=place)
     metadata = to_metadata(drafter.config, drafter.layer_ids, target.config)
-    metadata |= tokenizer.to_metadata(target.path, target.config, rows)
+    metadata |= tokenizer.to_metadata(target, rows, name=name)
     metadata[f"{metadata['general.architecture']}.vocab_size"] = rows
-    write_file(file, metadata, lambda: _tensors(drafter, rows), name=name)
+    write_file(file, metadata, lambda: _tensors(drafter, rows))
     _verify(file, drafter, target)
 
 

@@ -1,12 +1,14 @@
 """The tokenizer of a GGUF file's metadata as tokenizer.json, and back."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from ...data.token_bytes import BYTE_TOKEN
 from ...errors import FAILED, UserError
+from ...models.loader import LoadedModel
 
 KEY = "tokenizer.ggml."
 # ggml's token types.
@@ -16,6 +18,12 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 LISTS = {"tokens": str, "token_type": int, "scores": float, "merges": str}
 PER_TOKEN = ("token_type", "scores")
 MAX_TOKEN_CHARACTERS = 10_000
+# Chat templates: the only one or the one of this name, and the others.
+TEMPLATE, DEFAULT = "tokenizer.chat_template", "default"
+# GGUF has no key for the white space that added tokens take. If `general.name` has such
+# a part, llama.cpp takes it after all but these, which the file must have.
+PHI3 = re.compile(r"phi-?3", re.IGNORECASE)
+PHI3_OTHERS = {"<unk>", "<s>", "<|endoftext|>"}
 # ggml's names of the special tokens, and Hugging Face's.
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 # The patterns that split a text into words before it is encoded, by llama.cpp's name;
@@ -130,18 +138,20 @@ def _check_lists(metadata: dict[str, Any]) -> None:
             )
 
 
-def to_metadata(folder: Path, config: dict, vocab_size: int) -> dict[str, Any]:
-    """The metadata of the tokenizer in a checkpoint folder.
+def to_metadata(loaded: LoadedModel, vocab_size: int, *, name: str) -> dict[str, Any]:
+    """The metadata of a model's tokenizer, and its name.
 
     Args:
         vocab_size: rows of the model's embedding.
+        name: changed if llama.cpp would take it for that of another tokenizer.
 
     Raises:
         UserError: the tokenizer is neither byte-level nor sentencepiece BPE, or
-            llama.cpp has no name for its pre-tokenizer.
+            llama.cpp has no name for its pre-tokenizer, or splits texts differently.
     """
     from tokenizers import Tokenizer
 
+    folder = loaded.path
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise _unsupported("it has no tokenizer.json")
@@ -160,8 +170,9 @@ def to_metadata(folder: Path, config: dict, vocab_size: int) -> dict[str, Any]:
     settings = json.loads(file.read_text()) if file.is_file() else {}
     metadata = {f"{KEY}tokens": tokens, f"{KEY}token_type": types}
     metadata |= _model_metadata(tokenizer, serialized["model"], tokens)
-    metadata |= _special_token_metadata(tokenizer, settings, config)
-    return metadata | _template_metadata(folder, settings)
+    metadata |= _special_token_metadata(tokenizer, settings, loaded.config)
+    metadata["general.name"] = _model_name(name, serialized["added_tokens"], metadata)
+    return metadata | _template_metadata(loaded.tokenizer.chat_template)
 
 
 def byte_level_pre_tokenizer(name: str) -> Any:
@@ -231,8 +242,15 @@ def _add_special_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
     from tokenizers import AddedToken, processors
 
     tokens, types = metadata[f"{KEY}tokens"], metadata.get(f"{KEY}token_type", [])
+    is_phi3 = PHI3.search(str(metadata.get("general.name")))
+    take_space = _phi3_tokens(metadata) if is_phi3 else set()
     for text, token_type in zip(tokens, types, strict=False):
-        added = AddedToken(text, normalized=False, special=token_type != USER_DEFINED)
+        added = AddedToken(
+            text,
+            rstrip=text in take_space,
+            normalized=False,
+            special=token_type != USER_DEFINED,
+        )
         if token_type == USER_DEFINED:
             tokenizer.add_tokens([added])
         elif token_type in (CONTROL, UNKNOWN):
@@ -260,9 +278,14 @@ def _tokenizer_config(metadata: dict[str, Any]) -> dict:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
-    template = metadata.get("tokenizer.chat_template")
-    is_text = isinstance(template, str) and template
-    return settings | ({"chat_template": template} if is_text else {})
+    templates = [
+        {"name": key[len(TEMPLATE) + 1 :] or DEFAULT, "template": text}
+        for key, text in metadata.items()
+        if f"{key}.".startswith(f"{TEMPLATE}.") and isinstance(text, str) and text
+    ]
+    if [template["name"] for template in templates] == [DEFAULT]:
+        return settings | {"chat_template": templates[0]["template"]}
+    return settings | ({"chat_template": templates} if templates else {})
 
 
 def _token_type(text: str, model: dict, added: dict[str, bool]) -> int:
@@ -323,10 +346,42 @@ def _special_token_metadata(
     return {key: value for key, value in metadata.items() if value is not None}
 
 
-def _template_metadata(folder: Path, settings: dict) -> dict[str, str]:
-    file = folder / "chat_template.jinja"
-    text = file.read_text() if file.is_file() else settings.get("chat_template")
-    return {"tokenizer.chat_template": text} if isinstance(text, str) else {}
+def _template_metadata(chat_template: str | dict[str, str] | None) -> dict[str, Any]:
+    """Chat templates by llama.cpp's keys."""
+    if not isinstance(chat_template, dict):
+        return {TEMPLATE: chat_template} if chat_template else {}
+    named = {
+        re.sub(r"[^A-Za-z0-9]", "_", name): template
+        for name, template in chat_template.items()
+    }
+    default = _template_metadata(named.pop(DEFAULT, None))
+    others = {f"{TEMPLATE}.{name}": template for name, template in named.items()}
+    return default | others | ({f"{TEMPLATE}s": [*named]} if named else {})
+
+
+def _model_name(name: str, added: list[dict], metadata: dict[str, Any]) -> str:
+    """The name by which llama.cpp knows which added tokens take white space.
+
+    Raises:
+        UserError: others do.
+    """
+    differing = {t["content"] for t in added if t["lstrip"] or t["single_word"]}
+    taking = {t["content"] for t in added if t["rstrip"]}
+    differing |= taking and taking ^ _phi3_tokens(metadata)
+    if differing:
+        flags = "rstrip, lstrip or single_word"
+        raise _unsupported(f"llama.cpp does not read {flags} of {min(differing)!r}")
+    if not taking:
+        return PHI3.sub("phi_3", name)
+    return name if PHI3.search(name) else f"{name}-phi3"
+
+
+def _phi3_tokens(metadata: dict[str, Any]) -> set[str]:
+    """The tokens after which llama.cpp takes white space in a model named Phi-3."""
+    tokens, types = metadata[f"{KEY}tokens"], metadata.get(f"{KEY}token_type", [])
+    kinds = (UNKNOWN, CONTROL, USER_DEFINED)
+    added = {t for t, kind in zip(tokens, types, strict=False) if kind in kinds}
+    return added - PHI3_OTHERS if {*tokens} >= {"</s>", *PHI3_OTHERS} else set()
 
 
 def _unsupported(reason: str) -> UserError:

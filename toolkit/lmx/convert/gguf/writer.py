@@ -36,10 +36,8 @@ def write(
         UserError: GGUF cannot hold the model or its tokenizer.
     """
     metadata = config.to_metadata(loaded.config)
-    metadata |= tokenizer.to_metadata(
-        loaded.path, loaded.config, embedding_rows(loaded)
-    )
-    return write_file(file, metadata, lambda: _tensors(loaded), name=name)
+    metadata |= tokenizer.to_metadata(loaded, embedding_rows(loaded), name=name)
+    return write_file(file, metadata, lambda: _tensors(loaded))
 
 
 def embedding_rows(loaded: LoadedModel) -> int:
@@ -52,8 +50,6 @@ def write_file(
     file: Path,
     metadata: dict[str, Any],
     tensors: Callable[[], Iterator[StoredTensor]],
-    *,
-    name: str,
 ) -> list[tuple[str, int | None]]:
     """Write a file of these tensors; returns what `write` does.
 
@@ -71,7 +67,6 @@ def write_file(
         writer.add_tensor_info(tensor, value.shape, value.dtype, value.nbytes, raw)
         is_matrix = value.ndim > 1 and not tensor.endswith(".bias")
         types += [(ggml_type, bits)] if is_matrix else []
-    writer.add_name(name)
     names = [ggml_type for ggml_type, _ in types]
     most = max(sorted(set(names)), key=names.count)
     # MOSTLY_Q4_K_S comes before MOSTLY_Q4_K_M.

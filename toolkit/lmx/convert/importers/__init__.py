@@ -92,7 +92,7 @@ def fetch_checkpoint(
     path = Path(os.path.expanduser(source))
     if not os.path.exists(path):
         source = bundled_data(path) or source
-    if not path.is_file():
+    if not os.path.isfile(path):
         return checkpoint_folder(
             source, revision=revision, trust_remote_code=trust_remote_code
         )

@@ -133,7 +133,7 @@ def resolve_adapter(source: str | Path) -> Path:
         UserError: there is no adapter, or mlx-lm has no such adapter.
     """
     folder = Path(os.path.expanduser(source))
-    if not (folder / CONFIG).is_file():
+    if not os.path.isfile(folder / CONFIG):
         raise UserError(f"the adapter does not load: no {CONFIG}", place=str(source))
     if not is_adapter(folder):
         return folder

@@ -29,7 +29,7 @@ def require_replaceable(folder: Path) -> None:
     Raises:
         UserError: naming it.
     """
-    if folder.is_dir():
+    if os.path.isdir(folder):
         others = {path.name for path in folder.iterdir()} - {ARRAYS_FILE, METADATA_FILE}
     else:
         others = {folder.name} if os.path.lexists(folder) else set()

@@ -1,6 +1,7 @@
 """Folders of drafters: config.json and weights in the formats that others read."""
 
 import json
+import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -34,8 +35,8 @@ def drafter_class(config: dict) -> type[Drafter] | None:
 
 def is_drafter(source: str | Path) -> bool:
     """Whether a folder or Hub id has a drafter on hidden states."""
-    folder = Path(source).expanduser()
-    if not folder.exists():
+    folder = Path(os.path.expanduser(source))
+    if not os.path.exists(folder):
         try:
             folder = download_snapshot(source)
         except UserError:  # who loads a model of this name says what is wrong

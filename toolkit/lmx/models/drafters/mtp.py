@@ -13,6 +13,7 @@ takes a file for MLX's if its metadata says `format: mlx`.
 """
 
 import copy
+import os
 import re
 from pathlib import Path
 from typing import Self
@@ -77,7 +78,7 @@ class MTPHead(nn.Module):
         Raises:
             UserError: the folder has no MTP head, or it is not of this model.
         """
-        folder, config = Path(source).expanduser(), target.config
+        folder, config = Path(os.path.expanduser(source)), target.config
         if folder != target.path:
             config = read_config(folder)
         tensors = read_mtp(folder, config)
@@ -133,8 +134,9 @@ class MTPHead(nn.Module):
 
 def is_split_head(source: str | Path) -> bool:
     """Whether a local folder has a head alone, as mlx-vlm's `split_mtp` writes it."""
-    file = Path(source).expanduser() / "config.json"
-    return file.is_file() and read_json(file).get("model_type") == SPLIT_MODEL_TYPE
+    file = Path(os.path.expanduser(source)) / "config.json"
+    is_file = os.path.isfile(file)
+    return is_file and read_json(file).get("model_type") == SPLIT_MODEL_TYPE
 
 
 def _decoder_layers(config: dict, count: int) -> list[nn.Module]:
