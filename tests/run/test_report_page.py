@@ -256,7 +256,7 @@ def test_browser_draws_scales_and_gaps(tmp_path):
         for y, value in zip(marks, (low, high), strict=True):
             assert y == pytest.approx(places[0] - (value - values[0]) * height, abs=1)
     assert re.findall(r'class="line line-1" d="(.*?)"', pictures[-1]) == [
-        "M58 172M246 10L340 172"
+        "M62 172M247.3 10L340 172"
     ]
     assert pictures[-1].count("<circle") == 3
 

@@ -54,31 +54,35 @@ def line_chart(
         across: what a position is.
     """
     known = {
-        name: {x: y for x, y in points if y is not None}
+        name: values
         for name, points in lines.items()
+        if (values := {x: y for x, y in points if y is not None})
     }
-    known = {name: points for name, points in known.items() if points}
     if not known:
         return []
 
     def at(points: dict[float, float], x: float) -> str:
         return f"{format_number(points[x])} at {across} {format_number(x)}"
 
-    words = [
-        f"{name}: {at(points, next(iter(points)))}, "
-        f"{at(points, next(reversed(points)))}; lowest "
-        f"{at(points, min(points, key=points.get))}, highest "
-        f"{at(points, max(points, key=points.get))}."
-        for name, points in known.items()
-    ]
+    words = []
+    for name, points in known.items():
+        first, last = next(iter(points)), next(reversed(points))
+        lowest, highest = (best(points, key=points.get) for best in (min, max))
+        words.append(
+            f"{name}: {at(points, first)}, {at(points, last)}; "
+            f"lowest {at(points, lowest)}, highest {at(points, highest)}."
+        )
     xs = sorted({x for points in known.values() for x in points})
     # Evenly spaced rows, including the first and the last.
     count = min(TABLE_ROWS, len(xs))
     shown = [xs[round(i * (len(xs) - 1) / max(1, count - 1))] for i in range(count)]
     rows = [
-        [format_number(p[x]) if x in p else "-" for p in known.values()] for x in shown
+        [
+            format_number(x),
+            *(format_number(p[x]) if x in p else "-" for p in known.values()),
+        ]
+        for x in shown
     ]
-    rows = [[format_number(x), *row] for x, row in zip(shown, rows, strict=True)]
     chart = {
         "type": "chart",
         "title": title,

@@ -34,7 +34,7 @@ const draw = {
     const points = lines.flatMap(([, line]) => line).filter(([, value]) => value !== null);
     const values = points.map(([, value]) => value), low = Math.min(...values);
     const zero = low >= 0 && low < Math.max(...values) / 2 ? [0] : [];
-    const x = scale([0, ...points.map(([at]) => at)], 58, 340), y = scale([...zero, ...values], 172, 10);
+    const x = scale([0, ...points.map(([at]) => at)], 62, 340), y = scale([...zero, ...values], 172, 10);
     const path = (kind, d) => make("path", { class: kind, d });
     const stroke = (i, d) => path(`line line-${(i % 6) + 1}`, d);
     const words = (x, y, anchor, text) => make("text", { x, y, "text-anchor": anchor }, text);
@@ -51,7 +51,7 @@ const draw = {
     return make("figure", {}, make("figcaption", {}, make("b", {}, title), `, ${unit}`),
       make("ul", { class: "legend" }, ...names),
       make("svg", { viewBox: "0 0 360 210", role: "img", tabindex: 0, "aria-label": label },
-        ...y.ticks.flatMap(([at, text]) => [path("rule", `M58 ${at}H340`), words(53, at + 4, "end", text)]),
+        ...y.ticks.flatMap(([at, text]) => [path("rule", `M62 ${at}H340`), words(57, at + 4, "end", text)]),
         ...x.ticks.flatMap(([at, text]) => [path("rule", `M${at} 172v4`), words(at, 189, "middle", text)]),
         words(340, 206, "end", table.columns[0]), ...lines.map(curve)),
       draw.details({ summary: `${title} as a table`, blocks: [table] }));

@@ -149,7 +149,7 @@ def _summary(record: Record) -> Block:
         ("Status", STATUS.get(facts["status"], facts["status"])),
         ("Started", start.replace("T", " ")),
         ("Duration", duration),
-        ("Model", (record.resolved.get("model") or {}).get("path") or "from scratch"),
+        ("Model", str(record.resolved.get("model", {}).get("path") or "from scratch")),
         ("Completed stages", ", ".join(facts["stages"]) or "none yet"),
     ]
     for key in ("steps", "trained_tokens", "trained_parameters"):
