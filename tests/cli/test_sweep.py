@@ -101,7 +101,7 @@ def test_sweep_runs_everything_once_and_goes_on_after_a_failure(
     page = (folder / "compare.html").read_text()
     assert "standard errors over the seeds" in page
     assert "2 of 2" in page
-    assert "<h1>tiny-sweep</h1>" in page
+    assert "<title>tiny-sweep</title>" in page
     # The same command runs only what is not finished.
     (broken / "foreign.txt").unlink()
     assert main.main(words) == 0

@@ -12,7 +12,8 @@ from functools import cache
 import mlx.core as mx
 import pytest
 from lmx.cli import main
-from test_report_of_runs import page, sections
+from page_data import rows, sections
+from test_report_of_runs import page
 from tiny_runs import EVALUATE, METRICS_ONLY, TRAIN, Run, resume_command
 
 LORA = {"type": "lora", "rank": 4}
@@ -92,10 +93,11 @@ def test_run_resumes_after_signal(tmp_path, base, finished):
     assert "stopped after step 7; saved" in process.stderr
     assert run.json("manifest.json")["status"] == "interrupted"
     html = page(run)
-    assert "<td>interrupted; the same command resumes it</td>" in html
+    assert ["Status", "interrupted; the same command resumes it"] in rows(html)
     assert "to resume: lmx-train" in html
     assert "training: " in html
-    assert sections(html) == ["end", "curves", "commands", "recipe", "versions"]
+    shown = ["final_log_lines", "curves", "commands", "recipe", "versions_and_hashes"]
+    assert sections(html) == shown
     assert main.train(resume_command(process.stderr)) == 0
     assert "resuming after step 7" in run.log
     assert run.outcome() == finished("full").outcome()

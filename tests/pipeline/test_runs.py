@@ -10,7 +10,8 @@ from lmx.generation.generator import Generator
 from lmx.models.loader import load
 from lmx.run.fs import hash_folder
 from mlx.utils import tree_flatten
-from test_report_of_runs import page, sections
+from page_data import rows, sections
+from test_report_of_runs import page
 from tiny_checkpoints import QWEN3_MOE
 from tiny_runs import EVALUATE, TRAIN, Run
 
@@ -193,8 +194,8 @@ def test_missed_threshold_publishes_nothing(tmp_path, base, capsys):
     assert not (run.output / "model").exists()
     assert run.json("manifest.json")["status"] == "failed"
     html = page(run)
-    assert html.count('<td class="bad">missed</td>') == 2
-    assert "<td>failed</td>" in html
+    assert [row[-1] for row in rows(html)].count("missed") == 2
+    assert ["Status", "failed"] in rows(html)
     assert missed in html
     assert "samples" not in sections(html)
     assert "lmx generate" not in html

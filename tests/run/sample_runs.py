@@ -4,8 +4,8 @@ import json
 from html.parser import HTMLParser
 from pathlib import Path
 
-SHIFT = "<script>alert('&')</script>"
-VOID = {"meta", "path", "rect", "circle", "wbr"}
+HOSTILE = "</script><img src=x onerror=\"document.title='hacked'\"><!--&"
+VOID = {"meta", "wbr"}
 GRID = {"bits": 4, "group_size": 64}
 
 REPORT = {
@@ -59,9 +59,9 @@ REPORT = {
     },
     "samples": [
         {
-            "prompt": SHIFT,
+            "prompt": HOSTILE,
             "expected": None,
-            "answers": {"base": "one\ntwo", "quantized": SHIFT},
+            "answers": {"base": "one\ntwo", "quantized": HOSTILE},
         }
     ],
     "thresholds": [
@@ -112,7 +112,7 @@ RECORDS = [
         for step in (1, 2)
     ),
 ]
-SAMPLE = {"stage": "1-train", "step": 2, "prompt": "Hi", "answer": SHIFT}
+SAMPLE = {"stage": "1-train", "step": 2, "prompt": "Hi", "answer": HOSTILE}
 RESOLVED = "model: {path: a/b}\noutput: exports/try\nstages: [{train: {steps: 3}}]\n"
 
 
@@ -125,9 +125,9 @@ def make_run(path: Path, *, report=REPORT, manifest=MANIFEST, records=RECORDS) -
         "metrics.jsonl": records
         and "".join(json.dumps(record) + "\n" for record in records),
         "samples.jsonl": records and json.dumps(SAMPLE) + '\n{"stage": "1-tr',
-        "recipe.yaml": f"# {SHIFT}\nmodel: a/b\n",
+        "recipe.yaml": f"# {HOSTILE}\nmodel: a/b\n",
         "resolved.yaml": RESOLVED,
-        "log.txt": f"{SHIFT}\nthe last word\n",
+        "log.txt": f"{HOSTILE}\nthe last word\n",
     }
     for name, text in files.items():
         if text is not None:

@@ -1,121 +1,170 @@
 """report.html: complete, escaped, self-contained, accessible and reproducible."""
 
+import base64
+import hashlib
 import json
 import re
-from itertools import pairwise
+from html import unescape
 
 import pytest
 from lmx.errors import UserError
-from lmx.run.html.charts import Scale, line_chart
-from lmx.run.html.page import layer_maps, page, write_page
-from sample_runs import MANIFEST, RECORDS, REPORT, RESOLVED, SHIFT, Page, make_run
+from lmx.run.html.blocks import line_chart, render
+from lmx.run.html.layer_maps import layer_maps
+from lmx.run.html.page import page, write_page
+from page_data import blocks, data_of, drawn, needs_browser, rows, sections
+from sample_runs import HOSTILE, MANIFEST, RECORDS, REPORT, RESOLVED, Page, make_run
 
 SECTIONS = [
-    *("thresholds", "models", "gap_recovered", "curves", "layers", "speculation"),
-    *("samples", "commands", "recipe", "versions"),
+    *("thresholds", "models", "gap_recovered", "curves", "layers"),
+    *("speculative_decoding", "samples", "commands", "recipe", "versions_and_hashes"),
 ]
-
-
-def page_of(folder):
-    return Page(page(folder))
 
 
 @pytest.fixture(scope="module")
 def full_page(tmp_path_factory):
-    return page_of(make_run(tmp_path_factory.mktemp("pages") / "try"))
+    return page(make_run(tmp_path_factory.mktemp("pages") / "try"))
+
+
+@pytest.fixture(scope="module")
+def full_dom(full_page, tmp_path_factory):
+    return drawn(full_page, tmp_path_factory.mktemp("drawn"))
 
 
 def test_page_is_whole_and_self_contained(full_page):
-    """Every section and tag; no script, no address of another file, and a policy that
-    would forbid both."""
-    ids = [a["id"] for _, a in full_page.tags if "id" in a]
-    assert len(set(ids)) == len(ids)
-    assert [name for name in SECTIONS if name in ids] == SECTIONS
-    links = {a["href"].removeprefix("#") for a in full_page.all("a")}
-    assert links == {*SECTIONS, "main"}
-    assert full_page.faults == []
-    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in full_page.tags}
-    html = full_page.html
-    assert not re.search(r"https?:|url\(|@import|\ssrc=|\son\w+=", html)
-    policy = [a["content"] for a in full_page.all("meta") if "http-equiv" in a]
-    assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
+    """No address of another file, and a policy that lets only this script run."""
+    assert sections(full_page) == SECTIONS
+    parsed = Page(full_page)
+    assert parsed.faults == []
+    assert not {"link", "img", "iframe"} & {tag for tag, _ in parsed.tags}
+    html = re.sub(r"http://www\.w3\.org/(2000/svg|1999/xhtml)", "", full_page)
+    assert not re.search(r"https?:|url\(|@import", html)
+    names = {name for _, attributes in parsed.tags for name in attributes}
+    assert not [name for name in names if name == "src" or name.startswith("on")]
+    script = re.findall(r"<script>(.*?)</script>", full_page, re.DOTALL)[-1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    [policy] = [a["content"] for a in parsed.all("meta") if "http-equiv" in a]
+    allowed = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert policy == f"default-src 'none'; {allowed}"
+    assert script.count("\n") <= 80
+
+
+def hostile_page(folder):
+    """A page with markup in place of every text that lmx does not write itself."""
+    models = {HOSTILE: {**REPORT["models"]["quantized"], "custom": {HOSTILE: 1.0}}}
+    models[HOSTILE]["layers"] = {f"a.0.{HOSTILE}": {"bits": 4}, HOSTILE: {"bits": 4}}
+    report = REPORT | {
+        "models": models,
+        "samples": [{"prompt": HOSTILE, "expected": HOSTILE, "answers": {HOSTILE: ""}}],
+        "speculation": {HOSTILE: {HOSTILE: {}}},
+        "thresholds": [{"name": HOSTILE, "value": 1, "limit": 1, "passed": True}],
+    }
+    manifest = MANIFEST | {"name": HOSTILE, "command": HOSTILE, "status": "failed"}
+    records = [record | {"stage": HOSTILE} for record in RECORDS]
+    run = make_run(folder, report=report, manifest=manifest, records=records)
+    (run / "log.txt").write_text(HOSTILE)
+    return page(run)
+
+
+def test_page_escapes_what_it_shows(tmp_path):
+    html = hostile_page(tmp_path / "try")
+    parsed = Page(html)
+    assert parsed.faults == []
+    assert len(parsed.all("script")) == 2
+    assert not parsed.all("img")
+    assert json.dumps(data_of(html)).count(json.dumps(HOSTILE)[1:-1]) > 15
+    # Without the escapes of the data, or of the text, there would be an image.
+    assert Page(html.replace(r"\u003c", "<")).all("img")
+    assert Page(unescape(html.partition("</title>")[2])).all("img")
+
+
+@needs_browser
+def test_browser_draws_markup_as_text(tmp_path):
+    dom = drawn(hostile_page(tmp_path / "try"), tmp_path)
+    tags = {tag for tag, _ in Page(dom.partition("</noscript>")[2]).tags}
+    assert {"header", "section", "table", "dl", "svg", "pre"} < tags
+    assert "img" not in tags
+    assert dom.count("<script") == 2
+    assert dom.count("&lt;/script&gt;&lt;img") > 15
+    assert "<title>hacked" not in dom
 
 
 def test_page_has_no_control_characters(tmp_path):
     """Shown by `cat`, they would control a terminal; a browser shows a blank."""
     folder = make_run(tmp_path / "try")
     controls = "".join(map(chr, [*range(9), *range(11, 32), *range(127, 160), 0x202E]))
-    record = {"stage": "1-train", "step": 1, "prompt": f"a{controls}b", "expected": "c"}
-    record |= {"answer": f"\x1b]0;title\x07\x1b[31m{SHIFT}"}
+    record = {"stage": "1-train", "step": 1, "prompt": f"a{controls}b"}
     with (folder / "samples.jsonl").open("a") as stream:
-        stream.write(f"\n{json.dumps(record)}\n")
+        stream.write(f"\n{json.dumps(record | {'answer': 'c'})}\n")
     html = page(folder)
     assert not set(controls) & set(html)
-    assert r"a\u0000\u0001" in html
-    assert r"\u001b]0;title\u0007\u001b[31m&lt;script&gt;" in html
-    assert page_of(folder).faults == []
-
-
-def test_page_escapes_user_text(full_page):
-    assert SHIFT not in full_page.html
-    for tag in ("dd", "td", "pre"):
-        assert SHIFT in full_page.text[tag]
+    [prompt] = {row[1] for row in rows(html) if row[-1] == "c"}
+    assert prompt.startswith(r"a\u0000\u0001")
 
 
 def test_page_shows_the_values_of_the_run(full_page):
-    cells = full_page.text["td"]
-    for text in (
-        "0.8000 ±\u00a00.0500",
-        "90.0% ±\u00a01.2%",
-        "99.9%",
-        "3.300 ±\u00a00.100",
-        "0.0200 ±\u00a00.0010",
-        "12.5",
-        "not measured",
-        "7 of 100",
-        "12,345",
-        "2 min",
+    shown = rows(full_page)
+    for row in (
+        ["loss", "0.8000 ± 0.0500", "0.9000 ± 0.0500", "0.8100 ± 0.0500"],
+        ["gain retained after export", "", "", "99.9%"],
+        ["perplexity", "3.000 ± 0.100", "3.300 ± 0.100"],
+        ["KL vs. reference", "-", "0.0200 ± 0.0010"],
+        ["TTFT (ms)", "-", "12.5"],
+        ["arc: acc,none", "-", "0.500 ± 0.010"],
+        ["exact_match", "not measured", "0.5", "missed"],
+        ["Changed codes", "7 of 100"],
+        ["Trained tokens", "12,345"],
+        ["Duration", "2 min"],
+        ["prompt_lookup", "0.41", "1.9", "1.3"],
+        ["model/a", "cd" * 32],
     ):
-        assert text in cells
-    assert "arc: acc,none" in full_page.text["th"]
-    assert "0.500 ±\u00a00.010" in cells
-    assert "missed" in cells
-    assert "0.41" in cells
-    assert "4/64" in cells
-    assert "cd" * 32 in cells
-    assert "lmx generate exports/try/model" in full_page.text["pre"]
-    assert "lmx-train try.yaml seed=1 --restart" in full_page.text["pre"]
-    assert RESOLVED in full_page.text["pre"]
+        assert row in [each[: len(row)] for each in shown]
+    assert "90.0% ± 1.2%" in [row[-1] for row in shown]
+    texts = "\n".join(block["text"] for block in blocks(full_page, "text"))
+    assert "lmx generate exports/try/model" in texts
+    assert "lmx-train try.yaml seed=1 --restart" in texts
+    assert RESOLVED in texts
 
 
-def test_page_is_accessible(full_page):
-    """Tables have captions and headings; charts have titles, descriptions and focus;
-    scroll regions have labels and focus; headings skip no level."""
-    tables = re.findall(r"<table.*?</table>", full_page.html, re.DOTALL)
+def test_browser_without_javascript_shows_the_same_text(full_page):
+    words = re.sub(" +", " ", Page(full_page).text["pre"])
+    shown = [cell for row in rows(full_page) for cell in row]
+    shown += [section["title"] for section in data_of(full_page)["sections"]]
+    shown += [chart["description"] for chart in blocks(full_page, "chart")]
+    assert [text for text in shown if text not in words] == []
+
+
+@needs_browser
+def test_page_is_accessible(full_dom):
+    """Tables have captions and headings; charts have descriptions and focus; scroll
+    regions have labels and focus; headings skip no level."""
+    dom = full_dom.partition("</noscript>")[2]
+    tables = re.findall(r"<table.*?</table>", dom, re.DOTALL)
     assert len(tables) > 10
     for table in tables:
-        assert "<caption>" in table
-        for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL):
+        assert re.search(r"<caption><span>[^<]", table)
+        for row in re.findall(r"<tr>.+?</tr>", table, re.DOTALL):
             assert '<th scope="' in row
-        assert table.count("<th ") == table.count('<th scope="')
-    pictures = [a for a in full_page.all("svg") if "aria-hidden" not in a]
-    texts = dict(re.findall(r'id="([^"]+)">([^<]*)</(?:title|desc)>', full_page.html))
+    parsed = Page(dom)
+    pictures = [a for a in parsed.all("svg") if "aria-hidden" not in a]
     # Loss, learning rate, speed, memory. No norms.
     assert len(pictures) == 4
     for picture in pictures:
         assert (picture["role"], picture["tabindex"]) == ("img", "0")
-        assert all(texts[name] for name in picture["aria-labelledby"].split())
-    words = texts["1-train-loss-words"]
+    words = pictures[0]["aria-label"]
     assert "training: 2 at step 1, 1 at step 2; lowest 1 at step 2, highest 2" in words
     assert "validation: 3 at step 0" in words
-    regions = [a for a in full_page.all("div") if a.get("class") == "scroll"]
-    assert len(regions) > 5
+    regions = [a for a in parsed.all("div") if a.get("class") == "scroll"]
+    assert len(regions) == len(tables)
     for region in regions:
         assert (region["role"], region["tabindex"]) == ("region", "0")
         assert region["aria-label"]
-    levels = [int(tag[1]) for tag, _ in full_page.tags if re.fullmatch("h[1-6]", tag)]
+    levels = [int(tag[1]) for tag, _ in parsed.tags if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == levels.count(1) == 1
-    assert all(b - a <= 1 for a, b in pairwise(levels))
+    assert set(levels) == {1, 2, 3}
+    links = [a["href"].removeprefix("#") for a in parsed.all("a")]
+    assert links == [a["id"] for a in parsed.all("section")] == SECTIONS
+    assert '<td class="bad">missed</td>' in dom
+    assert '<td class="shade-2" title="model.layers.0.mlp.up_proj">4/64</td>' in dom
 
 
 @pytest.mark.parametrize("status", ["running", "failed", "interrupted"])
@@ -123,15 +172,14 @@ def test_page_of_a_run_that_just_started(tmp_path, status):
     manifest = MANIFEST | {"status": status, "ended": None, "stages": {}}
     folder = make_run(tmp_path / "try", report=None, manifest=manifest, records=None)
     (folder / "model").rmdir()
-    page = page_of(folder)
-    assert status in page.text["td"]
-    assert ("the last word" in page.text["pre"]) == (status != "running")
-    assert "lmx generate" not in page.text["pre"]
-    refreshes = [a for a in page.all("meta") if a.get("http-equiv") == "refresh"]
+    html = page(folder)
+    assert rows(html)[0][1].startswith(status)
+    log = ["final_log_lines"] * (status != "running")
+    assert sections(html) == [*log, "commands", "recipe", "versions_and_hashes"]
+    assert ("the last word" in html) == (status != "running")
+    assert "lmx generate" not in html
+    refreshes = [a for a in Page(html).all("meta") if a.get("http-equiv") == "refresh"]
     assert [a["content"] for a in refreshes] == ["10"] * (status == "running")
-    assert {"models", "curves", "thresholds"}.isdisjoint(
-        a.get("id") for _, a in page.tags
-    )
 
 
 def without(values, path=()):
@@ -150,15 +198,14 @@ def test_page_with_any_value_missing(tmp_path):
     assert len(cases) > 40
     for _, report in cases:
         (folder / "report.json").write_text(json.dumps(report))
-        assert page_of(folder).faults == []
+        assert "commands" in sections(page(folder))
 
 
 def test_page_with_few_values(tmp_path):
     records = [row | {"loss": None, "tokens_per_second": 0.0} for row in RECORDS[1:]]
-    page = page_of(make_run(tmp_path / "try", records=records))
-    ids = {a["id"] for _, a in page.tags if "id" in a}
-    assert "1-train-tokens_per_second-title" in ids
-    assert "1-train-loss-title" not in ids
+    html = page(make_run(tmp_path / "try", records=records))
+    titles = [chart["title"] for chart in blocks(html, "chart")]
+    assert titles == ["Learning rate", "Speed", "Peak memory"]
 
 
 def test_page_is_reproducible_and_needs_a_run(tmp_path):
@@ -174,49 +221,57 @@ def test_long_curves_are_downsampled(tmp_path):
     records = [RECORDS[1] | {"step": n, "loss": 2 + n % 2} for n in range(1, 5001)]
     html = page(make_run(tmp_path / "try", records=records))
     assert len(html) < 100_000
+    [(_, line)] = blocks(html, "chart")[0]["lines"]
     # Neighbors are averaged: a zigzag of 2 and 3 is about 2.5 throughout.
-    [line] = re.findall(r'class="line line-1" d="(M[^"]{999,})"/>', html)[:1]
-    heights = [float(y) for y in re.findall(r" ([\d.]+)(?=L|$| L)", line)]
-    assert 200 < len(heights) <= 240
-    assert max(heights) - min(heights) < 20
+    assert 200 < len(line) <= 240
+    assert all(abs(value - 2.5) < 0.05 for _, value in line)
+    assert line[-1][0] == 5000
 
 
-def test_curve_has_gaps_for_null():
+@needs_browser
+def test_browser_draws_scales_and_gaps(tmp_path):
+    """Ticks are round and in the range; a line has gaps for null."""
+    ranges = [(0, 1), (-3, 7), (0.59, 0.6), (1e-6, 2e-3), (5, 123456), (5, 5), (0, 0)]
+    charts = []
+    for low, high in ranges:
+        charts += line_chart("a", "b", {"line": [(1, low), (2, high)]})
     points = [(0, 2.0), (1, None), (2, 4.0), (3, 2.0)]
-    chart = line_chart("key", "Loss", "nats", {"training": points, "none": [(0, None)]})
-    [(name, path, marks)] = chart.paths
-    assert (name, len(marks)) == ("training", 3)
-    assert path == "M50.0 172.0 M243.3 10.0 L340.0 172.0"
-    assert line_chart("key", "Loss", "nats", {"none": [(0, None)]}) is None
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (-3, 7), (0.59, 0.6), (1e-6, 2e-3), (5, 123456)]
-)
-def test_scale_ticks_are_round_and_in_range(low, high):
-    scale = Scale(low, high, 0, 100)
-    places = [place for place, _ in scale.ticks]
-    assert 2 <= len(places) <= 6
-    assert places == sorted(places)
-    assert 0 <= places[0] <= places[-1] <= 100
-    for place, label in scale.ticks:
-        value = float(label.replace(",", ""))
-        assert scale(value) == pytest.approx(place, abs=0.6)
-
-
-def test_scale_of_a_single_value():
-    for value in (0.0, 5.0, -2.0):
-        assert Scale.of([value], 0, 100, zero=False)(value) == 50
+    charts += line_chart("a", "b", {"gap": points, "none": [(0, None)]})
+    assert line_chart("a", "b", {"none": [(0, None)]}) == []
+    dom = drawn(render("charts", [], {"Charts": charts}), tmp_path)
+    pictures = re.findall(r'<svg viewBox="0 0 360.*?</svg>', dom, re.DOTALL)
+    assert len(pictures) == len(ranges) + 1
+    for (low, high), picture in zip(ranges, pictures, strict=False):
+        ticks = re.findall(r'y="([\d.]+)" text-anchor="end">([^<]+)<', picture)[:-1]
+        places = [float(y) - 4 for y, _ in ticks]
+        values = [float(text.replace(",", "")) for _, text in ticks]
+        assert 2 <= len(ticks) <= 6
+        assert places == sorted(places, reverse=True)
+        assert 10 <= places[-1] <= places[0] <= 172
+        step = values[1] - values[0]
+        assert f"{step:.0e}"[0] in "125"
+        # A single value is in the middle.
+        height = (places[0] - places[1]) / step
+        marks = [float(y) for y in re.findall(r'cy="([\d.]+)"', picture)]
+        for y, value in zip(marks, (low, high), strict=True):
+            assert y == pytest.approx(places[0] - (value - values[0]) * height, abs=1)
+    assert re.findall(r'class="line line-1" d="(.*?)"', pictures[-1]) == [
+        "M62 172M247.3 10L340 172"
+    ]
+    assert pictures[-1].count("<circle") == 3
 
 
 def test_layer_map_has_a_cell_for_every_layer():
-    bits, error = layer_maps(REPORT["models"])["quantized"]
-    assert bits.kinds == ["mlp.up_proj", "router"]
-    first, second = (cells for _, cells in bits.blocks)
-    assert (first[0].text, first[1]) == ("4/64", None)
-    assert (second[0].text, second[1].text) == ("2/64", "4/64")
-    assert second[0].shade < first[0].shade
-    assert [cell.text for cell in bits.outside] == ["16"]
-    first, second = (cells for _, cells in error.blocks)
-    assert (first[0].text, second[0].text, second[1].text) == ("0.8", "11", "-")
-    assert first[0].shade < second[0].shade
+    [maps] = layer_maps(REPORT["models"])
+    bits, error, outside = maps["blocks"]
+    assert bits["columns"] == error["columns"] == ["block", "mlp.up_proj", "router"]
+    (_, first, empty), (_, second, third) = bits["rows"]
+    assert (first["text"], empty) == ("4/64", "")
+    assert (second["text"], third["text"]) == ("2/64", "4/64")
+    assert second["kind"] < first["kind"]
+    (_, first, _), (_, second, third) = error["rows"]
+    assert (first["text"], second["text"], third["text"]) == ("0.8", "11", "-")
+    assert first["kind"] < second["kind"]
+    [[path, *cells]] = outside["rows"]
+    assert path == "model.embed_tokens"
+    assert [cell["text"] for cell in cells] == ["16", "0"]

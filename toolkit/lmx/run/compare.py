@@ -13,7 +13,6 @@ from .tables import Metric, metrics_of, one_line, recipe_values
 
 ABSENT = "-"
 SEED = "seed"
-LOSS = Metric("validation loss", ("validation_loss",), "{:.4f}")
 TableCells = tuple[list[str], list[list[str]]]
 
 
@@ -91,21 +90,14 @@ def metrics_table(runs: list[RunSummary]) -> TableCells:
         ["thresholds passed", *map(_passed, runs)],
     ]
     for metric in metrics_of([run.metrics for run in runs]):
-        if any(metric.value(run.metrics) is not None for run in runs):
-            rows.append([metric.label, *(_cell(metric, s, runs[0]) for s in runs)])
+        rows.append([metric.label, *(_cell(metric, run, runs[0]) for run in runs)])
     return ["", *(run.name for run in runs)], rows
 
 
 def recipe_table(runs: list[RunSummary]) -> TableCells:
     """Columns and rows of the values that differ between the known recipes."""
-    known = [run for run in runs if run.recipe]
-    rows = []
-    for key in dict.fromkeys(key for run in known for key in run.recipe):
-        recipes = (run.recipe for run in known)
-        values = [one_line(r[key]) if key in r else ABSENT for r in recipes]
-        if len(set(values)) > 1:
-            rows.append([key, *values])
-    return ["key", *(run.name for run in known)], rows
+    known = {run.name: run.recipe for run in runs if run.recipe}
+    return ["key", *known], _differing([*known.values()], [ABSENT] * len(known))
 
 
 def difference(old: str, new: str) -> str:
@@ -113,16 +105,21 @@ def difference(old: str, new: str) -> str:
     data = [yaml_io.read_shared(text).data for text in (old, new)]
     if not isinstance(data[0], dict):
         return "the values before are unknown: resolved.yaml is missing or damaged"
-    before, after = map(recipe_values, data)
-    lines = []
-    for key in [*before, *(k for k in after if k not in before)]:
-        if key not in after:
-            lines.append(f"{key}: {one_line(before[key])} -> (removed)")
-        elif key not in before:
-            lines.append(f"{key}: (added) -> {one_line(after[key])}")
-        elif before[key] != after[key]:
-            lines.append(f"{key}: {one_line(before[key])} -> {one_line(after[key])}")
-    return "\n".join(lines)
+    rows = _differing([*map(recipe_values, data)], ["(added)", "(removed)"])
+    return "\n".join(f"{key}: {before} -> {after}" for key, before, after in rows)
+
+
+def _differing(recipes: list[dict], absent: list[str]) -> list[list[str]]:
+    """Keys whose values differ, and the values: `absent` where a recipe has none."""
+    rows = []
+    for key in dict.fromkeys(key for recipe in recipes for key in recipe):
+        values = [
+            one_line(recipe[key]) if key in recipe else word
+            for recipe, word in zip(recipes, absent, strict=True)
+        ]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
+    return rows
 
 
 def groups_table(runs: list[tuple[dict[str, str], RunSummary | None]]) -> TableCells:
@@ -139,12 +136,7 @@ def groups_table(runs: list[tuple[dict[str, str], RunSummary | None]]) -> TableC
         key: [s.figures for s in group if s and s.status == "done"]
         for key, group in groups.items()
     }
-    every = [figures for group in done.values() for figures in group]
-    metrics = [
-        metric
-        for metric in [LOSS, *metrics_of(every)]
-        if any(metric.value(figures) is not None for figures in every)
-    ]
+    metrics = metrics_of([figures for group in done.values() for figures in group])
     keys = dict.fromkeys(name for key in groups for name, _ in key)
     rows = [
         [

@@ -7,39 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    create_model,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from ..config import yaml_io
 from ..errors import UserError
 from . import manifest
 from .fs import parse_json, read_jsonl, read_metrics, read_text
-from .tables import KL_WEIGHTS_ONLY, METRICS
+from .tables import METRICS
 
 REPORT, RECIPE, RESOLVED = "report.json", "recipe.yaml", "resolved.yaml"
 LARGEST = 2**63 - 1
 # Final lines of log.txt that the page shows.
 LAST_LINES = 6
-PUBLISHED = ("model", "draft", "adapters")
-
-
-def _moderate(number: float) -> float:
-    if abs(number) > LARGEST and abs(number) != float("inf"):
-        raise ValueError("a number of more than 63 bits")
-    return number
-
 
 # NaN and infinity are results too.
-Number = Annotated[int | float, AfterValidator(_moderate)]
+Number = Annotated[int, Field(ge=-LARGEST, le=LARGEST)] | float
 Measured = Number | None
-Finite = Annotated[int | float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
-Integer = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 
 
 class _Entry(BaseModel):
@@ -51,9 +34,9 @@ class _Entry(BaseModel):
 class Layer(_Entry):
     """A layer of a quantized model, with its squared error relative to its weights."""
 
-    bits: Integer | None = None
-    group_size: Integer | None = None
-    error: Finite | None = None
+    bits: Measured = None
+    group_size: Measured = None
+    error: Measured = None
 
 
 class Speculation(_Entry):
@@ -75,36 +58,24 @@ class _Model(_Entry):
 # The figures of a model at its top level, and their standard errors.
 _FIGURES = {
     keys[0]: (Measured, None)
-    for metric in (*METRICS, KL_WEIGHTS_ONLY)
+    for metric in METRICS
     for keys in (metric.path, metric.error)
     if len(keys) == 1
 }
 ModelReport = create_model("ModelReport", __base__=_Model, **_FIGURES)
 
 
-class RecoveredGap(_Entry):
-    """Losses of the models of a full-precision baseline, and what QAT recovers."""
-
-    loss: Measured = None
-    loss_stderr: Measured = None
-    kl: Measured = None
-    kl_stderr: Measured = None
-    gain_retained: Measured = None
-    fp_baseline: "RecoveredGap | None" = None
-    fp_baseline_rtn: "RecoveredGap | None" = None
-    qat: "RecoveredGap | None" = None
-
-
 class Training(_Entry):
     """How the model was made."""
 
-    steps: Integer | None = None
-    trained_tokens: Integer | None = None
-    trained_parameters: Integer | None = None
-    changed_codes: Integer | None = None
-    codes: Integer | None = None
+    steps: Measured = None
+    trained_tokens: Measured = None
+    trained_parameters: Measured = None
+    changed_codes: Measured = None
+    codes: Measured = None
     method: str | None = None
-    gap_recovered: RecoveredGap | None = None
+    # Losses of the models of a full-precision baseline, and what QAT recovers.
+    gap_recovered: dict[str, Measured | dict[str, Measured]] | None = None
 
 
 class Threshold(_Entry):
@@ -160,11 +131,10 @@ class Record:
         report: empty before the first evaluation.
         resolved: all values of the recipe, including defaults and overrides.
         log: the last lines of log.txt.
-        folders: the published folders that exist and are of this run, not of an
-            earlier recipe.
+        has_model: the folder `model` exists and is of this run, not of an earlier
+            recipe.
     """
 
-    path: Path
     manifest: dict
     report: dict
     metrics: list[dict]
@@ -173,7 +143,7 @@ class Record:
     resolved_text: str
     resolved: dict
     log: list[str]
-    folders: tuple[str, ...]
+    has_model: bool
 
     @classmethod
     def read(cls, path: Path) -> "Record":
@@ -193,7 +163,6 @@ class Record:
         written = {folder for record in finished for folder in record["artifacts"]}
         samples = path / "samples.jsonl"
         return cls(
-            path=path,
             manifest=content,
             report=read_report(path / REPORT),
             metrics=read_metrics(path),
@@ -202,20 +171,13 @@ class Record:
             resolved_text=read_text(path / RESOLVED),
             resolved=read_resolved(path),
             log=read_text(path / "log.txt").splitlines()[-LAST_LINES:],
-            folders=tuple(
-                name for name in PUBLISHED if name in written and (path / name).is_dir()
-            ),
+            has_model="model" in written and (path / "model").is_dir(),
         )
 
     @property
     def output(self) -> str:
         """The run directory, relative to where the run was started."""
         return self.resolved.get("output") or f"exports/{self.manifest['name']}"
-
-    @property
-    def models(self) -> dict[str, dict]:
-        """Metrics by model."""
-        return self.report.get("models", {})
 
 
 def read_resolved(path: Path) -> dict:

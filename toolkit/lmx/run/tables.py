@@ -67,6 +67,8 @@ class Metric:
 
 
 METRICS = (
+    # Of the runs of a sweep.
+    Metric("validation loss", ("validation_loss",), "{:.4f}"),
     Metric("perplexity", ("perplexity",), "{:.3f}", ("perplexity_stderr",)),
     # Paired errors: both models saw the same examples.
     Metric(
@@ -91,21 +93,17 @@ METRICS = (
     Metric(
         "decode, tokens/s", ("generation", "decode_tokens_per_second", "p50"), "{:.0f}"
     ),
-)
-
-
-# Of models with quantized activations.
-KL_WEIGHTS_ONLY = Metric(
-    "KL, activations not quantized",
-    ("kl_mean_weights_only",),
-    "{:.4f}",
-    ("kl_stderr_weights_only",),
+    Metric(
+        "KL, activations not quantized",
+        ("kl_mean_weights_only",),
+        "{:.4f}",
+        ("kl_stderr_weights_only",),
+    ),
 )
 
 
 def metrics_of(models: list[dict]) -> list[Metric]:
-    """The standard metrics, those of the evaluated tasks, and the caller's own."""
-    has_activations = any(KL_WEIGHTS_ONLY.value(figures) for figures in models)
+    """The measured metrics: standard, of the evaluated tasks, and the caller's own."""
     measured = [figures.get("tasks", {}) for figures in models]
     names = {
         (task, metric): None
@@ -115,12 +113,12 @@ def metrics_of(models: list[dict]) -> list[Metric]:
         if "_stderr" not in metric
     }
     custom = dict.fromkeys(n for figures in models for n in figures.get("custom", {}))
-    return [
+    metrics = [
         *METRICS,
-        *([KL_WEIGHTS_ONLY] if has_activations else []),
         *(_score(task, metric) for task, metric in names),
         *(Metric(name, ("custom", name), "{:.4g}") for name in custom),
     ]
+    return [m for m in metrics if any(m.value(each) is not None for each in models)]
 
 
 def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
@@ -129,7 +127,6 @@ def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
     rows = [
         [metric.label, *(metric.show(figures) for figures in entries)]
         for metric in metrics_of(entries)
-        if any(metric.value(figures) is not None for figures in entries)
     ]
     return ["", *models], rows
 

@@ -1,51 +1,40 @@
 """report.html of a run, and the page that compares runs."""
 
-import math
-import re
 from datetime import datetime
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from ..compare import RunSummary, TableCells, metrics_table, recipe_table
+from .. import tables
+from ..compare import RunSummary, metrics_table, recipe_table
 from ..fs import write_atomic
 from ..manifest import TIME_FORMAT
 from ..progress import format_duration, format_number
 from ..report import LARGEST, Record
-from ..tables import recovery_table, table
-from ..terminal import visible
-from .charts import Chart, Point, line_chart
+from .blocks import Block, Point, line_chart, render, table
+from .layer_maps import layer_maps
 
 NAME = "report.html"
 # A browser loads the page of a running run again after this time.
 REFRESH_SECONDS = 10
-TEMPLATES = Path(__file__).parent / "templates"
 STATUS = {
     "running": "running or crashed",
     "interrupted": "interrupted; the same command resumes it",
 }
-# Key in metrics.jsonl, title, unit. The loss also has the validation curve.
+TRAINING = {"training": "train"}
+# Key in metrics.jsonl, title, unit, and the kind of records of each line. The best
+# weights of a draft model are selected by its accepted length.
 CURVES = (
-    ("loss", "Loss", "nats per token"),
-    ("learning_rate", "Learning rate", "per step"),
-    ("gradient_norm", "Gradient norm", "before clipping"),
-    ("tokens_per_second", "Speed", "trained tokens per second"),
-    ("peak_memory_gb", "Peak memory", "GB"),
+    ("loss", "Loss", "nats per token", TRAINING | {"validation": "valid"}),
+    (
+        *("accepted_length_all", "Accepted length", "tokens per round"),
+        {"held-out prompts": "draft"},
+    ),
+    ("learning_rate", "Learning rate", "per step", TRAINING),
+    ("gradient_norm", "Gradient norm", "before clipping", TRAINING),
+    ("tokens_per_second", "Speed", "trained tokens per second", TRAINING),
+    ("peak_memory_gb", "Peak memory", "GB", TRAINING),
 )
-# Of draft models, whose best weights are selected by it.
-ACCEPTED_LENGTH = ("accepted_length_all", "Accepted length", "tokens per round")
 SPECULATION = ("acceptance_rate", "accepted_length", "speedup")
-
-
-BLOCK_PATH = re.compile(r"^.*?\.(\d+)\.(.+)$")
-SHADES = 6
-# Signal-to-error ratio of the lightest shade; each darker shade has 5 dB less.
-LIGHTEST_DECIBELS = 30
-BITS = "Bits / group size. Darker cells have more bits."
-ERROR = (
-    "Squared error of the weights in % of their squared norm. "
-    "Darker cells have a larger error."
-)
+STANDARD_ERROR = "on the validation data; ± one standard error"
 
 
 def write_page(folder: Path) -> Path:
@@ -63,28 +52,36 @@ def write_page(folder: Path) -> Path:
 def page(folder: Path) -> str:
     """The page of a run directory; see `write_page`."""
     record = Record.read(folder)
-    columns, rows = table(record.models)
-    gap_recovered = record.report.get("training", {}).get("gap_recovered")
-    status, command = record.manifest["status"], record.manifest["command"]
-    again = [f"{command} --restart"] if command else []
-    facts = record.manifest["versions"] | record.manifest["machine"]
+    manifest, report = record.manifest, record.report
+    status, models = manifest["status"], report.get("models", {})
+    sections: dict[str, list[Block]] = {
+        "Final log lines": [],
+        "Thresholds": _thresholds(report.get("thresholds", [])),
+        "Models": [],
+        "Gap recovered": [],
+        "Curves": _curves(record.metrics),
+        "Layers": layer_maps(models),
+        "Speculative decoding": _speculation(report),
+        "Samples": _samples(record),
+        "Commands": _commands(record),
+        "Recipe": [_text(record.recipe)],
+        "Versions and hashes": _versions(manifest),
+    }
+    if record.log and status not in ("done", "running"):
+        sections["Final log lines"] = [_text("\n".join(record.log))]
+    if models:
+        caption = f"Metrics of the reloaded checkpoints {STANDARD_ERROR}"
+        sections["Models"] = [table(caption, *tables.table(models))]
+    if gap := report.get("training", {}).get("gap_recovered"):
+        caption = (
+            f"Share of the round-to-nearest gap that QAT recovers {STANDARD_ERROR}"
+        )
+        sections["Gap recovered"] = [table(caption, *tables.recovery_table(gap))]
+    resolved = "Resolved recipe, with defaults and overrides"
+    sections["Recipe"].append(_details(resolved, _text(record.resolved_text)))
+    refresh = REFRESH_SECONDS if status == "running" else None
     return render(
-        "report.html",
-        record=record,
-        status=status,
-        refresh_seconds=REFRESH_SECONDS,
-        log=[] if status in ("done", "running") else record.log,
-        overview=_overview(record),
-        models=columns[1:],
-        figures=rows if record.models else [],
-        gap_recovered=gap_recovered and recovery_table(gap_recovered),
-        curves=_curves(record.metrics),
-        maps=layer_maps(record.models),
-        speculations=_speculations(record.report),
-        uses=_uses(record),
-        reproduces=[*again, f"lmx report {record.output}"],
-        versions=[(k, str(value)) for k, value in facts.items() if value is not None],
-        hashes=_hashes(record.manifest),
+        manifest["name"], [_summary(record)], sections, refresh_seconds=refresh
     )
 
 
@@ -102,109 +99,95 @@ def comparison_page(
             `compare.groups_table`.
     """
     curves = [("valid", "loss", "Validation loss", "nats per token")]
-    curves += [("train", *curve) for curve in CURVES]
+    curves += [("train", *words) for *words, kinds in CURVES if "training" in kinds]
     charts = []
     for kind, key, label, unit in curves:
-        lines = {run.name: _first_stage(run.records, kind, key) for run in runs}
-        charts.append(line_chart(f"{kind}-{key}", label, unit, lines))
-    return render(
-        "compare.html",
-        title=title or ", ".join(run.name for run in runs),
-        groups=groups,
-        figures=metrics_table(runs),
-        recipes=recipe_table(runs),
-        charts=[*filter(None, charts)],
+        lines = {}
+        for run in runs:
+            stages = (row["stage"] for row in run.records if row["kind"] == "train")
+            lines[run.name] = _points(run.records, next(stages, None), kind, key)
+        charts += line_chart(label, unit, lines)
+    columns, rows = recipe_table(runs)
+    recipes = _text("The recipes are the same.")
+    if rows:
+        recipes = table("Recipe values that differ", columns, rows)
+    caption = (
+        "Metrics of the last model of every run; "
+        "in parentheses the change from the first run"
     )
+    sections = {
+        "Sweep": [table(*groups)] if groups else [],
+        "Models": [table(caption, *metrics_table(runs))],
+        "Curves": _group("grid", charts),
+        "Recipes": [recipes],
+    }
+    return render(title or ", ".join(run.name for run in runs), [], sections)
 
 
-def render(template: str, **values: Any) -> str:
-    """Fill a template; all values are escaped, control characters too."""
-    return _environment().get_template(template).render(**values)
+def _text(text: str) -> Block:
+    return {"type": "text", "text": text}
 
 
-@cache
-def _environment():
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    return Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        finalize=lambda value: visible(value) if isinstance(value, str) else value,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+def _group(kind: str, blocks: list[Block]) -> list[Block]:
+    """Blocks side by side; [] if there are none."""
+    return [{"type": "group", "kind": kind, "blocks": blocks}] if blocks else []
 
 
-def _overview(record: Record) -> TableCells:
-    """Name and value of the summary's rows."""
+def _details(summary: str, block: Block, *, is_open: bool = False) -> Block:
+    """A block that the reader opens and closes."""
+    return {"type": "details", "summary": summary, "open": is_open, "blocks": [block]}
+
+
+def _summary(record: Record) -> Block:
     facts, training = record.manifest, record.report.get("training", {})
     start, end = facts["started"], facts["ended"]
+    duration = None
+    if end:
+        times = [datetime.strptime(text, TIME_FORMAT) for text in (start, end)]
+        duration = format_duration((times[1] - times[0]).total_seconds())
     rows: list[tuple[str, str | None]] = [
         ("Status", STATUS.get(facts["status"], facts["status"])),
         ("Started", start.replace("T", " ")),
-        ("Duration", _duration(start, end) if end else None),
-        ("Model", (record.resolved.get("model") or {}).get("path") or "from scratch"),
+        ("Duration", duration),
+        ("Model", str(record.resolved.get("model", {}).get("path") or "from scratch")),
         ("Completed stages", ", ".join(facts["stages"]) or "none yet"),
     ]
     for key in ("steps", "trained_tokens", "trained_parameters"):
-        count = training.get(key)
-        shown = None if count is None else f"{count:,}"
-        rows.append((key.replace("_", " ").capitalize(), shown))
+        if (count := training.get(key)) is not None:
+            rows.append((key.replace("_", " ").capitalize(), f"{count:,}"))
     changed, codes = training.get("changed_codes"), training.get("codes")
     if changed is not None and codes is not None:
         rows.append(("Changed codes", f"{changed:,} of {codes:,}"))
     rows.append(("Quantization method", training.get("method")))
-    return [(name, value) for name, value in rows if value]
+    return table("Summary", [], [[*row] for row in rows if row[1]], "facts")
 
 
-def _duration(start: str, end: str) -> str:
-    times = [datetime.strptime(text, TIME_FORMAT) for text in (start, end)]
-    return format_duration((times[1] - times[0]).total_seconds())
+def _thresholds(thresholds: list[dict]) -> list[Block]:
+    rows = []
+    for each in thresholds:
+        value = "not measured" if each["value"] is None else f"{each['value']:.4g}"
+        result = {"text": "missed", "kind": "bad"}
+        if each["passed"]:
+            result = {"text": "passed", "kind": "good"}
+        rows.append([each["name"], value, f"{each['limit']:g}", result])
+    caption = "Limits for the last model. A missed threshold publishes nothing"
+    columns = ["threshold", "value", "limit", "result"]
+    return [table(caption, columns, rows)] if rows else []
 
 
-def _hashes(manifest: dict) -> list[tuple[str, str]]:
-    """SHA-256 of the recipe and of every file that a stage wrote."""
-    rows = {"resolved recipe": manifest["recipe_hash"]}
-    for stage in manifest["stages"].values():
-        for folder, files in stage["artifacts"].items():
-            rows |= {f"{folder}/{name}": digest for name, digest in files.items()}
-    return [*rows.items()]
-
-
-def _uses(record: Record) -> list[str]:
-    """Commands that use the exported model."""
-    model = f"{record.output}/model"
-    if "model" not in record.folders:
-        return []
-    return [
-        f'lmx generate {model} --prompt "..."',
-        f'mlx_lm.generate --model {model} --prompt "..."',
-        f"mlx_lm.server --model {model}",
-    ]
-
-
-def _curves(metrics: list[dict]) -> dict[str, list[Chart]]:
-    """Charts by stage, in the order of the run, without stages that have none."""
-    by_stage = {}
+def _curves(metrics: list[dict]) -> list[Block]:
+    """The charts of every stage that has some, in the order of the run."""
+    blocks = []
     for stage in dict.fromkeys(row["stage"] for row in metrics):
         charts = []
-        for key, title, unit in CURVES:
-            lines = {"training": _points(metrics, stage, "train", key)}
-            if key == "loss":
-                lines["validation"] = _points(metrics, stage, "valid", key)
-            charts.append(line_chart(f"{stage}-{key}", title, unit, lines))
-        key, title, unit = ACCEPTED_LENGTH
-        lines = {"held-out prompts": _points(metrics, stage, "draft", key)}
-        charts.insert(1, line_chart(f"{stage}-{key}", title, unit, lines))
-        by_stage[stage] = [*filter(None, charts)]
-    return {stage: charts for stage, charts in by_stage.items() if charts}
-
-
-def _first_stage(records: list[dict], kind: str, key: str) -> list[Point]:
-    """A curve of the first training stage of a run."""
-    stages = (row["stage"] for row in records if row["kind"] == "train")
-    return _points(records, next(stages, None), kind, key)
+        for key, title, unit, kinds in CURVES:
+            points = {
+                name: _points(metrics, stage, kind, key) for name, kind in kinds.items()
+            }
+            charts += line_chart(title, unit, points)
+        if charts:
+            blocks += [{"type": "heading", "text": stage}, *_group("grid", charts)]
+    return blocks
 
 
 def _points(records: list[dict], stage: str | None, kind: str, key: str) -> list[Point]:
@@ -224,81 +207,70 @@ def _is_shown(value) -> bool:
     return isinstance(value, int | float) and abs(value) < LARGEST
 
 
-def _speculations(report: dict) -> dict[str, list[list[str]]]:
-    """Table rows by model: how each proposer speeds up decoding."""
+def _speculation(report: dict) -> list[Block]:
+    """A table for each model: how each proposer speeds up decoding."""
     models = report.get("models", {}).items()
     measured = {name: figures.get("speculation") for name, figures in models}
     # The benchmark of a draft stage, by sampling and prompt set.
     measured |= report.get("speculation", {})
-    tables = {}
+    columns = ["proposer", "acceptance rate", "accepted length", "speed-up"]
+    tables = []
     for model, proposers in measured.items():
+        rows = []
         for name, facts in (proposers or {}).items():
             values = [facts.get(key) for key in SPECULATION]
             shown = ["-" if v is None else format_number(v) for v in values]
-            tables.setdefault(model, []).append([name, *shown])
+            rows.append([name, *shown])
+        if rows:
+            tables.append(table(f"Speculative decoding, {model}", columns, rows))
     return tables
 
 
-class Cell(NamedTuple):
-    """One layer. The shade, 0 to 5, shows its bits or its error."""
-
-    path: str
-    text: str
-    shade: int
-
-
-class LayerMap(NamedTuple):
-    """Cells by block and layer name; None = the block has no such layer.
-
-    Attributes:
-        outside: cells of the non-block layers.
-    """
-
-    title: str
-    note: str
-    kinds: list[str]
-    blocks: list[tuple[int, list[Cell | None]]]
-    outside: list[Cell]
+def _samples(record: Record) -> list[Block]:
+    blocks = []
+    answered = record.report.get("samples", [])
+    for row in answered:
+        prompt, expected = [("prompt", row["prompt"])], row["expected"]
+        answers = [("expected", expected)] if expected is not None else []
+        answers += row["answers"].items()
+        rows = [{"type": "pairs", "rows": each} for each in (prompt, answers)]
+        blocks += _group("sample", rows)
+    if record.samples:
+        columns = ["step", "prompt", "completion"]
+        rows = [[str(r["step"]), r["prompt"], r["answer"]] for r in record.samples]
+        made = table("Completions at every validation", columns, rows, "facts")
+        title = "Completions during training"
+        blocks.append(_details(title, made, is_open=not answered))
+    return blocks
 
 
-def layer_maps(models: dict[str, dict]) -> dict[str, list[LayerMap]]:
-    """The maps of every model with measured layers, by its name."""
-    by_model = {}
-    for name, figures in models.items():
-        if layers := figures.get("layers"):
-            maps = [_map("Bits per layer", BITS, layers, _bits)]
-            if any(layer.get("error") is not None for layer in layers.values()):
-                maps.append(_map("Relative weight error", ERROR, layers, _error))
-            by_model[name] = maps
-    return by_model
+def _commands(record: Record) -> list[Block]:
+    output, blocks = record.output, []
+    if record.has_model:
+        model = f"{output}/model"
+        uses = [
+            f'lmx generate {model} --prompt "..."',
+            f'mlx_lm.generate --model {model} --prompt "..."',
+            f"mlx_lm.server --model {model}",
+        ]
+        blocks = [{"type": "heading", "text": "Usage"}, _text("\n".join(uses))]
+    command = record.manifest["command"]
+    again = [f"{command} --restart"] if command else []
+    again.append(f"lmx report {output}")
+    heading = {"type": "heading", "text": "Reproduce"}
+    return [*blocks, heading, _text("\n".join(again))]
 
 
-def _map(title: str, note: str, layers: dict[str, dict], cell) -> LayerMap:
-    inside, outside = {}, []
-    for path, layer in layers.items():
-        drawn = Cell(path, *cell(layer))
-        if match := BLOCK_PATH.match(path):
-            inside[int(match[1]), match[2]] = drawn
-        else:
-            outside.append(drawn)
-    kinds = sorted({kind for _, kind in inside})
-    numbers = sorted({number for number, _ in inside})
-    blocks = [(n, [inside.get((n, kind)) for kind in kinds]) for n in numbers]
-    return LayerMap(title, note, kinds, blocks, outside)
-
-
-def _bits(layer: dict) -> tuple[str, int]:
-    bits, group = layer.get("bits"), layer.get("group_size")
-    if bits is None:
-        return "-", 0
-    # 2, 3, 4, 5, 6 and more.
-    return f"{bits}/{group}" if group else f"{bits}", min(bits - 2, SHADES - 1)
-
-
-def _error(layer: dict) -> tuple[str, int]:
-    error = layer.get("error")
-    if error is None:
-        return "-", 0
-    decibels = -10 * math.log10(error) if error > 0 else math.inf
-    shade = math.ceil((LIGHTEST_DECIBELS - min(decibels, LIGHTEST_DECIBELS)) / 5)
-    return f"{100 * error:.2g}", min(shade, SHADES - 1)
+def _versions(manifest: dict) -> list[Block]:
+    facts = manifest["versions"] | manifest["machine"]
+    rows = [[key, str(value)] for key, value in facts.items() if value is not None]
+    hashes = {"resolved recipe": manifest["recipe_hash"]}
+    for stage in manifest["stages"].values():
+        for folder, files in stage["artifacts"].items():
+            hashes |= {f"{folder}/{name}": digest for name, digest in files.items()}
+    caption = "SHA-256 of the files that each stage wrote"
+    digests = table(caption, [], [[*row] for row in hashes.items()], "facts digests")
+    return [
+        table("Versions and machine", [], rows, "facts"),
+        _details(f"Hashes of files ({len(hashes)})", digests),
+    ]

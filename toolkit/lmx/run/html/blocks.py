@@ -1,0 +1,180 @@
+"""A page made of blocks: JSON values in the page, which page.js draws.
+
+A block is a dict with its `type`: heading and text (`text`), pairs (`rows` of name and
+text), group (`blocks` side by side; page.css has its `kind`), details (`summary`,
+`blocks`, `open`), table and chart (see the functions). A browser without JavaScript
+shows the same blocks as text.
+"""
+
+import base64
+import hashlib
+import html
+import json
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from ..progress import format_number
+from ..tables import aligned
+from ..terminal import visible
+
+MAX_POINTS = 240
+TABLE_ROWS = 12
+
+Block = dict[str, Any]
+# Position and value; None is a gap.
+Point = tuple[float, float | None]
+
+
+def table(
+    caption: str, columns: list[str], rows: list[list[Any]], kind: str = ""
+) -> Block:
+    """A table. A cell is text, or a dict of its `text`, `kind` and `title`.
+
+    Args:
+        columns: none = without headings.
+        kind: of the style sheet.
+    """
+    names = [column or "metric" for column in columns]
+    return {
+        "type": "table",
+        "caption": caption,
+        "columns": names,
+        "rows": rows,
+        "kind": kind,
+    }
+
+
+def line_chart(
+    title: str, unit: str, lines: dict[str, list[Point]], *, across: str = "step"
+) -> list[Block]:
+    """A chart of lines by name, with a description and a table; [] = no values.
+
+    Args:
+        across: what a position is.
+    """
+    known = {
+        name: values
+        for name, points in lines.items()
+        if (values := {x: y for x, y in points if y is not None})
+    }
+    if not known:
+        return []
+
+    def at(points: dict[float, float], x: float) -> str:
+        return f"{format_number(points[x])} at {across} {format_number(x)}"
+
+    words = []
+    for name, points in known.items():
+        first, last = next(iter(points)), next(reversed(points))
+        lowest, highest = (best(points, key=points.get) for best in (min, max))
+        words.append(
+            f"{name}: {at(points, first)}, {at(points, last)}; "
+            f"lowest {at(points, lowest)}, highest {at(points, highest)}."
+        )
+    xs = sorted({x for points in known.values() for x in points})
+    # Evenly spaced rows, including the first and the last.
+    count = min(TABLE_ROWS, len(xs))
+    shown = [xs[round(i * (len(xs) - 1) / max(1, count - 1))] for i in range(count)]
+    rows = [
+        [
+            format_number(x),
+            *(format_number(p[x]) if x in p else "-" for p in known.values()),
+        ]
+        for x in shown
+    ]
+    chart = {
+        "type": "chart",
+        "title": title,
+        "unit": unit,
+        "description": " ".join(words),
+        "lines": [(name, _means(lines[name])) for name in known],
+        "table": table(f"{title}, {unit}", [across, *known], rows),
+    }
+    return [chart]
+
+
+def _means(points: list[Point]) -> list[Point]:
+    """At most MAX_POINTS points: means of neighbors, at the last of them."""
+    size, means = -(-len(points) // MAX_POINTS), []
+    for start in range(0, len(points), size):
+        chunk = points[start : start + size]
+        values = [value for _, value in chunk if value is not None]
+        mean = float(f"{sum(values) / len(values):.6g}") if values else None
+        means.append((chunk[-1][0], mean))
+    return means
+
+
+def render(
+    title: str,
+    header: list[Block],
+    sections: dict[str, list[Block]],
+    *,
+    refresh_seconds: int | None = None,
+) -> str:
+    """A whole page.
+
+    Args:
+        sections: blocks by title; a section without blocks is left out.
+        refresh_seconds: the browser loads the page again after this time.
+    """
+    filled = [
+        {"id": name.lower().replace(" ", "_"), "title": name, "blocks": blocks}
+        for name, blocks in sections.items()
+        if blocks
+    ]
+    page = _visible({"title": title, "header": header, "sections": filled})
+    words = [page["title"], *map(_as_text, page["header"])]
+    for section in page["sections"]:
+        words += [f"\n{section['title']}", *map(_as_text, section["blocks"])]
+    refresh = f'<meta http-equiv="refresh" content="{refresh_seconds}">'
+    file = Path(__file__)
+    script = file.with_name("page.js").read_text()
+    return Template(file.with_name("page.html").read_text()).substitute(
+        title=html.escape(page["title"]),
+        refresh=refresh if refresh_seconds else "",
+        style=file.with_name("page.css").read_text(),
+        text=html.escape("\n".join(words)),
+        # Without `<`, no text can end the element or open a comment in it.
+        data=json.dumps(page, ensure_ascii=False, allow_nan=False).replace(
+            "<", r"\u003c"
+        ),
+        script=script,
+        # The browser runs no other script.
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _visible(value: Any) -> Any:
+    """A JSON value with escapes in place of control characters."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {key: _visible(each) for key, each in value.items()}
+    return [*map(_visible, value)] if isinstance(value, list | tuple) else value
+
+
+def _as_text(block: Block) -> str:
+    """A block for a browser without JavaScript."""
+    match block["type"]:
+        case "table":
+            rows = [
+                [cell["text"] if isinstance(cell, dict) else cell for cell in row]
+                for row in block["rows"]
+            ]
+            # Facts can be long texts, which would widen every row.
+            is_aligned = "facts" not in block["kind"]
+            lines = (
+                aligned([block["columns"], *rows])
+                if is_aligned
+                else map(": ".join, rows)
+            )
+            return "\n".join([block["caption"], *lines])
+        case "chart":
+            return f"{_as_text(block['table'])}\n{block['description']}"
+        case "pairs":
+            return "\n".join(map(": ".join, block["rows"]))
+        case "group" | "details":
+            return "\n".join(map(_as_text, block["blocks"]))
+        case _:
+            return block["text"]
