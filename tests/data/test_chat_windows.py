@@ -181,4 +181,4 @@ def test_edges_need_the_tokens_of_the_text_before_them_alone():
     before, inside = text.index(" thinking"), text.index("thinking")
     for edge, found in ((before, True), (inside, False)):
         [encoded] = encode_with_edges([(text, [edge])], tokenizer)
-        assert (encoded.edges is not None) == found
+        assert (None not in encoded.edges) == found

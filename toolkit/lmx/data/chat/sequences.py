@@ -16,20 +16,34 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
-from .completeness import CLOSING, OPENING, TAG, missing_part, reasoning_of
+from .completeness import (
+    CLOSING,
+    OPENING,
+    REASONING,
+    TAG,
+    TAGS,
+    missing_part,
+    reasoning_of,
+)
 from .rendering import ChatTemplate, NoTrainableTokens
 
 Span = tuple[int, int]
 
-# A chain of thought that the generation prompt opens, or opens and closes.
-PROMPT_BLOCK = re.compile(rf"{OPENING}(\s*)({CLOSING}\s*)?$")
-# An empty chain of thought in a turn. GLM-4.5 begins its block with a newline. The
-# prompt may have opened it.
-EMPTY_BLOCK = re.compile(rf"(?:\s*{OPENING}\s*{CLOSING}\s*)?")
+# The chain of thought at the end of a prompt: one that it opens, or an empty one.
+# Without thinking, the prompt of DeepSeek V3.1 has the closing tag alone.
+OPEN_BLOCK = re.compile(rf"({OPENING})(\s*)$")
+CLOSED_BLOCK = re.compile(rf"(?:{OPENING}\s*)?{CLOSING}\s*$")
+# What the model writes before an answer without a chain of thought: an empty one, or
+# the end of the one that the prompt opens.
+EMPTY_BLOCK = re.compile(rf"\s*(?:{OPENING}\s*)?{CLOSING}")
 OWN_BLOCK = re.compile(rf"\s*{OPENING}")
-EMPTY_REST = re.compile(rf"(?:\s*{CLOSING}\s*)?")
+# A content that begins with a chain of thought.
+INLINE = re.compile(rf"\s*(?:{OPENING})?(.*{CLOSING}\s*)", re.DOTALL)
+# A chain of thought, to see how the template closes one.
+PROBE = "lmx-probe-thought"
 # A message after a turn, to see what ends the turn.
 NEXT = {"role": "user", "content": "Go on."}
 # Characters of a block at the end of a prompt.
@@ -70,34 +84,58 @@ class Chat:
             messages, tools=self.tools, **self.options | options
         )
 
-    def ways_to_ask(self) -> Iterator[dict[str, bool]]:
-        """The arguments with which a server may ask: the default, then without and
-        with a chain of thought."""
+    def ways_to_ask(self, message: dict) -> Iterator[dict[str, bool]]:
+        """The arguments with which a server may ask for a turn: the default, then
+        with a chain of thought for a turn that has one, without it for another."""
         yield {}
-        for thinking in (False, True):
-            for switch in self.template.switches:
-                if switch not in self.options:
-                    yield {switch: thinking}
+        for switch in self.template.switches:
+            if switch not in self.options:
+                yield {switch: _has_reasoning(message)}
+
+    def missing_from(self, end: int, **options: Any) -> str | None:
+        """What the template leaves out of the text of the messages before `end`: one
+        that is not the assistant's, or the tools; None if it writes all.
+
+        Templates trim and escape contents, so another word stands for each.
+        """
+        messages = [*self.messages[:end]]
+        words = {
+            n: f"lmx-probe-{n}-"
+            for n, message in enumerate(messages)
+            if message["role"] != "assistant" and message["content"].strip()
+        }
+        for n, word in words.items():
+            messages[n] = messages[n] | {"content": word}
+        try:
+            text = self.render_messages(messages, **options)
+        except NoTrainableTokens:
+            # It needs the contents themselves, as that of a tool in JSON.
+            return None
+        for n, word in words.items():
+            if word not in text:
+                return f"message {n + 1}, of the role {messages[n]['role']}"
+        if not self.tools:
+            return None
+        bare = replace(self, tools=None).render_messages(messages, **options)
+        return "tools" if text == bare else None
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the assistant in the text of a chat.
+    """A turn of the assistant as it is served.
 
     Attributes:
-        text: the text of the chat from its start, at least to the end of the turn.
-        start, end: the target in `text`, in characters.
-        add_eos: the template writes no token that ends the turn, so that the
-            tokenizer's end-of-sequence token follows it.
-        is_exact: the prompt is exactly what a server sends; else an empty chain of
-            thought of the template is left out or is a part of the prompt.
+        prompt: what a server sends.
+        target: what the model must then write, with the token that ends the turn.
+        tail: what the template writes after it.
+        add_eos: the template writes no such token, so that the tokenizer's
+            end-of-sequence token follows.
     """
 
-    text: str
-    start: int
-    end: int
-    add_eos: bool = False
-    is_exact: bool = True
+    prompt: str
+    target: str
+    tail: str
+    add_eos: bool
 
 
 @dataclass(frozen=True)
@@ -105,7 +143,7 @@ class TurnSequence:
     """Turns that nest.
 
     Attributes:
-        text: the text of the last turn.
+        text: the prompt, the target and the tail of the last turn.
         spans: the (start, end) of the targets in `text`, in order.
         add_eos: see `Turn`.
     """
@@ -119,23 +157,26 @@ def join_turns(turns: Sequence[Turn]) -> list[TurnSequence]:
     """The fewest sequences of turns in order, such that every turn is exact."""
     sequences: list[TurnSequence] = []
     for turn in turns:
-        sequence = TurnSequence(turn.text, ((turn.start, turn.end),), turn.add_eos)
+        earlier: tuple[Span, ...] = ()
         if sequences and _continues(sequences[-1], turn):
-            before = sequences.pop()
-            sequence = replace(sequence, spans=before.spans + sequence.spans)
-        sequences.append(sequence)
+            earlier = sequences.pop().spans
+        start, text = len(turn.prompt), turn.prompt + turn.target
+        spans = (*earlier, (start, len(text)))
+        sequences.append(TurnSequence(text + turn.tail, spans, turn.add_eos))
     return sequences
 
 
 def _continues(before: TurnSequence, turn: Turn) -> bool:
     """Whether the prompt of a turn starts with the turns before it."""
     end = before.spans[-1][1]
-    is_prefix = turn.start >= end and turn.text.startswith(before.text[:end])
-    return is_prefix and not before.add_eos
+    return turn.prompt.startswith(before.text[:end]) and not before.add_eos
 
 
 def find_turn(chat: Chat, index: int) -> Turn:
     """The turn that message `index` is, as a server asks for it.
+
+    A prompt after which the answer itself follows is preferred to one after which the
+    model must write an empty chain of thought.
 
     Raises:
         NoTrainableTokens: no way to ask for it gives a text that holds it.
@@ -146,13 +187,13 @@ def find_turn(chat: Chat, index: int) -> Turn:
             "weight: 0 is not trained"
         )
     best, first_error = None, None
-    for way in chat.ways_to_ask():
+    for way in chat.ways_to_ask(chat.messages[index]):
         try:
-            turn = _ask(chat, index, way)
+            turn = _Request(chat, index, way).turn()
         except NoTrainableTokens as error:
             first_error = first_error or error
             continue
-        if turn.is_exact:
+        if not EMPTY_BLOCK.match(turn.target):
             return turn
         best = best or turn
     if best is None:
@@ -160,62 +201,140 @@ def find_turn(chat: Chat, index: int) -> Turn:
     return best
 
 
-def _ask(chat: Chat, index: int, way: dict[str, bool]) -> Turn:
-    message = chat.messages[index]
-    prompt = chat.render(index, add_generation_prompt=True, **way)
-    text = chat.render(index + 1, **way)
-    turn = _with_end(chat, index, way, _start(prompt, text, message))
-    if turn.start == 0:
-        raise NoTrainableTokens("the chat template writes no prompt")
-    missing = missing_part(message, turn.text[turn.start : turn.end])
-    if missing is None and turn.is_exact:
-        return turn
-    if verbatim := _verbatim(prompt, turn, message):
-        return verbatim
-    if missing:
-        raise NoTrainableTokens(
-            f"the chat template does not write the {missing} of message {index + 1}"
-        )
-    if OWN_BLOCK.match(turn.text, turn.start):
-        raise _changed(prompt, text)
-    return turn
+@dataclass(frozen=True)
+class _Request:
+    """A request for message `index` of a chat, with one of `Chat.ways_to_ask`."""
 
+    chat: Chat
+    index: int
+    way: dict[str, bool]
 
-def _start(prompt: str, text: str, message: dict) -> Turn:
-    """The turn from its start to the end of `text`."""
-    if text.startswith(prompt):
-        start = skip_empty_block(text, len(prompt), message)
-        return Turn(text, start, len(text), is_exact=start == len(prompt))
-    # R1 opens a chain of thought, which the text of a turn does not have.
-    if block := _prompt_block(prompt):
+    def prompt(self) -> str:
+        return self.chat.render(self.index, add_generation_prompt=True, **self.way)
+
+    def turn(self) -> Turn:
+        """The first answer that holds the message."""
+        prompt, message = self.prompt(), self.chat.messages[self.index]
+        if not prompt:
+            raise NoTrainableTokens("the chat template writes no prompt")
+        first_fault = None
+        for answer in self._answers(prompt, message):
+            stop = self.chat.template.stop.search(answer)
+            end = stop.end() if stop else len(answer)
+            fault = _fault(message, self.index, prompt, answer[:end])
+            if fault is None:
+                return Turn(prompt, answer[:end], answer[end:], stop is None)
+            first_fault = first_fault or fault
+        if first_fault:
+            raise NoTrainableTokens(first_fault)
+        raise _changed(prompt, self.chat.render(self.index + 1, **self.way))
+
+    def _answers(self, prompt: str, message: dict) -> Iterator[str]:
+        """What may follow the prompt, the template's own text first."""
+        if (rest := self._after(prompt, message)) is not None:
+            yield rest
+        is_plain = not _has_reasoning(message)
+        if block := OPEN_BLOCK.search(prompt[-MAX_BLOCK:]):
+            if is_plain:
+                # As the template closes a chain of thought.
+                probe = message | {"reasoning_content": PROBE}
+                if PROBE in (closed := self._after(prompt, probe) or ""):
+                    yield closed.replace(PROBE, "", 1)
+            # No text of a turn has the chain of thought, as in R1 and QwQ.
+            answer = self._after_block(prompt, block, _without_reasoning(message))
+            if answer is not None:
+                yield _thought(message, block) + answer
+        elif is_plain and (block := CLOSED_BLOCK.search(prompt[-MAX_BLOCK:])):
+            # Only the generation prompt has the empty chain of thought.
+            answer = self._after_block(prompt, block, message)
+            if answer is not None:
+                yield answer
+        if rest := self._after_moved(message):
+            yield rest
+
+    def _after(self, prompt: str, message: dict) -> str | None:
+        """The text of a message with the token that ends it; None if the text of the
+        chat does not start with `prompt`."""
+        messages = [*self.chat.messages[: self.index], message]
+        text = self.chat.render_messages(messages, **self.way)
+        if not text.startswith(prompt):
+            return None
+        template = self.chat.template
+        if not template.stop.search(text, len(prompt)):
+            try:
+                longer = self.chat.render_messages([*messages, NEXT], **self.way)
+            except NoTrainableTokens:
+                longer = ""
+            header = template.stop.match(longer, len(text))
+            if header and longer.startswith(text):
+                # GLM stops at the header of the next message.
+                text = longer[: header.end()]
+            elif template.tokenizer.eos_token_id is None:
+                raise NoTrainableTokens(
+                    "neither the chat template nor the tokenizer has a token that ends "
+                    "a turn"
+                )
+        return text[len(prompt) :]
+
+    def _after_block(self, prompt: str, block: re.Match, message: dict) -> str | None:
+        """The text of a message that has not the chain of thought of the prompt."""
         before = prompt[: len(prompt) - len(block.group())]
-        for start in (len(before), len(before.rstrip())):
-            if text.startswith(prompt[:start]):
-                return Turn(text, start, len(text), is_exact=False)
-    raise _changed(prompt, text)
+        for start in (before, before.rstrip()):
+            rest = self._after(start, message)
+            if rest is not None and not OWN_BLOCK.match(rest):
+                # DeepSeek V3.1 begins every turn with the closing tag.
+                return re.sub(rf"^\s*{CLOSING}", "", rest)
+        return None
+
+    def _after_moved(self, message: dict) -> str | None:
+        """The text of a message in a template that writes the system message in
+        another place when the answer is last, as that of Mistral."""
+        before = self.chat.messages[: self.index]
+        others = [m for m in before if m["role"] != "system"]
+        if len(others) == len(before) or not others:
+            return None
+        chat = replace(self.chat, messages=[*others, message])
+        request = _Request(chat, len(others), self.way)
+        rest = request._after(request.prompt(), message)
+        text = self.chat.render(self.index + 1, **self.way)
+        return rest if rest and text.endswith(rest) else None
 
 
-def skip_empty_block(text: str, start: int, message: dict) -> int:
-    """Where the target of a message without a chain of thought starts.
+def _has_reasoning(message: dict) -> bool:
+    return bool(reasoning_of(message) or TAG.match(message["content"].strip()))
 
-    The template may have inserted an empty one. Without thinking, it is a part of the
-    prompt.
 
-    Args:
-        start: where the generation prompt ends.
+def _without_reasoning(message: dict) -> dict:
+    answer = {key: value for key, value in message.items() if key not in REASONING}
+    if _has_reasoning(answer) and (thought := INLINE.match(answer["content"])):
+        answer["content"] = answer["content"][thought.end() :]
+    return answer
+
+
+def _thought(message: dict, block: re.Match) -> str:
+    """The chain of thought of a message up to its answer, after a prompt that opens it.
+
+    Apart from the content, it has the white space that the prompt has after the tag:
+    a line of its own in R1 and QwQ.
     """
-    if reasoning_of(message) or TAG.match(message["content"].strip()):
-        return start
-    block = _prompt_block(text[max(0, start - MAX_BLOCK) : start])
-    inserted = EMPTY_REST if block and not block.group(2) else EMPTY_BLOCK
-    skipped, content = inserted.match(text, start).group(), message["content"]
-    # The space before the content is not that of the block.
-    space = content[: len(content) - len(content.lstrip())]
-    return start + len(skipped) - (len(space) if skipped.endswith(space) else 0)
+    tag, space = block.groups()
+    thought = (reasoning_of(message) or "").strip()
+    inline = INLINE.match(message["content"])
+    if not thought and inline and _has_reasoning(message):
+        return inline[1].lstrip() if space else inline[1]
+    return f"{thought}{space}{TAGS[tag]}{space * 2}"
 
 
-def _prompt_block(prompt: str) -> re.Match | None:
-    return PROMPT_BLOCK.search(prompt[-MAX_BLOCK:])
+def _fault(message: dict, index: int, prompt: str, target: str) -> str | None:
+    """Why a target is not what the message says."""
+    if missing := missing_part(message, target):
+        return f"the chat template does not write the {missing} of message {index + 1}"
+    if OPEN_BLOCK.search(prompt[-MAX_BLOCK:]) and not re.search(CLOSING, target):
+        return (
+            f"message {index + 1} does not close the chain of thought that the prompt "
+            "opens"
+        )
+    return None
 
 
 def _changed(prompt: str, text: str) -> NoTrainableTokens:
@@ -233,50 +352,6 @@ def common_prefix(text: str, other: str) -> int:
     return bisect_left(sizes, True, key=lambda n: not other.startswith(text[:n]))
 
 
-def _with_end(chat: Chat, index: int, way: dict[str, bool], turn: Turn) -> Turn:
-    """The turn up to and with the token that ends it."""
-    if stop := chat.template.stop.search(turn.text, turn.start):
-        return replace(turn, end=stop.end())
-    try:
-        messages = [*chat.messages[: index + 1], NEXT]
-        longer = chat.render_messages(messages, **way)
-    except NoTrainableTokens:
-        longer = ""
-    if longer.startswith(turn.text):
-        space = len(longer) - len(longer[len(turn.text) :].lstrip())
-        # GLM stops at the header of the next message.
-        if stop := chat.template.stop.match(longer, space):
-            return replace(turn, text=longer[: stop.end()], end=stop.end())
-    if chat.template.tokenizer.eos_token_id is None:
-        raise NoTrainableTokens(
-            "neither the chat template nor the tokenizer has a token that ends a turn"
-        )
-    return replace(turn, add_eos=True)
-
-
-def _verbatim(prompt: str, turn: Turn, message: dict) -> Turn | None:
-    """The turn with its content as the model wrote it, in place of the template's text.
-
-    For templates that drop the chain of thought of every turn, as that of R1. None if
-    the generation prompt does not open it, or the content does not hold it.
-    """
-    block, content = _prompt_block(prompt), message["content"].strip()
-    opening = re.match(OPENING, content)
-    if not (block and opening) or block.group(2) or message.get("tool_calls"):
-        return None
-    answer = TAG.split(content)[-1].strip()
-    place = turn.text.rfind(answer, turn.start, turn.end)
-    if not answer or place < 0:
-        return None
-    # The prompt ends with the whitespace that follows the tag.
-    thought = content[opening.end() :]
-    thought = thought.lstrip() if block.group(1) else thought
-    rest = turn.text[place + len(answer) :]
-    end = len(prompt) + len(thought) + turn.end - place - len(answer)
-    text = prompt + thought + rest
-    return Turn(text, len(prompt), end, turn.add_eos)
-
-
 def find_sequences(chat: Chat, turns: list[int]) -> list[TurnSequence]:
     """The training sequences of a chat that ends with its last trained turn.
 
@@ -284,9 +359,19 @@ def find_sequences(chat: Chat, turns: list[int]) -> list[TurnSequence]:
         turns: the indices of the messages that are trained.
 
     Raises:
-        NoTrainableTokens: a turn cannot be trained as it is served, or the chat is too
-            long for a template that windows do not fit.
+        NoTrainableTokens: a turn cannot be trained as it is served, its prompt lacks a
+            message or the tools, or the chat is too long for a template that windows do
+            not fit.
     """
+    sequences = _sequences(chat, turns)
+    for number in accumulate(len(sequence.spans) for sequence in sequences):
+        last = turns[number - 1]
+        if missing := chat.missing_from(last, add_generation_prompt=True):
+            raise NoTrainableTokens(f"the chat template does not write {missing}")
+    return sequences
+
+
+def _sequences(chat: Chat, turns: list[int]) -> list[TurnSequence]:
     if len(turns) > EXACT_TURNS:
         text = chat.render(len(chat.messages))
         if sequence := _in_windows(chat, turns, text):
@@ -350,13 +435,16 @@ class Window:
         end = self.end_of(index + 1)
         if not start or end is None:
             return None
-        stop = self.chat.template.stop.search(self.text, start)
-        if stop is None or self.text[end : stop.start()].strip():
+        stop = self.chat.template.stop
+        found = stop.search(self.text, start, end) or stop.match(self.text, end)
+        if found is None:
             return None
         message = self.chat.messages[index]
-        start = skip_empty_block(self.text, start, message)
-        is_whole = missing_part(message, self.text[start : stop.end()]) is None
-        return (start, stop.end()) if is_whole else None
+        prompt, target = self.text[:start], self.text[start : found.end()]
+        has_other_ways = len([*self.chat.ways_to_ask(message)]) > 1
+        is_other = has_other_ways and EMPTY_BLOCK.match(target)
+        is_exact = not is_other and _fault(message, index, prompt, target) is None
+        return (start, found.end()) if is_exact else None
 
 
 def _in_windows(chat: Chat, turns: list[int], text: str) -> TurnSequence | None:
@@ -365,9 +453,10 @@ def _in_windows(chat: Chat, turns: list[int], text: str) -> TurnSequence | None:
     None if a window is not the text with one piece cut out, or a turn that is asked for
     without windows, the last one and one in the middle, has another span.
     """
-    middle, last = (find_turn(chat, turns[n]) for n in (len(turns) // 2, -1))
-    is_same = last.text.startswith(text[: last.end])
-    if not is_same or len(join_turns([middle, last])) > 1:
+    half = len(turns) // 2
+    whole, *others = join_turns([find_turn(chat, turns[n]) for n in (half, -1)])
+    middle, last = whole.spans[0], whole.spans[-1]
+    if others or not whole.text.startswith(text[: last[1]]):
         return None
     window, head = Window(chat, text), _head(chat.messages, turns[0])
     spans: list[Span] = []
@@ -376,13 +465,11 @@ def _in_windows(chat: Chat, turns: list[int], text: str) -> TurnSequence | None:
             window = _next_window(window, head, turns[number - 1])
             if window is None:
                 return None
-        span = (last.start, last.end) if index == turns[-1] else window.span(index)
+        span = last if index == turns[-1] else window.span(index)
         if span is None:
             return None
         spans.append(span)
-    if spans[len(turns) // 2] != (middle.start, middle.end):
-        return None
-    return TurnSequence(last.text, tuple(spans), last.add_eos)
+    return replace(whole, spans=tuple(spans)) if spans[half] == middle else None
 
 
 def _head(messages: list[dict], first: int) -> int:
