@@ -186,7 +186,7 @@ def test_template_that_changes_earlier_turns_is_refused():
 
 def test_template_error_skips_the_record():
     tokenizer = build_tokenizer("{{ raise_exception('no system turns') }}")
-    with pytest.raises(UserError, match="the chat template rejects these messages: no system"):
+    with pytest.raises(UserError, match="rejects these messages: no system"):
         tokenization.encode_all([chat("a", "b")], tokenizer, max_seq_length=99)
 
 

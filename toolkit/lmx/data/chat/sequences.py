@@ -186,18 +186,18 @@ def find_turn(chat: Chat, index: int) -> Turn:
             "it starts with the assistant, and no server asks for that; a message with "
             "weight: 0 is not trained"
         )
-    best, first_error = None, None
+    best, error = None, None
     for way in chat.ways_to_ask(chat.messages[index]):
         try:
             turn = _Request(chat, index, way).turn()
-        except NoTrainableTokens as error:
-            first_error = first_error or error
+        except NoTrainableTokens as reason:
+            error = reason
             continue
         if not EMPTY_BLOCK.match(turn.target):
             return turn
         best = best or turn
     if best is None:
-        raise first_error
+        raise error
     return best
 
 
