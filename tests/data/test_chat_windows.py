@@ -9,7 +9,8 @@ from lmx.data import tokenization
 from lmx.data.chat import sequences
 from lmx.data.chat.messages import is_completion
 from lmx.data.chat.rendering import ChatTemplate, NoTrainableTokens
-from lmx.data.chat.sequences import Chat, find_turn, join_turns
+from lmx.data.chat.sequences import join_turns
+from lmx.data.chat.turns import Chat, find_turn
 from lmx.data.record_formats import DataRecord
 from lmx.data.token_edges import encode_with_edges
 from test_tokenization import (

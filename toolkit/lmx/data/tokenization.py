@@ -11,7 +11,8 @@ from ..errors import UserError
 from .chat.completeness import REASONING, TAG, missing_part
 from .chat.messages import is_completion
 from .chat.rendering import ChatTemplate, NoTrainableTokens
-from .chat.sequences import EMPTY_BLOCK, Chat, Span, find_sequences
+from .chat.sequences import Span, find_sequences
+from .chat.turns import EMPTY_BLOCK, Chat
 from .record_formats import DataRecord
 from .token_edges import EncodedText, encode_with_edges
 
@@ -39,14 +40,6 @@ class RecordText:
     spans: tuple[Span, ...]
     bare: bool = False
     add_eos: bool = False
-
-    @property
-    def is_without_thought(self) -> bool:
-        """Whether a completion begins with an empty chain of thought, or with the end
-        of the one that its prompt opens."""
-        has_prompts = not self.bare and self.spans[0][0] > 0
-        matches = (EMPTY_BLOCK.match(self.text, start) for start, _ in self.spans)
-        return has_prompts and any(matches)
 
 
 def texts_of(
@@ -348,26 +341,26 @@ class _Encoder:
         encoded.split += len(parts) > 1
         encoded.sequences += len(parts) if len(parts) > 1 else 0
         encoded.ended += any(text.add_eos for text in texts)
-        encoded.without_thought += any(text.is_without_thought for text in texts)
+        starts = [(text.text, start) for text in texts for start, _ in text.spans]
+        encoded.without_thought += any(EMPTY_BLOCK.match(*start) for start in starts)
 
     def _in_tokens(
         self, text: RecordText, encoded: EncodedText
     ) -> Iterator[tuple[RecordText, EncodedText]]:
         """The text with the completions whose edges lie between its tokens, after each
         other completion with its prompt alone: a prompt has the tokens of a request."""
-        spans, edges = [], []
-        starts_and_ends = zip(encoded.edges[::2], encoded.edges[1::2], strict=True)
-        for span, pair in zip(text.spans, starts_and_ends, strict=True):
-            is_last = span == text.spans[-1]
-            part = replace(text, spans=(span,), add_eos=text.add_eos and is_last)
-            if None in pair:
-                yield part, self._alone(text.text, span)
+        pairs = zip(encoded.edges[::2], encoded.edges[1::2], strict=True)
+        edges = dict(zip(text.spans, pairs, strict=True))
+        whole = tuple(span for span in edges if None not in edges[span])
+        alone = [(span,) for span in edges if span not in whole]
+        for spans in alone + [whole] * bool(whole):
+            is_last = spans[-1] == text.spans[-1]
+            part = replace(text, spans=spans, add_eos=text.add_eos and is_last)
+            if spans is whole:
+                found = chain(*(edges[span] for span in spans))
+                yield part, EncodedText(encoded.ids, [*found])
             else:
-                spans.append(span)
-                edges += pair
-                last = part
-        if spans:
-            yield replace(last, spans=tuple(spans)), EncodedText(encoded.ids, edges)
+                yield part, self._alone(text.text, *spans)
 
     def _masked(
         self, text: RecordText, encoded: EncodedText
