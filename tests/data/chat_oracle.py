@@ -1,9 +1,10 @@
 """What a server and its clients make of a chat template, without any code of lmx.
 
-A server renders the messages before a turn with the generation prompt. The model must
-go on so that the text becomes that of the messages with the turn, up to and with the
-first stop token. `Oracle.pairs` lists the (prompt, target) pairs that are right for a
-turn; `Cell.judge` compares them with examples that lmx made.
+A server renders the messages before a turn with the generation prompt: by default with
+a chain of thought if the tokenizer has its tags, and as a request switches it. The
+model must go on so that the text becomes that of the messages with the turn, up to and
+with the first stop token. `Oracle.pairs` lists the (prompt, target) pairs that are
+right for a turn; `Cell.judge` compares them with examples that lmx made.
 """
 
 import json
@@ -33,9 +34,10 @@ TAGS = (
     ("<|channel>thought", "<channel|>"),
 )
 OPENING, CLOSING = ("|".join(map(re.escape, tags)) for tags in zip(*TAGS, strict=True))
-EMPTY_BLOCK = re.compile(rf"\s*(?:{OPENING})\s*(?:{CLOSING})")
-OPENED_BLOCK = re.compile(rf"(\s*)(?:{OPENING})\s*((?:{CLOSING})\s*)?\Z")
-BLOCK = re.compile(rf"\s*(?:{OPENING})")
+EMPTY_BLOCK = re.compile(rf"\s*(?:(?:{OPENING})\s*)?(?:{CLOSING})")
+OPENED = re.compile(rf"({OPENING})(\s*)\Z")
+CLOSED = re.compile(rf"(?:(?:{OPENING})\s*)?(?:{CLOSING})\s*\Z")
+THOUGHT = "So be it."
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,11 @@ class Pair:
 
     Attributes:
         missing: what the target lacks: content, reasoning or calls.
-        verbatim: the target has the reasoning of a content that the template drops.
     """
 
     prompt: str
     target: str
     missing: frozenset[str] = frozenset()
-    verbatim: bool = False
 
 
 class _Generation(Extension):
@@ -169,8 +169,9 @@ class Oracle:
         self._specials = {"eos_token": self.stops[0]}
         if family.bos:
             self._specials["bos_token"] = family.bos
-        switches = [s for s in SWITCHES if re.search(rf"\b{s}\b", family.template)]
-        self.options = [{}, *({s: on} for s in switches for on in (False, True))]
+        self.switches = [s for s in SWITCHES if re.search(rf"\b{s}\b", family.template)]
+        thinks = bool({"<think>", "<|channel>"} & {*family.tokens.split()})
+        self.default = {"enable_thinking": thinks}
 
     def text(
         self, messages: Sequence[dict], tools, options, prompt=False
@@ -189,91 +190,98 @@ class Oracle:
         except Exception:
             return None
 
+    def requests(self, turn: dict) -> list[dict]:
+        """The options with which a server may be asked for a turn."""
+        thinks = bool(split_reasoning(turn)[0])
+        return [self.default, *(self.default | {s: thinks} for s in self.switches)]
+
     def pairs(self, messages: list[dict], tools, index: int) -> list[Pair]:
-        """What a server sends for turn `index`, and what it expects; first the exact
-        pairs of all options, then those with a cut prompt."""
-        turn, exact, cut, verbatim = messages[index], [], [], []
-        has_exact = False
-        for options in self.options:
+        """What a server sends for turn `index`, and what it expects. An empty block of
+        the template is written by the model only if no prompt has it."""
+        turn, found = messages[index], []
+        for options in self.requests(turn):
             prompt = self.text(messages[:index], tools, options, prompt=True)
-            whole = self.text(messages[: index + 1], tools, options)
             # The first token of a text has no prompt, and cannot be trained.
-            if not prompt or whole is None:
-                continue
-            if whole.startswith(prompt):
-                borders = self._borders(messages, tools, index, options, prompt)
-                exact += [(options, border, whole) for border in borders]
-                # Thinking that is switched on is a way to ask, but not a usual one.
-                has_exact |= True not in options.values()
-                border = len(prompt)
-            elif (border := self._before_block(prompt, whole)) is not None:
-                cut.append((options, border, whole))
-            if border is not None:
-                verbatim += self._verbatim(turn, prompt, whole, border)
-        found = [
-            Pair(whole[:border], target, missing_parts(turn, target))
-            for options, border, whole in exact + ([] if has_exact else cut)
-            for target in self._ended(messages, tools, index, options, border, whole)
-        ]
-        is_needed = not has_exact or all(pair.missing for pair in found)
-        return found + (verbatim if is_needed else [])
+            for rest in self._rests(messages, tools, index, options) if prompt else ():
+                for target in self._ended(messages, tools, index, options, rest):
+                    pair = Pair(prompt, target, missing_parts(turn, target))
+                    if not OPENED.search(prompt) or re.search(CLOSING, target):
+                        found.append(pair)
+        complete = [pair for pair in found if not pair.missing]
+        alone = [pair for pair in complete if not EMPTY_BLOCK.match(pair.target)]
+        others = [pair for pair in found if pair.missing]
+        return (alone or complete) + others
 
-    def _borders(self, messages, tools, index, options, prompt: str) -> list[int]:
-        """Where the target may begin.
+    def _rests(self, messages, tools, index, options) -> Iterator[str]:
+        """What may follow the prompt, up to where the template stops."""
+        turn, before = messages[index], messages[:index]
+        prompt = self.text(before, tools, options, prompt=True)
+        reasoning, answer, is_inline = split_reasoning(turn)
 
-        After an empty block that the template inserts, and before, within or after the
-        template's own whitespace behind it. The prompt may have opened the block.
-        """
-        turn, start = messages[index], len(prompt)
-        reasoning, _, is_inline = split_reasoning(turn)
-        if reasoning and not is_inline:
-            return [start]
-        # The whitespace of the content is no part of the border.
-        bare = turn | {"content": turn["content"].lstrip()}
-        whole = self.text([*messages[:index], bare], tools, options) or ""
-        opened = OPENED_BLOCK.search(prompt)
-        is_open = opened is not None and not opened[2]
-        block = EMPTY_BLOCK.match(whole, opened.start() if is_open else start)
-        if not block:
-            return [start]
-        space = re.compile(r"\s*").match(whole, block.end())
-        borders = list(range(block.end(), space.end() + 1))
-        # Also before a block that the template inserts before one of the content.
-        return [start] * (is_open or is_inline) + borders
+        def rest(message: dict, start: str) -> str | None:
+            text = self.text([*before, message], tools, options)
+            is_start = text is not None and text.startswith(start)
+            return text[len(start) :] if is_start else None
 
-    def _before_block(self, prompt: str, whole: str) -> int | None:
-        """Where the prompt has a block at its end that the rendered turn lacks."""
-        block = OPENED_BLOCK.search(prompt)
-        if not block:
+        def bare(message: dict, block: re.Match) -> str | None:
+            """Without the block of the prompt."""
+            before_block = prompt[: block.start()]
+            for start in (before_block, before_block.rstrip()):
+                text = rest(message, start)
+                if text is not None and not re.match(rf"\s*(?:{OPENING})", text):
+                    return re.sub(rf"^\s*(?:{CLOSING})", "", text)
             return None
-        for border in range(block.end(1), block.start(1) - 1, -1):
-            if whole.startswith(prompt[:border]):
-                return None if BLOCK.match(whole, border) else border
-        return None
 
-    def _verbatim(self, turn: dict, prompt: str, whole: str, border: int) -> list[Pair]:
-        """The content as it is, after a prompt that opens its block of reasoning."""
-        _, answer, is_inline = split_reasoning(turn)
-        opened = OPENED_BLOCK.search(prompt)
-        if not (is_inline and opened) or opened[2]:
-            return []
-        written = turn["content"].split("<think>", 1)[1].rstrip()
-        texts = {written, written.lstrip("\n"), written.lstrip()}
-        pairs = []
-        for place in re.finditer(re.escape(answer), whole[border:]):
-            rest = whole[border + place.end() :]
-            stop = self._first_stop(rest)
-            end_of_turn = self.stops[0] if stop is None else rest[:stop]
-            pairs += [Pair(prompt, t + end_of_turn, verbatim=True) for t in texts]
-        return pairs
+        exact = rest(turn, prompt)
+        if exact is not None:
+            yield exact
+        if opened := OPENED.search(prompt):
+            space, closing = opened[2], dict(TAGS)[opened[1]]
+            plain = {k: v for k, v in turn.items() if k not in REASONING}
+            if is_inline:
+                plain["content"] = answer
+                written = turn["content"].split("<think>", 1)[-1]
+                written = written[: written.rindex("</think>") + len("</think>")]
+                spaces = turn["content"].split("</think>")[-1]
+                written += spaces[: len(spaces) - len(spaces.lstrip())]
+                thoughts = {written, written.lstrip()}
+            else:
+                thoughts = {reasoning + space + closing + 2 * space}
+            shown = {key: THOUGHT for key in ("reasoning_content", "thinking")}
+            closed = rest(turn | shown, prompt) or ""
+            if not reasoning and THOUGHT in closed:
+                yield closed.replace(THOUGHT, "", 1)
+            elif (text := bare(plain, opened)) is not None:
+                yield from (thought + text for thought in thoughts)
+        elif not reasoning and exact is None and (closed := CLOSED.search(prompt)):
+            yield from filter(None, [bare(turn, closed)])
+        system = before[0]["content"] if before[0]["role"] == "system" else ""
+        if exact is None and system and system in prompt:
+            # The template moves the system message.
+            head, tail = prompt.split(system, 1)
+            if (text := rest(turn, head + tail.lstrip("\n"))) is not None:
+                yield text
 
-    def _ended(self, messages, tools, index, options, border, whole) -> set[str]:
-        """The target from `border` on, up to and with a stop token."""
-        answer = whole[border:]
+    def lacking(self, messages: list[dict], tools, index: int) -> set[str]:
+        """What the prompt of a turn lacks: a message, or the tools."""
+        lacking = set()
+        text = self.text(messages[:index], tools, self.default, prompt=True) or ""
+        names = [tool["function"]["name"] for tool in tools or ()]
+        if not all(name in text for name in names):
+            lacking.add("tools")
+        for message in messages[:index]:
+            is_written = _has_value(text, message["content"].strip())
+            if message["role"] != "assistant" and not is_written:
+                lacking.add("message")
+        return lacking
+
+    def _ended(self, messages, tools, index, options, answer: str) -> set[str]:
+        """A target up to and with a stop token."""
         stop = self._first_stop(answer)
         if stop is not None:
             return {answer[:stop]}
         before = messages[: index + 1]
+        whole = self.text(before, tools, options)
         ends = self._following(before, AFTER, tools, options, whole) or {self.stops[0]}
         # What follows in the data, or would follow, is right in any case.
         others = messages[index + 1 : index + 2]
@@ -296,19 +304,20 @@ class Oracle:
     def cell(self, row: dict) -> "Cell":
         """What is right for the turns of a row that are trained."""
         messages, tools, pairs, rejected = served(row), row.get("tools"), {}, set()
+        lacking = set()
         for index, message in enumerate(messages):
-            if is_trained(message):
+            if is_trained(message) and index:
                 pairs[index] = self.pairs(messages, tools, index)
+                lacking |= self.lacking(messages, tools, index)
                 texts = [
-                    self.text(messages[: index + 1], tools, o) for o in self.options
+                    self.text(messages[: index + 1], tools, options)
+                    for options in self.requests(message)
                 ]
                 rejected |= {index} if None in texts else set()
-        return Cell(pairs, frozenset(rejected), tuple(self.stops))
-
-    def _rejects(self, messages, tools) -> bool:
-        return any(
-            self.text(messages, tools, options) is None for options in self.options
-        )
+            elif is_trained(message):
+                pairs[index] = []
+        stops = tuple(self.stops)
+        return Cell(pairs, frozenset(rejected), stops, frozenset(lacking))
 
 
 @dataclass(frozen=True)
@@ -318,11 +327,13 @@ class Cell:
     Attributes:
         pairs: those of every trained turn, also the incomplete ones.
         rejected: the turns for which the template raises an exception.
+        lacking: what the prompts lack.
     """
 
     pairs: dict[int, list[Pair]]
     rejected: frozenset[int]
     stops: tuple[str, ...]
+    lacking: frozenset[str]
 
     @property
     def complete(self) -> dict[int, list[Pair]]:
@@ -334,8 +345,8 @@ class Cell:
     @property
     def reasons(self) -> set[str]:
         """Why the chat must be refused; none if it can be trained: content, reasoning,
-        calls, raises, changes, first."""
-        reasons = set()
+        calls, raises, changes, first, message, tools."""
+        reasons = set(self.lacking)
         for index, complete in self.complete.items():
             if complete:
                 continue
@@ -348,27 +359,18 @@ class Cell:
                 reasons.add("first")
         return reasons
 
-    @property
-    def may_be_refused(self) -> bool:
-        """No request begins with an answer, and a reasoning that the template drops
-        from the content is only trained in a text that no template prints."""
-        verbatim = [all(p.verbatim for p in pairs) for pairs in self.complete.values()]
-        return bool(self.reasons) or 0 in self.pairs or any(verbatim)
-
     def judge(self, examples: Sequence[Any], tokenizer) -> str:
         """What is wrong with the examples; "" if every trained turn occurs once in
         them, as it is served, and nothing else is trained."""
         waiting = self.complete
-        ids = {tokenizer.convert_tokens_to_ids(stop) for stop in self.stops}
         for example in examples:
-            runs, tokens = list(_runs(example, ids)), example.tokens.tolist()
+            runs, tokens = runs_of(example, tokenizer), example.tokens.tolist()
             if not runs:
                 return "an example has no trained turn"
-            start = runs[0][0]
-            prompt = tokenizer.decode(tokens[:start])
-            if tokenizer.encode(prompt, add_special_tokens=False) != tokens[:start]:
-                return f"other tokens than those of the prompt {prompt!r}"
             for start, end in runs:
+                prompt = tokenizer.decode(tokens[:start])
+                if tokenizer.encode(prompt, add_special_tokens=False) != tokens[:start]:
+                    return f"other tokens than those of the prompt {prompt!r}"
                 found = (
                     tokenizer.decode(tokens[:start]),
                     tokenizer.decode(tokens[start:end]),
@@ -389,8 +391,12 @@ def _has(pairs: list[Pair], found: tuple[str, str]) -> bool:
     return any((pair.prompt, pair.target) == found for pair in pairs)
 
 
-def _runs(example: Any, stops: set[int]) -> Iterator[tuple[int, int]]:
+def runs_of(example: Any, tokenizer) -> list[tuple[int, int]]:
     """The trained runs of an example, which also end after a stop token."""
+    return list(_runs(example, tokenizer.eos_token_ids))
+
+
+def _runs(example: Any, stops: set[int]) -> Iterator[tuple[int, int]]:
     pairs = zip(example.tokens.tolist(), example.mask.tolist(), strict=True)
     turn, turns = 0, []
     for token, trained in pairs:
@@ -438,4 +444,7 @@ def build_tokenizer(family: Family):
         chat_template=family.template,
         clean_up_tokenization_spaces=False,
     )
-    return TokenizerWrapper(fast, eos_token_ids=fast.convert_tokens_to_ids(stops))
+    ids = fast.convert_tokens_to_ids(stops)
+    # Without a format of calls, a server refuses tools.
+    calls = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
+    return TokenizerWrapper(fast, eos_token_ids=ids, **calls)

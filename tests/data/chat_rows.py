@@ -144,6 +144,14 @@ CHATS = {
     "assistant_first": _chat(
         AHOY, user("Good morning, cook."), assistant("Morning, sir.")
     ),
+    "later_system": _chat(
+        *(SYSTEM, HELLO, AHOY),
+        *({"role": "system", "content": "Now be brief."}, user("Who am I?"), AHOY),
+    ),
+    "leading_space": _chat(
+        *_many("Any extras?", "\nTwo extras noted.", "And now?", "  \n Three."),
+        *_many("Sure?", "Yes.", "And why?", " \tWell."),
+    ),
     "untrained_greeting": _chat(
         AHOY | {"weight": 0}, HELLO, assistant("Morning, sir.")
     ),

@@ -187,6 +187,7 @@ SEED_OSS = r"""
 
 MAGISTRAL = r"""
 {{- bos_token }}
+{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' if tools }}
 {%- if messages[0].role != 'system' %}
 {{- '[SYSTEM_PROMPT]First draft your thinking: [THINK]thoughts[/THINK]' }}
 {{- '[/SYSTEM_PROMPT]' }}

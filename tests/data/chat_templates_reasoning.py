@@ -57,6 +57,7 @@ QWEN3_INSTRUCT = QWEN3.replace(
 
 # The prompt opens a block, and no turn has one.
 QWQ = r"""
+{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' if tools }}
 {%- for m in messages %}
 {%- set text = m.content %}
 {%- if m.role == 'assistant' %}
@@ -208,7 +209,7 @@ SMOLLM3 = r"""
 
 # An empty block in the prompt that no turn has.
 HUNYUAN = r"""
-{{- bos_token }}
+{{- bos_token }}{{- tools | tojson if tools }}
 {%- for m in messages %}
 {%- if m.role == 'system' %}{{- m.content + '<｜hy_place▁holder▁no▁3｜>' }}
 {%- elif m.role == 'user' %}{{- '<｜hy_User｜>' + m.content }}

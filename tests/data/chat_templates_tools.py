@@ -110,6 +110,7 @@ MISTRAL_V7 = r"""
 
 MISTRAL_V13 = r"""
 {{- bos_token }}
+{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' if tools }}
 {%- for m in messages %}
 {%- if m.role == 'system' %}
 {{- '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}
@@ -339,7 +340,7 @@ _MISTRAL_TOKENS = (
     "[TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CONTENT] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] "
     "[ARGS]"
 )
-_MISTRAL = _MISTRAL_TOKENS, "</s>", "<s>"
+MISTRAL = _MISTRAL_TOKENS, "</s>", "<s>"
 DEEPSEEK_TOKENS = (
     "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> "
     "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> "
@@ -363,9 +364,9 @@ TOOLS = {
         "<|eot_id|> <|eom_id|> <|end_of_text|>",
         "<|begin_of_text|>",
     ),
-    "mistral_v3": Family(MISTRAL_V3, *_MISTRAL),
-    "mistral_v7": Family(MISTRAL_V7, *_MISTRAL),
-    "mistral_v13": Family(MISTRAL_V13, *_MISTRAL),
+    "mistral_v3": Family(MISTRAL_V3, *MISTRAL),
+    "mistral_v7": Family(MISTRAL_V7, *MISTRAL),
+    "mistral_v13": Family(MISTRAL_V13, *MISTRAL),
     "qwen25": Family(QWEN25, f"{CHATML_TOKENS} {TOOL_TAGS}", CHATML_STOPS),
     "qwen3_coder": Family(QWEN3_CODER, f"{CHATML_TOKENS} {TOOL_TAGS}", CHATML_STOPS),
     "granite4": Family(GRANITE4, *GRANITE),

@@ -120,7 +120,7 @@ def outcome(render):
     try:
         return render()
     except Exception as error:
-        return str(error).removeprefix("the chat template rejects it: ")
+        return str(error).removeprefix("the chat template rejects these messages: ")
 
 
 def test_template_for_tools_is_used_with_tools():

@@ -1,4 +1,4 @@
-"""Chat templates of 61 kinds x 25 chats: every turn is trained as it is served, or the
+"""Chat templates of 71 kinds x 27 chats: every turn is trained as it is served, or the
 example is refused with its reason. The oracle has no code of lmx."""
 
 import json
@@ -7,17 +7,28 @@ from functools import cache
 
 import numpy as np
 import pytest
-from chat_oracle import Cell, Oracle, build_tokenizer
+from chat_oracle import (
+    Cell,
+    Oracle,
+    build_tokenizer,
+    is_trained,
+    runs_of,
+    served,
+    split_reasoning,
+)
 from chat_rows import CHATS, LONG
 from chat_templates import CHATML_STOPS, CHATML_TOKENS, PLAIN, Family
 from chat_templates_channels import CHANNELS
+from chat_templates_prompts import PROMPTS
 from chat_templates_reasoning import REASONING
 from chat_templates_tools import TOOLS
 from lmx.data import tokenization
 from lmx.data.dataset import DataRecord, RecordReader
 from lmx.errors import UserError
+from lmx.serving.prompts import checked_tools, encode_messages
+from lmx.serving.protocol import ChatCompletionParameters
 
-FAMILIES = PLAIN | TOOLS | REASONING | CHANNELS
+FAMILIES = PLAIN | TOOLS | REASONING | CHANNELS | PROMPTS
 CALLS = "call call_with_content two_calls tool_result tools_many_turns"
 REASONS = "reasoning reasoning_many_turns some_reasoning reasoning_and_calls"
 # Turns that nest, that do not, that have no end, and that need another option.
@@ -32,13 +43,14 @@ REFUSED = (
     # These print neither calls nor reasoning.
     ("calls", " ".join(PLAIN), f"{CALLS} reasoning_and_calls"),
     ("calls", "lfm2 granite3 smollm3", f"{CALLS} reasoning_and_calls"),
+    ("calls", " ".join(PROMPTS), f"{CALLS} reasoning_and_calls"),
     # Its ids are to hold the names of the functions.
     ("calls", "kimi_k2", f"{CALLS} reasoning_and_calls"),
     # It prints one call of a turn.
     ("calls", "gpt_oss", "two_calls"),
     ("reasoning", " ".join(PLAIN | TOOLS), REASONS),
-    ("reasoning", "qwq deepseek_r1 deepseek_v31 granite3 smollm3", REASONS),
-    ("reasoning", "hunyuan nemotron_h qwen3_instruct", REASONS),
+    ("reasoning", "granite3 smollm3 hunyuan qwen3_instruct", REASONS),
+    ("reasoning", "nemo no_system first_system answer_only lines", REASONS),
     # They drop it from the content, and their prompts open no block for it.
     ("content", "marked hunyuan", INLINE),
     # A call replaces the content.
@@ -46,9 +58,10 @@ REFUSED = (
     # Roles must alternate.
     (
         "raises",
-        "llama2 mistral_v1 mixtral gemma2 gemma3 command_r mistral_v3",
-        ADJACENT,
+        "llama2 mistral_v1 mixtral gemma2 gemma3 command_r mistral_v3 nemo",
+        f"{ADJACENT} later_system",
     ),
+    ("raises", "mistral_v7", "later_system"),
     # Only one call; an answer must not be empty.
     ("raises", "llama31", "two_calls"),
     ("raises", "mistral_v13", "empty_turn"),
@@ -56,6 +69,13 @@ REFUSED = (
     ("changes", "olmo2 falcon3 qwen3 qwen3_thinking", "adjacent_assistants"),
     # An answer removes the reasoning from the calls before it.
     ("changes", "gpt_oss", "reasoning_and_calls"),
+    # The prompt lacks the tools, the system message, later ones, or all messages.
+    ("tools", "deepseek_v3 deepseek_r1 deepseek_v31", f"{CALLS} reasoning_and_calls"),
+    ("tools", "phi4_mini", "call call_with_content two_calls tool_result"),
+    ("message", "no_system", "system system_many_turns inline_reasoning_many_turns"),
+    ("message", "no_system first_system falcon_h1 lfm2 nemotron_h", "later_system"),
+    ("message", "nemotron_3 minimax_m2 gpt_oss gemma4", "later_system"),
+    ("message", "answer_only", " ".join({*CHATS} - {"assistant_first"})),
 )
 # One of these is in the reason that lmx gives.
 WORDS = {
@@ -64,6 +84,9 @@ WORDS = {
     "reasoning": ["reasoning"],
     "calls": ["tool_calls"],
     "changes": ["changes", "differ", "prompt"],
+    "first": ["starts with the assistant"],
+    "message": ["does not write message"],
+    "tools": ["does not write tools"],
 }
 
 
@@ -104,20 +127,25 @@ def records(tmp_path_factory) -> dict:
     return records
 
 
+def encoded(record: DataRecord | str, tokenizer) -> tuple[list, str]:
+    """The examples of a record, and the reason why it has none."""
+    if isinstance(record, str):
+        return [], record
+    result = tokenization.encode_block(
+        [record], tokenizer, max_seq_length=1 << 20, loss_on="completions"
+    )
+    return result.examples, "".join(why for _, why in result.dropped)
+
+
 def problem_of(cell: Cell, record: DataRecord | str, tokenizer) -> str:
     """What is wrong with what lmx makes of a cell."""
-    examples, reason = [], record
-    if not isinstance(record, str):
-        result = tokenization.encode_block(
-            [record], tokenizer, max_seq_length=1 << 20, loss_on="completions"
-        )
-        examples, reason = result.examples, "".join(why for _, why in result.dropped)
+    examples, reason = encoded(record, tokenizer)
     if not reason:
         wrong = cell.judge(examples, tokenizer)
         return f"{wrong}\n  it must be refused" if wrong and cell.reasons else wrong
     if examples:
         return f"trained and refused: {reason}"
-    if not cell.may_be_refused:
+    if not cell.reasons:
         return f"wrongly refused: {reason}"
     words = [word for why in cell.reasons for word in WORDS.get(why, [""])]
     is_named = not words or any(word in reason for word in words)
@@ -139,6 +167,71 @@ def test_turns_of_a_long_chat_are_trained_as_served(name, records):
     cell = oracle(name).cell(LONG)
     assert not cell.reasons
     assert problem_of(cell, records["long"], tokenizer(name)) == ""
+
+
+def served_prompts(oracle: Oracle, row: dict, tokenizer) -> list[set[tuple]]:
+    """The tokens that `lmx serve` sends to the model for every trained turn of a row:
+    as a request without options asks, and with the template's switch."""
+    prompts = []
+    for index, turn in enumerate(served(row)):
+        if not is_trained(turn):
+            continue
+        thinks = bool(split_reasoning(turn)[0])
+        body = {"messages": row["messages"][:index], "tools": row.get("tools")}
+        prompts.append(set())
+        for options in ({}, *({name: thinks} for name in oracle.switches)):
+            parameters = ChatCompletionParameters.parse(
+                body | {"chat_template_kwargs": options}
+            )
+            prompt = encode_messages(
+                tokenizer, parameters, checked_tools(parameters), thinking=True
+            )
+            prompts[-1].add(tuple(prompt.tokens))
+    return prompts
+
+
+def unserved(examples: list, prompts: list[set[tuple]], tokenizer) -> list[str]:
+    """The prompts of trained turns that are not those of a server, turn by turn."""
+    starts = sorted(
+        (
+            example.tokens[:start].tolist()
+            for example in examples
+            for start, _ in runs_of(example, tokenizer)
+        ),
+        key=len,
+    )
+    assert len(starts) == len(prompts)
+    return [
+        tokenizer.decode(start)
+        for start, sent in zip(starts, prompts, strict=True)
+        if tuple(start) not in sent
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_trained_prompt_is_one_of_lmx_serve(name, records):
+    """In its tokens, and so in its text."""
+    rows = CHATS | ({"long": LONG} if name in LONG_FAMILIES else {})
+    seen = 0
+    for chat, row in rows.items():
+        examples, _ = encoded(records[chat], tokenizer(name))
+        if examples:
+            prompts = served_prompts(oracle(name), row, tokenizer(name))
+            assert unserved(examples, prompts, tokenizer(name)) == [], chat
+            seen += 1
+    assert seen > 5 or name == "answer_only"
+
+
+@pytest.mark.parametrize("name", ["switched", "qwen3_thinking", "nemo"])
+def test_another_prompt_is_none_of_lmx_serve(name, records):
+    """The prompt without its block, or with the text of another turn."""
+    [example], _ = encoded(records["system"], tokenizer(name))
+    prompts = served_prompts(oracle(name), CHATS["system"], tokenizer(name))
+    start = example.mask.tolist().index(True)
+    for cut in (1, 2):
+        tokens = np.delete(example.tokens, range(start - cut, start))
+        mask = np.delete(example.mask, range(start - cut, start))
+        assert unserved([Trained(tokens, mask)], prompts, tokenizer(name))
 
 
 # No public template is like these; mutated ones were silently wrong.

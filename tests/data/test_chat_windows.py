@@ -9,7 +9,8 @@ from lmx.data import tokenization
 from lmx.data.chat import sequences
 from lmx.data.chat.messages import is_completion
 from lmx.data.chat.rendering import ChatTemplate, NoTrainableTokens
-from lmx.data.chat.sequences import Chat, find_turn, join_turns
+from lmx.data.chat.sequences import join_turns
+from lmx.data.chat.turns import Chat, find_turn
 from lmx.data.record_formats import DataRecord
 from lmx.data.token_edges import encode_with_edges
 from test_tokenization import (
@@ -181,4 +182,20 @@ def test_edges_need_the_tokens_of_the_text_before_them_alone():
     before, inside = text.index(" thinking"), text.index("thinking")
     for edge, found in ((before, True), (inside, False)):
         [encoded] = encode_with_edges([(text, [edge])], tokenizer)
-        assert (encoded.edges is not None) == found
+        assert (None not in encoded.edges) == found
+
+
+def test_windows_take_no_white_space_of_the_next_message():
+    """A header ends the turn only if it follows at once, as for a single turn."""
+    template = (
+        "{% for m in messages %}{{ '\n<|im_start|>' + m.role + ':' + m.content }}"
+        "{% endfor %}{{ '\n<|im_start|>assistant:' if add_generation_prompt }}"
+    )
+    tokenizer = build_tokenizer(template)
+    tokenizer.eos_token = "<|im_start|>"
+    long, turns = chat_and_turns(chat(*["a?", "A"] * 40), tokenizer)
+    found = sequences.find_sequences(long, turns)
+    assert len(found) == 40
+    for sequence in found:
+        [(start, end)] = sequence.spans
+        assert (sequence.text[start:end], sequence.add_eos) == ("A", True)

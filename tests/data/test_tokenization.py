@@ -168,11 +168,12 @@ def test_template_that_drops_reasoning_gives_a_sequence_per_turn(template):
     assert (encoded.split, encoded.sequences) == (0, 0)
 
 
-def test_thinking_blocks_on_lines_of_their_own_are_not_trained():
+def test_empty_blocks_that_no_prompt_has_are_trained():
     """Of completions without a chat; `test_chat_table.py` has chats."""
     tokenizer = build_tokenizer(INSERTS_THINKING_LINES)
     record = DataRecord("f:1", prompt="1+1?", completion="2")
-    assert trained_texts(encode_one(record, tokenizer), tokenizer) == ["2<|im_end|>"]
+    target = "\n<think></think>\n2<|im_end|>"
+    assert trained_texts(encode_one(record, tokenizer), tokenizer) == [target]
 
 
 def test_template_that_changes_earlier_turns_is_refused():
@@ -186,7 +187,7 @@ def test_template_that_changes_earlier_turns_is_refused():
 
 def test_template_error_skips_the_record():
     tokenizer = build_tokenizer("{{ raise_exception('no system turns') }}")
-    with pytest.raises(UserError, match="the chat template rejects it: no system"):
+    with pytest.raises(UserError, match="rejects these messages: no system"):
         tokenization.encode_all([chat("a", "b")], tokenizer, max_seq_length=99)
 
 

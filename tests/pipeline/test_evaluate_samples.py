@@ -47,9 +47,10 @@ class Letters:
     def decode(self, tokens, **_):
         return "".join(chr(token + 63) for token in tokens)
 
-    def apply_chat_template(self, messages, **options):
+    def apply_chat_template(self, messages, *, tokenize, **options):
+        assert not tokenize
         assert not options["enable_thinking"]
-        return self.encode(f"[{messages[-1]['content']}]C", add_special_tokens=False)
+        return f"[{messages[-1]['content']}]C"
 
 
 class Next:

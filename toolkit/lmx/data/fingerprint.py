@@ -18,7 +18,8 @@ TOKENIZER_FILES = (
 CODE = (
     *("builtin", "readers", "folders", "dataset", "hub_datasets", "record_formats"),
     *("splits", "token_store", "tokenization", "token_edges", "preference"),
-    *("chat/rendering", "chat/sequences", "chat/completeness", "chat/messages"),
+    *("chat/rendering", "chat/sequences", "chat/turns", "chat/completeness"),
+    "chat/messages",
 )
 
 

@@ -25,12 +25,12 @@ class EncodedText:
     """The tokens of a text.
 
     Attributes:
-        edges: the number of tokens before every edge; None if the text before an edge,
+        edges: the number of tokens before every edge; None if the text before it,
             encoded alone, has other tokens.
     """
 
     ids: list[int]
-    edges: list[int] | None
+    edges: list[int | None]
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,11 @@ def _is_short(prefixes: Sequence[_Prefix]) -> bool:
 
 def _count(
     ids: list[int], prefixes: Sequence[_Prefix], known: dict[str, list[int]]
-) -> list[int] | None:
+) -> list[int | None]:
     """The number of tokens before every edge; see `EncodedText`."""
-    counts = []
+    counts: list[int | None] = []
     for prefix in prefixes:
-        part = known.get(prefix.text)
-        if part is None or ids[prefix.before : prefix.before + len(part)] != part:
-            return None
-        counts.append(prefix.before + len(part))
+        part, start = known.get(prefix.text), prefix.before
+        is_start = part is not None and ids[start : start + len(part)] == part
+        counts.append(start + len(part) if is_start else None)
     return counts

@@ -1,7 +1,7 @@
 """Tokenization of records, with the loss mask."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice
 from typing import Any, Literal
 
@@ -11,7 +11,8 @@ from ..errors import UserError
 from .chat.completeness import REASONING, TAG, missing_part
 from .chat.messages import is_completion
 from .chat.rendering import ChatTemplate, NoTrainableTokens
-from .chat.sequences import Chat, Span, find_sequences
+from .chat.sequences import Span, find_sequences
+from .chat.turns import EMPTY_BLOCK, Chat
 from .record_formats import DataRecord
 from .token_edges import EncodedText, encode_with_edges
 
@@ -21,7 +22,7 @@ SEVERAL = (
 # Characters of texts that are encoded together.
 BLOCK_CHARACTERS = 4_000_000
 # The counts of an `EncodeResult`.
-COUNTS = ("truncated", "split", "sequences", "ended")
+COUNTS = ("truncated", "split", "sequences", "ended", "without_thought")
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,6 @@ class RecordText:
     spans: tuple[Span, ...]
     bare: bool = False
     add_eos: bool = False
-
-    def segments(self) -> Iterator[tuple[str, bool]]:
-        """The parts of the text, and whether each is a completion."""
-        last = 0
-        for start, end in self.spans:
-            yield self.text[last:start], False
-            yield self.text[start:end], True
-            last = end
-        yield self.text[last:], False
 
 
 def texts_of(
@@ -86,7 +78,12 @@ def texts_of(
 def _chat(
     record: DataRecord, messages: list[dict], template: ChatTemplate, everything: bool
 ) -> list[RecordText]:
-    chat = Chat(template, messages, record.tools, record.chat_template_kwargs or {})
+    options = record.chat_template_kwargs or {}
+    if name := template.unknown(options):
+        raise NoTrainableTokens(
+            f"the chat template has no {name}, which is in its chat_template_kwargs"
+        )
+    chat = Chat(template, messages, record.tools, options)
     if everything:
         return [_whole(record, chat)]
     turns = [
@@ -105,6 +102,8 @@ def _whole(record: DataRecord, chat: Chat) -> RecordText:
     """The text of all messages. Templates may drop reasoning from earlier turns, as a
     server does."""
     text = chat.render(len(chat.messages))
+    if missing := chat.missing_from(len(chat.messages)):
+        raise NoTrainableTokens(f"the chat template does not write {missing}")
     for message in filter(is_completion, chat.messages):
         answer = {k: v for k, v in message.items() if k not in REASONING}
         answer["content"] = TAG.split(answer["content"])[-1]
@@ -144,6 +143,8 @@ class EncodeResult:
             chat template changes earlier turns, and of these sequences.
         ended: number of records whose turns end with the tokenizer's end-of-sequence
             token, because the chat template writes none.
+        without_thought: number of records with a target that begins with an empty chain
+            of thought, or with the end of the one that the prompt opens.
         dropped: (where, reason) of records without a trained token.
     """
 
@@ -152,6 +153,7 @@ class EncodeResult:
     split: int = 0
     sequences: int = 0
     ended: int = 0
+    without_thought: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -166,6 +168,11 @@ def template_messages(counts: Mapping[str, int]) -> Iterator[str]:
         yield (
             f"{count:,} examples end with the end-of-sequence token, because the chat "
             "template writes no token that ends a turn"
+        )
+    if count := counts["without_thought"]:
+        yield (
+            f"{count:,} examples have turns without a chain of thought, whose targets "
+            "begin with an empty one or close the one that the prompt opens"
         )
 
 
@@ -242,7 +249,9 @@ def encode_block(
             are dropped.
     """
     everything = loss_on == "all"
-    encoder = _Encoder(tokenizer, _bos(tokenizer), max_seq_length, everything)
+    encoder = _Encoder(
+        tokenizer, _bos(tokenizer), max_seq_length, everything, for_preference
+    )
     encoded, template, groups = EncodeResult(), ChatTemplate(tokenizer), []
     for record in records:
         if record.label is False and not for_preference:
@@ -250,10 +259,7 @@ def encode_block(
             encoded.dropped.append((record.where, reason))
             continue
         try:
-            parts = texts_of(record, template, everything=everything)
-            if for_preference and len(parts) > 1:
-                raise NoTrainableTokens(SEVERAL)
-            groups.append(parts)
+            groups.append(texts_of(record, template, everything=everything))
         except NoTrainableTokens as error:
             encoded.dropped.append((record.where, str(error)))
     for block in in_blocks(groups, lambda g: sum(len(text.text) for text in g)):
@@ -296,24 +302,30 @@ class _Encoder:
     Attributes:
         bos: see `_bos`.
         everything: whether all tokens are trained.
+        is_single: whether a record must be one sequence.
     """
 
     tokenizer: Any
     bos: int | None
     max_seq_length: int
     everything: bool
+    is_single: bool
 
     def add(
         self, encoded: EncodeResult, texts: list[RecordText], tokens: list[EncodedText]
     ) -> None:
         """Add the examples of one record, or the reason why it has none."""
         record, examples, longest, mask = texts[0].record, [], 0, []
-        for text, part in zip(texts, tokens, strict=True):
-            try:
-                ids, mask = self._masked(text, part)
-            except NoTrainableTokens as error:
-                encoded.dropped.append((record.where, str(error)))
-                return
+        pairs = zip(texts, tokens, strict=True)
+        try:
+            parts = [part for pair in pairs for part in self._in_tokens(*pair)]
+            if self.is_single and len(parts) > 1:
+                raise NoTrainableTokens(SEVERAL)
+        except NoTrainableTokens as error:
+            encoded.dropped.append((record.where, str(error)))
+            return
+        for text, part in parts:
+            ids, mask = self._masked(text, part)
             longest = max(longest, len(ids))
             for start, end, trained in windows(
                 mask, self.max_seq_length, is_text=record.text is not None
@@ -326,44 +338,59 @@ class _Encoder:
             return
         encoded.examples += examples
         encoded.truncated += record.text is None and longest > self.max_seq_length
-        encoded.split += len(texts) > 1
-        encoded.sequences += len(texts) if len(texts) > 1 else 0
+        encoded.split += len(parts) > 1
+        encoded.sequences += len(parts) if len(parts) > 1 else 0
         encoded.ended += any(text.add_eos for text in texts)
+        starts = [(text.text, start) for text in texts for start, _ in text.spans]
+        encoded.without_thought += any(EMPTY_BLOCK.match(*start) for start in starts)
+
+    def _in_tokens(
+        self, text: RecordText, encoded: EncodedText
+    ) -> Iterator[tuple[RecordText, EncodedText]]:
+        """The text with the completions whose edges lie between its tokens, after each
+        other completion with its prompt alone: a prompt has the tokens of a request."""
+        pairs = zip(encoded.edges[::2], encoded.edges[1::2], strict=True)
+        edges = dict(zip(text.spans, pairs, strict=True))
+        whole = tuple(span for span in edges if None not in edges[span])
+        alone = [(span,) for span in edges if span not in whole]
+        for spans in alone + [whole] * bool(whole):
+            is_last = spans[-1] == text.spans[-1]
+            part = replace(text, spans=spans, add_eos=text.add_eos and is_last)
+            if spans is whole:
+                found = chain(*(edges[span] for span in spans))
+                yield part, EncodedText(encoded.ids, [*found])
+            else:
+                yield part, self._alone(text.text, *spans)
 
     def _masked(
         self, text: RecordText, encoded: EncodedText
     ) -> tuple[list[int], list[bool]]:
         """The tokens of a text, and a mask with edges between tokens."""
         tokens, edges, eos = encoded.ids, encoded.edges, self.tokenizer.eos_token_id
-        if edges is None:
-            tokens, mask = self._by_segment(text, tokens)
-        else:
-            mask = [False] * len(tokens)
-            for start, end in zip(edges[::2], edges[1::2], strict=True):
-                mask[start:end] = [True] * (end - start)
+        mask = [False] * len(tokens)
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            mask[start:end] = [True] * (end - start)
         if text.bare:
             tokens, mask = _add_bos_eos(tokens, mask, self.bos, eos)
         elif text.add_eos:
             tokens, mask = [*tokens, eos], [*mask, True]
         return tokens, [True] * len(tokens) if self.everything else mask
 
-    def _by_segment(
-        self, text: RecordText, tokens: list[int]
-    ) -> tuple[list[int], list[bool]]:
-        """Encode prompts and completions separately, as generation does.
+    def _alone(self, text: str, span: Span) -> EncodedText:
+        """A prompt and its completion, encoded separately, as generation does.
 
-        Used if a token would span the edge between a prompt and a completion.
+        Used if a token of the text would span the edge between them.
         """
-        joined: list[int] = []
-        mask: list[bool] = []
-        for part, trained in text.segments():
-            ids = list(self.tokenizer.encode(part, add_special_tokens=False))
-            joined += ids
-            mask += [trained] * len(ids)
-        if self.tokenizer.decode(joined) != self.tokenizer.decode(tokens):
+        start, end = span
+        prompt, completion, whole = (
+            list(self.tokenizer.encode(part, add_special_tokens=False))
+            for part in (text[:start], text[start:end], text[:end])
+        )
+        tokens = prompt + completion
+        if self.tokenizer.decode(tokens) != self.tokenizer.decode(whole):
             reason = "no token boundary lies at the start of the completion"
             raise NoTrainableTokens(reason)
-        return joined, mask
+        return EncodedText(tokens, [len(prompt), len(tokens)])
 
 
 def windows(

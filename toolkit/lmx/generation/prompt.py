@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import UserError, library_errors
+from ..data.chat.rendering import ChatTemplate, NoTrainableTokens
+from ..errors import UserError
 
 Messages = list[dict[str, str]]
 
@@ -37,18 +38,21 @@ def encode_chat(
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     prompt = [m | {"content": utf8_text(m["content"])} for m in prompt]
-    message = "the model's chat template rejects these messages"
-    place = getattr(tokenizer, "name_or_path", None) or "chat_template"
-    hint = "correct chat_template.jinja, or use --ignore-chat-template"
-    # A template is a program: it raises whatever a program raises.
-    with library_errors(message, place=place, hint=hint):
-        return tokenizer.apply_chat_template(
+    options = {"enable_thinking": thinking and tokenizer.has_thinking}
+    try:
+        text = ChatTemplate(tokenizer).render(
             prompt,
+            tools=tools,
             add_generation_prompt=True,
-            **{"enable_thinking": thinking and tokenizer.has_thinking}
-            | ({"tools": [*tools]} if tools else {})
-            | (template_kwargs or {}),
+            **options | (template_kwargs or {}),
         )
+    except NoTrainableTokens as error:
+        raise UserError(
+            str(error),
+            place=getattr(tokenizer, "name_or_path", None) or "chat_template",
+            hint="correct chat_template.jinja, or use --ignore-chat-template",
+        ) from error
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def encode_prompt(

@@ -1,11 +1,11 @@
 """The prompts of requests: messages, text or tokens, as token ids."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..data.chat.messages import KEYS, BadRecord, parse_turn, require_text
+from ..data.chat.rendering import ChatTemplate
 from ..errors import UserError
 from ..generation.prompt import encode_chat, encode_text
 from .errors import ApiError
@@ -51,16 +51,15 @@ def encode_messages(
     Raises:
         ApiError: a message or an argument of the template is wrong.
     """
-    words = template_words(tokenizer)
+    template = ChatTemplate(tokenizer)
     messages = [
-        _message(message, index, words)
+        _message(message, index, template)
         for index, message in enumerate(parameters.messages)
     ]
     if tools and not tokenizer.has_tool_calling:
         message = "this model has no format of tool calls that lmx knows"
         raise ApiError(400, message, param="tools")
-    options = _template_options(parameters, words)
-    thinking = options.pop("enable_thinking", thinking)
+    options = _template_options(parameters, template)
     try:
         tokens = encode_chat(
             tokenizer,
@@ -93,12 +92,6 @@ def encode_prompts(
     return prompts
 
 
-def template_words(tokenizer: Any) -> set[str] | None:
-    """Words of the chat template; None = it is a program, which is not read."""
-    template = tokenizer.chat_template
-    return None if template is None else set(re.findall(r"\w+", str(template)))
-
-
 def opens_reasoning(tokenizer: Any, tokens: Sequence[int]) -> bool:
     """Whether a prompt ends with the beginning of a chain of thought.
 
@@ -113,7 +106,7 @@ def opens_reasoning(tokenizer: Any, tokens: Sequence[int]) -> bool:
     return not tokenizer.decode(rest).strip()
 
 
-def _message(message: dict, index: int, words: set[str] | None) -> dict:
+def _message(message: dict, index: int, template: ChatTemplate) -> dict:
     place = f"messages[{index}]"
     message = {
         key: value
@@ -121,7 +114,7 @@ def _message(message: dict, index: int, words: set[str] | None) -> dict:
         if value is not None and not (key in ECHOED and not value)
     }
     for key in message:
-        if key not in KEYS and words is not None and key not in words:
+        if key not in KEYS and template.unknown([key]):
             text = f"Unrecognized request argument supplied: {place}.{key}"
             raise ApiError(400, text, param=f"{place}.{key}", code="unknown_parameter")
     if "role" not in message:
@@ -157,13 +150,13 @@ def checked_tools(parameters: ChatCompletionParameters) -> list[dict] | None:
 
 
 def _template_options(
-    parameters: ChatCompletionParameters, words: set[str] | None
+    parameters: ChatCompletionParameters, template: ChatTemplate
 ) -> dict[str, Any]:
     options = dict(parameters.chat_template_kwargs or {})
     if parameters.reasoning_effort is not None:
         options.setdefault("reasoning_effort", parameters.reasoning_effort)
-    for name in options:
-        if name in RESERVED or (words is not None and name not in words):
-            message = f"the chat template of this model has no {name}"
-            raise ApiError(400, message, param=name, code="unknown_parameter")
+    reserved = next((name for name in options if name in RESERVED), None)
+    if name := reserved or template.unknown(options):
+        message = f"the chat template of this model has no {name}"
+        raise ApiError(400, message, param=name, code="unknown_parameter")
     return options

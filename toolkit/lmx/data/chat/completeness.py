@@ -12,13 +12,17 @@ from typing import Any
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # The tags of the chain of thought: those of Qwen and DeepSeek, Seed-OSS, EXAONE,
 # Mistral, Cohere, Apertus and Gemma 4.
-OPENING = (
-    r"(?:<think>|<seed:think>|<thought>|\[THINK\]|<\|START_THINKING\|>"
-    r"|<\|inner_prefix\|>|<\|channel>thought)"
-)
-CLOSING = (
-    r"(?:</think>|</seed:think>|</thought>|\[/THINK\]|<\|END_THINKING\|>"
-    r"|<\|inner_suffix\|>|<channel\|>)"
+TAGS = {
+    "<think>": "</think>",
+    "<seed:think>": "</seed:think>",
+    "<thought>": "</thought>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|channel>thought": "<channel|>",
+}
+OPENING, CLOSING = (
+    f"(?:{'|'.join(map(re.escape, tags))})" for tags in (TAGS, TAGS.values())
 )
 TAG = re.compile(f"{OPENING}|{CLOSING}")
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import Any
@@ -71,10 +71,20 @@ class ChatTemplate:
             return False
 
     @cached_property
+    def words(self) -> set[str] | None:
+        """Its words; None = it is a program, which is not read."""
+        has_text = self.tokenizer.chat_template is not None
+        return set(re.findall(r"\w+", self.source)) if has_text else None
+
+    @cached_property
     def switches(self) -> tuple[str, ...]:
         """The arguments of the template that switch the chain of thought."""
-        words = set(re.findall(r"\w+", self.source))
-        return tuple(name for name in SWITCHES if name in words)
+        return tuple(name for name in SWITCHES if name in (self.words or ()))
+
+    def unknown(self, names: Iterable[str]) -> str | None:
+        """The first name that is no word of the template."""
+        words = self.words
+        return next((n for n in names if words is not None and n not in words), None)
 
     @cached_property
     def stop(self) -> re.Pattern:
@@ -117,7 +127,8 @@ class ChatTemplate:
         # A template is a foreign program, with errors of all kinds.
         except Exception as error:
             detail = error_detail(error)
-            raise NoTrainableTokens(f"the chat template rejects it: {detail}") from None
+            message = f"the chat template rejects these messages: {detail}"
+            raise NoTrainableTokens(message) from None
         if not isinstance(text, str):
             raise NoTrainableTokens("the chat template returns no text")
         return text
