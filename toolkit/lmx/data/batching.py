@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -153,23 +154,110 @@ class BatchSource(Protocol):
     examples: ExampleDataset
     per_epoch: int
 
-    def __call__(self, step: int) -> Batch: ...
+    def __call__(self, index: int) -> Batch: ...
 
 
-class BucketBatchSampler:
+class StepSampler(ABC):
+    """Batches of items, shuffled in every epoch and grouped by optimizer step.
+
+    The items of an epoch are cut into even steps, and a step into as few even batches
+    as the limit allows. So half the batch size and twice the accumulation leave the
+    items of every step as they are.
+
+    Args:
+        limits: numbers of consecutive items, and the maximum of each in a batch. Where
+            the items of one number do not fill a step, it gets some of the next.
+        accumulation: maximum batches per step.
+
+    Attributes:
+        per_epoch: batches in one pass over the items.
+        steps_per_epoch: steps in one pass.
+    """
+
+    def __init__(self, limits: list[tuple[int, int]], accumulation: int, seed: int):
+        self.seed = seed
+        total, end, edges = sum(count for count, _ in limits), 0, [0]
+        batches, rows = [], []
+        for count, limit in limits:
+            end += count
+            start, most = edges[-1], limit * accumulation
+            steps = max(0, -(-(end - start) // most))
+            taken = min(steps * most, total - start)
+            edges += [start + taken * step // steps for step in range(1, steps + 1)]
+            largest = taken and -(-taken // steps)
+            batches += [-(-largest // limit)] * steps
+            rows += [largest and balanced_batch_size(largest, limit)] * steps
+        sizes = np.diff(edges)
+        # Of every step, and then of every batch in the order of the items.
+        self._batches = np.minimum(batches, sizes)
+        self._first_batches = np.cumsum(self._batches) - self._batches
+        step = np.repeat(np.arange(len(sizes)), self._batches)
+        part = np.arange(len(step)) - self._first_batches[step]
+        starts = np.array(edges)[step] + sizes[step] * part // self._batches[step]
+        self._starts = np.append(starts, total)
+        self._rows = np.array(rows)[step]
+        self.per_epoch, self.steps_per_epoch = len(step), len(sizes)
+        self._epoch = -1
+
+    @abstractmethod
+    def _shuffled(self, generator: np.random.Generator) -> tuple[np.ndarray, ...]:
+        """The items of an epoch in their new order, and the order of its steps."""
+
+    @abstractmethod
+    def _collate(self, number: int, items: np.ndarray) -> Batch:
+        """The batch of some items; `number` is its place in the order of the items."""
+
+    def indices(self, step: int) -> range:
+        """The indices of the batches of a step, counted from 0 over all epochs."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        self._shuffle(epoch)
+        start, end = epoch * self.per_epoch + self._offsets[position : position + 2]
+        return range(start, end)
+
+    def __call__(self, index: int) -> Batch:
+        """The batch of an index, counted from 0 over all epochs."""
+        epoch, position = divmod(index, self.per_epoch)
+        self._shuffle(epoch)
+        place = np.searchsorted(self._offsets, position, side="right") - 1
+        first = self._first_batches[self._steps[place]]
+        number = first + position - self._offsets[place]
+        return self._items_of(number, self._items)
+
+    def _items_of(self, number: int, items: np.ndarray) -> Batch:
+        return self._collate(
+            number, items[self._starts[number] : self._starts[number + 1]]
+        )
+
+    def _shuffle(self, epoch: int) -> None:
+        if self._epoch == epoch:
+            return
+        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        self._items, self._steps = self._shuffled(generator)
+        # Batches before each step of the epoch.
+        self._offsets = np.append(0, np.cumsum(self._batches[self._steps]))
+        self._epoch = epoch
+
+
+class BucketBatchSampler(StepSampler):
     """Groups examples of similar length into batches.
 
     An example belongs to the bucket with the smallest length that holds it. Every epoch
-    shuffles the examples of each bucket and the order of the batches. All batches of a
-    bucket have one size: sequences with an empty mask fill the last one, so no example
-    is left out. Needs about 12 bytes of memory per example.
+    shuffles the examples of each bucket and the order of the steps. The last examples
+    of a bucket share a batch with the longest ones of the next shorter bucket, so no
+    example is left out and no batch is small where others follow. Batches of one length
+    have one size: sequences with an empty mask fill them. Needs about 16 bytes of
+    memory per example.
 
     Args:
         batch_size: maximum examples per batch, or
         batch_tokens: maximum padded tokens per batch, unless one example has more;
             short sequences then form larger batches.
+        accumulation: maximum batches per step.
         sequences_per_example: so many of `examples`, one after the other, stay
             together, such as the chosen and the rejected completion of a prompt.
+
+    Attributes:
+        shapes: lengths and sequences of the batches, each pair once.
     """
 
     def __init__(
@@ -179,6 +267,7 @@ class BucketBatchSampler:
         max_seq_length: int,
         batch_size: int | None = None,
         batch_tokens: int | None = None,
+        accumulation: int = 1,
         seed: int = 0,
         sequences_per_example: int = 1,
     ):
@@ -186,25 +275,26 @@ class BucketBatchSampler:
         self.examples = (
             InMemoryExamples(examples) if isinstance(examples, list) else examples
         )
-        self.seed = seed
         self.sequences_per_example = sequences_per_example
-        self._epoch, self._order, self._shuffle = -1, [], np.zeros(0)
-        self.buckets: list[tuple[int, int, np.ndarray]] = []
-        lengths = self.examples.lengths.reshape(-1, sequences_per_example)
-        inputs = lengths.max(axis=1) - 1
-        low = 0
-        for length in bucket_lengths(max_seq_length):
-            members = np.flatnonzero((inputs > low) & (inputs <= length))
-            low = length
-            if count := len(members):
-                tokens = length * sequences_per_example
-                limit = batch_size or max(1, batch_tokens // tokens)
-                size = balanced_batch_size(count, limit)
-                self.buckets.append((length, size, members.astype(np.int32)))
-        counts = [-(-len(members) // size) for _, size, members in self.buckets]
-        self._head_fractions = head_fractions(counts)
-        # Index of the first batch of every bucket, and the number of batches.
-        self._first_batches = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        lengths = np.array(bucket_lengths(max_seq_length))
+        together = self.examples.lengths.reshape(-1, sequences_per_example)
+        bucket_of = np.searchsorted(lengths, together.max(axis=1) - 1)
+        used = np.unique(bucket_of)[::-1]
+        self._buckets = [np.flatnonzero(bucket_of == n).astype(np.int32) for n in used]
+        counts = [len(members) for members in self._buckets]
+        limits = [(len(bucket_of), batch_size)]
+        if batch_tokens:
+            sizes = batch_tokens // (lengths[used] * sequences_per_example)
+            limits = list(zip(counts, np.maximum(1, sizes).tolist(), strict=True))
+        super().__init__(limits, accumulation, seed)
+        # The first example of a batch is one of its longest.
+        first = np.searchsorted(np.cumsum(counts), self._starts[:-1], side="right")
+        pairs = np.stack([lengths[used][first], self._rows * sequences_per_example])
+        shapes, self._shape_of, uses = np.unique(
+            pairs, axis=1, return_inverse=True, return_counts=True
+        )
+        self.shapes = list(zip(*shapes.tolist(), strict=True))
+        self._head_fractions = head_fractions(uses.tolist())
 
     @property
     def digest(self) -> str:
@@ -216,44 +306,27 @@ class BucketBatchSampler:
         """Number of examples, with one or more sequences each."""
         return len(self.examples) // self.sequences_per_example
 
-    @property
-    def per_epoch(self) -> int:
-        """Batches in one pass over the examples."""
-        return int(self._first_batches[-1])
-
-    def __call__(self, step: int) -> Batch:
-        """The batch of a step, counted from 0 over all epochs."""
-        epoch, position = divmod(step, self.per_epoch)
-        if self._epoch != epoch:
-            self._shuffle_epoch(epoch)
-        index = self._shuffle[position]
-        bucket = int(np.searchsorted(self._first_batches, index, side="right")) - 1
-        size = self.buckets[bucket][1]
-        start = (index - self._first_batches[bucket]) * size
-        return self._collate(bucket, self._order[bucket][start : start + size])
-
     def in_order(self, limit: int | None = None) -> Iterator[Batch]:
-        """Every batch once, unshuffled, alternating between buckets; for validation."""
-        plan = [
-            (start / len(members), bucket, members[start : start + size])
-            for bucket, (_, size, members) in enumerate(self.buckets)
-            for start in range(0, len(members), size)
-        ]
-        for _, bucket, members in sorted(plan, key=lambda p: p[:2])[:limit]:
-            yield self._collate(bucket, members)
+        """Every batch once, unshuffled, alternating between shapes; for validation."""
+        items = np.concatenate(self._buckets)
+        before, count = np.zeros(self.per_epoch), np.zeros(self.per_epoch)
+        for shape in range(len(self.shapes)):
+            [places] = np.nonzero(self._shape_of == shape)
+            before[places], count[places] = np.arange(len(places)), len(places)
+        order = np.lexsort((self._shape_of, before / count))
+        for number in order[:limit]:
+            yield self._items_of(number, items)
 
-    def _shuffle_epoch(self, epoch: int) -> None:
-        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-        self._order = [generator.permutation(members) for _, _, members in self.buckets]
-        self._shuffle = generator.permutation(self.per_epoch)
-        self._epoch = epoch
+    def _shuffled(self, generator: np.random.Generator) -> tuple[np.ndarray, ...]:
+        items = np.concatenate([generator.permutation(m) for m in self._buckets])
+        return items, generator.permutation(self.steps_per_epoch)
 
-    def _collate(self, bucket: int, members: np.ndarray) -> Batch:
-        length, size, _ = self.buckets[bucket]
-        together = self.sequences_per_example
-        tokens = np.zeros((size * together, length + 1), np.int32)
-        mask = np.zeros((size * together, length), bool)
-        indices = (members[:, None] * together + np.arange(together)).reshape(-1)
+    def _collate(self, number: int, items: np.ndarray) -> Batch:
+        shape = self._shape_of[number]
+        (length, rows), together = self.shapes[shape], self.sequences_per_example
+        tokens = np.zeros((rows, length + 1), np.int32)
+        mask = np.zeros((rows, length), bool)
+        indices = (items[:, None] * together + np.arange(together)).reshape(-1)
         where = []
         for row, index in enumerate(indices):
             example = self.examples[index]
@@ -266,7 +339,7 @@ class BucketBatchSampler:
             mx.array(mask),
             tuple(where),
             example_indices=tuple(indices.tolist()),
-            head_fractions=self._head_fractions[bucket],
+            head_fractions=self._head_fractions[shape],
             sequences_per_example=together,
         )
 

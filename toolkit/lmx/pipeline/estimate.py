@@ -161,17 +161,16 @@ class Workload:
         return sum(self.lengths) / len(self.lengths)
 
     def largest_batch(self, batch_size: int | None, batch_tokens: int | None) -> int:
-        """Tokens of the largest batch: a bucket with few examples has smaller ones."""
-        # Needs NumPy, which reading a recipe does not load.
-        from ..data.batching import balanced_batch_size
-
-        sizes = []
-        for length, count in Counter(self.lengths).items():
+        """Tokens of the largest batch: few examples make a smaller one."""
+        sizes, count = [], 0
+        for length, some in sorted(Counter(self.lengths).items()):
             limit = batch_size or max(1, batch_tokens // length)
-            if self.examples:
-                count = math.ceil(count * self.examples / len(self.lengths))
-                limit = balanced_batch_size(count, limit)
-            sizes.append(length * limit)
+            # The longest examples of a batch are joined by shorter ones.
+            count += some
+            known = self.examples and math.ceil(
+                count * self.examples / len(self.lengths)
+            )
+            sizes.append(length * min(limit, known or limit))
         return max(sizes)
 
 

@@ -47,12 +47,14 @@ def training_batches(
     if teacher:
         examples = teacher.replace_completions(examples)
     if not packing:
-        return _padded_batches(examples, config, context, encode)
+        accumulation = config.gradient_accumulation_steps
+        return _padded_batches(examples, config, context, encode, accumulation)
     batches = PackedBatchSampler(
         examples,
         packed(examples, longest + 1, context.logger.warning),
         max_seq_length=longest,
         batch_size=config.sequences_per_batch(longest),
+        accumulation=config.gradient_accumulation_steps,
         seed=context.seed,
     )
     context.logger.info(
@@ -132,7 +134,11 @@ def chunked_loss(
 
 
 def _padded_batches(
-    examples, config: TrainConfig, context: StageContext, encode: Encode | None
+    examples,
+    config: TrainConfig,
+    context: StageContext,
+    encode: Encode | None,
+    accumulation: int = 1,
 ) -> BucketBatchSampler:
     longest, tokens = context.data.max_seq_length, config.batch_tokens
     if config.packing:
@@ -142,6 +148,7 @@ def _padded_batches(
         max_seq_length=longest,
         batch_size=None if tokens else config.batch_size,
         batch_tokens=tokens,
+        accumulation=accumulation,
         seed=context.seed,
         sequences_per_example=2 if encode else 1,
     )

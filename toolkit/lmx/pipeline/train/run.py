@@ -277,12 +277,12 @@ class TrainRun:
         valid = validation_batches(config, context, loaded, encode=encode)
         eval_batches = list(valid.in_order(config.eval_batches))
         self.cross_entropy_batches = eval_batches
-        num_batches = config.batches(batches.per_epoch)
-        steps = math.ceil(num_batches / config.gradient_accumulation_steps)
+        steps, indices = config.num_steps(batches.steps_per_epoch), batches.indices
+        num_batches = indices(steps - 1).stop
         require_steps(config.qat, steps)
         context.logger.info(
             f"{batches.num_examples:,} examples, {batches.per_epoch:,} batches per "
-            f"epoch; {steps:,} steps are {num_batches / batches.per_epoch:.1f} epochs"
+            f"epoch; {steps:,} steps are {steps / batches.steps_per_epoch:.1f} epochs"
         )
         loss = context.extensions.loss or cross_entropy_sum
         if self.teacher:
@@ -303,10 +303,12 @@ class TrainRun:
         evaluate = None
         if self.rollouts:
             batches, evaluate = self.rollouts.prepare(step, batches, valid)
+            indices = batches.indices
         return Trainer(
             step,
             batches,
-            self._trainer_config(steps, num_batches),
+            self._trainer_config(steps),
+            indices=indices,
             learning_rate=self._learning_rate(steps),
             eval_batches=eval_batches,
             logger=context.logger,
@@ -332,15 +334,12 @@ class TrainRun:
             **losses,
         )
 
-    def _trainer_config(self, steps: int, num_batches: int) -> TrainerConfig:
+    def _trainer_config(self, steps: int) -> TrainerConfig:
         config, context = self.config, self.context
-        parts = config.micro_batches
         return TrainerConfig(
             steps=steps,
             seed=context.seed,
             checkpoint_dir=context.folder / "checkpoints",
-            gradient_accumulation_steps=config.gradient_accumulation_steps * parts,
-            num_batches=num_batches * parts,
             logging_steps=config.logging_steps,
             eval_steps=config.eval_steps,
             save_steps=config.save_steps,
