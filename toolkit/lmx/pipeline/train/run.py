@@ -98,11 +98,7 @@ class TrainRun:
             self.eval_loss = self._cross_entropy(self.step.materialize())
         self.parameters = self.step.parameters
         if self.step.shards:
-            dtypes = {
-                path: self.base_weights.get(path, value).dtype
-                for path, value in self.parameters.items()
-            }
-            self.parameters = self.step.gather_parameters(dtypes)
+            self.parameters = self.step.gather_parameters()
 
     def finish(self) -> ModelArtifact:
         """Write on rank 0 what was trained, and measure it; all ranks call this.
@@ -326,6 +322,7 @@ class TrainRun:
         return TrainStep(
             network,
             self._optimizer(fake_quant),
+            stored_dtypes={k: v.dtype for k, v in self.base_weights.items()},
             compute_dtype=compute_dtype,
             fake_quant=fake_quant,
             gradient_checkpointing=config.gradient_checkpointing,
