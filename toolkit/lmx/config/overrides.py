@@ -1,6 +1,7 @@
 """Overrides `a.b=value`, merged into the recipe data before validation."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ from .yaml_io import read
 
 # The text `key=value`, whose value is YAML, or a key and a value.
 Override = str | tuple[str, Any]
+
+
+# The number of an entry in a list.
+ENTRY = "[0-9]{1,9}"
 
 
 class _BadOverride(Exception):
@@ -93,7 +98,7 @@ def _key_or_index(block: Any, step: str, path: KeyPath) -> str | int:
         raise _BadOverride(
             f"'{above}' is a value, not a block; set all of it: {above}={{...}}"
         )
-    if not step.isdecimal() or not 1 <= int(step) <= len(block):
+    if not re.fullmatch(ENTRY, step) or not 1 <= int(step) <= len(block):
         raise _BadOverride(f"'{above}' has the entries 1 to {len(block)}, got '{step}'")
     return int(step) - 1
 
@@ -104,7 +109,7 @@ def _with_stage_number(steps: list[str], stages: Any) -> list[str]:
         return steps
     kind = steps[1]
     entries = {n: [*s] for n, s in enumerate(stages, 1) if isinstance(s, dict)}
-    if kind.isdecimal():
+    if re.fullmatch(ENTRY, kind):
         keys = entries.get(int(kind), [])
         if len(keys) == 1 and len(steps) > 2 and steps[2] != keys[0]:
             # It would add a second kind to the stage.

@@ -136,11 +136,9 @@ class TrainStep:
     ):
         self.model = model
         self.config = optimizer or OptimizerConfig()
-        self.compute_dtype = compute_dtype
-        self.fake_quant = fake_quant
-        self.chunked_loss = chunked_loss
+        self.compute_dtype, self.fake_quant = compute_dtype, fake_quant
+        self.chunked_loss, self.loss = chunked_loss, loss
         self.document_caches = document_caches
-        self.loss = loss
         self.has_metrics = hasattr(loss, "metric_names")
         self._of_completions = isinstance(loss, CompletionLoss)
         self._runs_model = self.has_metrics and not self._of_completions

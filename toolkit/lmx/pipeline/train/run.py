@@ -272,7 +272,7 @@ class TrainRun:
         encode = preference and preference.encode_valid(batches)
         valid = validation_batches(config, context, loaded, encode=encode)
         eval_batches = list(valid.in_order(config.eval_batches))
-        self.cross_entropy_batches = eval_batches
+        self.cross_entropy_batches, evaluate = eval_batches, None
         steps, indices = config.num_steps(batches.steps_per_epoch), batches.indices
         num_batches = indices(steps - 1).stop
         require_steps(config.qat, steps)
@@ -296,7 +296,6 @@ class TrainRun:
             compute_dtype, chunked_loss=chunked, document_caches=caches, loss=loss
         )
         set_compute_dtype(loaded.model, compute_dtype)
-        evaluate = None
         if self.rollouts:
             batches, evaluate = self.rollouts.prepare(step, batches, valid)
             indices = batches.indices
