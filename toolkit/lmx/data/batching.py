@@ -143,20 +143,6 @@ class InMemoryExamples(list[Example]):
         return total.hexdigest()
 
 
-class BatchSource(Protocol):
-    """Batches by index: a `BucketBatchSampler` or a `PackedBatchSampler`.
-
-    Attributes:
-        examples: of all batches.
-        per_epoch: batches in one pass over the examples.
-    """
-
-    examples: ExampleDataset
-    per_epoch: int
-
-    def __call__(self, index: int) -> Batch: ...
-
-
 class StepSampler(ABC):
     """Batches of items, shuffled in every epoch and grouped by optimizer step.
 
@@ -165,77 +151,84 @@ class StepSampler(ABC):
     items of every step as they are.
 
     Args:
+        pools: the items; each pool is shuffled by itself, and the next one follows.
         limits: numbers of consecutive items, and the maximum of each in a batch. Where
             the items of one number do not fill a step, it gets some of the next.
         accumulation: maximum batches per step.
 
     Attributes:
-        per_epoch: batches in one pass over the items.
-        steps_per_epoch: steps in one pass.
+        examples: of all batches.
+        per_epoch, steps_per_epoch: batches and steps in one pass over the examples.
     """
 
-    def __init__(self, limits: list[tuple[int, int]], accumulation: int, seed: int):
-        self.seed = seed
+    examples: ExampleDataset
+    sequences_per_example = 1
+
+    def __init__(
+        self,
+        pools: list[np.ndarray],
+        limits: list[tuple[int, int]],
+        accumulation: int,
+        seed: int,
+    ):
+        self._pools, self.accumulation, self.seed = pools, accumulation, seed
+        self._epoch = -1
         total, end, edges = sum(count for count, _ in limits), 0, [0]
         batches, rows = [], []
         for count, limit in limits:
-            end += count
-            start, most = edges[-1], limit * accumulation
-            steps = max(0, -(-(end - start) // most))
+            end, start, most = end + count, edges[-1], limit * accumulation
+            if start >= end:
+                continue
+            steps = -(-(end - start) // most)
             taken = min(steps * most, total - start)
             edges += [start + taken * step // steps for step in range(1, steps + 1)]
-            largest = taken and -(-taken // steps)
+            largest = -(-taken // steps)
             batches += [-(-largest // limit)] * steps
-            rows += [largest and balanced_batch_size(largest, limit)] * steps
+            rows += [balanced_batch_size(largest, limit)] * steps
         sizes = np.diff(edges)
-        # Of every step, and then of every batch in the order of the items.
         self._batches = np.minimum(batches, sizes)
         self._first_batches = np.cumsum(self._batches) - self._batches
+        # Of every batch, in the order of the items.
         step = np.repeat(np.arange(len(sizes)), self._batches)
         part = np.arange(len(step)) - self._first_batches[step]
         starts = np.array(edges)[step] + sizes[step] * part // self._batches[step]
-        self._starts = np.append(starts, total)
-        self._rows = np.array(rows)[step]
+        self._starts, self._rows = np.append(starts, total), np.array(rows)[step]
         self.per_epoch, self.steps_per_epoch = len(step), len(sizes)
-        self._epoch = -1
-
-    @abstractmethod
-    def _shuffled(self, generator: np.random.Generator) -> tuple[np.ndarray, ...]:
-        """The items of an epoch in their new order, and the order of its steps."""
 
     @abstractmethod
     def _collate(self, number: int, items: np.ndarray) -> Batch:
-        """The batch of some items; `number` is its place in the order of the items."""
+        """The batch of a number, which begins at `_starts[number]` of the items."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of the examples, which changes when an example does."""
+        return self.examples.digest
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples, with one or more sequences each."""
+        return len(self.examples) // self.sequences_per_example
 
     def indices(self, step: int) -> range:
         """The indices of the batches of a step, counted from 0 over all epochs."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        self._shuffle(epoch)
-        start, end = epoch * self.per_epoch + self._offsets[position : position + 2]
-        return range(start, end)
+        start = step * self.accumulation
+        return range(start, start + int(self._batches[self._shuffled_step(step)]))
 
     def __call__(self, index: int) -> Batch:
-        """The batch of an index, counted from 0 over all epochs."""
-        epoch, position = divmod(index, self.per_epoch)
-        self._shuffle(epoch)
-        place = np.searchsorted(self._offsets, position, side="right") - 1
-        first = self._first_batches[self._steps[place]]
-        number = first + position - self._offsets[place]
-        return self._items_of(number, self._items)
+        """The batch of an index of `indices`."""
+        step, part = divmod(index, self.accumulation)
+        number = self._first_batches[self._shuffled_step(step)] + part
+        return self._collate(number, self._items)
 
-    def _items_of(self, number: int, items: np.ndarray) -> Batch:
-        return self._collate(
-            number, items[self._starts[number] : self._starts[number + 1]]
-        )
-
-    def _shuffle(self, epoch: int) -> None:
-        if self._epoch == epoch:
-            return
-        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-        self._items, self._steps = self._shuffled(generator)
-        # Batches before each step of the epoch.
-        self._offsets = np.append(0, np.cumsum(self._batches[self._steps]))
-        self._epoch = epoch
+    def _shuffled_step(self, step: int) -> int:
+        epoch, position = divmod(step, self.steps_per_epoch)
+        if self._epoch != epoch:
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            pools = [generator.permutation(pool) for pool in self._pools]
+            self._items = np.concatenate(pools)
+            self._steps = generator.permutation(self.steps_per_epoch)
+            self._epoch = epoch
+        return self._steps[position]
 
 
 class BucketBatchSampler(StepSampler):
@@ -280,13 +273,13 @@ class BucketBatchSampler(StepSampler):
         together = self.examples.lengths.reshape(-1, sequences_per_example)
         bucket_of = np.searchsorted(lengths, together.max(axis=1) - 1)
         used = np.unique(bucket_of)[::-1]
-        self._buckets = [np.flatnonzero(bucket_of == n).astype(np.int32) for n in used]
-        counts = [len(members) for members in self._buckets]
+        buckets = [np.flatnonzero(bucket_of == n).astype(np.int32) for n in used]
+        counts = [len(members) for members in buckets]
         limits = [(len(bucket_of), batch_size)]
         if batch_tokens:
             sizes = batch_tokens // (lengths[used] * sequences_per_example)
             limits = list(zip(counts, np.maximum(1, sizes).tolist(), strict=True))
-        super().__init__(limits, accumulation, seed)
+        super().__init__(buckets, limits, accumulation, seed)
         # The first example of a batch is one of its longest.
         first = np.searchsorted(np.cumsum(counts), self._starts[:-1], side="right")
         pairs = np.stack([lengths[used][first], self._rows * sequences_per_example])
@@ -296,32 +289,19 @@ class BucketBatchSampler(StepSampler):
         self.shapes = list(zip(*shapes.tolist(), strict=True))
         self._head_fractions = head_fractions(uses.tolist())
 
-    @property
-    def digest(self) -> str:
-        """A hash of the examples, which changes when an example does."""
-        return self.examples.digest
-
-    @property
-    def num_examples(self) -> int:
-        """Number of examples, with one or more sequences each."""
-        return len(self.examples) // self.sequences_per_example
-
     def in_order(self, limit: int | None = None) -> Iterator[Batch]:
         """Every batch once, unshuffled, alternating between shapes; for validation."""
-        items = np.concatenate(self._buckets)
+        items = np.concatenate(self._pools)
         before, count = np.zeros(self.per_epoch), np.zeros(self.per_epoch)
         for shape in range(len(self.shapes)):
             [places] = np.nonzero(self._shape_of == shape)
             before[places], count[places] = np.arange(len(places)), len(places)
         order = np.lexsort((self._shape_of, before / count))
         for number in order[:limit]:
-            yield self._items_of(number, items)
-
-    def _shuffled(self, generator: np.random.Generator) -> tuple[np.ndarray, ...]:
-        items = np.concatenate([generator.permutation(m) for m in self._buckets])
-        return items, generator.permutation(self.steps_per_epoch)
+            yield self._collate(number, items)
 
     def _collate(self, number: int, items: np.ndarray) -> Batch:
+        items = items[slice(*self._starts[number : number + 2])]
         shape = self._shape_of[number]
         (length, rows), together = self.shapes[shape], self.sequences_per_example
         tokens = np.zeros((rows, length + 1), np.int32)
@@ -344,11 +324,12 @@ class BucketBatchSampler(StepSampler):
         )
 
 
-def example_indices(batches: BatchSource, num_batches: int) -> np.ndarray:
-    """Indices of the examples in the first batches."""
-    if num_batches >= batches.per_epoch:
+def example_indices(batches: StepSampler, steps: int) -> np.ndarray:
+    """Indices of the examples in the first steps."""
+    if steps >= batches.steps_per_epoch:
         return np.arange(len(batches.examples))
-    used = {i for n in range(num_batches) for i in batches(n).example_indices}
+    numbers = chain.from_iterable(map(batches.indices, range(steps)))
+    used = {i for n in numbers for i in batches(n).example_indices}
     return np.array(sorted(used))
 
 
@@ -385,24 +366,23 @@ class TargetBatches:
         target: the batch with its target; None = none is stored.
     """
 
-    batches: BatchSource
+    batches: StepSampler
     origin: str
     target: Callable[[Batch], Batch] | None = None
 
-    def __call__(self, step: int) -> Batch:
-        """The batch of a step, counted from 0."""
-        batch = self.batches(step)
+    def indices(self, step: int) -> range:
+        """The indices of the batches of a step."""
+        return self.batches.indices(step)
+
+    def __call__(self, index: int) -> Batch:
+        """The batch of an index."""
+        batch = self.batches(index)
         return self.target(batch) if self.target else batch
 
     @property
     def examples(self) -> ExampleDataset:
         """The training examples."""
         return self.batches.examples
-
-    @property
-    def per_epoch(self) -> int:
-        """Batches in one pass over the examples."""
-        return self.batches.per_epoch
 
     @property
     def digest(self) -> str:

@@ -126,7 +126,8 @@ class PackedBatchSampler(StepSampler):
         self.examples = examples
         self._order, self._edges = plan
         self._length = max_seq_length
-        super().__init__([(self.num_sequences, batch_size)], accumulation, seed)
+        count = self.num_sequences
+        super().__init__([np.arange(count)], [(count, batch_size)], accumulation, seed)
 
     @property
     def num_sequences(self) -> int:
@@ -134,26 +135,13 @@ class PackedBatchSampler(StepSampler):
         return len(self._edges) - 1
 
     @property
-    def digest(self) -> str:
-        """A hash of the examples, which changes when an example does."""
-        return self.examples.digest
-
-    @property
     def filled(self) -> float:
         """The fraction of the sequences' tokens that is not padding."""
         total = int(self.examples.lengths.sum(dtype=np.int64))
         return total / (self.num_sequences * (self._length + 1))
 
-    @property
-    def num_examples(self) -> int:
-        """Number of examples."""
-        return len(self.examples)
-
-    def _shuffled(self, generator: np.random.Generator) -> tuple[np.ndarray, ...]:
-        sequences = generator.permutation(self.num_sequences)
-        return sequences, np.arange(self.steps_per_epoch)
-
-    def _collate(self, number: int, sequences: np.ndarray) -> Batch:
+    def _collate(self, number: int, items: np.ndarray) -> Batch:
+        sequences = items[slice(*self._starts[number : number + 2])]
         shape = (self._rows[number], self._length + 1)
         tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
         documents = np.zeros(shape, np.int32)

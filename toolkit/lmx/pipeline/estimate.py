@@ -1,7 +1,5 @@
 """What stages need of a machine, from shapes alone; `Stage.resources` has it."""
 
-import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -162,16 +160,9 @@ class Workload:
 
     def largest_batch(self, batch_size: int | None, batch_tokens: int | None) -> int:
         """Tokens of the largest batch: few examples make a smaller one."""
-        sizes, count = [], 0
-        for length, some in sorted(Counter(self.lengths).items()):
-            limit = batch_size or max(1, batch_tokens // length)
-            # The longest examples of a batch are joined by shorter ones.
-            count += some
-            known = self.examples and math.ceil(
-                count * self.examples / len(self.lengths)
-            )
-            sizes.append(length * min(limit, known or limit))
-        return max(sizes)
+        # The longest examples are joined by shorter ones.
+        sizes = {n: batch_size or max(1, batch_tokens // n) for n in self.lengths}
+        return max(n * min(size, self.examples or size) for n, size in sizes.items())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -160,19 +160,15 @@ def serve() -> None:
 
 def _kill_marked(mark: str) -> None:
     """Kill what a worker has started, in whatever session; only Linux lists it."""
-    killed = {os.getpid()}
-    while found := set(_marked(mark)) - killed:
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        killed |= found
-
-
-def _marked(mark: str) -> Iterator[int]:
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if mark.encode() in file.read_bytes():
-                yield int(file.parent.name)
+    killed, count = {os.getpid()}, 0
+    while count < len(killed):
+        count = len(killed)
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                pid = int(file.parent.name)
+                if pid not in killed and mark.encode() in file.read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
 
 
 def _limit(seconds: float) -> None:

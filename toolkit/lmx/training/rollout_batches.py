@@ -152,13 +152,12 @@ class RolloutBatches:
             failed = file.read_text()
         return self.step.ranks.broadcast_object(failed)
 
-    def indices(self, step: int) -> list[int]:
+    def indices(self, step: int) -> range:
         """The indices of the batches of a step, counted from 0."""
-        parts = self.config.num_generations
-        start = step * self.accumulation * parts
         # The same completions train `num_iterations` steps.
         prompts = self.batches.indices(step // self.config.num_iterations)
-        return [*range(start, start + len(prompts) * parts)]
+        start, parts = step * self.accumulation, self.config.num_generations
+        return range(start * parts, (start + len(prompts)) * parts)
 
     def __call__(self, index: int) -> Batch:
         """The batch of an index, counted from 0."""

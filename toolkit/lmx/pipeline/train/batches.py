@@ -5,7 +5,7 @@ from functools import partial
 from ...config.train import TrainConfig
 from ...cpu import on_cpu
 from ...data import cache, fingerprint, token_store
-from ...data.batching import BucketBatchSampler
+from ...data.batching import BucketBatchSampler, StepSampler
 from ...data.dataset import ReadStats
 from ...data.packing import PackedBatchSampler, packed
 from ...data.splits import log_read_stats
@@ -33,7 +33,7 @@ def training_batches(
     *,
     packing: bool,
     encode: Encode | None = None,
-) -> BucketBatchSampler | PackedBatchSampler:
+) -> StepSampler:
     """Batches of the training examples, which are tokenized once into the cache.
 
     Args:
@@ -47,8 +47,7 @@ def training_batches(
     if teacher:
         examples = teacher.replace_completions(examples)
     if not packing:
-        accumulation = config.gradient_accumulation_steps
-        return _padded_batches(examples, config, context, encode, accumulation)
+        return _padded_batches(examples, config, context, encode)
     batches = PackedBatchSampler(
         examples,
         packed(examples, longest + 1, context.logger.warning),
@@ -134,11 +133,7 @@ def chunked_loss(
 
 
 def _padded_batches(
-    examples,
-    config: TrainConfig,
-    context: StageContext,
-    encode: Encode | None,
-    accumulation: int = 1,
+    examples, config: TrainConfig, context: StageContext, encode: Encode | None
 ) -> BucketBatchSampler:
     longest, tokens = context.data.max_seq_length, config.batch_tokens
     if config.packing:
@@ -148,7 +143,7 @@ def _padded_batches(
         max_seq_length=longest,
         batch_size=None if tokens else config.batch_size,
         batch_tokens=tokens,
-        accumulation=accumulation,
+        accumulation=config.gradient_accumulation_steps,
         seed=context.seed,
         sequences_per_example=2 if encode else 1,
     )

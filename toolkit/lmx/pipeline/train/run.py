@@ -257,10 +257,9 @@ class TrainRun:
             # Lossless, and the chunked loss is verified in the dtype of the training.
             set_compute_dtype(loaded.model, compute_dtype)
         chunked = chunked_loss(config, context, loaded)
-        caches = (
-            document_caches(loaded, context, self.teacher) if config.packing else None
-        )
-        preference = self.preference
+        caches, preference = None, self.preference
+        if config.packing:
+            caches = document_caches(loaded, context, self.teacher)
         batches = training_batches(
             config,
             context,
@@ -273,8 +272,7 @@ class TrainRun:
         valid = validation_batches(config, context, loaded, encode=encode)
         eval_batches = list(valid.in_order(config.eval_batches))
         self.cross_entropy_batches, evaluate = eval_batches, None
-        steps, indices = config.num_steps(batches.steps_per_epoch), batches.indices
-        num_batches = indices(steps - 1).stop
+        steps = config.num_steps(batches.steps_per_epoch)
         require_steps(config.qat, steps)
         context.logger.info(
             f"{batches.num_examples:,} examples, {batches.per_epoch:,} batches per "
@@ -282,13 +280,13 @@ class TrainRun:
         )
         loss = context.extensions.loss or cross_entropy_sum
         if self.teacher:
-            loss, batches = self.teacher.prepare(batches, num_batches)
+            loss, batches = self.teacher.prepare(batches, steps)
             eval_batches = self.teacher.prepare_eval(valid.examples, eval_batches)
         if preference:
             loss = preference.loss
             chosen = validation_batches(config, context, loaded)
             self.cross_entropy_batches = list(chosen.in_order(config.eval_batches))
-            batches = preference.prepare(batches, num_batches, compute_dtype)
+            batches = preference.prepare(batches, steps, compute_dtype)
             eval_batches = preference.prepare_eval(valid, eval_batches, compute_dtype)
         if self.rollouts and self.rollouts.policy:
             loss = self.rollouts.policy.loss
@@ -298,12 +296,11 @@ class TrainRun:
         set_compute_dtype(loaded.model, compute_dtype)
         if self.rollouts:
             batches, evaluate = self.rollouts.prepare(step, batches, valid)
-            indices = batches.indices
         return Trainer(
             step,
             batches,
             self._trainer_config(steps),
-            indices=indices,
+            indices=batches.indices,
             learning_rate=self._learning_rate(steps),
             eval_batches=eval_batches,
             logger=context.logger,
