@@ -149,14 +149,11 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
 
 
 def _batches_of_steps(sampler, examples, length: int, steps: int):
-    """The smallest batches, in tokens, with which an epoch has at most `steps` steps.
-
-    Few examples of many lengths need more: one step for each bucket length.
-    """
+    """The smallest batches, in tokens, with at most `steps` steps per epoch."""
     tokens = length
     while True:
         batches = sampler(examples, max_seq_length=length, batch_tokens=tokens)
-        if batches.per_epoch <= max(steps, len(batches.buckets)):
+        if batches.per_epoch <= steps:
             return batches
         tokens += 16
 

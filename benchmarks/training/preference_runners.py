@@ -142,7 +142,7 @@ def _lmx_pairs(folder: Path, settings: dict) -> tuple:
     )
     lora_model.attach(model, LoRAConfig(rank=RANK, alpha=RANK * SCALE), seed=0)
     set_compute_dtype(model, mx.float32)
-    longest = max(2 * size * length for length, size, _ in batches.buckets)
+    longest = max(length * sequences for length, sequences in batches.shapes)
     chunk = TrainConfig(steps=1, batch_size=1).chunk(
         vocabulary=loaded.config["vocab_size"], tokens=longest, on_cpu=on_cpu()
     )

@@ -186,6 +186,8 @@ def test_loss_from_python_trains_and_is_part_of_the_recipe(recipe, tmp_path):
 ZERO = r"gradient of the loss .* is zero"
 LOSSES = [
     (lambda logits, targets, mask: logits.sum(axis=-1), r"must return the sum"),
+    (lambda logits, targets, mask: logits.sum() + 1j, r"must .* got .*complex64 \(\)"),
+    (lambda logits, targets, mask: 1.0, r"must return the sum .* got float"),
     (lambda logits, targets, mask: logits.nothing, r"fails: AttributeError"),
     (lambda logits, targets, mask: sys.exit(0), r"fails: SystemExit: 0"),
     (lambda x, targets, mask: (mask * (x.argmax(-1) != targets)).sum(), ZERO),

@@ -124,6 +124,12 @@ def test_later_override_wins_and_null_resets(recipe):
     assert loaded.overrides == tuple(arguments)
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "٣", "0"])
+def test_override_of_no_stage_is_refused(recipe, number):
+    with pytest.raises(UserError, match=r"no stage|entries 1 to 3|stage 3 is"):
+        load_recipe(recipe, [f"stages.{number}.train.steps=1"])
+
+
 def test_places_of_secrets_are_known(recipe):
     recipe.write_text(f"{RECIPE}# password: hunter2\n")
     loaded = load_recipe(recipe, ["output=token:abc123def"])

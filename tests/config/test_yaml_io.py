@@ -77,7 +77,7 @@ def test_alias_is_a_copy():
 def test_written_yaml_reads_the_same_elsewhere(reader):
     data = {
         "text": ["yes", "1e-5", "0123", "12:30", "null", "", "true", "é", "a: b"],
-        "numbers": [1, -2, 0.5, 1e-5, 3e20],
+        "numbers": [1, -2, 0.5, 1e-5, 3e-20],
         "rest": [True, None, {}, []],
     }
     assert reader(write(data)) == data

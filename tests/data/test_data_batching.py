@@ -1,12 +1,20 @@
 """Batches hold every example once per epoch, in few shapes, by seed and step."""
 
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.data.batching import Batch, BucketBatchSampler, bucket_lengths, rows_of
+from lmx.data.batching import (
+    Batch,
+    BucketBatchSampler,
+    InMemoryExamples,
+    bucket_lengths,
+    rows_of,
+)
+from lmx.data.packing import PackedBatchSampler, pack
 from lmx.data.tokenization import Example
 
 LONGEST = 100
@@ -31,39 +39,91 @@ def batches(**settings):
     return BucketBatchSampler(settings.pop("examples", None) or examples(), **settings)
 
 
-class NaiveSampler(BucketBatchSampler):
-    """A simple reference sampler with one tuple per batch."""
-
-    def __call__(self, step):
-        epoch, position = divmod(step, self.per_epoch)
-        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-        plan = []
-        for bucket, (_, size, members) in enumerate(self.buckets):
-            order = generator.permutation(members.astype(np.int64))
-            plan += [
-                (bucket, order[start : start + size])
-                for start in range(0, len(order), size)
-            ]
-        plan = [plan[i] for i in generator.permutation(len(plan))]
-        return self._collate(*plan[position])
+def naive_order(sampler, *, batch_size, seed, epoch):
+    """The examples of every step of an epoch, by lists in place of offsets."""
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    lengths = bucket_lengths(LONGEST)
+    buckets = {length: [] for length in reversed(lengths)}
+    for index, inputs in enumerate(sampler.examples.lengths - 1):
+        buckets[next(n for n in lengths if n >= inputs)].append(index)
+    items = [i for b in buckets.values() if b for i in generator.permutation(b)]
+    steps = -(-len(items) // batch_size)
+    cuts = [len(items) * step // steps for step in range(steps + 1)]
+    ordered = [items[start:end] for start, end in pairwise(cuts)]
+    return [ordered[step] for step in generator.permutation(steps)]
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-@pytest.mark.parametrize(
-    "sizes", [{"batch_size": 8}, {"batch_size": None, "batch_tokens": 512}]
-)
-def test_batches_equal_a_naive_implementation(sizes, seed):
+@pytest.mark.parametrize("batch_size", [8, 7, 1000])
+def test_batches_equal_a_naive_implementation(batch_size, seed):
     """The documented results depend on this order."""
-    sampler = batches(seed=seed, **sizes)
-    naive = NaiveSampler(
-        examples(), seed=seed, max_seq_length=LONGEST, **{"batch_size": 8} | sizes
-    )
-    for step in [*range(sampler.per_epoch + 3), 5 * sampler.per_epoch]:
-        for actual, expected in zip(
-            sampler(step).arrays[:2], naive(step).arrays[:2], strict=True
-        ):
-            assert np.array_equal(actual, expected)
-        assert sampler(step).where == naive(step).where
+    sampler = batches(seed=seed, batch_size=batch_size)
+    for epoch in (0, 1, 5):
+        expected = naive_order(sampler, batch_size=batch_size, seed=seed, epoch=epoch)
+        assert len(expected) == sampler.per_epoch
+        for number, members in enumerate(expected):
+            batch = sampler(epoch * sampler.per_epoch + number)
+            assert list(batch.example_indices) == members
+
+
+def test_examples_of_all_lengths_fill_one_batch():
+    dataset = [e for e in examples() if 8 <= len(e.tokens) <= 50][:8]
+    sampler = batches(examples=dataset)
+    assert len({*sampler.examples.lengths}) > 4
+    assert sampler.per_epoch == 1
+    assert len(sampler(0).where) == 8
+
+
+# Batch size and batches per step, which make the same steps.
+HALVED = [(8, 1), (4, 2), (2, 4), (1, 8)]
+
+
+def steps_of(make, count, accumulation):
+    """The examples of every step in two epochs, and the sizes of all batches."""
+    sampler = make(accumulation)
+    steps, sizes = [], set()
+    for step in range(count * sampler.steps_per_epoch):
+        indices = sampler.indices(step)
+        assert 1 <= len(indices) <= accumulation
+        step_batches = [sampler(index) for index in indices]
+        assert all(batch.example_indices for batch in step_batches)
+        sizes |= {len(batch.mask) for batch in step_batches}
+        steps.append(sorted(i for b in step_batches for i in b.example_indices))
+    return steps, sizes
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 17, 100])
+@pytest.mark.parametrize("packing", [False, True])
+def test_half_the_batch_and_twice_the_accumulation_make_the_same_steps(count, packing):
+    dataset = examples(count)
+    plan = pack(InMemoryExamples(dataset).lengths, LONGEST + 1)
+
+    def make(batch_size, accumulation):
+        sizes = {"batch_size": batch_size, "accumulation": accumulation}
+        if packing:
+            data = InMemoryExamples(dataset)
+            return PackedBatchSampler(data, plan, max_seq_length=LONGEST, **sizes)
+        return batches(examples=dataset, **sizes)
+
+    expected, _ = steps_of(partial(make, 8), 3, 1)
+    assert sorted(i for step in expected for i in step) == sorted(3 * [*range(count)])
+    for batch_size, accumulation in HALVED:
+        steps, sizes = steps_of(partial(make, batch_size), 3, accumulation)
+        assert steps == expected
+        assert max(sizes) <= batch_size
+    # Negative control: another size of the steps.
+    assert count <= 8 or steps_of(partial(make, 4), 3, 1)[0] != expected
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
+def test_accumulated_batches_of_tokens_hold_every_example_once(accumulation):
+    sizes = {"batch_size": None, "batch_tokens": 256, "accumulation": accumulation}
+    sampler = batches(**sizes)
+    steps, _ = steps_of(lambda _: sampler, 2, accumulation)
+    assert Counter(i for step in steps for i in step) == Counter(2 * [*range(300)])
+    shapes = [batch.mask.shape for batch in sampler.in_order()]
+    assert all(rows * length <= 256 for rows, length in shapes)
+    assert sampler.steps_per_epoch <= sampler.per_epoch == len(shapes)
 
 
 def sequences_with_examples(batch):
@@ -158,10 +218,16 @@ def test_bucket_lengths_grow_by_half_at_most(longest):
     "sizes", [{"batch_size": 8}, {"batch_size": None, "batch_tokens": 512}]
 )
 def test_at_most_a_third_of_a_sequence_is_padding(sizes):
-    for batch in batches(**sizes).in_order():
-        for tokens, _ in sequences_with_examples(batch):
-            inputs = np.count_nonzero(tokens) - 1
-            assert inputs > 2 / 3 * batch.mask.shape[1] - 1 or inputs <= 16
+    sampler, mixed = batches(**sizes), 0
+    for batch in sampler.in_order():
+        short = [
+            np.count_nonzero(tokens) - 1 <= 2 / 3 * batch.mask.shape[1] - 1
+            for tokens, _ in sequences_with_examples(batch)
+        ]
+        # Shorter examples follow where those of one length do not fill a batch.
+        assert not short[0] or batch.mask.shape[1] <= 16
+        mixed += any(short) and batch.mask.shape[1] > 16
+    assert mixed < len(sampler.shapes)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 9, 17, 33])
@@ -207,9 +273,9 @@ def test_in_order_covers_every_example_once():
 
 def test_first_batches_in_order_have_every_length():
     sampler = batches()
-    first_batches = list(sampler.in_order(len(sampler.buckets)))
-    assert len(first_batches) == len(sampler.buckets)
-    assert len({batch.mask.shape[1] for batch in first_batches}) == len(sampler.buckets)
+    first_batches = list(sampler.in_order(len(sampler.shapes)))
+    assert len(first_batches) == len(sampler.shapes) > 4
+    assert len({batch.mask.shape[1] for batch in first_batches}) == len(sampler.shapes)
 
 
 def test_lengths_at_bucket_edges_fit():

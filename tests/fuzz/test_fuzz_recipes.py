@@ -2,9 +2,11 @@
 
 import random
 import time
+from typing import get_args
 
 import pytest
-from lmx.config import bundled
+from lmx.config import bundled, messages
+from lmx.config.schema import RecipeConfig
 from lmx.errors import UserError
 from lmx.pipeline.plan import load, plan
 
@@ -103,3 +105,54 @@ def test_mutated_recipes(num_cases, fuzz_random, tmp_path, monkeypatch):
             pytest.fail(f"case {case}: {error!r}\n{text[:3000]}")
     # Some mutations change nothing that matters, most do.
     assert 0 < valid < count
+
+
+NUMBERS = [
+    *("1.0e308", "-1.0e308", "1.0e-323", ".inf", "9" * 400, "9" * 5000, "4294967295"),
+    *("4.2e9", "٣", "3٣h", "³", "1" + "0" * 18, f"{'9' * 400}h", "[1.0e308, 9]"),
+]
+# A recipe with a stage, in which a key is set.
+STAGES = {"train": "{batch_size: 2, steps: 2}", "draft": "{}", "evaluate": "{}"}
+STAGES["quantize"] = "{method: gptq}"
+
+
+def is_number(annotation) -> bool:
+    return annotation in (int, float) or any(map(is_number, get_args(annotation)))
+
+
+def test_numbers_of_every_key(num_cases, fuzz_random, tmp_path, monkeypatch):
+    monkeypatch.chdir(bundled.BUNDLED)
+    path, valid = tmp_path / "numbers.yaml", 0
+    addresses = {
+        address
+        for address, info in messages.keys(RecipeConfig)
+        if is_number(info.annotation) and "from_scratch" not in address
+    }
+    assert {"seed", "stages.train.epochs", "stages.draft.budget"} <= addresses
+    cases = sorted(addresses) * max(1, num_cases(300) // len(addresses))
+    for case, address in enumerate(cases):
+        _, _, kind = address.rpartition("stages.")
+        kind = kind.partition(".")[0]
+        kind = kind if kind in STAGES else "train"
+        path.write_text(
+            "model: data/tiny-base\ndata: {train: data/commands/train.jsonl}\n"
+            f"stages:\n  - {kind}: {STAGES[kind]}\n"
+        )
+        arguments = [f"{address}={fuzz_random.choice(NUMBERS)}"]
+        if address == "stages.train.epochs":
+            arguments.append("stages.train.steps=null")
+        try:
+            if check(case, path, arguments):
+                valid += 1
+                [stage] = load(path, arguments).recipe.stages
+                if kind == "train":
+                    assert stage.config.num_steps(10**6) > 0
+                elif kind == "draft":
+                    assert stage.config.num_steps != 0
+                elif kind == "quantize" and stage.config.mixed_precision:
+                    assert stage.config.mixed_precision.max_bytes(10**12) > 0
+        except UserError:
+            raise
+        except Exception as error:
+            pytest.fail(f"{arguments}: {error!r}")
+    assert 0 < valid < len(cases)

@@ -420,11 +420,12 @@ def test_disk_has_artifacts_and_checkpoints(planned, overrides, checkpoints):
 @pytest.mark.parametrize(
     ("examples", "sizes", "tokens"),
     [
-        # Batches of at most 8 are 3 x 7 of 256, and 2 of 512 tokens.
-        (23, (8, None), 7 * 256),
-        (23, (None, 2048), 7 * 256),
-        # Twice as many examples as in the sample: 4 of the longest.
-        (46, (8, None), 2048),
+        # Shorter examples fill the batch of the longest.
+        (23, (8, None), 8 * 512),
+        (23, (None, 4096), 8 * 512),
+        # There are no more examples.
+        (7, (8, None), 7 * 512),
+        (23, (None, 100_000), 23 * 512),
         # Unknown: the longest examples may fill a batch.
         (0, (8, None), 8 * 512),
         (0, (None, 100), 512),

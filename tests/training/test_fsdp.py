@@ -151,6 +151,9 @@ def test_fsdp_rank_holds_only_its_shard(two_processes, case, limit):
         assert 0.5 <= two_processes[rank][case]["state_bytes"] / whole <= limit
 
 
+FLOAT32 = {"stored_dtypes": {}, "compute_dtype": mx.float32}
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_shards_of_all_ranks_are_the_full_parameter(size):
     named = {
@@ -160,9 +163,7 @@ def test_shards_of_all_ranks_are_the_full_parameter(size):
         "number": mx.array(1.0),
     }
     shards = [
-        ShardedParameters(
-            named, Rank(rank, size), compute_dtype=mx.float32, blocks=None
-        )
+        ShardedParameters(named, Rank(rank, size), **FLOAT32, blocks=None)
         for rank in range(size)
     ]
     assert [name for name in named if name in shards[0]] == ["cut", "vector"]
@@ -176,9 +177,7 @@ def test_shards_of_all_ranks_are_the_full_parameter(size):
 
 def test_shard_frees_the_full_parameter():
     whole = mx.ones((1024, 1024))
-    shards = ShardedParameters(
-        {"a": whole}, Rank(1, 2), compute_dtype=mx.float32, blocks=None
-    )
+    shards = ShardedParameters({"a": whole}, Rank(1, 2), **FLOAT32, blocks=None)
     mx.eval(whole)
     before = mx.get_active_memory()
     shard = shards.shard("a", whole)

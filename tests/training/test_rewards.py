@@ -18,6 +18,7 @@ from lmx.training.rewards import (
     resolve_reward,
 )
 
+SLOW = pytest.mark.slow
 SAMPLE = RewardSample("Add 2 and 3.", " The sum is 5. ", "5", "train.jsonl:7")
 FUNCTIONS = """
 import os
@@ -75,6 +76,9 @@ def forks(prompt, completion, answer):
 
 def starts_a_program(**sample):
     return subprocess.Popen(["sleep", "60"]).pid
+
+def leaves():
+    return subprocess.Popen(["sleep", "60"], start_new_session=True).pid
 """
 # Files that never become functions: what they do, and what is said of it.
 IMPORTS = {
@@ -209,6 +213,109 @@ def test_what_a_function_has_started_ends_with_the_worker(folder):
     assert not is_running(process)
 
 
+def test_what_leaves_the_session_ends_with_the_worker(folder):
+    worker = RewardWorker(5.0)
+    programs = [int(worker.call(folder / "rewards.py", "leaves")) for _ in range(2)]
+    assert all(map(is_running, programs))
+    worker.close()
+    for program in programs:
+        wait_for_end(program)
+
+
+NEIGHBOURS = {
+    "helpers.py": "def half(text):\n    return len(text) / 2",
+    "neighbour.py": """
+import multiprocessing, pickle
+from helpers import half
+
+def imported(completion, **sample):
+    return half(completion)
+
+def pickled(completion, **sample):
+    return pickle.loads(pickle.dumps(half_of))(completion)
+
+def half_of(completion):
+    return half(completion)
+
+def pooled(completion, method="fork", **sample):
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        return sum(pool.map(half_of, [completion] * 2)) / 2
+
+def spawned(**sample):
+    return pooled(method="spawn", **sample)
+""",
+    # The same name in another folder is another module.
+    "other/neighbour.py": "def imported(**sample):\n    return 3.0",
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["imported", "pickled", "pooled", pytest.param("spawned", marks=SLOW)]
+)
+def test_neighbours_pickle_and_pools_work(tmp_path, name):
+    for file, text in NEIGHBOURS.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    names = [f"neighbour.py:{name}", "other/neighbour.py:imported"]
+    reward, other = resolve(*names, timeout=60.0, folder=tmp_path)
+    for _ in range(2):
+        assert (reward(SAMPLE), other(SAMPLE)) == (7.5, 3.0)
+
+
+# What a function writes to every socket of its process.
+FORGED = {
+    "number": b"1.0\n",
+    "answer": b"[1.0]\n",
+    "error": b'"failed"\n',
+    "broken": b"{\n",
+    "bytes": b"\xff\n",
+    "deep": b"[" * 100_000,
+    "no line": b"1.0",
+    "long": b"1" * 100_000,
+}
+FORGER = """
+import os, stat
+
+def forges(**sample):
+    for fd in range(100):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, TEXT)
+        except OSError:
+            pass
+    return 0.25
+
+def changes_json(**sample):
+    import json
+    json.dumps = lambda value: TEXT
+    return 0.25
+
+def fine(**sample):
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_function_cannot_forge_an_answer(tmp_path, name):
+    text = FORGER.replace("TEXT", repr(FORGED[name]))
+    (tmp_path / "rewards.py").write_text(text)
+    names = ["rewards.py:forges", "rewards.py:fine"]
+    forges, fine = resolve(*names, timeout=2.0, folder=tmp_path)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"changed the answer|took longer"):
+            forges(SAMPLE)
+        assert fine(SAMPLE) == 0.5
+
+
+@pytest.mark.parametrize("text", ["{", "true", "1", "null", "[" * 3000, "[0.5]", ""])
+def test_answer_of_another_type_is_refused(tmp_path, text):
+    (tmp_path / "rewards.py").write_text(FORGER.replace("TEXT", repr(text)))
+    [reward] = resolve("rewards.py:changes_json", folder=tmp_path)
+    assert reward(SAMPLE) == 0.25
+    with pytest.raises(UserError, match="has changed the answer of its process"):
+        reward(SAMPLE)
+
+
 @contextmanager
 def interrupted(seconds: float):
     """Ctrl-C after some time, as in a run that it does not only ask to stop."""
@@ -243,7 +350,7 @@ worker.load(Path(sys.argv[1]), "length")
 print(worker._process.pid, flush=True)
 if sys.argv[2] == "busy":
     # Nobody waits for the answer, as after SIGKILL.
-    worker._channel.sendall(b'[0.5, "%s", "holds_the_interpreter", {}]\\n'
+    worker._channel.sendall(b'["", 0.5, "%s", "holds_the_interpreter", {}]\\n'
                             % sys.argv[1].encode())
 sys.stdin.read()
 """

@@ -178,14 +178,8 @@ def test_gradient_accumulation_counts_one_step(tmp_path):
             windows.append([batch.where for batch in window])
             return super().__call__(window, *settings)
 
-    trainer = make_trainer(
-        tmp_path,
-        steps=4,
-        gradient_accumulation_steps=3,
-        num_batches=10,
-        logging_steps=1,
-        save_steps=2,
-    )
+    trainer = make_trainer(tmp_path, steps=4, logging_steps=1, save_steps=2)
+    trainer.indices = lambda step: range(3 * step, min(3 * step + 3, 10))
     trainer.step = make_step(Tiny(), Watched)
     trainer.train()
     batches = make_batches()
@@ -224,9 +218,8 @@ def test_callbacks_get_the_logged_loss_of_completions(tmp_path):
 
 
 def test_nan_batch_holds_all_micro_batches(tmp_path):
-    trainer = make_trainer(
-        tmp_path, learning_rate=lambda step: math.nan, gradient_accumulation_steps=2
-    )
+    trainer = make_trainer(tmp_path, learning_rate=lambda step: math.nan)
+    trainer.indices = lambda step: range(2 * step, 2 * step + 2)
     with pytest.raises(UserError, match="NaN or infinite at step 2"):
         trainer.train()
     batch = make_batches()

@@ -95,11 +95,12 @@ def checked_loss(function: Loss) -> Loss:
             raise UserError(
                 f"the loss {name} fails: {type(error).__name__}: {error}", code=FAILED
             ) from error
-        if not isinstance(total, mx.array) or total.shape != ():
-            got = getattr(total, "shape", type(total).__name__)
+        is_array = isinstance(total, mx.array)
+        if not is_array or total.shape or total.dtype == mx.complex64:
+            got = f"{total.dtype} {total.shape}" if is_array else type(total).__name__
             raise UserError(
-                f"the loss {name} must return the sum over trained tokens, an mx.array "
-                f"of shape (); got {got}",
+                f"the loss {name} must return the sum over trained tokens, a real "
+                f"mx.array of shape (); got {got}",
                 hint="end with mx.where(mask, losses, 0).sum()",
                 code=FAILED,
             )

@@ -170,7 +170,7 @@ class DraftConfig(ConfigModel):
         if self.steps:
             raise ValueError("steps and budget exclude each other")
         if isinstance(self.budget, str):
-            is_time = re.fullmatch(r"\d*\.?\d+(min|h)", self.budget)
+            is_time = re.fullmatch(r"([0-9]{0,9}\.)?[0-9]{1,9}(min|h)", self.budget)
             is_valid = is_time and self.budget_seconds > 0
         else:
             is_valid = self.budget > 0

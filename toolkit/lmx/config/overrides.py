@@ -93,7 +93,8 @@ def _key_or_index(block: Any, step: str, path: KeyPath) -> str | int:
         raise _BadOverride(
             f"'{above}' is a value, not a block; set all of it: {above}={{...}}"
         )
-    if not step.isdecimal() or not 1 <= int(step) <= len(block):
+    # Python reads no number of more than 4,300 digits.
+    if not step.isdecimal() or not 1 <= int(step[:9]) <= len(block):
         raise _BadOverride(f"'{above}' has the entries 1 to {len(block)}, got '{step}'")
     return int(step) - 1
 
@@ -105,7 +106,7 @@ def _with_stage_number(steps: list[str], stages: Any) -> list[str]:
     kind = steps[1]
     entries = {n: [*s] for n, s in enumerate(stages, 1) if isinstance(s, dict)}
     if kind.isdecimal():
-        keys = entries.get(int(kind), [])
+        keys = entries.get(int(kind[:9]), [])
         if len(keys) == 1 and len(steps) > 2 and steps[2] != keys[0]:
             # It would add a second kind to the stage.
             hint = f"its keys begin with stages.{int(kind)}.{keys[0]}"

@@ -127,7 +127,8 @@ class TrainConfig(ConfigModel):
     not cross examples, and padding almost disappears."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Batches per optimizer step. Memory is that of one batch; every token with a loss
-    has the same weight."""
+    has the same weight. Half the batch_size and twice the batches make the same
+    steps."""
     gradient_checkpointing: bool = False
     """Store only the inputs of every block and recompute its activations in the
     backward pass: far less memory, about one third more time."""
@@ -322,11 +323,9 @@ class TrainConfig(ConfigModel):
             if getattr(self, key) != fields[key].default
         }
 
-    def batches(self, per_epoch: int) -> int:
-        """Total batches; the last step may have fewer than the others."""
-        if self.steps:
-            return self.steps * self.gradient_accumulation_steps
-        return max(1, round(self.epochs * per_epoch))
+    def num_steps(self, per_epoch: float) -> int:
+        """Optimizer steps, for so many in one pass over the examples."""
+        return self.steps or max(1, round(self.epochs * per_epoch))
 
     def sequences_per_batch(self, max_seq_length: int) -> int:
         """Packed sequences of `max_seq_length` tokens per batch."""

@@ -1,5 +1,6 @@
 """YAML without surprising scalars, with the position of every key and value."""
 
+import math
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,8 +14,8 @@ from .errors import ConfigError, KeyPath, SourcePosition
 TAG = "tag:yaml.org,2002:"
 # More than any recipe needs. An alias counts as all that it stands for.
 MAX_VALUES, MAX_DEPTH = 100_000, 50
-# MLX counts in 32 bits.
-MAX_INTEGER = 2**32 - 1
+# MLX counts in 32 bits, and no quantity of a recipe is larger.
+MAX_NUMBER = 2**32 - 1
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 # PyYAML takes the first match in this order.
 SCALARS = {
@@ -142,11 +143,11 @@ class Document:
                 value = {"true": True, "false": False}.get(text.lower(), text)
             elif kind == "int":
                 value = int(text)
-                if abs(value) > MAX_INTEGER:
-                    fault = f"a whole number is at most {MAX_INTEGER:,}"
             elif kind == "float":
                 words = text.lower().replace(".inf", "inf").replace(".nan", "nan")
                 value = float(words)
+            if kind in ("int", "float") and MAX_NUMBER < abs(value) < math.inf:
+                fault = f"a number is at most {MAX_NUMBER:,}"
         except ValueError:
             fault = fault or f"{shorten(text, MAX_VALUE)!r} does not match its tag"
         return self._invalid_value(node, path, fault) if fault else value

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -142,69 +143,61 @@ class InMemoryExamples(list[Example]):
         return total.hexdigest()
 
 
-class BatchSource(Protocol):
-    """Batches by index: a `BucketBatchSampler` or a `PackedBatchSampler`.
+class StepSampler(ABC):
+    """Batches of items, shuffled in every epoch and grouped by optimizer step.
+
+    The items of an epoch are cut into even steps, and a step into as few even batches
+    as the limit allows. So half the batch size and twice the accumulation leave the
+    items of every step as they are.
+
+    Args:
+        pools: the items; each pool is shuffled by itself, and the next one follows.
+        limits: numbers of consecutive items, and the maximum of each in a batch. Where
+            the items of one number do not fill a step, it gets some of the next.
+        accumulation: maximum batches per step.
 
     Attributes:
         examples: of all batches.
-        per_epoch: batches in one pass over the examples.
+        per_epoch, steps_per_epoch: batches and steps in one pass over the examples.
     """
 
     examples: ExampleDataset
-    per_epoch: int
-
-    def __call__(self, step: int) -> Batch: ...
-
-
-class BucketBatchSampler:
-    """Groups examples of similar length into batches.
-
-    An example belongs to the bucket with the smallest length that holds it. Every epoch
-    shuffles the examples of each bucket and the order of the batches. All batches of a
-    bucket have one size: sequences with an empty mask fill the last one, so no example
-    is left out. Needs about 12 bytes of memory per example.
-
-    Args:
-        batch_size: maximum examples per batch, or
-        batch_tokens: maximum padded tokens per batch, unless one example has more;
-            short sequences then form larger batches.
-        sequences_per_example: so many of `examples`, one after the other, stay
-            together, such as the chosen and the rejected completion of a prompt.
-    """
+    sequences_per_example = 1
 
     def __init__(
         self,
-        examples: ExampleDataset | list[Example],
-        *,
-        max_seq_length: int,
-        batch_size: int | None = None,
-        batch_tokens: int | None = None,
-        seed: int = 0,
-        sequences_per_example: int = 1,
+        pools: list[np.ndarray],
+        limits: list[tuple[int, int]],
+        accumulation: int,
+        seed: int,
     ):
-        assert (batch_size is None) != (batch_tokens is None)
-        self.examples = (
-            InMemoryExamples(examples) if isinstance(examples, list) else examples
-        )
-        self.seed = seed
-        self.sequences_per_example = sequences_per_example
-        self._epoch, self._order, self._shuffle = -1, [], np.zeros(0)
-        self.buckets: list[tuple[int, int, np.ndarray]] = []
-        lengths = self.examples.lengths.reshape(-1, sequences_per_example)
-        inputs = lengths.max(axis=1) - 1
-        low = 0
-        for length in bucket_lengths(max_seq_length):
-            members = np.flatnonzero((inputs > low) & (inputs <= length))
-            low = length
-            if count := len(members):
-                tokens = length * sequences_per_example
-                limit = batch_size or max(1, batch_tokens // tokens)
-                size = balanced_batch_size(count, limit)
-                self.buckets.append((length, size, members.astype(np.int32)))
-        counts = [-(-len(members) // size) for _, size, members in self.buckets]
-        self._head_fractions = head_fractions(counts)
-        # Index of the first batch of every bucket, and the number of batches.
-        self._first_batches = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self._pools, self.accumulation, self.seed = pools, accumulation, seed
+        self._epoch = -1
+        total, end, edges = sum(count for count, _ in limits), 0, [0]
+        batches, rows = [], []
+        for count, limit in limits:
+            end, start, most = end + count, edges[-1], limit * accumulation
+            if start >= end:
+                continue
+            steps = -(-(end - start) // most)
+            taken = min(steps * most, total - start)
+            edges += [start + taken * step // steps for step in range(1, steps + 1)]
+            largest = -(-taken // steps)
+            batches += [-(-largest // limit)] * steps
+            rows += [balanced_batch_size(largest, limit)] * steps
+        sizes = np.diff(edges)
+        self._batches = np.minimum(batches, sizes)
+        self._first_batches = np.cumsum(self._batches) - self._batches
+        # Of every batch, in the order of the items.
+        step = np.repeat(np.arange(len(sizes)), self._batches)
+        part = np.arange(len(step)) - self._first_batches[step]
+        starts = np.array(edges)[step] + sizes[step] * part // self._batches[step]
+        self._starts, self._rows = np.append(starts, total), np.array(rows)[step]
+        self.per_epoch, self.steps_per_epoch = len(step), len(sizes)
+
+    @abstractmethod
+    def _collate(self, number: int, items: np.ndarray) -> Batch:
+        """The batch of a number, which begins at `_starts[number]` of the items."""
 
     @property
     def digest(self) -> str:
@@ -216,44 +209,104 @@ class BucketBatchSampler:
         """Number of examples, with one or more sequences each."""
         return len(self.examples) // self.sequences_per_example
 
-    @property
-    def per_epoch(self) -> int:
-        """Batches in one pass over the examples."""
-        return int(self._first_batches[-1])
+    def indices(self, step: int) -> range:
+        """The indices of the batches of a step, counted from 0 over all epochs."""
+        start = step * self.accumulation
+        return range(start, start + int(self._batches[self._shuffled_step(step)]))
 
-    def __call__(self, step: int) -> Batch:
-        """The batch of a step, counted from 0 over all epochs."""
-        epoch, position = divmod(step, self.per_epoch)
+    def __call__(self, index: int) -> Batch:
+        """The batch of an index of `indices`."""
+        step, part = divmod(index, self.accumulation)
+        number = self._first_batches[self._shuffled_step(step)] + part
+        return self._collate(number, self._items)
+
+    def _shuffled_step(self, step: int) -> int:
+        epoch, position = divmod(step, self.steps_per_epoch)
         if self._epoch != epoch:
-            self._shuffle_epoch(epoch)
-        index = self._shuffle[position]
-        bucket = int(np.searchsorted(self._first_batches, index, side="right")) - 1
-        size = self.buckets[bucket][1]
-        start = (index - self._first_batches[bucket]) * size
-        return self._collate(bucket, self._order[bucket][start : start + size])
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            pools = [generator.permutation(pool) for pool in self._pools]
+            self._items = np.concatenate(pools)
+            self._steps = generator.permutation(self.steps_per_epoch)
+            self._epoch = epoch
+        return self._steps[position]
+
+
+class BucketBatchSampler(StepSampler):
+    """Groups examples of similar length into batches.
+
+    An example belongs to the bucket with the smallest length that holds it. Every epoch
+    shuffles the examples of each bucket and the order of the steps. The last examples
+    of a bucket share a batch with the longest ones of the next shorter bucket, so no
+    example is left out and no batch is small where others follow. Batches of one length
+    have one size: sequences with an empty mask fill them. Needs about 16 bytes of
+    memory per example.
+
+    Args:
+        batch_size: maximum examples per batch, or
+        batch_tokens: maximum padded tokens per batch, unless one example has more;
+            short sequences then form larger batches.
+        accumulation: maximum batches per step.
+        sequences_per_example: so many of `examples`, one after the other, stay
+            together, such as the chosen and the rejected completion of a prompt.
+
+    Attributes:
+        shapes: lengths and sequences of the batches, each pair once.
+    """
+
+    def __init__(
+        self,
+        examples: ExampleDataset | list[Example],
+        *,
+        max_seq_length: int,
+        batch_size: int | None = None,
+        batch_tokens: int | None = None,
+        accumulation: int = 1,
+        seed: int = 0,
+        sequences_per_example: int = 1,
+    ):
+        assert (batch_size is None) != (batch_tokens is None)
+        self.examples = (
+            InMemoryExamples(examples) if isinstance(examples, list) else examples
+        )
+        self.sequences_per_example = sequences_per_example
+        lengths = np.array(bucket_lengths(max_seq_length))
+        together = self.examples.lengths.reshape(-1, sequences_per_example)
+        bucket_of = np.searchsorted(lengths, together.max(axis=1) - 1)
+        used = np.unique(bucket_of)[::-1]
+        buckets = [np.flatnonzero(bucket_of == n).astype(np.int32) for n in used]
+        counts = [len(members) for members in buckets]
+        limits = [(len(bucket_of), batch_size)]
+        if batch_tokens:
+            sizes = batch_tokens // (lengths[used] * sequences_per_example)
+            limits = list(zip(counts, np.maximum(1, sizes).tolist(), strict=True))
+        super().__init__(buckets, limits, accumulation, seed)
+        # The first example of a batch is one of its longest.
+        first = np.searchsorted(np.cumsum(counts), self._starts[:-1], side="right")
+        pairs = np.stack([lengths[used][first], self._rows * sequences_per_example])
+        shapes, self._shape_of, uses = np.unique(
+            pairs, axis=1, return_inverse=True, return_counts=True
+        )
+        self.shapes = list(zip(*shapes.tolist(), strict=True))
+        self._head_fractions = head_fractions(uses.tolist())
 
     def in_order(self, limit: int | None = None) -> Iterator[Batch]:
-        """Every batch once, unshuffled, alternating between buckets; for validation."""
-        plan = [
-            (start / len(members), bucket, members[start : start + size])
-            for bucket, (_, size, members) in enumerate(self.buckets)
-            for start in range(0, len(members), size)
-        ]
-        for _, bucket, members in sorted(plan, key=lambda p: p[:2])[:limit]:
-            yield self._collate(bucket, members)
+        """Every batch once, unshuffled, alternating between shapes; for validation."""
+        items = np.concatenate(self._pools)
+        before, count = np.zeros(self.per_epoch), np.zeros(self.per_epoch)
+        for shape in range(len(self.shapes)):
+            [places] = np.nonzero(self._shape_of == shape)
+            before[places], count[places] = np.arange(len(places)), len(places)
+        order = np.lexsort((self._shape_of, before / count))
+        for number in order[:limit]:
+            yield self._collate(number, items)
 
-    def _shuffle_epoch(self, epoch: int) -> None:
-        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-        self._order = [generator.permutation(members) for _, _, members in self.buckets]
-        self._shuffle = generator.permutation(self.per_epoch)
-        self._epoch = epoch
-
-    def _collate(self, bucket: int, members: np.ndarray) -> Batch:
-        length, size, _ = self.buckets[bucket]
-        together = self.sequences_per_example
-        tokens = np.zeros((size * together, length + 1), np.int32)
-        mask = np.zeros((size * together, length), bool)
-        indices = (members[:, None] * together + np.arange(together)).reshape(-1)
+    def _collate(self, number: int, items: np.ndarray) -> Batch:
+        items = items[slice(*self._starts[number : number + 2])]
+        shape = self._shape_of[number]
+        (length, rows), together = self.shapes[shape], self.sequences_per_example
+        tokens = np.zeros((rows, length + 1), np.int32)
+        mask = np.zeros((rows, length), bool)
+        indices = (items[:, None] * together + np.arange(together)).reshape(-1)
         where = []
         for row, index in enumerate(indices):
             example = self.examples[index]
@@ -266,16 +319,17 @@ class BucketBatchSampler:
             mx.array(mask),
             tuple(where),
             example_indices=tuple(indices.tolist()),
-            head_fractions=self._head_fractions[bucket],
+            head_fractions=self._head_fractions[shape],
             sequences_per_example=together,
         )
 
 
-def example_indices(batches: BatchSource, num_batches: int) -> np.ndarray:
-    """Indices of the examples in the first batches."""
-    if num_batches >= batches.per_epoch:
+def example_indices(batches: StepSampler, steps: int) -> np.ndarray:
+    """Indices of the examples in the first steps."""
+    if steps >= batches.steps_per_epoch:
         return np.arange(len(batches.examples))
-    used = {i for n in range(num_batches) for i in batches(n).example_indices}
+    numbers = chain.from_iterable(map(batches.indices, range(steps)))
+    used = {i for n in numbers for i in batches(n).example_indices}
     return np.array(sorted(used))
 
 
@@ -312,24 +366,23 @@ class TargetBatches:
         target: the batch with its target; None = none is stored.
     """
 
-    batches: BatchSource
+    batches: StepSampler
     origin: str
     target: Callable[[Batch], Batch] | None = None
 
-    def __call__(self, step: int) -> Batch:
-        """The batch of a step, counted from 0."""
-        batch = self.batches(step)
+    def indices(self, step: int) -> range:
+        """The indices of the batches of a step."""
+        return self.batches.indices(step)
+
+    def __call__(self, index: int) -> Batch:
+        """The batch of an index."""
+        batch = self.batches(index)
         return self.target(batch) if self.target else batch
 
     @property
     def examples(self) -> ExampleDataset:
         """The training examples."""
         return self.batches.examples
-
-    @property
-    def per_epoch(self) -> int:
-        """Batches in one pass over the examples."""
-        return self.batches.per_epoch
 
     @property
     def digest(self) -> str:

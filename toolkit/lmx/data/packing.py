@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import cache
-from .batching import Batch, ExampleDataset, balanced_batch_size
+from .batching import Batch, ExampleDataset, StepSampler
 
 ORDER, STARTS = "order.npy", "starts.npy"
 
@@ -101,7 +101,7 @@ def packed(
     return np.load(entry.folder / ORDER), np.load(entry.folder / STARTS)
 
 
-class PackedBatchSampler:
+class PackedBatchSampler(StepSampler):
     """Batches of packed sequences, shuffled in every epoch.
 
     All batches have one shape: sequences with an empty mask fill the last one. The
@@ -110,6 +110,7 @@ class PackedBatchSampler:
     Args:
         plan: the result of `pack` for a capacity of `max_seq_length` + 1.
         batch_size: maximum sequences per batch.
+        accumulation: maximum batches per step.
     """
 
     def __init__(
@@ -119,24 +120,19 @@ class PackedBatchSampler:
         *,
         max_seq_length: int,
         batch_size: int,
+        accumulation: int = 1,
         seed: int = 0,
     ):
         self.examples = examples
-        self.seed = seed
-        self._order, self._starts = plan
+        self._order, self._edges = plan
         self._length = max_seq_length
-        self._size = balanced_batch_size(self.num_sequences, batch_size)
-        self._epoch, self._shuffle = -1, np.zeros(0, np.int64)
+        count = self.num_sequences
+        super().__init__([np.arange(count)], [(count, batch_size)], accumulation, seed)
 
     @property
     def num_sequences(self) -> int:
         """Packed sequences in one pass over the examples."""
-        return len(self._starts) - 1
-
-    @property
-    def digest(self) -> str:
-        """A hash of the examples, which changes when an example does."""
-        return self.examples.digest
+        return len(self._edges) - 1
 
     @property
     def filled(self) -> float:
@@ -144,33 +140,14 @@ class PackedBatchSampler:
         total = int(self.examples.lengths.sum(dtype=np.int64))
         return total / (self.num_sequences * (self._length + 1))
 
-    @property
-    def num_examples(self) -> int:
-        """Number of examples."""
-        return len(self.examples)
-
-    @property
-    def per_epoch(self) -> int:
-        """Batches in one pass over the examples."""
-        return -(-self.num_sequences // self._size)
-
-    def __call__(self, step: int) -> Batch:
-        """The batch of a step, counted from 0 over all epochs."""
-        epoch, position = divmod(step, self.per_epoch)
-        if self._epoch != epoch:
-            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-            self._shuffle = generator.permutation(self.num_sequences)
-            self._epoch = epoch
-        start = position * self._size
-        return self._collate(self._shuffle[start : start + self._size])
-
-    def _collate(self, sequences: np.ndarray) -> Batch:
-        shape = (self._size, self._length + 1)
+    def _collate(self, number: int, items: np.ndarray) -> Batch:
+        sequences = items[slice(*self._starts[number : number + 2])]
+        shape = (self._rows[number], self._length + 1)
         tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
         documents = np.zeros(shape, np.int32)
         where, indices = [], []
         for row, sequence in enumerate(sequences):
-            members = self._order[self._starts[sequence] : self._starts[sequence + 1]]
+            members = self._order[self._edges[sequence] : self._edges[sequence + 1]]
             indices += members.tolist()
             end = 0
             for document, index in enumerate(members):

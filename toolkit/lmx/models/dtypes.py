@@ -1,11 +1,14 @@
 """The type that a checkpoint stores, and the one to compute in."""
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from .. import cpu
 from . import global_scale
+from .float_formats import straight_through
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -24,6 +27,16 @@ def stored_dtype(model: nn.Module) -> mx.Dtype:
         if mx.issubdtype(value.dtype, mx.floating):
             sizes[value.dtype] = sizes.get(value.dtype, 0) + value.size
     return max(sizes, key=sizes.get)
+
+
+def forward_weight(master: mx.array, stored: mx.Dtype, compute: mx.Dtype) -> mx.array:
+    """A float32 weight in training, with the rounding of its checkpoint.
+
+    The gradient is that of the weight without the rounding.
+    """
+    if stored not in (mx.float32, compute):
+        master = straight_through(partial(mx.array.astype, dtype=stored))(master)
+    return master.astype(compute)
 
 
 def set_compute_dtype(model: nn.Module, dtype: mx.Dtype) -> None:

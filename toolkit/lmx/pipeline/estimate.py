@@ -1,7 +1,5 @@
 """What stages need of a machine, from shapes alone; `Stage.resources` has it."""
 
-import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -161,18 +159,10 @@ class Workload:
         return sum(self.lengths) / len(self.lengths)
 
     def largest_batch(self, batch_size: int | None, batch_tokens: int | None) -> int:
-        """Tokens of the largest batch: a bucket with few examples has smaller ones."""
-        # Needs NumPy, which reading a recipe does not load.
-        from ..data.batching import balanced_batch_size
-
-        sizes = []
-        for length, count in Counter(self.lengths).items():
-            limit = batch_size or max(1, batch_tokens // length)
-            if self.examples:
-                count = math.ceil(count * self.examples / len(self.lengths))
-                limit = balanced_batch_size(count, limit)
-            sizes.append(length * limit)
-        return max(sizes)
+        """Tokens of the largest batch: few examples make a smaller one."""
+        # The longest examples are joined by shorter ones.
+        sizes = {n: batch_size or max(1, batch_tokens // n) for n in self.lengths}
+        return max(n * min(size, self.examples or size) for n, size in sizes.items())
 
 
 @dataclass(frozen=True)

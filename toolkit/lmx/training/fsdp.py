@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
+from ..models.dtypes import forward_weight
 from ..models.hooks import ModuleProxy, TransformerBlocks, replace_module
 from ..run.distributed import ProcessGroup
 from ..run.launcher import backend
@@ -26,6 +27,7 @@ class ShardedParameters:
 
     Args:
         parameters: full parameters of the model by path; empty = nothing is sharded.
+        stored_dtypes: dtypes of the checkpoint, by path.
         compute_dtype: dtype of the forward pass, to which shards are cast before they
             are gathered.
         blocks: each one is gathered by itself when it runs. All other parameters stay
@@ -37,11 +39,12 @@ class ShardedParameters:
         parameters: dict[str, mx.array],
         ranks: ProcessGroup,
         *,
+        stored_dtypes: dict[str, mx.Dtype],
         compute_dtype: mx.Dtype,
         blocks: TransformerBlocks | None,
     ):
         self._ranks = ranks
-        self._compute_dtype = compute_dtype
+        self._stored_dtypes, self._compute_dtype = stored_dtypes, compute_dtype
         self._blocks = blocks
         self._shapes = {
             path: value.shape
@@ -109,7 +112,7 @@ class ShardedParameters:
         """
         self._last, self._previous_inputs = [], []
         weights = {
-            path: value if path in self else value.astype(self._compute_dtype)
+            path: value if path in self else self._forward_weight(path, value)
             for path, value in parameters.items()
         }
         prefix = self._blocks.prefix if self._blocks else None
@@ -164,14 +167,14 @@ class ShardedParameters:
         """Full parameters in the compute dtype, all of them in one collective."""
         if not shards:
             return {}
-        size = self._ranks.size
+        size, paths = self._ranks.size, [*shards]
         ends = list(accumulate(value.size for value in shards.values()))[:-1]
         shapes = [self._shapes[path] for path in shards]
 
         @mx.custom_function
         def gather(shards):
-            rows = [v.astype(self._compute_dtype).reshape(1, -1) for v in shards]
-            flat = mx.concatenate(rows, axis=1)
+            rows = map(self._forward_weight, paths, shards)
+            flat = mx.concatenate([v.reshape(1, -1) for v in rows], axis=1)
             full = self._in_order(self._ranks.all_gather, flat, after or [])
             parts = mx.split(full, ends, axis=1)
             return [v.reshape(shape) for v, shape in zip(parts, shapes, strict=True)]
@@ -185,6 +188,9 @@ class ShardedParameters:
             return [v.reshape(s.shape) for v, s in zip(parts, shards, strict=True)]
 
         return dict(zip(shards, gather(list(shards.values())), strict=True))
+
+    def _forward_weight(self, path: str, master: mx.array) -> mx.array:
+        return forward_weight(master, self._stored_dtypes[path], self._compute_dtype)
 
     def _in_order(
         self, collective: Callable, value: mx.array, after: list[mx.array]

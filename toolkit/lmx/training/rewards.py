@@ -2,14 +2,14 @@
 
 The functions of Python files run in a process of their own. A file may exit, hold the
 interpreter for ever, print or crash. None of that reaches the run: it sends a line of
-JSON over a socket and gets one back, in limited time. Nothing is unpickled. What the
-functions print is discarded.
+JSON over a socket and gets one back, with the random token of the call, in limited
+time. Nothing is unpickled. What the functions print is discarded.
 """
 
 import json
 import numbers
 import os
-import runpy
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from ..config.text_files import require_regular
 from ..data.answer_filters import FILTERS
@@ -32,8 +33,10 @@ LOAD_SECONDS = 60.0
 END_SECONDS = 1.0
 # Squares and sums of larger values are no float32 numbers.
 MAX_REWARD = 1e9
-# Characters of a value or an error in a message.
-MAX_SHOWN = 100
+# Characters of a value or an error in a message; bytes of an answer with it.
+MAX_SHOWN, MAX_ANSWER = 100, 4096
+# A variable in the environment of a worker and of all that it starts.
+MARK = "LMX_REWARD_WORKER"
 
 
 EXACT_MATCH = "exact_match"
@@ -87,15 +90,18 @@ class RewardWorker:
             process.wait(END_SECONDS)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+        _kill_marked(self._mark)
         return process.wait()
 
     def _start(self) -> None:
         self._channel, theirs = socket.socketpair()
+        self._mark = secrets.token_hex()
         paths = [*map(str, sys.path)]
         program = f"import sys; sys.path[:] = {paths}; from {__name__} import serve"
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"{program}; serve()"],
+                env=os.environ | {MARK: self._mark},
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -104,41 +110,65 @@ class RewardWorker:
             )
 
     def _exchange(self, seconds: float, *request: str | dict) -> float | None:
-        line = ""
+        token, line = secrets.token_hex(), b""
         try:
             self._channel.settimeout(seconds)
-            with suppress(ConnectionError), self._channel.makefile() as replies:
-                self._channel.sendall(json.dumps([seconds, *request]).encode() + b"\n")
-                line = replies.readline()
+            with suppress(ConnectionError), self._channel.makefile("rb") as replies:
+                text = json.dumps([token, seconds, *request])
+                self._channel.sendall(text.encode() + b"\n")
+                line = replies.readline(MAX_ANSWER)
         except TimeoutError:
             raise RewardError(f"took longer than {seconds:g} s") from None
         finally:
-            if not line:
+            if not (is_answer := line.startswith(token.encode())):
                 # The next call must not read the answer to this one.
                 self._process.kill()
                 code = self.close()
         if not line:
             raise RewardError(f"ended its process with exit code {code}")
-        if isinstance(reply := json.loads(line), str):
-            raise RewardError(reply)
-        return reply
+        answer: object = ()
+        with suppress(ValueError, RecursionError):
+            answer = json.loads(line[len(token) :] if is_answer else "[]")
+        if isinstance(answer, str):
+            raise RewardError(answer)
+        if not isinstance(answer, float if request[2:] else type(None)):
+            raise RewardError("has changed the answer of its process")
+        return answer
 
 
 def serve() -> None:
     """Answer a `RewardWorker` until it closes its end of the socket."""
     channel, process, files = socket.socket(fileno=os.dup(0)), os.getpid(), {}
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    mark = os.environ[MARK]
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    # A process of a pool neither answers nor holds the socket open.
+    os.register_at_fork(after_in_child=partial(os.dup2, null, channel.fileno()))
     for line in channel.makefile():
-        seconds, *request = json.loads(line)
+        token, seconds, *request = json.loads(line)
         # The kernel ends a hung process whose run was killed.
         _limit(seconds + END_SECONDS)
-        reply = json.dumps(_answer(files, *request))
+        reply = f"{token} {json.dumps(_answer(files, *request))}\n"
         if os.getpid() != process:
             # A function has forked, and its child has returned, too.
             os._exit(0)
         _limit(0)
-        channel.sendall(reply.encode() + b"\n")
+        channel.sendall(reply.encode())
     _limit(END_SECONDS)
+    _kill_marked(mark)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill what a worker has started, in whatever session; only Linux lists it."""
+    killed, count = {os.getpid()}, 0
+    while count < len(killed):
+        count = len(killed)
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                pid = int(file.parent.name)
+                if pid not in killed and mark.encode() in file.read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
 
 
 def _limit(seconds: float) -> None:
@@ -153,7 +183,7 @@ def _answer(
     """The value of a call, None without arguments, or text: what went wrong."""
     try:
         if file not in files:
-            files[file] = runpy.run_path(file)
+            files[file] = _import(file)
         function = files[file].get(name)
         if not callable(function):
             return f"has no function {name}"
@@ -170,6 +200,20 @@ def _answer(
         return f"failed with {_shown('{0.__class__.__name__}: {0}', error)}{where}"
     shown, limits = _shown("{!r}", value), f"-{MAX_REWARD:g} to {MAX_REWARD:g}"
     return f"returned {shown}, not a number from {limits}"
+
+
+def _import(file: str) -> dict:
+    """The names of a file, a module that its neighbours and pickle can find."""
+    path = Path(file)
+    sys.path.insert(0, str(path.parent))
+    name = path.stem
+    while name in sys.modules:
+        name += "_"
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = file
+    # Not by an import, which may run the bytecode of another version.
+    exec(compile(path.read_bytes(), file, "exec"), vars(module))
+    return vars(module)
 
 
 def _shown(template: str, value: object) -> str:

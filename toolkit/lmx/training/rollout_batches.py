@@ -152,13 +152,19 @@ class RolloutBatches:
             failed = file.read_text()
         return self.step.ranks.broadcast_object(failed)
 
+    def indices(self, step: int) -> range:
+        """The indices of the batches of a step, counted from 0."""
+        # The same completions train `num_iterations` steps.
+        prompts = self.batches.indices(step // self.config.num_iterations)
+        start, parts = step * self.accumulation, self.config.num_generations
+        return range(start * parts, (start + len(prompts)) * parts)
+
     def __call__(self, index: int) -> Batch:
         """The batch of an index, counted from 0."""
         index, part = divmod(index, self.config.num_generations)
         step, position = divmod(index, self.accumulation)
-        # The same completions train `num_iterations` steps.
         first = step - step % self.config.num_iterations
-        number = first // self.config.num_iterations * self.accumulation + position
+        number = self.batches.indices(step // self.config.num_iterations)[position]
         if self._last is None or self._last[0] != number:
             rollout = self._rollout(number, first, is_first_use=step == first)
             batches = self._to_batches(rollout)

@@ -89,12 +89,14 @@ class TrainStep:
     """The trained parameters of a model, and the compiled step that updates them.
 
     The model is only a function: before every forward pass its trained weights are set
-    from the float32 master weights, cast to the compute dtype and, in
-    quantization-aware training, quantized as the export will quantize them.
+    from the float32 master weights, rounded as the export will round them and, in
+    quantization-aware training, quantized as it will quantize them.
 
     Args:
         model: everything that is not trained is frozen.
         optimizer: its algorithm and hyperparameters.
+        stored_dtypes: dtypes of the trained checkpoint, by path; those of the model's
+            weights where it has none.
         compute_dtype: dtype of the forward and backward pass.
         fake_quant: quantizes the weights of every forward pass; None = no QAT.
         chunked_loss: computes the loss without full logits; None = the plain loss.
@@ -118,6 +120,7 @@ class TrainStep:
         model: nn.Module,
         optimizer: OptimizerConfig | None = None,
         *,
+        stored_dtypes: dict[str, mx.Dtype] | None = None,
         compute_dtype: mx.Dtype = mx.float32,
         fake_quant: FakeQuant | None = None,
         chunked_loss: ChunkedLoss | None = None,
@@ -129,11 +132,9 @@ class TrainStep:
     ):
         self.model = model
         self.config = optimizer or OptimizerConfig()
-        self.compute_dtype = compute_dtype
-        self.fake_quant = fake_quant
-        self.chunked_loss = chunked_loss
+        self.compute_dtype, self.fake_quant = compute_dtype, fake_quant
+        self.chunked_loss, self.loss = chunked_loss, loss
         self.document_caches = document_caches
-        self.loss = loss
         self.has_metrics = hasattr(loss, "metric_names")
         self._of_completions = isinstance(loss, CompletionLoss)
         self._runs_model = self.has_metrics and not self._of_completions
@@ -146,9 +147,12 @@ class TrainStep:
             )
         self._checkpointed_blocks = blocks if gradient_checkpointing else None
         trained = _trained_parameters(model, fake_quant)
+        dtypes = {path: value.dtype for path, value in trained.items()}
+        self.stored_dtypes = dtypes | (stored_dtypes or {})
         self.sharding = ShardedParameters(
             trained if fsdp else {},
             ranks,
+            stored_dtypes=self.stored_dtypes,
             compute_dtype=compute_dtype,
             blocks=blocks,
         )
@@ -270,8 +274,8 @@ class TrainStep:
         then `free`.
         """
         if self.sharding:
-            dtypes = dict.fromkeys(self.parameters, self.compute_dtype)
-            weights = self.gather_parameters(dtypes)
+            weights = self.gather_parameters()
+            weights = {k: v.astype(self.compute_dtype) for k, v in weights.items()}
             self.model.update(tree_unflatten(list(weights.items())))
         else:
             self._set_weights(self.parameters)
@@ -282,15 +286,12 @@ class TrainStep:
         if self.sharding:
             self.model.update(tree_unflatten(list(self.parameters.items())))
 
-    def gather_parameters(self, dtypes: dict[str, mx.Dtype]) -> dict[str, mx.array]:
-        """The full trained parameters on the first rank, an empty dict on the others.
-
-        Args:
-            dtypes: of the results, by path.
-        """
+    def gather_parameters(self) -> dict[str, mx.array]:
+        """The full trained parameters, in the dtypes of the checkpoint, on the first
+        rank; an empty dict on the others."""
         gathered = {}
         for path, value in self.parameters.items():
-            value = self.sharding.unshard(path, value.astype(dtypes[path]))
+            value = self.sharding.unshard(path, value.astype(self.stored_dtypes[path]))
             if self.ranks.is_first:
                 gathered[path] = value
         return gathered
@@ -302,10 +303,12 @@ class TrainStep:
         return *batch.arrays, places, batch.target
 
     def _set_weights(self, parameters: dict[str, mx.array]) -> None:
+        qparams = self.fake_quant.qparams if self.fake_quant else {}
+        weights = self.sharding.forward_weights(
+            {k: v for k, v in parameters.items() if k not in qparams}
+        )
         if self.fake_quant:
-            weights = self.fake_quant.forward_weights(parameters, self.compute_dtype)
-        else:
-            weights = self.sharding.forward_weights(parameters)
+            weights |= self.fake_quant.forward_weights(parameters, self.compute_dtype)
         self.model.update(tree_unflatten(list(weights.items())))
 
     def _train(

@@ -37,8 +37,6 @@ class TrainerConfig:
         seed: of the random numbers of all steps.
         checkpoint_dir: where checkpoints go.
         logging_steps, eval_steps, save_steps: intervals in steps.
-        gradient_accumulation_steps: batches per optimizer step.
-        num_batches: batches in all, if the last step has fewer; None = no step has.
         save_total_limit: newest checkpoints kept.
         load_best_at_end: keep the weights of the best evaluation, which may be that
             before the first step, instead of the last ones.
@@ -52,8 +50,6 @@ class TrainerConfig:
     logging_steps: int
     eval_steps: int
     save_steps: int
-    gradient_accumulation_steps: int = 1
-    num_batches: int | None = None
     save_total_limit: int = 2
     load_best_at_end: bool = False
     early_stopping_patience: int | None = None
@@ -74,6 +70,7 @@ class Trainer:
 
     Args:
         batches: the batch of an index, from 0; a function of seed and index.
+        indices: of the batches of a step, counted from 0.
         learning_rate: of a step, counted from 0.
         eval_batches: validation batches, used in every evaluation.
         evaluate: makes the validation loss; None = that of `step` on `eval_batches`.
@@ -97,6 +94,7 @@ class Trainer:
         learning_rate: Callable[[int], float],
         eval_batches: Sequence[Batch],
         logger: RunLogger,
+        indices: Callable[[int], Sequence[int]] = lambda step: (step,),
         evaluate: Callable[[], EvalOutput] | None = None,
         on_evaluate: Callable[[int], float | None] = lambda step: None,
         score_name: str = "validation loss",
@@ -105,6 +103,7 @@ class Trainer:
         self.step = step
         self.ranks = step.ranks
         self.batches = batches
+        self.indices = indices
         self.config = config
         self.learning_rate = learning_rate
         self.logger = logger
@@ -162,7 +161,8 @@ class Trainer:
 
     def _train_step(self, step: int, bar, *, stop: bool) -> None:
         """Launch a step; while it runs, finish the step before it."""
-        batches, learning_rate = self._batches_of(step), self.learning_rate(step)
+        batches = [self.batches(index) for index in self.indices(step)]
+        learning_rate = self.learning_rate(step)
         # Every rank but the first adds its number, so that ranks draw differently for
         # their examples. Those that hold a model together draw alike.
         entropy, ranks = [self.config.seed, step], self.step.ranks
@@ -236,11 +236,6 @@ class Trainer:
             raise Interrupted(message if self.ranks.is_first else "")
         self._last_time = time.perf_counter()
         self._rate_tokens, self._rate_seconds = 0, 0.0
-
-    def _batches_of(self, step: int) -> list[Batch]:
-        size, count = self.config.gradient_accumulation_steps, self.config.num_batches
-        last = (step + 1) * size if count is None else min((step + 1) * size, count)
-        return [self.batches(index) for index in range(step * size, last)]
 
     def _is_due(self, done: int) -> bool:
         """Whether there is something to evaluate or save after `done` steps."""

@@ -8,6 +8,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from ...config.draft import DraftConfig
 from ...data.batching import Batch
@@ -96,9 +97,11 @@ class DraftDistillation(ABC):
     def make_step(self, model: nn.Module, dtype: mx.Dtype, **losses) -> TrainStep:
         """A step of a model or drafter that is stored in `dtype`."""
         compute = training_dtype("auto", dtype)
+        paths = [path for path, _ in tree_flatten(model.trainable_parameters())]
         step = TrainStep(
             model,
             OptimizerConfig(max_grad_norm=1.0),
+            stored_dtypes=dict.fromkeys(paths, dtype),
             compute_dtype=compute,
             ranks=self.context.ranks,
             **losses,

@@ -5,7 +5,7 @@ from functools import partial
 from ...config.train import TrainConfig
 from ...cpu import on_cpu
 from ...data import cache, fingerprint, token_store
-from ...data.batching import BucketBatchSampler
+from ...data.batching import BucketBatchSampler, StepSampler
 from ...data.dataset import ReadStats
 from ...data.packing import PackedBatchSampler, packed
 from ...data.splits import log_read_stats
@@ -33,7 +33,7 @@ def training_batches(
     *,
     packing: bool,
     encode: Encode | None = None,
-) -> BucketBatchSampler | PackedBatchSampler:
+) -> StepSampler:
     """Batches of the training examples, which are tokenized once into the cache.
 
     Args:
@@ -53,6 +53,7 @@ def training_batches(
         packed(examples, longest + 1, context.logger.warning),
         max_seq_length=longest,
         batch_size=config.sequences_per_batch(longest),
+        accumulation=config.gradient_accumulation_steps,
         seed=context.seed,
     )
     context.logger.info(
@@ -142,6 +143,7 @@ def _padded_batches(
         max_seq_length=longest,
         batch_size=None if tokens else config.batch_size,
         batch_tokens=tokens,
+        accumulation=config.gradient_accumulation_steps,
         seed=context.seed,
         sequences_per_example=2 if encode else 1,
     )

@@ -56,7 +56,7 @@ class PreferenceSetup:
         return partial(encode_unpaired, lent=lent)
 
     def prepare(
-        self, batches: BucketBatchSampler, num_batches: int, dtype: mx.Dtype
+        self, batches: BucketBatchSampler, steps: int, dtype: mx.Dtype
     ) -> TargetBatches:
         """Training batches with what the loss needs.
 
@@ -67,7 +67,7 @@ class PreferenceSetup:
             UserError: the examples of KTO have one kind of label only.
         """
         self._require_both_labels(batches)
-        indices = example_indices(batches, num_batches)
+        indices = example_indices(batches, steps)
         return self._with_reference(batches, indices, dtype)
 
     def prepare_eval(

@@ -94,11 +94,7 @@ class TrainRun:
             self.eval_loss = self._cross_entropy(self.step.materialize())
         self.parameters = self.step.parameters
         if self.step.sharding:
-            dtypes = {
-                path: self.base_weights.get(path, value).dtype
-                for path, value in self.parameters.items()
-            }
-            self.parameters = self.step.gather_parameters(dtypes)
+            self.parameters = self.step.gather_parameters()
 
     def finish(self) -> ModelArtifact:
         """Write on rank 0 what was trained, and measure it; all ranks call this."""
@@ -248,10 +244,9 @@ class TrainRun:
             # Lossless, and the chunked loss is verified in the dtype of the training.
             set_compute_dtype(loaded.model, compute_dtype)
         chunked = chunked_loss(config, context, loaded)
-        caches = (
-            document_caches(loaded, context, self.teacher) if config.packing else None
-        )
-        preference = self.preference
+        caches, preference = None, self.preference
+        if config.packing:
+            caches = document_caches(loaded, context, self.teacher)
         batches = training_batches(
             config,
             context,
@@ -263,23 +258,22 @@ class TrainRun:
         encode = preference and preference.encode_valid(batches)
         valid = validation_batches(config, context, loaded, encode=encode)
         eval_batches = list(valid.in_order(config.eval_batches))
-        self.cross_entropy_batches = eval_batches
-        num_batches = config.batches(batches.per_epoch)
-        steps = math.ceil(num_batches / config.gradient_accumulation_steps)
+        self.cross_entropy_batches, evaluate = eval_batches, None
+        steps = config.num_steps(batches.steps_per_epoch)
         require_steps(config.qat, steps)
         context.logger.info(
             f"{batches.num_examples:,} examples, {batches.per_epoch:,} batches per "
-            f"epoch; {steps:,} steps are {num_batches / batches.per_epoch:.1f} epochs"
+            f"epoch; {steps:,} steps are {steps / batches.steps_per_epoch:.1f} epochs"
         )
         loss = context.extensions.loss or cross_entropy_sum
         if self.teacher:
-            loss, batches = self.teacher.prepare(batches, num_batches)
+            loss, batches = self.teacher.prepare(batches, steps)
             eval_batches = self.teacher.prepare_eval(valid.examples, eval_batches)
         if preference:
             loss = preference.loss
             chosen = validation_batches(config, context, loaded)
             self.cross_entropy_batches = list(chosen.in_order(config.eval_batches))
-            batches = preference.prepare(batches, num_batches, compute_dtype)
+            batches = preference.prepare(batches, steps, compute_dtype)
             eval_batches = preference.prepare_eval(valid, eval_batches, compute_dtype)
         if self.rollouts and self.rollouts.policy:
             loss = self.rollouts.policy.loss
@@ -287,13 +281,13 @@ class TrainRun:
             compute_dtype, chunked_loss=chunked, document_caches=caches, loss=loss
         )
         set_compute_dtype(loaded.model, compute_dtype)
-        evaluate = None
         if self.rollouts:
             batches, evaluate = self.rollouts.prepare(step, batches, valid)
         return Trainer(
             step,
             batches,
-            self._trainer_config(steps, num_batches),
+            self._trainer_config(steps),
+            indices=batches.indices,
             learning_rate=self._learning_rate(steps),
             eval_batches=eval_batches,
             logger=context.logger,
@@ -311,6 +305,7 @@ class TrainRun:
         return TrainStep(
             network,
             self._optimizer(fake_quant),
+            stored_dtypes={k: v.dtype for k, v in self.base_weights.items()},
             compute_dtype=compute_dtype,
             fake_quant=fake_quant,
             gradient_checkpointing=config.gradient_checkpointing,
@@ -319,15 +314,12 @@ class TrainRun:
             **losses,
         )
 
-    def _trainer_config(self, steps: int, num_batches: int) -> TrainerConfig:
+    def _trainer_config(self, steps: int) -> TrainerConfig:
         config, context = self.config, self.context
-        parts = config.micro_batches
         return TrainerConfig(
             steps=steps,
             seed=context.seed,
             checkpoint_dir=context.folder / "checkpoints",
-            gradient_accumulation_steps=config.gradient_accumulation_steps * parts,
-            num_batches=num_batches * parts,
             logging_steps=config.logging_steps,
             eval_steps=config.eval_steps,
             save_steps=config.save_steps,

@@ -193,8 +193,8 @@ class TrainStage(Stage):
             return config.steps
         examples = batch.mean_tokens / workload.mean_length
         examples /= config.sequences_per_example
-        batches = config.batches(workload.examples / examples)
-        return math.ceil(batches / config.gradient_accumulation_steps)
+        examples *= config.gradient_accumulation_steps
+        return config.num_steps(math.ceil(workload.examples / examples))
 
     def _remedies(self, window: int) -> Iterator[str]:
         config, address = self.config, self.address

@@ -10,12 +10,11 @@ import numpy as np
 from ...config.train import TeacherConfig
 from ...data.batching import (
     Batch,
-    BucketBatchSampler,
     ExampleDataset,
+    StepSampler,
     TargetBatches,
     example_indices,
 )
-from ...data.packing import PackedBatchSampler
 from ...data.record_formats import DataRecord
 from ...data.tokenizer_files import tokenizer_difference
 from ...errors import UserError
@@ -129,19 +128,19 @@ class TeacherSetup:
             self.online.document_caches = DocumentCaches(self.online.model)
 
     def prepare(
-        self, batches: BucketBatchSampler | PackedBatchSampler, num_batches: int
+        self, batches: StepSampler, steps: int
     ) -> tuple[DistillationLoss, TargetBatches]:
         """The distillation loss, and the batches with the targets that it needs.
 
         Args:
-            num_batches: batches of the training.
+            steps: of the training.
 
         Raises:
             UserError: the disk is too small for the stored targets.
         """
         teacher, targets = self.teacher, None
         if teacher.offline:
-            indices = example_indices(batches, num_batches)
+            indices = example_indices(batches, steps)
             records = self.context.rows.train
             targets = self._cached_targets(batches.examples, indices, records)
         loss = DistillationLoss(teacher, None if teacher.offline else self.online)

@@ -5,15 +5,13 @@ The exported codes therefore dequantize, bit for bit, to the weights of the last
 pass.
 """
 
-from functools import partial
-
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ...config.qat import QATConfig
 from ...config.quant_spec import FLOAT_MODES, QuantSpec
-from ...models.float_formats import MODES, straight_through
+from ...models.dtypes import forward_weight
+from ...models.float_formats import MODES
 from ...models.lora.layers import AdapterLayer
 from ...models.lora.lora_model import adapted_layers
 from ...models.quantized_layers import fake_quantize_inputs
@@ -31,8 +29,7 @@ class FakeQuant:
     Layers that are not trained are quantized once, in the model.
 
     Args:
-        model: as loaded, in the types its checkpoint stores; its layers may carry LoRA
-            adapters.
+        model: its layers may carry LoRA adapters.
         specs: the grid of every quantized layer, by path.
         dtype: the type in which the export stores scales.
         packed: initial codes, scales and biases, by path and name; the model's weights
@@ -55,7 +52,6 @@ class FakeQuant:
         self.dtype = dtype
         self.config = config or QATConfig()
         self._adapted = adapted_layers(model)
-        self._types = {k: v.dtype for k, v in tree_flatten(model.parameters())}
         self._specs = specs
         self._quantizers = {
             path: make_quantizer(self.config, spec, dtype)
@@ -120,17 +116,13 @@ class FakeQuant:
     def forward_weights(
         self, parameters: dict[str, mx.array], compute: mx.Dtype
     ) -> dict[str, mx.array]:
-        """Weights of the forward pass, by path, straight-through to the masters.
+        """Quantized and merged weights of the forward pass, by path.
 
-        Every weight passes through the type it has in the checkpoint. Where a quantizer
-        is straight-through, an adapter gets no gradient from here: `LoRALinear` takes
-        it from the product, at the cost of plain LoRA.
+        Where a quantizer is straight-through, and where none is, an adapter gets no
+        gradient from here: `LoRALinear` takes it from the product, at the cost of plain
+        LoRA.
         """
         weights = {}
-        for name, value in parameters.items():
-            if name not in self.qparams:
-                store = partial(mx.array.astype, dtype=self._types[name])
-                weights[name] = straight_through(store)(value).astype(compute)
         for path in self._trained:
             weight = self._merged(path, parameters)
             if self._has_begun:
@@ -138,6 +130,11 @@ class FakeQuant:
                 weight = self._quantizers[path].fake_quantize(weight, qparams)
             inner = ".linear" if path in self._adapted else ""
             weights[f"{path}{inner}.weight"] = weight.astype(compute)
+        for path in self._adapted.keys() - self._specs.keys():
+            weight, stored = self._merged(path, parameters), self._adapted[path]
+            weights[f"{path}.linear.weight"] = forward_weight(
+                weight, stored.base_weight.dtype, compute
+            )
         return weights
 
     def export_tensors(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -184,9 +181,8 @@ class FakeQuant:
     def _unfreeze_derived(self, modules: dict[str, nn.Module]) -> set[str]:
         """Unfreeze derived weights whose quantizers need their gradients."""
         derived = set()
-        # A layer that is not quantized adds its adapter itself.
-        for path, layer in self._adapted.items():
-            layer.merged = path in self._specs
+        for layer in self._adapted.values():
+            layer.merged = True
         for path in self._trained:
             if self._quantizers[path].IS_STRAIGHT_THROUGH:
                 continue
