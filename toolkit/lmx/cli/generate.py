@@ -401,12 +401,12 @@ class InteractiveSession:
         )
 
     def _digest(self) -> str:
-        from ..models.checkpoint import quick_digest
+        from ..models.checkpoint import weights_digest
 
-        adapter = self._args.adapter_path
-        return quick_digest(
-            self._loaded.path, Path(os.path.expanduser(adapter)) if adapter else None
-        )
+        digest, adapter = weights_digest(self._loaded.path), self._args.adapter_path
+        if not adapter:
+            return digest
+        return f"{digest} {weights_digest(Path(os.path.expanduser(adapter)))}"
 
     def _encode(self, text: str) -> list[int]:
         if self._args.ignore_chat_template:

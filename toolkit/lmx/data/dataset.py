@@ -150,6 +150,8 @@ def has_split(source: str, split: str, *, find: Find = Path) -> bool:
 def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
     """A value that changes with the content of `source`, without parsing it.
 
+    It has names of files, and no folders.
+
     Raises:
         UserError: the source is missing or cannot be read.
     """
@@ -160,7 +162,7 @@ def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
         return hub.fingerprint(split)
     path = find(source) or Path(source)
     return [
-        [str(p), readers.content_hash(p)] for p in readers.list_data_files(path, split)
+        [p.name, readers.content_hash(p)] for p in readers.list_data_files(path, split)
     ]
 
 

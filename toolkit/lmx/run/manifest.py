@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,8 @@ from .fs import MANIFEST, read_json, read_metrics
 
 # The folder of the folders of the stages.
 STAGES = "stages"
+# Kinds of what a stage reads. An unfinished stage goes on only with the same models.
+INPUTS = "models", "files"
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 PACKAGES = ("lmx-toolkit", "mlx", "mlx-lm", "numpy")
 
@@ -67,6 +70,32 @@ class StageRecord(BaseModel):
     sha256: str
 
 
+class StageInputs(BaseModel):
+    """Hashes of what a stage reads, by key of the recipe; see `pipeline.inputs`.
+
+    Attributes:
+        files: data, adapters and programs. A stage itself says whether it goes on with
+            other ones.
+    """
+
+    models: dict[str, str]
+    files: dict[str, str]
+
+
+def changed_inputs(before: dict, now: dict, kinds: Sequence[str] = INPUTS) -> list[str]:
+    """The keys in `before` whose content is another one now, and not unknown.
+
+    Args:
+        before, now: `StageInputs`.
+    """
+    return [
+        name
+        for kind in kinds
+        for name, value in before[kind].items()
+        if now[kind].get(name, value) != value
+    ]
+
+
 def digest_of(record: dict) -> str:
     """SHA-256 of the result and the artifacts of a stage's record."""
     values = [record["result"], record["artifacts"]]
@@ -80,6 +109,7 @@ class Manifest(BaseModel):
         plan: the identities of the recipe's stages by name, in order; see
             `PlannedStage.identity`.
         current_stage: the stage that was started last.
+        inputs: of the stages that were started.
         stages: the finished stages.
     """
 
@@ -93,6 +123,7 @@ class Manifest(BaseModel):
     started: Timestamp
     ended: Timestamp | None
     current_stage: StageName | None
+    inputs: dict[StageName, StageInputs]
     stages: dict[StageName, StageRecord]
 
 
@@ -141,6 +172,7 @@ def new(name: str, command: str, recipe_hash: str, plan: dict[str, str]) -> dict
         "started": now(),
         "ended": None,
         "current_stage": None,
+        "inputs": {},
         "stages": {},
     }
 

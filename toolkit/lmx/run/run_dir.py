@@ -18,7 +18,7 @@ from .compare import difference
 from .fs import LOCK, MANIFEST, disk_errors, hash_file, hash_folder, write_atomic
 from .html.page import write_page
 from .logger import RECORD_FILES
-from .manifest import STAGES
+from .manifest import INPUTS, STAGES, changed_inputs
 from .report import RECIPE, REPORT, RESOLVED
 
 LOCK_ATTEMPTS = 10
@@ -36,21 +36,38 @@ class EarlierRun:
         content: the manifest of that run.
         plan: the identities of the stages that will run, by name, in order.
         changes: the values in which the recipes differ, one per line.
+        inputs: returns the `StageInputs` of a stage as they are now.
 
     Attributes:
-        kept: the stages that are the same in both recipes.
+        kept: the stages that are the same in both recipes, with the same inputs.
         discarded: the other stages of both recipes.
     """
 
-    def __init__(self, path: Path, content: dict, plan: dict[str, str], changes: str):
+    def __init__(
+        self,
+        path: Path,
+        content: dict,
+        plan: dict[str, str],
+        changes: str,
+        inputs: Callable[[str], dict],
+    ):
         self.path = path
         self.changes = changes
         self._plan = plan
         self._finished: dict[str, dict] = content["stages"]
-        self.is_changed = list(content["plan"].items()) != list(plan.items())
         # An identity is that of all stages before, too.
         same = content["plan"].items() & plan.items()
         self.kept = [name for name in plan if (name, plan[name]) in same]
+        self._changed_stage, self._changed_inputs = "", []
+        for name in [n for n in self.kept if n in content["inputs"]]:
+            before, is_finished = content["inputs"][name], name in self._finished
+            kinds = INPUTS if is_finished else INPUTS[:1]
+            if changed := changed_inputs(before, inputs(name), kinds):
+                self._changed_stage, self._changed_inputs = name, changed
+                self.kept = self.kept[: self.kept.index(name)]
+                break
+        is_same = list(content["plan"].items()) == list(plan.items())
+        self.is_changed = not is_same or bool(self._changed_inputs)
         names = dict.fromkeys([*content["plan"], *plan, *self._finished])
         self.discarded = [name for name in names if name not in self.kept]
 
@@ -58,6 +75,22 @@ class EarlierRun:
     def records(self) -> dict[str, dict]:
         """The records of the stages that are finished and kept."""
         return {k: self._finished[k] for k in self.kept if k in self._finished}
+
+    def require_same_inputs(self) -> None:
+        """Refuse to keep nothing of a run whose inputs have changed, and to go on with
+        other models than those that a stage began with.
+
+        Raises:
+            UserError: with the inputs that differ.
+        """
+        is_unfinished = self._changed_stage not in self._finished
+        if self._changed_inputs and (is_unfinished or not self.kept):
+            names = " and ".join(self._changed_inputs)
+            raise UserError(
+                f"changed since this run started: {names}",
+                place=str(self.path),
+                hint=f"restore what was there; or {self._ways_out}",
+            )
 
     def require_kept_results(self) -> None:
         """Refuse a recipe that keeps nothing of a run with finished stages.
@@ -72,8 +105,14 @@ class EarlierRun:
             "this folder has the run of another recipe, whose first stage has other "
             f"values:\n    {lines}",
             place=str(self.path),
-            hint="use --restart to start over (the old run moves to "
-            f"{aside(self.path).name}), or output=... for another folder",
+            hint=self._ways_out,
+        )
+
+    @property
+    def _ways_out(self) -> str:
+        return (
+            "use --restart to start over (the old run moves to "
+            f"{aside(self.path).name}), or output=... for another folder"
         )
 
     def discard(self) -> list[str]:
@@ -102,7 +141,9 @@ class EarlierRun:
 
     def change_note(self, set_aside: list[str]) -> str:
         """One line: what changed, which stages are kept, and which will run."""
-        lines = self.changes.split("\n")
+        lines = [*filter(None, self.changes.split("\n"))]
+        what = "the recipe has" if lines else "files have"
+        lines += [f"{name}: other content" for name in self._changed_inputs]
         shown = ", ".join(lines[:MAX_CHANGES])
         if more := len(lines) - MAX_CHANGES:
             shown += f" and {more} more" if more > 0 else ""
@@ -115,7 +156,7 @@ class EarlierRun:
         if published := self._outdated():
             names = ", ".join(published)
             parts.append(f"of the earlier recipe until a stage replaces it: {names}")
-        return f"the recipe has changed ({shown}): {'; '.join(parts)}"
+        return f"{what} changed ({shown}): {'; '.join(parts)}"
 
     def _outdated(self) -> list[str]:
         """Published folders that only stages wrote which are not kept."""
@@ -154,6 +195,7 @@ class RunDir:
         path: Path,
         recipe: LoadedRecipe,
         plan: dict[str, str],
+        inputs: Callable[[str], dict],
         *,
         recipe_hash: str,
         command: str,
@@ -163,6 +205,7 @@ class RunDir:
 
         Args:
             plan: the identities of the stages by name, in order.
+            inputs: returns the `StageInputs` of a stage as they are now.
             recipe_hash: of all values that affect the result.
             command: the command line of the user.
             restart: rename an earlier run to `<path>.old-N` and start over.
@@ -189,7 +232,7 @@ class RunDir:
                     raise
             else:
                 changes = difference(fs.read_text(path / RESOLVED), recipe.resolved)
-                folder._continue(old, EarlierRun(path, old, plan, changes))
+                folder._continue(old, EarlierRun(path, old, plan, changes, inputs))
             fs.remove_partial_files(path)
             write_atomic(path / RECIPE, without_schema_line(recipe.text))
             write_atomic(path / RESOLVED, recipe.resolved)
@@ -201,9 +244,12 @@ class RunDir:
 
     def _continue(self, old: dict, earlier: EarlierRun) -> None:
         """Keep the stages of an earlier run that are the same."""
+        earlier.require_same_inputs()
         earlier.require_kept_results()
         self.crash_note = manifest.crash_note(self.path, old)
         self._manifest["stages"] = earlier.records
+        started = {k: v for k, v in old["inputs"].items() if k in earlier.kept}
+        self._manifest["inputs"] = started
         if earlier.is_changed:
             set_aside = earlier.discard()
             self._drop_records(earlier.discarded)
@@ -238,9 +284,10 @@ class RunDir:
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def start_stage(self, stage: str) -> None:
-        """Record the current stage, for the crash note of the next run."""
+    def start_stage(self, stage: str, inputs: dict) -> None:
+        """Record the current stage and its `StageInputs`, for the next run."""
         self._manifest["current_stage"] = stage
+        self._manifest["inputs"][stage] = inputs
         self._save()
 
     def complete_stage(self, stage: str, result: dict, artifacts: list[Path]) -> None:
@@ -280,7 +327,8 @@ class RunDir:
         """Delete the records and folders of stages whose input will change."""
         with disk_errors(self.path):
             for stage in stages:
-                self._manifest["stages"].pop(stage, None)
+                for records in (self._manifest["stages"], self._manifest["inputs"]):
+                    records.pop(stage, None)
                 fs.remove(self.path / STAGES / stage)
             self._drop_records(stages)
             self._restore_report()

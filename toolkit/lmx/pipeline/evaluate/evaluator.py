@@ -11,7 +11,7 @@ from ...data.batching import Batch, BucketBatchSampler
 from ...errors import FAILED, UserError
 from ...evaluation import lm_eval
 from ...evaluation.perplexity import eval_batch_tokens
-from ...models.checkpoint import quick_digest
+from ...models.checkpoint import weights_digest
 from ...models.loader import LoadedModel
 from ...run.fs import key_of
 from ...run.tables import table
@@ -208,7 +208,7 @@ class Evaluator:
             loaded = context.load(context.require_visible(path), sharded=True)
         if ranks.size > 1:
             ranks.require_same(
-                quick_digest(path),
+                weights_digest(path),
                 "evaluates another model",
                 hint="give all machines the same model",
             )

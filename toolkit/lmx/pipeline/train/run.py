@@ -15,7 +15,7 @@ from ...convert.importers.peft import resolve_adapter
 from ...evaluation.perplexity import measure_perplexity
 from ...generation.generator import Generator
 from ...models import tensor_parallel
-from ...models.checkpoint import quick_digest
+from ...models.checkpoint import weights_digest
 from ...models.dtypes import set_compute_dtype
 from ...models.lora import io as adapter_files
 from ...models.lora import lora_model
@@ -230,17 +230,13 @@ class TrainRun:
 
     def _require_same_model(self) -> None:
         """Refuse ranks with other weights: frozen weights are every machine's own."""
-        parallel = self.context.parallel
-        what, hint = "begins with another model", "give all machines the same model"
-        if parallel.tensor.size > 1:
-            digest = quick_digest(self.initial)
-            parallel.tensor.require_same(digest, what, hint=hint)
-        if parallel.data.size > 1:
-            sums = [
-                value.reshape(-1).view(mx.uint8).sum().item()
-                for value in self.base_weights.values()
-            ]
-            parallel.data.require_same(sums, what, hint=hint)
+        ranks = self.context.ranks
+        if ranks.size == 1:
+            return
+        with ranks.collective_errors():
+            digest = weights_digest(self.initial)
+        hint = "give all machines the same model"
+        ranks.require_same(digest, "begins with another model", hint=hint)
 
     def _attach_adapter(self) -> list[str]:
         qat, model = self.config.qat, self.loaded.model
