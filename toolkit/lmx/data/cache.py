@@ -1,6 +1,5 @@
 """The cache between runs, keyed by content. Its folder may be deleted at any time."""
 
-import errno
 import fcntl
 import json
 import os
@@ -192,7 +191,7 @@ def _written(place: Path) -> Iterator[None]:
     """Create the cache, and add a hint on LMX_CACHE to errors of its disk."""
     try:
         with fs.disk_errors(place):
-            _create(root())
+            root().mkdir(parents=True, exist_ok=True)
             yield
     except UserError as error:
         if fs.OTHER_FOLDER not in (error.hint or ""):
@@ -204,11 +203,3 @@ def _written(place: Path) -> Iterator[None]:
             hint=hint,
             code=error.code,
         ) from error
-
-
-def _create(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as error:
-        # As for a home folder below /proc, where nothing can be created.
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from error

@@ -19,7 +19,7 @@ from ..convert.importers import find_importable
 from ..errors import UserError
 from ..models.checkpoint import read_config
 from ..run import manifest
-from ..run.run_dir import EarlierRun
+from ..run.earlier_run import EarlierRun
 from ..run.tables import KEYS_WITHOUT_EFFECT
 from ..run.trackers import TRACKERS, is_installed
 from .dataset_checks import check_datasets

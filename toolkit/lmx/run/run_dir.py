@@ -12,163 +12,18 @@ from pathlib import Path
 from ..config.bundled import without_schema_line
 from ..config.loader import LoadedRecipe
 from ..config.text_files import require_regular
-from ..errors import Interrupted, UserError
+from ..errors import FAILED, Interrupted, UserError
 from . import fs, manifest
 from .compare import difference
+from .earlier_run import EarlierRun
 from .fs import LOCK, MANIFEST, disk_errors, hash_file, hash_folder, write_atomic
 from .html.page import write_page
 from .logger import RECORD_FILES
-from .manifest import INPUTS, STAGES, changed_inputs
+from .manifest import STAGES
 from .report import RECIPE, REPORT, RESOLVED
 
 LOCK_ATTEMPTS = 10
 Warn = Callable[[str], None]
-# Changed values that the note about an earlier run names.
-MAX_CHANGES = 3
-
-
-class EarlierRun:
-    """The run of a folder, which the same or a changed recipe continues.
-
-    A recipe keeps the stages up to the first one whose identity has changed.
-
-    Args:
-        content: the manifest of that run.
-        plan: the identities of the stages that will run, by name, in order.
-        changes: the values in which the recipes differ, one per line.
-        inputs: returns the `StageInputs` of a stage as they are now.
-
-    Attributes:
-        kept: the stages that are the same in both recipes, with the same inputs.
-        discarded: the other stages of both recipes.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        content: dict,
-        plan: dict[str, str],
-        changes: str,
-        inputs: Callable[[str], dict],
-    ):
-        self.path = path
-        self.changes = changes
-        self._plan = plan
-        self._finished: dict[str, dict] = content["stages"]
-        # An identity is that of all stages before, too.
-        same = content["plan"].items() & plan.items()
-        self.kept = [name for name in plan if (name, plan[name]) in same]
-        self._changed_stage, self._changed_inputs = "", []
-        for name in [n for n in self.kept if n in content["inputs"]]:
-            before, is_finished = content["inputs"][name], name in self._finished
-            kinds = INPUTS if is_finished else INPUTS[:1]
-            if changed := changed_inputs(before, inputs(name), kinds):
-                self._changed_stage, self._changed_inputs = name, changed
-                self.kept = self.kept[: self.kept.index(name)]
-                break
-        is_same = list(content["plan"].items()) == list(plan.items())
-        self.is_changed = not is_same or bool(self._changed_inputs)
-        names = dict.fromkeys([*content["plan"], *plan, *self._finished])
-        self.discarded = [name for name in names if name not in self.kept]
-
-    @property
-    def records(self) -> dict[str, dict]:
-        """The records of the stages that are finished and kept."""
-        return {k: self._finished[k] for k in self.kept if k in self._finished}
-
-    def require_same_inputs(self) -> None:
-        """Refuse to keep nothing of a run whose inputs have changed, and to go on with
-        other models than those that a stage began with.
-
-        Raises:
-            UserError: with the inputs that differ.
-        """
-        is_unfinished = self._changed_stage not in self._finished
-        if self._changed_inputs and (is_unfinished or not self.kept):
-            names = " and ".join(self._changed_inputs)
-            raise UserError(
-                f"changed since this run started: {names}",
-                place=str(self.path),
-                hint=f"restore what was there; or {self._ways_out}",
-            )
-
-    def require_kept_results(self) -> None:
-        """Refuse a recipe that keeps nothing of a run with finished stages.
-
-        Raises:
-            UserError: with the values that differ.
-        """
-        if self.kept or not self._finished:
-            return
-        lines = self.changes.replace("\n", "\n    ")
-        raise UserError(
-            "this folder has the run of another recipe, whose first stage has other "
-            f"values:\n    {lines}",
-            place=str(self.path),
-            hint=self._ways_out,
-        )
-
-    @property
-    def _ways_out(self) -> str:
-        return (
-            "use --restart to start over (the old run moves to "
-            f"{aside(self.path).name}), or output=... for another folder"
-        )
-
-    def discard(self) -> list[str]:
-        """Remove the folders of the stages that are not kept.
-
-        The checkpoints of an unfinished training are set aside, not removed.
-
-        Returns:
-            What was set aside, in words.
-        """
-        notes = []
-        for name in self.discarded:
-            folder = self.path / STAGES / name
-            checkpoints = folder / "checkpoints"
-            is_finished = name in self._finished
-            if not is_finished and checkpoints.is_dir() and any(checkpoints.iterdir()):
-                target = aside(folder)
-                os.rename(folder, target)
-                notes.append(
-                    f"the unfinished {name} was started with other values: its "
-                    f"checkpoints are now in {target.relative_to(self.path)}"
-                )
-            else:
-                fs.remove(folder)
-        return notes
-
-    def change_note(self, set_aside: list[str]) -> str:
-        """One line: what changed, which stages are kept, and which will run."""
-        lines = [*filter(None, self.changes.split("\n"))]
-        what = "the recipe has" if lines else "files have"
-        lines += [f"{name}: other content" for name in self._changed_inputs]
-        shown = ", ".join(lines[:MAX_CHANGES])
-        if more := len(lines) - MAX_CHANGES:
-            shown += f" and {more} more" if more > 0 else ""
-        will_run = [name for name in self._plan if name not in self.records]
-        parts = [
-            f"kept: {', '.join(self.records) or 'nothing'}",
-            f"to run: {', '.join(will_run) or 'nothing'}",
-            *set_aside,
-        ]
-        if published := self._outdated():
-            names = ", ".join(published)
-            parts.append(f"of the earlier recipe until a stage replaces it: {names}")
-        return f"{what} changed ({shown}): {'; '.join(parts)}"
-
-    def _outdated(self) -> list[str]:
-        """Published folders that only stages wrote which are not kept."""
-        kept = {f for record in self.records.values() for f in record["artifacts"]}
-        gone = [f for record in self._finished.values() for f in record["artifacts"]]
-        return [
-            folder
-            for folder in dict.fromkeys(gone)
-            if folder not in kept
-            and not folder.startswith(STAGES)
-            and (self.path / folder).is_dir()
-        ]
 
 
 class RunDir:
@@ -219,6 +74,8 @@ class RunDir:
         with disk_errors(path), ExitStack() as undo:
             lock = _lock(path)
             undo.callback(os.close, lock)
+            fs.hold(path)
+            undo.callback(fs.release, path)
             fs.require_own_entries(path)
             old = manifest.read(path)
             new = manifest.new(recipe.name, command, recipe_hash, plan)
@@ -258,9 +115,12 @@ class RunDir:
     def __enter__(self) -> "RunDir":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _
+    ) -> None:
         self._record_end(kind)
         os.close(self._lock)
+        _release(self.path, error)
 
     def _record_end(self, kind: type[BaseException] | None, *_) -> None:
         """Record how an exception ended the run."""
@@ -281,7 +141,7 @@ class RunDir:
         """The folder of a stage, created if necessary."""
         folder = self.path / STAGES / stage
         with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            fs.make_folder(folder)
         return folder
 
     def start_stage(self, stage: str, inputs: dict) -> None:
@@ -360,6 +220,23 @@ class RunDir:
     def _save(self) -> None:
         text = json.dumps(self._manifest, indent=2) + "\n"
         write_atomic(self.path / MANIFEST, text)
+
+
+def _release(path: Path, error: BaseException | None) -> None:
+    """Hold a run directory no longer.
+
+    Raises:
+        UserError: it is gone, which is the reason of `error`.
+    """
+    is_there = fs.release(path)
+    # An error without a message is that of another process, which prints it.
+    if error and not is_there and getattr(error, "message", True):
+        raise UserError(
+            "the run directory was deleted or renamed during the run",
+            place=str(path),
+            hint="the same command starts a new run",
+            code=FAILED,
+        ) from error
 
 
 def _lock(path: Path) -> int:
@@ -456,16 +333,8 @@ def _move_aside(path: Path) -> None:
     with disk_errors(path):
         lock = _lock(path)
         if (path / MANIFEST).exists():
-            os.rename(path, aside(path))
+            os.rename(path, fs.old_name(path))
         os.close(lock)
-
-
-def aside(path: Path) -> Path:
-    """The first free name `<path>.old-N`."""
-    number = 1
-    while os.path.lexists(target := path.with_name(f"{path.name}.old-{number}")):
-        number += 1
-    return target
 
 
 def _is_unchanged(path: Path, hashes: dict[str, str]) -> bool:
@@ -487,7 +356,12 @@ class NullRunDir:
         self.path = path
 
     def __enter__(self) -> "NullRunDir":
+        if self.path.exists():
+            fs.hold(self.path)
         return self
+
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        _release(self.path, error)
 
     def stage_folder(self, stage: str) -> Path:
         """The folder of a stage; it may exist only on another machine."""
@@ -496,5 +370,5 @@ class NullRunDir:
     def _nothing(self, *_) -> None:
         pass
 
-    __exit__ = set_status = start_stage = write_page = _nothing
+    set_status = start_stage = write_page = _nothing
     complete_stage = completed_stage = discard_stages = _nothing

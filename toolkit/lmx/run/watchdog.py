@@ -73,11 +73,13 @@ class Watchdog:
 
     Attributes:
         failure: which process failed and how; empty while all are well.
+        before_exit: called if the main thread does not end by itself.
     """
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]):
         self.rank = rank
         self.failure = ""
+        self.before_exit: Callable[[], None] = lambda: None
         self._peers = peers
         self._last_seen = dict.fromkeys(peers, time.monotonic())
         self._unread = dict.fromkeys(peers, b"")
@@ -170,7 +172,10 @@ class Watchdog:
             return
         if self.is_reporter:
             terminal.write_err(f"{self.error()}\n")
-        os._exit(FAILED)
+        try:
+            self.before_exit()
+        finally:
+            os._exit(FAILED)
 
 
 def start(rank: int, size: int, host: str, broadcast: Callable[[Any], Any]) -> Watchdog:
