@@ -1,6 +1,5 @@
 """A run does not take results of other models or data for its own."""
 
-import json
 import os
 import shutil
 
@@ -11,32 +10,12 @@ from lmx.cli import main
 from lmx.errors import UserError
 from lmx.models.checkpoint import weights_digest
 from lmx.run.fs import hash_folder
-from tiny_runs import METRICS_ONLY, TRAIN, Run, write_examples
+from tiny_runs import METRICS_ONLY, TRAIN, Run, negate, write_examples
 
 SHORT = TRAIN | {"steps": 4}
 LORA = {"adapter": {"type": "lora", "rank": 4}}
 GRID = {"bits": 4, "group_size": 32}
 CHANGED = "changed since this run started: "
-
-
-def negate(folder):
-    """Negate one matrix in place: names, shapes, sizes and the end stay."""
-    file = folder / "model.safetensors"
-    before = mx.load(str(file))
-    mx.eval(before)
-    status, data = file.stat(), bytearray(file.read_bytes())
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    name = next(name for name in header if "v_proj" in name)
-    first, end = (start + offset for offset in header[name]["data_offsets"])
-    size = before[name].dtype.size
-    for place in range(first + size - 1, end, size):
-        data[place] ^= 0x80
-    file.write_bytes(data)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    after = mx.load(str(file))
-    assert mx.array_equal(after.pop(name), -before.pop(name))
-    assert all(mx.array_equal(after[other], before[other]) for other in before)
 
 
 @pytest.fixture
@@ -73,9 +52,12 @@ def test_finished_quantization_of_another_model_is_refused(
     assert hash_folder(output) == before
     assert main.main([*command, "--restart"]) == 0
     after = (output / "model/model.safetensors").read_bytes()
-    assert after != (output.with_name(f"{output.name}.old-1") / "model").joinpath(
-        "model.safetensors"
-    ).read_bytes()
+    assert (
+        after
+        != (output.with_name(f"{output.name}.old-1") / "model")
+        .joinpath("model.safetensors")
+        .read_bytes()
+    )
     # The same model by another time is the same.
     shutil.copytree(model, tmp_path / "copy")
     shutil.rmtree(model)

@@ -199,7 +199,7 @@ def _open(
     if not ranks.is_first:
         return NullRunDir(plan.output)
     try:
-        run_dir = RunDir.open(
+        return RunDir.open(
             plan.output,
             loaded,
             plan.identities,
@@ -212,8 +212,6 @@ def _open(
         # Nothing has run. A dry run says the same, but does not fill the disk.
         error.code = FAILED if error.hint == FULL_HINT else USAGE
         raise
-    ranks.call_before_exit(partial(run_dir.set_status, "failed"))
-    return run_dir
 
 
 def _run_stages(

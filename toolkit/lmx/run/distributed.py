@@ -324,11 +324,6 @@ class ProcessGroup:
                 code=FAILED,
             ) from error
 
-    def call_before_exit(self, action: Callable[[], None]) -> None:
-        """Call this in the process if it must end because another one has failed."""
-        if self._watchdog:
-            self._watchdog.before_exit = action
-
     def _gather_arrays(self, data: mx.array) -> list[mx.array]:
         """The bytes of all ranks, uint8 [N] each, by rank."""
         lengths = self.all_gather(mx.array([data.size], mx.int64)).tolist()

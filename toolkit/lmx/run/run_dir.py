@@ -12,7 +12,7 @@ from pathlib import Path
 from ..config.bundled import without_schema_line
 from ..config.loader import LoadedRecipe
 from ..config.text_files import require_regular
-from ..errors import FAILED, Interrupted, UserError
+from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
 from . import fs, manifest
 from .compare import difference
 from .earlier_run import EarlierRun
@@ -21,6 +21,7 @@ from .html.page import write_page
 from .logger import RECORD_FILES
 from .manifest import STAGES
 from .report import RECIPE, REPORT, RESOLVED
+from .signals import before_exit
 
 LOCK_ATTEMPTS = 10
 Warn = Callable[[str], None]
@@ -95,6 +96,8 @@ class RunDir:
             write_atomic(path / RESOLVED, recipe.resolved)
             folder._restore_report()
             undo.push(folder._record_end)
+            before_exit.append(folder._record_exit)
+            undo.callback(before_exit.remove, folder._record_exit)
             folder.set_status("running")
             undo.pop_all()
         return folder
@@ -116,8 +119,9 @@ class RunDir:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _
+        self, kind: type[BaseException] | None, error: BaseException | None = None, *_
     ) -> None:
+        before_exit.remove(self._record_exit)
         self._record_end(kind)
         os.close(self._lock)
         _release(self.path, error)
@@ -129,6 +133,10 @@ class RunDir:
             # Report the error that ended the run, not a full disk.
             with suppress(UserError):
                 self.set_status("interrupted" if is_stop else "failed")
+
+    def _record_exit(self, code: int) -> None:
+        """Record the end of a process that is blocked; see `exit_at_once`."""
+        self.set_status("interrupted" if code == INTERRUPTED else "failed")
 
     def set_status(self, status: str) -> None:
         """Record running, done, failed or interrupted, also in report.html."""
@@ -360,7 +368,7 @@ class NullRunDir:
             fs.hold(self.path)
         return self
 
-    def __exit__(self, _, error: BaseException | None, __) -> None:
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
         _release(self.path, error)
 
     def stage_folder(self, stage: str) -> Path:

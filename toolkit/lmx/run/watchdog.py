@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import FAILED, UserError
 from . import terminal
+from .signals import exit_at_once
 
 BEAT_SECONDS = 2.0
 # A system call or a function in C that keeps Python's lock for longer is not known.
@@ -73,13 +74,11 @@ class Watchdog:
 
     Attributes:
         failure: which process failed and how; empty while all are well.
-        before_exit: called if the main thread does not end by itself.
     """
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]):
         self.rank = rank
         self.failure = ""
-        self.before_exit: Callable[[], None] = lambda: None
         self._peers = peers
         self._last_seen = dict.fromkeys(peers, time.monotonic())
         self._unread = dict.fromkeys(peers, b"")
@@ -172,10 +171,7 @@ class Watchdog:
             return
         if self.is_reporter:
             terminal.write_err(f"{self.error()}\n")
-        try:
-            self.before_exit()
-        finally:
-            os._exit(FAILED)
+        exit_at_once(FAILED)
 
 
 def start(rank: int, size: int, host: str, broadcast: Callable[[Any], Any]) -> Watchdog:
