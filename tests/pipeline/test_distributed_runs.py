@@ -168,10 +168,10 @@ ON_RANK_1 = """
 import os, sys
 if os.environ["MLX_RANK"] == "1":
 """
-# Of the folder from which the stage begins, after the recipe's model was compared.
+# Of a folder that the run has made.
 OTHER_MODEL = """
-    from lmx.pipeline.train import run
-    run.weights_digest = lambda folder: "another"
+    from lmx.pipeline import runner
+    runner.weights_digest = lambda folder: "another"
 """
 ELSEWHERE = '    os.chdir("elsewhere")\n'
 OTHER_VERSION = """
@@ -185,11 +185,11 @@ OTHER_VERSION = """
     [
         ('    sys.argv.append("seed=1")\n', "runs another recipe than"),
         (OTHER_VERSION, "has other versions of lmx-toolkit, mlx, mlx-lm than"),
-        (OTHER_MODEL, "begins with another model than"),
+        (OTHER_MODEL, "has another current model and another current reference than"),
     ],
 )
 def test_ranks_must_have_the_same_recipe_and_model(tmp_path, difference, message):
-    run = make_run(tmp_path, {"train": TRAIN})
+    run = make_run(tmp_path, *[{"train": TRAIN | {"steps": 1}}] * 2)
     first, second = in_ring(
         ON_RANK_1 + difference + MAIN, *run.arguments(), folder=tmp_path
     )

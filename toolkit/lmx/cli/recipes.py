@@ -24,6 +24,7 @@ from ..config.errors import ConfigErrors, KeyPath
 from ..config.loader import find as find_from
 from ..config.yaml_io import read, write_inline
 from ..errors import UserError
+from ..models.checkpoint import model_folder
 from ..run import terminal
 from ..run.fs import write_atomic
 
@@ -129,6 +130,8 @@ def init(arguments: argparse.Namespace) -> int:
         UserError: the file exists, or a value is missing or does not work.
     """
     task = arguments.task
+    if arguments.model:
+        arguments.model = model_folder(arguments.model)
     if arguments.bits and task not in BY_BITS:
         raise UserError(f"--bits does not apply to {task}", hint="qat or quantize")
     if not arguments.model or not (arguments.data or task == "quantize"):

@@ -16,15 +16,13 @@ from ..data.dataset import has_split, source_fingerprint
 from ..data.hub_datasets import HubDataset
 from ..errors import UserError
 from ..models.checkpoint import weights_digest
+from ..run.manifest import StageInputs
 from .stage import Stage
-
-# Kinds of inputs, as in `run.manifest.StageInputs`.
-Inputs = dict[str, dict[str, str]]
 
 
 def stage_inputs(
     stage: Stage, loaded: LoadedRecipe, *, offline: bool = False
-) -> Inputs:
+) -> StageInputs:
     """Hashes of the models and the files that a stage reads, by key and name.
 
     The result depends on contents and names only, not on places.
@@ -37,29 +35,31 @@ def stage_inputs(
     """
     model = loaded.recipe.model
     names = [("model", model.path)] * bool(model.path) + [*stage.named_models.items()]
-    models = {}
+    models, files = {}, {}
     for key, name in names:
         place = loaded.find(name)
         if place is None and not offline:
-            revision = model.revision if key == "model" else None
-            trust = model.trust_remote_code
-            place = fetch_checkpoint(name, revision=revision, trust_remote_code=trust)
+            place = fetch_checkpoint(
+                name,
+                revision=model.revision if key == "model" else None,
+                trust_remote_code=model.trust_remote_code,
+            )
         if place is not None:
-            models[key, name] = checkpoint_hash(place)
-    files = {}
+            models[redact(f"{key} ({name})")] = checkpoint_hash(place)
     for key, name in stage.named_files:
-        # A model that is already there is no file, but an adapter is a folder.
         place = loaded.find(name) or Path(name)
-        is_file = place.is_file()
-        files[key, name] = file_hash(place) if is_file else weights_digest(place)
+        # An adapter is a folder.
+        content = (file_hash if place.is_file() else weights_digest)(place)
+        files[redact(f"{key} ({name})")] = content
     for key, source in stage.sources(loaded.recipe.data):
         is_on_hub = HubDataset.parse(source, loaded.find) is not None
         if offline and is_on_hub:
             continue
-        # Nobody reads a dataset of the Hub again for a finished stage.
+        # A finished stage does not need its dataset of the Hub any more.
         with suppress(*[UserError] * is_on_hub):
-            files[key, source] = key_of([*_splits(key, source, loaded)])
-    return {"models": _named(models), "files": _named(files)}
+            splits = [*_splits(key, source, loaded)]
+            files[redact(f"{key} ({source})")] = key_of(splits)
+    return {"models": models, "files": files}
 
 
 def checkpoint_hash(place: Path) -> str:
@@ -72,14 +72,9 @@ def checkpoint_hash(place: Path) -> str:
 
 
 def _splits(key: str, source: str, loaded: LoadedRecipe) -> Iterator[list]:
-    find = loaded.find
-    if key == "data.valid":
+    find, is_valid = loaded.find, key == "data.valid"
+    if not is_valid:
+        yield source_fingerprint(source, "train", find=find)
+    is_both = not loaded.recipe.data.valid and has_split(source, "valid", find=find)
+    if is_valid or is_both:
         yield source_fingerprint(source, "valid", find=find)
-        return
-    yield source_fingerprint(source, "train", find=find)
-    if not loaded.recipe.data.valid and has_split(source, "valid", find=find):
-        yield source_fingerprint(source, "valid", find=find)
-
-
-def _named(hashes: dict[tuple[str, str], str]) -> dict[str, str]:
-    return {redact(f"{key} ({name})"): value for (key, name), value in hashes.items()}

@@ -26,7 +26,7 @@ from .dataset_checks import check_datasets
 from .draft.stage import DraftStage
 from .evaluate.stage import EvaluateStage
 from .export.stage import ExportStage
-from .inputs import Inputs, stage_inputs
+from .inputs import stage_inputs
 from .quantize.stage import QuantizeStage
 from .stage import (
     Find,
@@ -95,7 +95,7 @@ class RunPlan:
         """The identities of the stages by name, in order."""
         return {planned.name: planned.identity for planned in self.stages}
 
-    def inputs(self, name: str, *, offline: bool = False) -> Inputs:
+    def inputs(self, name: str, *, offline: bool = False) -> manifest.StageInputs:
         """What a stage reads: see `stage_inputs`."""
         stages = {planned.name: planned.stage for planned in self.stages}
         return stage_inputs(stages[name], self.loaded, offline=offline)

@@ -15,12 +15,13 @@ from ..config.redaction import REDACTED
 from ..config.schema import RecipeConfig
 from ..data.splits import Splits
 from ..errors import FAILED, USAGE, Interrupted, UserError
+from ..models.checkpoint import weights_digest
 from ..run.distributed import ProcessGroup, join
 from ..run.fs import FULL_HINT
 from ..run.html.page import NAME as PAGE
 from ..run.launcher import backend
 from ..run.logger import NullLogger, RunLogger
-from ..run.manifest import changed_inputs
+from ..run.manifest import StageInputs, changed_inputs
 from ..run.parallel_dims import ParallelDims
 from ..run.report import REPORT, read_report
 from ..run.run_dir import NullRunDir, RunDir
@@ -232,7 +233,7 @@ def _run_stages(
         else:
             logger.stage = name
             logger.info(f"stage {name}")
-            _start_stage(planned.stage, plan, run_dir, ranks)
+            _start_stage(planned.stage, context, plan, run_dir)
             with logger.heartbeat():
                 record = _run_stage(planned.stage, context, run_dir)
             _call_back(name, context, is_last=name == names[-1])
@@ -279,24 +280,34 @@ def _run_stage(
 
 
 def _start_stage(
-    stage: Stage, plan: RunPlan, run_dir: RunDir | NullRunDir, ranks: ProcessGroup
+    stage: Stage, context: StageContext, plan: RunPlan, run_dir: RunDir | NullRunDir
 ) -> None:
     """Record what a stage reads.
 
     Raises:
-        UserError: another process that runs the stage has other files.
+        UserError: another process that runs the stage has other models or files.
     """
-    is_shared = stage.runs_on_all_ranks
+    ranks = context.ranks
+    is_shared = stage.runs_on_all_ranks and ranks.size > 1
     with ranks.collective_errors():
         inputs = plan.inputs(stage.name) if is_shared or ranks.is_first else {}
-        expected = ranks.broadcast_object(inputs) if is_shared else inputs
-        if changed := is_shared and changed_inputs(expected, inputs):
-            names = " and another ".join(changed)
-            raise UserError(
-                f"process {ranks.rank} has another {names} than the first one",
-                hint="give all machines the same files, or the same revision",
-            )
+        if is_shared:
+            _require_same_inputs(inputs, context)
         run_dir.start_stage(stage.name, inputs)
+
+
+def _require_same_inputs(inputs: StageInputs, context: StageContext) -> None:
+    ranks, current, models = context.ranks, context.current, {}
+    for name in ("model", "reference") if current else ():
+        folder = context.require_visible(getattr(current, name))
+        models[f"current {name}"] = weights_digest(folder)
+    inputs = inputs | {"models": inputs["models"] | models}
+    if changed := changed_inputs(ranks.broadcast_object(inputs), inputs):
+        names = " and another ".join(changed)
+        raise UserError(
+            f"process {ranks.rank} has another {names} than the first one",
+            hint="give all machines the same files, or the same revision",
+        )
 
 
 def _local_artifact(record: dict, context: StageContext) -> ModelArtifact:

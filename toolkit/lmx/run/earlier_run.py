@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from . import fs
-from .manifest import INPUTS, STAGES, changed_inputs
+from .manifest import INPUTS, STAGES, StageInputs, changed_inputs
 
 # Changed values that the note about an earlier run names.
 MAX_CHANGES = 3
@@ -34,7 +34,7 @@ class EarlierRun:
         content: dict,
         plan: dict[str, str],
         changes: str,
-        inputs: Callable[[str], dict],
+        inputs: Callable[[str], StageInputs],
     ):
         self.path = path
         self.changes = changes

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.text_files import require_regular
-from ..errors import FAILED, UserError
+from ..errors import BAD_CAST, BAD_PATH, FAILED, UserError
 
 _REASONS = {
     errno.ENOSPC: "no space left on the disk",
@@ -91,7 +91,7 @@ def os_error(error: OSError) -> UserError:
     """An error of the operating system as one sentence."""
     reason = _REASONS.get(error.errno or 0) or error.strerror or str(error)
     hint = "--debug shows the traceback"
-    if not error.filename and not os.path.exists("."):
+    if error.errno == errno.ENOENT and error.filename is None:  # of os.getcwd
         reason, hint = "the working directory was deleted", "change to another one"
     place = None if error.filename is None else os.fsdecode(error.filename)
     return UserError(reason, place=place, hint=hint, code=FAILED)
@@ -108,6 +108,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         hint = FULL_HINT if error.errno in _FULL else OTHER_FOLDER
         reason, cause = _REASONS[error.errno], error
     except RuntimeError as error:
+        if str(error) == BAD_CAST:
+            raise UserError(BAD_PATH, place=str(path), hint="rename it") from error
         # MLX reports a failed write without the reason.
         if not str(error).startswith("[write]"):
             raise

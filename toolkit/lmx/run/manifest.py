@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
@@ -18,7 +18,10 @@ from .fs import MANIFEST, read_json, read_metrics
 
 # The folder of the folders of the stages.
 STAGES = "stages"
-# Kinds of what a stage reads. An unfinished stage goes on only with the same models.
+# By kind, hashes of what a stage reads by key of the recipe; see `pipeline.inputs`. An
+# unfinished stage goes on only with the same models. With other data, adapters and
+# programs, it says itself whether it goes on.
+StageInputs = dict[Literal["models", "files"], dict[str, str]]
 INPUTS = "models", "files"
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 PACKAGES = ("lmx-toolkit", "mlx", "mlx-lm", "numpy")
@@ -70,24 +73,10 @@ class StageRecord(BaseModel):
     sha256: str
 
 
-class StageInputs(BaseModel):
-    """Hashes of what a stage reads, by key of the recipe; see `pipeline.inputs`.
-
-    Attributes:
-        files: data, adapters and programs. A stage itself says whether it goes on with
-            other ones.
-    """
-
-    models: dict[str, str]
-    files: dict[str, str]
-
-
-def changed_inputs(before: dict, now: dict, kinds: Sequence[str] = INPUTS) -> list[str]:
-    """The keys in `before` whose content is another one now, and not unknown.
-
-    Args:
-        before, now: `StageInputs`.
-    """
+def changed_inputs(
+    before: StageInputs, now: StageInputs, kinds: Sequence[str] = INPUTS
+) -> list[str]:
+    """The keys in `before` whose content is another one now, and not unknown."""
     return [
         name
         for kind in kinds

@@ -19,7 +19,7 @@ from .earlier_run import EarlierRun
 from .fs import LOCK, MANIFEST, disk_errors, hash_file, hash_folder, write_atomic
 from .html.page import write_page
 from .logger import RECORD_FILES
-from .manifest import STAGES
+from .manifest import STAGES, StageInputs
 from .report import RECIPE, REPORT, RESOLVED
 from .signals import before_exit
 
@@ -51,7 +51,7 @@ class RunDir:
         path: Path,
         recipe: LoadedRecipe,
         plan: dict[str, str],
-        inputs: Callable[[str], dict],
+        inputs: Callable[[str], StageInputs],
         *,
         recipe_hash: str,
         command: str,
@@ -152,7 +152,7 @@ class RunDir:
             fs.make_folder(folder)
         return folder
 
-    def start_stage(self, stage: str, inputs: dict) -> None:
+    def start_stage(self, stage: str, inputs: StageInputs) -> None:
         """Record the current stage and its `StageInputs`, for the next run."""
         self._manifest["current_stage"] = stage
         self._manifest["inputs"][stage] = inputs

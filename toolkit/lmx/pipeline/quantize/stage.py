@@ -148,7 +148,6 @@ class QuantizeStage(Stage):
         self, context: StageContext
     ) -> "tuple[LoadedModel, QuantizationPlan, CalibrationData, PTQContext]":
         """The model, its grids, the calibration data, and the task of a method."""
-        from ...models.checkpoint import weights_digest
         from ...quantization.ptq.base import PTQContext
         from .refinement import CalibrationData
 
@@ -168,9 +167,6 @@ class QuantizeStage(Stage):
                 loaded.tokenizer,
                 holds_out=self._refines or config.kv_cache is not None,
             )
-            digest = weights_digest(reference) if ranks.size > 1 else ""
-        hint = "give all machines the same model"
-        ranks.require_same(digest, "quantizes another model", hint=hint)
         task = PTQContext(
             loaded.model,
             selection.specs,

@@ -15,7 +15,6 @@ from ...convert.importers.peft import resolve_adapter
 from ...evaluation.perplexity import measure_perplexity
 from ...generation.generator import Generator
 from ...models import tensor_parallel
-from ...models.checkpoint import weights_digest
 from ...models.dtypes import set_compute_dtype
 from ...models.lora import io as adapter_files
 from ...models.lora import lora_model
@@ -85,7 +84,6 @@ class TrainRun:
 
     def run(self) -> None:
         """Train to the end; see `Trainer.train`."""
-        self._require_same_model()
         if self.config.fsdp:
             self._free_full_weights()
         try:
@@ -227,16 +225,6 @@ class TrainRun:
         self.context.logger.info(
             f"every process keeps {local / full:.0%} of the trained weights"
         )
-
-    def _require_same_model(self) -> None:
-        """Refuse ranks with other weights: frozen weights are every machine's own."""
-        ranks = self.context.ranks
-        if ranks.size == 1:
-            return
-        with ranks.collective_errors():
-            digest = weights_digest(self.initial)
-        hint = "give all machines the same model"
-        ranks.require_same(digest, "begins with another model", hint=hint)
 
     def _attach_adapter(self) -> list[str]:
         qat, model = self.config.qat, self.loaded.model
