@@ -375,3 +375,18 @@ def test_lmx_lists_its_verbs(argv, capsys):
     assert caught.value.code == (0 if argv == ["--help"] else 2)
     printed = capsys.readouterr()
     assert all(v in printed.out + printed.err for v in ("train", "generate", "doctor"))
+
+
+@pytest.mark.parametrize("verb", ["quantize --model {} --dry-run", "init --model {}"])
+def test_a_deleted_working_directory_is_one_sentence(
+    verb, tmp_path, monkeypatch, capsys
+):
+    model = bundled.bundled_data(Path("data/tiny-base")).absolute()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    task = ["--task", "quantize"] * verb.startswith("init")
+    assert main.main([*verb.format(model).split(), *task]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("the working directory was deleted\n    hint: ")
+    assert len(error.splitlines()) == 2

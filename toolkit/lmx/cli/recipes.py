@@ -24,7 +24,6 @@ from ..config.errors import ConfigErrors, KeyPath
 from ..config.loader import find as find_from
 from ..config.yaml_io import read, write_inline
 from ..errors import UserError
-from ..models.checkpoint import model_folder
 from ..run import terminal
 from ..run.fs import write_atomic
 
@@ -129,6 +128,8 @@ def init(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: the file exists, or a value is missing or does not work.
     """
+    from ..models.checkpoint import model_folder
+
     task = arguments.task
     if arguments.model:
         arguments.model = model_folder(arguments.model)
