@@ -1,5 +1,6 @@
 """`lmx.Recipe`: sources, overrides, errors with key paths, and texts."""
 
+import sys
 from pathlib import Path
 
 import lmx
@@ -149,3 +150,10 @@ def test_loss_that_no_stage_could_use_is_refused(changes, message):
     block = {"loss": "m.f sha256:0"}
     with pytest.raises(lmx.ConfigErrors, match=message):
         lmx.Recipe(KEYS | {"python": block} | changes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no /proc")
+def test_save_where_nothing_can_be_written_is_one_sentence():
+    recipe = lmx.Recipe("full")
+    with pytest.raises(lmx.UserError, match="cannot write: "):
+        recipe.save("/proc/x.yaml")

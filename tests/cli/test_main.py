@@ -404,3 +404,18 @@ def test_a_prompt_cache_of_a_long_name(make_checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--prompt", "a", "--max-tokens", "1", "--save-prompt-cache", TOO_LONG]
     assert main.main(["generate", str(make_checkpoint()), *options]) == 1
+
+
+@pytest.mark.parametrize("verb", ["quantize --model {} --dry-run", "init --model {}"])
+def test_a_deleted_working_directory_is_one_sentence(
+    verb, tmp_path, monkeypatch, capsys
+):
+    model = bundled.bundled_data(Path("data/tiny-base")).absolute()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    task = ["--task", "quantize"] * verb.startswith("init")
+    assert main.main([*verb.format(model).split(), *task]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("the working directory was deleted\n    hint: ")
+    assert len(error.splitlines()) == 2

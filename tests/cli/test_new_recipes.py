@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from itertools import product
+from pathlib import Path
 
 import exporting
 import mlx.core as mx
@@ -275,3 +276,13 @@ def test_what_init_writes_passes_its_dry_run(
                 assert main.train([str(file), "--dry-run"]) == 0, capsys.readouterr()
             capsys.readouterr()
             file.unlink()
+
+
+def test_init_takes_the_model_of_a_run_directory(elsewhere, capsys):
+    base = bundled.bundled_data(Path("data/tiny-base"))
+    (elsewhere / "run").mkdir()
+    shutil.copytree(base, elsewhere / "run/model")
+    assert main.main(["init", "--task", "quantize", "--model", "run"]) == 0
+    assert read((elsewhere / "quantize_4bit.yaml").read_text()).data["model"] == (
+        "run/model"
+    )

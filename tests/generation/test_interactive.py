@@ -266,6 +266,37 @@ def test_prompt_cache_of_another_model_is_rejected(folder, draft, run_json, tmp_
         lmx(draft, "--prompt", "x", "--prompt-cache-file", cache_folder)
 
 
+def test_prompt_cache_of_changed_weights_is_rejected(folder, run_json, tmp_path):
+    """Names, shapes, and the last bytes of the file stay."""
+    model, cache_folder = tmp_path / "model", tmp_path / "prompt_cache"
+    shutil.copytree(folder, model)
+    words = model, "--json", "--prompt", "x"
+    run_json(*words, "--save-prompt-cache", cache_folder)
+    run_json(*words, "--prompt-cache-file", cache_folder)
+    weights = mx.load(str(model / "model.safetensors"))
+    [name, *_] = [name for name in sorted(weights) if "v_proj" in name]
+    weights[name] = -weights[name]
+    mx.eval(weights)
+    mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})
+    with pytest.raises(UserError, match="belongs to another model"):
+        lmx(*words, "--prompt-cache-file", cache_folder)
+
+
+def test_a_second_adapter_is_refused(folder, capsys):
+    with pytest.raises(SystemExit):
+        lmx(folder, "--prompt", "x", "--adapter-path", "one", "--adapter-path", "two")
+    assert "--adapter-path is given twice" in capsys.readouterr().err
+
+
+def test_a_path_that_is_not_utf_8_is_one_sentence(folder, tmp_path):
+    place = os.fsdecode(os.fsencode(tmp_path) + b"/b\xffd")
+    with pytest.raises(UserError, match="not UTF-8"):
+        lmx(folder, "--prompt", "x", "--max-tokens", 2, "--save-prompt-cache", place)
+    shutil.copytree(folder, place)
+    with pytest.raises(UserError, match="not UTF-8"):
+        lmx(place, "--prompt", "x", "--max-tokens", 2)
+
+
 @pytest.mark.parametrize("name", ["prompt-lookup", "model", "prompt-lookup+model"])
 def test_draft_does_not_change_text(name, folder, draft, run_json):
     name = name.replace("model", str(draft))

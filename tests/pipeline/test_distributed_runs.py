@@ -1,6 +1,7 @@
 """Runs of two processes: rank 0 writes; both stop, fail and resume together."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,12 +11,13 @@ import pytest
 from lmx.cli import main
 from lmx.run import launcher
 from processes import free_ports, hostfile, in_ring
-from small_base import BASE, write_small_base
+from small_base import write_small_base
 from tiny_runs import (
     EVALUATE,
     SIGNAL_ONE_RANK,
     TRAIN,
     Run,
+    negate,
     resume_command,
     write_examples,
 )
@@ -166,23 +168,12 @@ ON_RANK_1 = """
 import os, sys
 if os.environ["MLX_RANK"] == "1":
 """
+# Of a folder that the run has made.
 OTHER_MODEL = """
-    from lmx.pipeline.train.run import TrainRun
-    attach = TrainRun._attach_adapter
-
-    def other(self):
-        weights = self.base_weights.items()
-        self.base_weights = {name: -value for name, value in weights}
-        return attach(self)
-
-    TrainRun._attach_adapter = other
+    from lmx.pipeline import runner
+    runner.weights_digest = lambda folder: "another"
 """
-# The recipe names the same folder on both machines.
-OTHER_FOLDER = """
-    from pathlib import Path
-    from lmx.pipeline.context import StageContext
-    StageContext.base = Path("{}")
-"""
+ELSEWHERE = '    os.chdir("elsewhere")\n'
 OTHER_VERSION = """
     from lmx.run import distributed
     distributed.version = lambda name: "0.0"
@@ -192,22 +183,13 @@ OTHER_VERSION = """
 @pytest.mark.parametrize(
     ("difference", "message"),
     [
-        ('    os.chdir("elsewhere")\n', "reads other examples than"),
         ('    sys.argv.append("seed=1")\n', "runs another recipe than"),
         (OTHER_VERSION, "has other versions of lmx-toolkit, mlx, mlx-lm than"),
-        (OTHER_MODEL, "begins with another model than"),
+        (OTHER_MODEL, "has another current model and another current reference than"),
     ],
 )
-def test_ranks_must_have_the_same_recipe_and_model(
-    tmp_path, monkeypatch, difference, message
-):
-    run = make_run(tmp_path, {"train": TRAIN})
-    # The relative path is another file in the other folder.
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    write_examples(tmp_path / "elsewhere" / "train.jsonl", 1, 40)
-    run.data["train"] = ["train.jsonl"]
-    run.write()
+def test_ranks_must_have_the_same_recipe_and_model(tmp_path, difference, message):
+    run = make_run(tmp_path, *[{"train": TRAIN | {"steps": 1}}] * 2)
     first, second = in_ring(
         ON_RANK_1 + difference + MAIN, *run.arguments(), folder=tmp_path
     )
@@ -215,17 +197,39 @@ def test_ranks_must_have_the_same_recipe_and_model(
     assert f"process 1 {message} the first one" in second.stderr
 
 
-def test_ranks_must_have_the_same_base_model(tmp_path):
-    run = make_run(tmp_path, {"train": TRAIN})
-    run.model = str(BASE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data.train (train.jsonl)",
+        "data.valid (valid.jsonl)",
+        "model (base)",
+        "teacher.model (teacher)",
+    ],
+)
+def test_ranks_must_have_the_same_files(tmp_path, monkeypatch, name):
+    """Each relative path is another file in the other folder; one has other content."""
+    run = make_run(tmp_path, {"train": TRAIN | {"teacher": {"model": "teacher"}}})
+    write_small_base(tmp_path / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "teacher")
+    negate(tmp_path / "teacher")
+    shutil.copytree(tmp_path, tmp_path / "elsewhere")
+    changed = tmp_path / "elsewhere" / name.partition("(")[2].removesuffix(")")
+    if changed.is_dir():
+        negate(changed)
+    else:
+        write_examples(changed, 1, 10)
+    monkeypatch.chdir(tmp_path)
+    run.model, run.data["train"], run.data["valid"] = (
+        "base",
+        "train.jsonl",
+        "valid.jsonl",
+    )
     run.write()
     first, second = in_ring(
-        ON_RANK_1 + OTHER_FOLDER.format(write_small_base(tmp_path / "base")) + MAIN,
-        *run.arguments(),
-        folder=tmp_path,
+        ON_RANK_1 + ELSEWHERE + MAIN, *run.arguments(), folder=tmp_path
     )
     assert (first.returncode, second.returncode) == (2, 2)
-    assert "process 1 has another model than the first one" in second.stderr
+    assert f"process 1 has another {name} than the first one" in second.stderr
     assert not (run.output / "stages").exists()
 
 
@@ -259,8 +263,43 @@ def test_rank_that_waits_for_a_hanging_rank_can_be_ended(tmp_path):
     first, second = in_ring(HANG + MAIN, *run.arguments(), folder=tmp_path)
     assert first.returncode == 130
     assert second.returncode == 5
+    assert run.json("manifest.json")["status"] == "interrupted"
     assert run() == 0
     assert "resuming after step 6" in run.log
+
+
+STOPPED = """
+from lmx.run import watchdog
+
+watchdog.BEAT_SECONDS, watchdog.SILENCE_SECONDS, watchdog.GRACE_SECONDS = 0.2, 1.5, 1
+"""
+STOP = """
+    import signal, subprocess
+    from lmx.training.step import TrainStep
+    call, calls = TrainStep.__call__, []
+
+    def stop(*arguments):
+        calls.append(1)
+        if len(calls) == 7:
+            subprocess.Popen(["sh", "-c", f"sleep 8; kill -KILL {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return call(*arguments)
+
+    TrainStep.__call__ = stop
+"""
+
+
+@pytest.mark.slow
+def test_run_with_a_stopped_rank_has_failed(tmp_path):
+    run = make_run(tmp_path, {"train": TRAIN})
+    first, _ = in_ring(
+        STOPPED + ON_RANK_1 + STOP + MAIN, *run.arguments(), folder=tmp_path
+    )
+    assert first.returncode == 1
+    assert "process 1 has been silent" in first.stderr
+    manifest = run.json("manifest.json")
+    assert manifest["status"] == "failed"
+    assert manifest["ended"]
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_eval_kl_covers_completions_only(tmp_path, base, monkeypatch):
     assert eval_kl[facts["selected_candidate"]] == min(eval_kl.values())
     assert "gptq: held-out KL" in run.log
     files = {path.name for path in (run.output / "stages/1-quantize").iterdir()}
-    assert files == {"input_digests.json", "model"}
+    assert files == {"model"}
 
 
 @pytest.mark.parametrize(

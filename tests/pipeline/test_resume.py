@@ -237,7 +237,7 @@ def test_another_model_is_not_mixed_into_an_interrupted_run(
     mx.save_safetensors(file, weights, {"format": "mlx"})
     assert run() == 2
     error = capsys.readouterr().err
-    assert re.search(r"changed: .*the model has changed since this run started", error)
+    assert re.search(r"out: changed since this run started: .*\(changed\)\n", error)
     if stages == [LORA_QAT]:
         assert run("--restart") == 0
 

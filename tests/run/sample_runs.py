@@ -80,6 +80,7 @@ MANIFEST = {
     "started": "2026-01-01T10:00:00+0000",
     "ended": "2026-01-01T10:02:05+0000",
     "current_stage": "2-evaluate",
+    "inputs": {},
     "stages": {
         "1-train": {
             "result": {

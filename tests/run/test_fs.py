@@ -66,7 +66,10 @@ def test_write_atomic_keeps_the_old_file_on_disk_errors(
 
 
 def test_disk_errors_passes_other_exceptions(tmp_path):
-    with pytest.raises(FileNotFoundError), fs.atomic_folder(tmp_path / "a"):
+    with pytest.raises(BlockingIOError), fs.atomic_folder(tmp_path / "a"):
+        raise BlockingIOError(errno.EAGAIN, "busy")
+    missing = pytest.raises(UserError, match="does not exist, or was deleted")
+    with missing, fs.atomic_folder(tmp_path / "a"):
         (tmp_path / "nowhere" / "x").write_text("")
     with pytest.raises(RuntimeError, match="shape"), fs.disk_errors(tmp_path):
         raise RuntimeError("[matmul] shape")

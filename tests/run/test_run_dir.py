@@ -19,9 +19,11 @@ from types import SimpleNamespace
 from lmx.run.run_dir import RunDir
 recipe = SimpleNamespace(name="try", text="seed: 1", resolved="seed: 1")
 with RunDir.open(
-    Path(sys.argv[1]), recipe, {"1-train": "one"}, recipe_hash="one", command="again"
+    *(Path(sys.argv[1]), recipe, {"1-train": "one"}, dict),
+    recipe_hash="one",
+    command="again",
 ) as run:
-    run.start_stage("1-train")
+    run.start_stage("1-train", {"models": {}, "files": {}})
     (run.path / "metrics.jsonl").write_text(
         '{"stage": "1-train", "kind": "train", "step": 20, "peak_memory_gb": 1.5}\\n'
         '{"stage": "1-train", "kind": "train", "step": 30, "loss": 2.0}\\n'
@@ -42,14 +44,26 @@ def result(loss=2.5):
     return folders | {"facts": {"loss": loss}, "published": []}
 
 
-def start(path, recipe_hash="one", *, plan=None, restart=False, resolved="seed: 1"):
+def no_inputs(stage):
+    return {"models": {}, "files": {}}
+
+
+def start(
+    path,
+    recipe_hash="one",
+    *,
+    plan=None,
+    inputs=no_inputs,
+    restart=False,
+    resolved="seed: 1",
+):
     plan = plan or {stage: f"{recipe_hash} {stage}" for stage in STAGES}
     schema = "# yaml-language-server: $schema=/a/private/path\n"
     recipe = SimpleNamespace(
         name="try", text=f"{schema}seed: 1 # text", resolved=resolved
     )
     options = {"recipe_hash": recipe_hash, "command": "again", "restart": restart}
-    return RunDir.open(path, recipe, plan, **options)
+    return RunDir.open(path, recipe, plan, inputs, **options)
 
 
 def manifest(path):

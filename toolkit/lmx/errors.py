@@ -71,6 +71,9 @@ def nan_predictions(model: str) -> UserError:
 # Rust libraries raise their panics as an exception of this module, not an Exception.
 RUST_PANICS = "pyo3_runtime"
 MAX_DETAIL_LINES = 4
+# What MLX says of a path that is not UTF-8.
+BAD_CAST = "std::bad_cast"
+BAD_PATH = "MLX opens no path that is not UTF-8 text"
 INTERNAL = (LookupError, ArithmeticError, TypeError, AttributeError, AssertionError)
 
 
@@ -99,6 +102,8 @@ def library_errors(
 
 def error_detail(error: BaseException) -> str:
     """The text of a foreign exception in one line of limited length."""
+    if str(error) == BAD_CAST:
+        return BAD_PATH
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     more = " ..." * (len(lines) > MAX_DETAIL_LINES)
     text = shorten(" ".join(lines[:MAX_DETAIL_LINES]) + more, MAX_VALUE)

@@ -15,7 +15,7 @@ from ..config.text_files import read_text
 from ..errors import INTERRUPTED, UserError
 from ..generation.prompt import utf8_text
 from ..run import terminal
-from .options import add_draft_arguments, draft_argument_faults, refuse
+from .options import OneValue, add_draft_arguments, draft_argument_faults, refuse
 from .tensor_parallel import (
     add_tensor_parallel_argument,
     follow,
@@ -75,7 +75,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=kind, default=default, metavar="X", help=about)
     raw = "use the prompt as it is, without chat template"
     add("--ignore-chat-template", **switch, help=raw)
-    add("--adapter-path", metavar="FOLDER", help="LoRA or DoRA adapter")
+    adapter = "LoRA or DoRA adapter"
+    add("--adapter-path", action=OneValue, metavar="FOLDER", help=adapter)
     add_draft_arguments(parser)
     add_tensor_parallel_argument(parser)
     add(
@@ -401,12 +402,12 @@ class InteractiveSession:
         )
 
     def _digest(self) -> str:
-        from ..models.checkpoint import quick_digest
+        from ..models.checkpoint import weights_digest
 
-        adapter = self._args.adapter_path
-        return quick_digest(
-            self._loaded.path, Path(os.path.expanduser(adapter)) if adapter else None
-        )
+        digest, adapter = weights_digest(self._loaded.path), self._args.adapter_path
+        if not adapter:
+            return digest
+        return f"{digest} {weights_digest(Path(os.path.expanduser(adapter)))}"
 
     def _encode(self, text: str) -> list[int]:
         if self._args.ignore_chat_template:

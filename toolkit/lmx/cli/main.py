@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import NoReturn
 
 from ..config.redaction import redact
-from ..errors import INTERRUPTED, USAGE, Interrupted, UserError, shorten
+from ..errors import FAILED, INTERRUPTED, USAGE, Interrupted, UserError, shorten
 from ..run import terminal
+from ..run.fs import os_error
 from ..version import __version__
 from .execution import (
     ALLOW_PYTHON,
@@ -274,6 +275,10 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
         elif str(error):
             terminal.write_err(redact(f"{error}\n", keys=False))
         return error.code
+    except OSError as error:
+        text = traceback.format_exc() if "--debug" in argv else f"{os_error(error)}\n"
+        terminal.write_err(redact(text, keys=False))
+        return FAILED
     except (KeyboardInterrupt, Interrupted) as stop:
         if str(stop):
             terminal.write_err(f"{stop}\n")

@@ -30,6 +30,16 @@ def add_draft_arguments(
         add("--check-parity", action="store_true", help=about)
 
 
+class OneValue(argparse.Action):
+    """Stores the value of an option that is given once: a second one is no update."""
+
+    def __call__(self, parser, namespace, value, option_string=None) -> None:
+        """Store the value, or end with an error."""
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string} is given twice; lmx serve takes several")
+        setattr(namespace, self.dest, value)
+
+
 def refuse(faults: dict[str, Any]) -> None:
     """Raise a `UserError` with the first message whose value is true."""
     for message, is_fault in faults.items():

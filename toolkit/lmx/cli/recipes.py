@@ -128,7 +128,11 @@ def init(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: the file exists, or a value is missing or does not work.
     """
+    from ..models.checkpoint import model_folder
+
     task = arguments.task
+    if arguments.model:
+        arguments.model = model_folder(arguments.model)
     if arguments.bits and task not in BY_BITS:
         raise UserError(f"--bits does not apply to {task}", hint="qat or quantize")
     if not arguments.model or not (arguments.data or task == "quantize"):

@@ -65,7 +65,7 @@ def load_part(
     """
     from ..api.model import model_path
     from ..convert.importers import load_model
-    from ..models.checkpoint import quick_digest
+    from ..models.checkpoint import weights_digest
 
     with ranks.collective_errors():
         loaded = load_model(
@@ -77,7 +77,7 @@ def load_part(
         )
     if ranks.size > 1:
         ranks.require_same(
-            quick_digest(loaded.path),
+            weights_digest(loaded.path),
             "has another model",
             hint="give all machines the same model",
         )

@@ -1,12 +1,11 @@
 """The cache between runs, keyed by content. Its folder may be deleted at any time."""
 
-import errno
 import fcntl
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -111,23 +110,27 @@ def get_or_create(
 
 
 def file_hash(path: Path) -> str:
-    """Sha256 of a file's content; of a large file cached by path, size and time.
+    """Sha256 of a file's content; of a large file noted by path, inode, size and times.
+
+    A program that unpacks or copies a file can set all of them but the ctime.
 
     Raises:
         OSError: the file cannot be read.
-        UserError: the cache cannot be written.
     """
     status = path.stat()
     if status.st_size < MIN_NOTED_BYTES:
         return fs.hash_file(path)
-    stamp = [str(path.absolute()), status.st_size, status.st_mtime_ns]
+    changed = max(status.st_mtime_ns, status.st_ctime_ns)
+    stamp = [str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns]
+    stamp.append(status.st_ctime_ns)
     note = root() / "hashes" / f"{key_of(stamp[0])}.json"
     known = fs.object_in(note)
     if known.get("stamp") == stamp and isinstance(known.get("sha256"), str):
         return known["sha256"]
     digest = fs.hash_file(path)
-    if time.time_ns() - status.st_mtime_ns > SETTLED:
-        with _written(note):
+    if time.time_ns() - changed > SETTLED:
+        # Without a note, the next call reads the file again.
+        with suppress(UserError), _written(note):
             if not note.is_file():
                 fs.remove(note)
             fs.write_atomic(note, json.dumps({"stamp": stamp, "sha256": digest}))
@@ -188,7 +191,7 @@ def _written(place: Path) -> Iterator[None]:
     """Create the cache, and add a hint on LMX_CACHE to errors of its disk."""
     try:
         with fs.disk_errors(place):
-            _create(root())
+            root().mkdir(parents=True, exist_ok=True)
             yield
     except UserError as error:
         if fs.OTHER_FOLDER not in (error.hint or ""):
@@ -200,11 +203,3 @@ def _written(place: Path) -> Iterator[None]:
             hint=hint,
             code=error.code,
         ) from error
-
-
-def _create(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as error:
-        # As for a home folder below /proc, where nothing can be created.
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from error

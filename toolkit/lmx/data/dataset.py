@@ -146,6 +146,8 @@ def has_split(source: str, split: str, *, find: Find = Path) -> bool:
 def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
     """A value that changes with the content of `source`, without parsing it.
 
+    It has names of files, and no folders.
+
     Raises:
         UserError: the source is missing or cannot be read.
     """
@@ -156,7 +158,7 @@ def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
         return hub.fingerprint(split)
     path = find(source) or Path(source)
     return [
-        [str(p), readers.content_hash(p)] for p in folders.list_data_files(path, split)
+        [p.name, readers.content_hash(p)] for p in folders.list_data_files(path, split)
     ]
 
 

@@ -239,7 +239,11 @@ class Splits:
     @cached_property
     def _contents(self) -> dict[str, list]:
         sources = dict.fromkeys(self.data.train)
-        return {s: source_fingerprint(s, "train", find=self.find) for s in sources}
+        # The places of examples that are skipped are stored, too.
+        return {
+            s: [str(self.find(s)), source_fingerprint(s, "train", find=self.find)]
+            for s in sources
+        }
 
     @property
     def _eval_limit(self) -> int:

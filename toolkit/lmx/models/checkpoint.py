@@ -25,10 +25,6 @@ from .safetensors_io import DTYPE_BYTES, DTYPE_NAMES, read_header, read_tensors
 # Tensors of a quantized layer besides its codes.
 GRID_TENSORS = ("scales", "biases", "global_scale")
 INDEX_FILE = "model.safetensors.index.json"
-# Bytes at the end of a weight file that tell it from others of the same shapes.
-DIGEST_TAIL_BYTES = 1 << 20
-# The longest header that the library of the format reads.
-MAX_HEADER_BYTES = 100_000_000
 # Types of codes, which belong to scales of another type.
 INTEGERS = {name for name in DTYPE_NAMES.values() if name[0] in "UI"} | {"BOOL"}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -168,33 +164,13 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def weights_digest(path: Path) -> str:
-    """Sha256 of a checkpoint's config and weights, whole files."""
-    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
-    return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
+    """Sha256 of the config and the weights of a checkpoint or an adapter.
 
-
-def quick_digest(path: Path, adapter: Path | None = None) -> str:
-    """Sha256 that identifies a checkpoint and its adapter without reading all of it.
-
-    It covers the configurations and, for every weight file, name, size, header and end.
+    Whole files, each read once: see `file_hash`.
     """
-    total = hashlib.sha256()
-    for folder in filter(None, [path, adapter]):
-        files = sorted(folder.glob("*.safetensors"))
-        for file in [*sorted(folder.glob("*config.json")), *files]:
-            total.update(f"{file.name} {file.stat().st_size} ".encode())
-            total.update(_digest_bytes(file))
-    return total.hexdigest()
-
-
-def _digest_bytes(file: Path) -> bytes:
-    if file.suffix == ".json":
-        return file.read_bytes()
-    with file.open("rb") as stream:
-        length = stream.read(8)
-        header = stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
-        stream.seek(max(0, file.stat().st_size - DIGEST_TAIL_BYTES))
-        return length + header + stream.read()
+    configs = (path / name for name in ("config.json", "adapter_config.json"))
+    files = [*filter(Path.is_file, configs), *sorted(path.glob("*.safetensors"))]
+    return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

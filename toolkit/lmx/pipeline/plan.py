@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from ..convert.importers import find_importable
 from ..errors import UserError
 from ..models.checkpoint import read_config
 from ..run import manifest
+from ..run.earlier_run import EarlierRun
 from ..run.tables import KEYS_WITHOUT_EFFECT
 from ..run.trackers import TRACKERS, is_installed
 from .dataset_checks import check_datasets
 from .draft.stage import DraftStage
 from .evaluate.stage import EvaluateStage
 from .export.stage import ExportStage
+from .inputs import stage_inputs
 from .quantize.stage import QuantizeStage
 from .stage import (
     Find,
@@ -80,6 +83,7 @@ class PlannedStage:
 class RunPlan:
     """The stages of a recipe, its run directory, and the hash of the experiment."""
 
+    loaded: LoadedRecipe
     output: Path
     stages: tuple[PlannedStage, ...]
     recipe_hash: str
@@ -91,13 +95,24 @@ class RunPlan:
         """The identities of the stages by name, in order."""
         return {planned.name: planned.identity for planned in self.stages}
 
+    def inputs(self, name: str, *, offline: bool = False) -> manifest.StageInputs:
+        """What a stage reads: see `stage_inputs`."""
+        stages = {planned.name: planned.stage for planned in self.stages}
+        return stage_inputs(stages[name], self.loaded, offline=offline)
+
     def finished(self) -> set[str]:
-        """The stages that the run directory has, so that a run would skip them."""
+        """The stages that the run directory has, so that a run would skip them.
+
+        Raises:
+            UserError: the run would be refused, because its inputs have changed.
+        """
         content = None if self.restart else manifest.read(self.output)
         if content is None:
             return set()
-        same = content["plan"].items() & self.identities.items()
-        return content["stages"].keys() & dict(same)
+        inputs = partial(self.inputs, offline=True)
+        earlier = EarlierRun(self.output, content, self.identities, "", inputs)
+        earlier.require_same_inputs()
+        return {*earlier.records}
 
 
 def load(
@@ -144,7 +159,7 @@ def plan(loaded: LoadedRecipe) -> RunPlan:
         stages.append(PlannedStage(stage, inputs, outputs, identity))
         if stage.changes_model:
             current = str(folder)
-    return RunPlan(output, tuple(stages), recipe_hash(loaded.resolved))
+    return RunPlan(loaded, output, tuple(stages), recipe_hash(loaded.resolved))
 
 
 def _identities(resolved: str, stages: list[Stage]) -> Iterator[str]:

@@ -1,12 +1,11 @@
 """Run a plan: every stage in its own folder, completed stages skipped, resumable."""
 
-import json
 import shlex
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from .. import cpu
@@ -16,12 +15,13 @@ from ..config.redaction import REDACTED
 from ..config.schema import RecipeConfig
 from ..data.splits import Splits
 from ..errors import FAILED, USAGE, Interrupted, UserError
-from ..models.checkpoint import quick_digest
+from ..models.checkpoint import weights_digest
 from ..run.distributed import ProcessGroup, join
-from ..run.fs import FULL_HINT, read_json, write_atomic
+from ..run.fs import FULL_HINT
 from ..run.html.page import NAME as PAGE
 from ..run.launcher import backend
 from ..run.logger import NullLogger, RunLogger
+from ..run.manifest import StageInputs, changed_inputs
 from ..run.parallel_dims import ParallelDims
 from ..run.report import REPORT, read_report
 from ..run.run_dir import NullRunDir, RunDir
@@ -33,9 +33,6 @@ from .dry_run import require_resources
 from .extensions import Extensions
 from .plan import RunPlan
 from .stage import Stage
-
-# In the folder of a stage: hashes of the models that it began with.
-INPUT_DIGESTS = "input_digests.json"
 
 
 def run(
@@ -207,6 +204,7 @@ def _open(
             plan.output,
             loaded,
             plan.identities,
+            plan.inputs,
             recipe_hash=plan.recipe_hash,
             command=command,
             restart=restart,
@@ -222,13 +220,6 @@ def _run_stages(
 ) -> ModelArtifact:
     """Run the stages in order; returns the artifact of the last one."""
     logger, ranks = context.logger, context.ranks
-    with ranks.collective_errors():
-        digest = quick_digest(context.base) if context.base else ""
-    ranks.require_same(
-        digest,
-        "has another model",
-        hint="give all machines the same folder, or the same revision",
-    )
     names = [planned.name for planned in plan.stages]
     for position, planned in enumerate(plan.stages):
         name = planned.name
@@ -236,13 +227,13 @@ def _run_stages(
             record = run_dir.completed_stage(name, logger.warning)
             if record is None:
                 run_dir.discard_stages(names[position + 1 :])
-                run_dir.start_stage(name)
         record = ranks.broadcast_object(record)
         if record is not None:
             logger.info(f"stage {name}: already complete, skipping")
         else:
             logger.stage = name
             logger.info(f"stage {name}")
+            _start_stage(planned.stage, context, plan, run_dir)
             with logger.heartbeat():
                 record = _run_stage(planned.stage, context, run_dir)
             _call_back(name, context, is_last=name == names[-1])
@@ -273,8 +264,6 @@ def _run_stage(
             current = ModelArtifact(context.base, context.base)
         folder = run_dir.stage_folder(stage.name)
         context = replace(context, folder=folder, current=current)
-        if ranks.is_first:
-            _require_same_inputs(stage, context)
     if stage.runs_on_all_ranks:
         artifact = stage.run(context)
     else:
@@ -290,29 +279,35 @@ def _run_stage(
     return ranks.broadcast_object(record)
 
 
-def _require_same_inputs(stage: Stage, context: StageContext) -> None:
-    """Refuse to resume a stage with other models than those that it began with.
+def _start_stage(
+    stage: Stage, context: StageContext, plan: RunPlan, run_dir: RunDir | NullRunDir
+) -> None:
+    """Record what a stage reads.
 
-    The manifest has the hashes of the models that the run itself has made.
+    Raises:
+        UserError: another process that runs the stage has other models or files.
     """
-    models = {key: context.resolve(name) for key, name in stage.named_models.items()}
-    if context.current is not None:
-        current = context.current
-        models |= {"model": current.model, "reference": current.reference}
-    others = {k: m for k, m in models.items() if not m.is_relative_to(context.output)}
-    # The model is often its own reference.
-    digest = cache(quick_digest)
-    digests = {key: digest(model) for key, model in others.items()}
-    file = context.folder / INPUT_DIGESTS
-    earlier = read_json(file) if file.is_file() else digests
-    for key, model in others.items():
-        if earlier.get(key) != digests[key]:
-            raise UserError(
-                "the model has changed since this run started",
-                place=str(model),
-                hint="restore it, or start over with --restart",
-            )
-    write_atomic(file, json.dumps(digests, indent=2) + "\n")
+    ranks = context.ranks
+    is_shared = stage.runs_on_all_ranks and ranks.size > 1
+    with ranks.collective_errors():
+        inputs = plan.inputs(stage.name) if is_shared or ranks.is_first else {}
+        if is_shared:
+            _require_same_inputs(inputs, context)
+        run_dir.start_stage(stage.name, inputs)
+
+
+def _require_same_inputs(inputs: StageInputs, context: StageContext) -> None:
+    ranks, current, models = context.ranks, context.current, {}
+    for name in ("model", "reference") if current else ():
+        folder = context.require_visible(getattr(current, name))
+        models[f"current {name}"] = weights_digest(folder)
+    inputs = inputs | {"models": inputs["models"] | models}
+    if changed := changed_inputs(ranks.broadcast_object(inputs), inputs):
+        names = " and another ".join(changed)
+        raise UserError(
+            f"process {ranks.rank} has another {names} than the first one",
+            hint="give all machines the same files, or the same revision",
+        )
 
 
 def _local_artifact(record: dict, context: StageContext) -> ModelArtifact:

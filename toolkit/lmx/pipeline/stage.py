@@ -130,6 +130,18 @@ class Stage(ABC):
                 models[f"{key}.{name}"] = model
         return models
 
+    @property
+    def named_files(self) -> list[tuple[str, str]]:
+        """Keys and names of files and adapters that the stage's block names."""
+        return []
+
+    def sources(self, data: DataConfig) -> list[tuple[str, str]]:
+        """Keys and names of the datasets that the stage's result depends on."""
+        read = self.data_read(data.model_dump())
+        splits = ((s, read.get(s)) for s in ("train", "valid"))
+        named = [(f"data.{s}", names) for s, names in splits if isinstance(names, list)]
+        return [(key, name) for key, names in named for name in names]
+
     def inputs(self, data: DataConfig) -> list[str]:
         """The models that the stage names, then the datasets it reads."""
         return [*self.named_models.values(), *self.datasets(data)]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.text_files import require_regular
-from ..errors import FAILED, UserError
+from ..errors import BAD_CAST, BAD_PATH, FAILED, UserError
 
 _REASONS = {
     errno.ENOSPC: "no space left on the disk",
@@ -34,6 +34,11 @@ _REASONS = {
     errno.ENOLCK: "the disk does not support file locks",
     errno.ENOTSUP: "the disk does not support file locks",
     errno.ENAMETOOLONG: "the name is too long for the disk",
+    errno.ENOENT: "the file or its folder does not exist, or was deleted",
+    errno.ESTALE: "the server has deleted the folder",
+    errno.EIO: "the disk reports an input/output error",
+    errno.EMFILE: "too many open files",
+    errno.ENFILE: "too many open files",
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OTHER_FOLDER = "use another folder with output=..."
@@ -46,6 +51,50 @@ INDEX = "index.json"
 MIN_LINKED_BYTES = 1 << 16
 # The largest published tokenizer.json has 35 MB.
 MAX_JSON_BYTES = 256 << 20
+# Device and inode of the run directories of this process.
+_held: dict[Path, tuple[int, int]] = {}
+
+
+def hold(folder: Path) -> None:
+    """From now on nothing is written to another folder of this name, or makes it."""
+    status = folder.stat()
+    _held[folder] = status.st_dev, status.st_ino
+
+
+def release(folder: Path) -> bool:
+    """Hold a folder no longer; returns whether it was still there, or not held."""
+    try:
+        require_held(folder)
+    except OSError:
+        return False
+    finally:
+        _held.pop(folder, None)
+    return True
+
+
+def require_held(path: Path) -> None:
+    """Raise FileNotFoundError for a path in a held folder that is gone."""
+    for folder, identity in [*_held.items()]:
+        if path.is_relative_to(folder):
+            status = folder.stat()
+            if identity != (status.st_dev, status.st_ino):
+                raise FileNotFoundError(errno.ENOENT, "", str(folder))
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents, except a held one."""
+    require_held(path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def os_error(error: OSError) -> UserError:
+    """An error of the operating system as one sentence."""
+    reason = _REASONS.get(error.errno or 0) or error.strerror or str(error)
+    hint = "--debug shows the traceback"
+    if error.errno == errno.ENOENT and error.filename is None:  # of os.getcwd
+        reason, hint = "the working directory was deleted", "change to another one"
+    place = None if error.filename is None else os.fsdecode(error.filename)
+    return UserError(reason, place=place, hint=hint, code=FAILED)
 
 
 @contextmanager
@@ -59,6 +108,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         hint = FULL_HINT if error.errno in _FULL else OTHER_FOLDER
         reason, cause = _REASONS[error.errno], error
     except RuntimeError as error:
+        if str(error) == BAD_CAST:
+            raise UserError(BAD_PATH, place=str(path), hint="rename it") from error
         # MLX reports a failed write without the reason.
         if not str(error).startswith("[write]"):
             raise
@@ -155,6 +206,14 @@ def remove(path: Path) -> None:
         _delete(aside)
 
 
+def old_name(path: Path) -> Path:
+    """The first free name `<path>.old-N`."""
+    number = 1
+    while os.path.lexists(target := path.with_name(f"{path.name}.old-{number}")):
+        number += 1
+    return target
+
+
 def remove_partial_files(path: Path) -> None:
     """Remove temporary files and folders of killed writers below a folder."""
     for partial in sorted(path.rglob(f".*{PARTIAL}"), reverse=True):
@@ -207,7 +266,7 @@ def require_own_entries(
 
 def _partial_path(path: Path) -> Path:
     """A new name on the same disk, which `remove_partial_files` recognizes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..config.redaction import redact, redact_values
 from ..errors import UserError
 from . import terminal
-from .fs import disk_errors, filter_jsonl
+from .fs import disk_errors, filter_jsonl, require_held
 from .progress import ProgressBar, format_duration
 from .tables import aligned
 from .trackers import TrackerThread
@@ -180,8 +180,10 @@ class RunLogger:
             return
         path = self.folder / name
         # Unbuffered: each line is one write, so that a reader never sees a part.
-        with disk_errors(path), path.open("ab", buffering=0) as stream:
-            stream.write(text.encode(errors="replace"))
+        with disk_errors(path):
+            require_held(path)
+            with path.open("ab", buffering=0) as stream:
+                stream.write(text.encode(errors="replace"))
 
     def _show(self, text: str, *, write=None) -> None:
         text = redact(text, keys=False)

@@ -5,10 +5,11 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
@@ -17,6 +18,11 @@ from .fs import MANIFEST, read_json, read_metrics
 
 # The folder of the folders of the stages.
 STAGES = "stages"
+# By kind, hashes of what a stage reads by key of the recipe; see `pipeline.inputs`. An
+# unfinished stage goes on only with the same models. With other data, adapters and
+# programs, it says itself whether it goes on.
+StageInputs = dict[Literal["models", "files"], dict[str, str]]
+INPUTS = "models", "files"
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 PACKAGES = ("lmx-toolkit", "mlx", "mlx-lm", "numpy")
 
@@ -67,6 +73,18 @@ class StageRecord(BaseModel):
     sha256: str
 
 
+def changed_inputs(
+    before: StageInputs, now: StageInputs, kinds: Sequence[str] = INPUTS
+) -> list[str]:
+    """The keys in `before` whose content is another one now, and not unknown."""
+    return [
+        name
+        for kind in kinds
+        for name, value in before[kind].items()
+        if now[kind].get(name, value) != value
+    ]
+
+
 def digest_of(record: dict) -> str:
     """SHA-256 of the result and the artifacts of a stage's record."""
     values = [record["result"], record["artifacts"]]
@@ -80,6 +98,7 @@ class Manifest(BaseModel):
         plan: the identities of the recipe's stages by name, in order; see
             `PlannedStage.identity`.
         current_stage: the stage that was started last.
+        inputs: of the stages that were started.
         stages: the finished stages.
     """
 
@@ -93,6 +112,7 @@ class Manifest(BaseModel):
     started: Timestamp
     ended: Timestamp | None
     current_stage: StageName | None
+    inputs: dict[StageName, StageInputs]
     stages: dict[StageName, StageRecord]
 
 
@@ -141,6 +161,7 @@ def new(name: str, command: str, recipe_hash: str, plan: dict[str, str]) -> dict
         "started": now(),
         "ended": None,
         "current_stage": None,
+        "inputs": {},
         "stages": {},
     }
 

@@ -12,122 +12,19 @@ from pathlib import Path
 from ..config.bundled import without_schema_line
 from ..config.loader import LoadedRecipe
 from ..config.text_files import require_regular
-from ..errors import Interrupted, UserError
+from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
 from . import fs, manifest
 from .compare import difference
+from .earlier_run import EarlierRun
 from .fs import LOCK, MANIFEST, disk_errors, hash_file, hash_folder, write_atomic
 from .html.page import write_page
 from .logger import RECORD_FILES
-from .manifest import STAGES
+from .manifest import STAGES, StageInputs
 from .report import RECIPE, REPORT, RESOLVED
+from .signals import before_exit
 
 LOCK_ATTEMPTS = 10
 Warn = Callable[[str], None]
-# Changed values that the note about an earlier run names.
-MAX_CHANGES = 3
-
-
-class EarlierRun:
-    """The run of a folder, which the same or a changed recipe continues.
-
-    A recipe keeps the stages up to the first one whose identity has changed.
-
-    Args:
-        content: the manifest of that run.
-        plan: the identities of the stages that will run, by name, in order.
-        changes: the values in which the recipes differ, one per line.
-
-    Attributes:
-        kept: the stages that are the same in both recipes.
-        discarded: the other stages of both recipes.
-    """
-
-    def __init__(self, path: Path, content: dict, plan: dict[str, str], changes: str):
-        self.path = path
-        self.changes = changes
-        self._plan = plan
-        self._finished: dict[str, dict] = content["stages"]
-        self.is_changed = list(content["plan"].items()) != list(plan.items())
-        # An identity is that of all stages before, too.
-        same = content["plan"].items() & plan.items()
-        self.kept = [name for name in plan if (name, plan[name]) in same]
-        names = dict.fromkeys([*content["plan"], *plan, *self._finished])
-        self.discarded = [name for name in names if name not in self.kept]
-
-    @property
-    def records(self) -> dict[str, dict]:
-        """The records of the stages that are finished and kept."""
-        return {k: self._finished[k] for k in self.kept if k in self._finished}
-
-    def require_kept_results(self) -> None:
-        """Refuse a recipe that keeps nothing of a run with finished stages.
-
-        Raises:
-            UserError: with the values that differ.
-        """
-        if self.kept or not self._finished:
-            return
-        lines = self.changes.replace("\n", "\n    ")
-        raise UserError(
-            "this folder has the run of another recipe, whose first stage has other "
-            f"values:\n    {lines}",
-            place=str(self.path),
-            hint="use --restart to start over (the old run moves to "
-            f"{aside(self.path).name}), or output=... for another folder",
-        )
-
-    def discard(self) -> list[str]:
-        """Remove the folders of the stages that are not kept.
-
-        The checkpoints of an unfinished training are set aside, not removed.
-
-        Returns:
-            What was set aside, in words.
-        """
-        notes = []
-        for name in self.discarded:
-            folder = self.path / STAGES / name
-            checkpoints = folder / "checkpoints"
-            is_finished = name in self._finished
-            if not is_finished and checkpoints.is_dir() and any(checkpoints.iterdir()):
-                target = aside(folder)
-                os.rename(folder, target)
-                notes.append(
-                    f"the unfinished {name} was started with other values: its "
-                    f"checkpoints are now in {target.relative_to(self.path)}"
-                )
-            else:
-                fs.remove(folder)
-        return notes
-
-    def change_note(self, set_aside: list[str]) -> str:
-        """One line: what changed, which stages are kept, and which will run."""
-        lines = self.changes.split("\n")
-        shown = ", ".join(lines[:MAX_CHANGES])
-        if more := len(lines) - MAX_CHANGES:
-            shown += f" and {more} more" if more > 0 else ""
-        will_run = [name for name in self._plan if name not in self.records]
-        parts = [
-            f"kept: {', '.join(self.records) or 'nothing'}",
-            f"to run: {', '.join(will_run) or 'nothing'}",
-            *set_aside,
-        ]
-        if published := self._outdated():
-            names = ", ".join(published)
-            parts.append(f"of the earlier recipe until a stage replaces it: {names}")
-        return f"the recipe has changed ({shown}): {'; '.join(parts)}"
-
-    def _outdated(self) -> list[str]:
-        """Published folders that only stages wrote which are not kept."""
-        kept = {f for record in self.records.values() for f in record["artifacts"]}
-        gone = [f for record in self._finished.values() for f in record["artifacts"]]
-        return [
-            folder
-            for folder in dict.fromkeys(gone)
-            if folder not in kept
-            and not folder.startswith(STAGES)
-            and (self.path / folder).is_dir()
-        ]
 
 
 class RunDir:
@@ -154,6 +51,7 @@ class RunDir:
         path: Path,
         recipe: LoadedRecipe,
         plan: dict[str, str],
+        inputs: Callable[[str], StageInputs],
         *,
         recipe_hash: str,
         command: str,
@@ -163,6 +61,7 @@ class RunDir:
 
         Args:
             plan: the identities of the stages by name, in order.
+            inputs: returns the `StageInputs` of a stage as they are now.
             recipe_hash: of all values that affect the result.
             command: the command line of the user.
             restart: rename an earlier run to `<path>.old-N` and start over.
@@ -176,6 +75,8 @@ class RunDir:
         with disk_errors(path), ExitStack() as undo:
             lock = _lock(path)
             undo.callback(os.close, lock)
+            fs.hold(path)
+            undo.callback(fs.release, path)
             fs.require_own_entries(path)
             old = manifest.read(path)
             new = manifest.new(recipe.name, command, recipe_hash, plan)
@@ -189,21 +90,26 @@ class RunDir:
                     raise
             else:
                 changes = difference(fs.read_text(path / RESOLVED), recipe.resolved)
-                folder._continue(old, EarlierRun(path, old, plan, changes))
+                folder._continue(old, EarlierRun(path, old, plan, changes, inputs))
             fs.remove_partial_files(path)
             write_atomic(path / RECIPE, without_schema_line(recipe.text))
             write_atomic(path / RESOLVED, recipe.resolved)
             folder._restore_report()
             undo.push(folder._record_end)
+            before_exit.append(folder._record_exit)
+            undo.callback(before_exit.remove, folder._record_exit)
             folder.set_status("running")
             undo.pop_all()
         return folder
 
     def _continue(self, old: dict, earlier: EarlierRun) -> None:
         """Keep the stages of an earlier run that are the same."""
+        earlier.require_same_inputs()
         earlier.require_kept_results()
         self.crash_note = manifest.crash_note(self.path, old)
         self._manifest["stages"] = earlier.records
+        started = {k: v for k, v in old["inputs"].items() if k in earlier.kept}
+        self._manifest["inputs"] = started
         if earlier.is_changed:
             set_aside = earlier.discard()
             self._drop_records(earlier.discarded)
@@ -212,9 +118,13 @@ class RunDir:
     def __enter__(self) -> "RunDir":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None = None, *_
+    ) -> None:
+        before_exit.remove(self._record_exit)
         self._record_end(kind)
         os.close(self._lock)
+        _release(self.path, error)
 
     def _record_end(self, kind: type[BaseException] | None, *_) -> None:
         """Record how an exception ended the run."""
@@ -223,6 +133,10 @@ class RunDir:
             # Report the error that ended the run, not a full disk.
             with suppress(UserError):
                 self.set_status("interrupted" if is_stop else "failed")
+
+    def _record_exit(self, code: int) -> None:
+        """Record the end of a process that is blocked; see `exit_at_once`."""
+        self.set_status("interrupted" if code == INTERRUPTED else "failed")
 
     def set_status(self, status: str) -> None:
         """Record running, done, failed or interrupted, also in report.html."""
@@ -235,12 +149,13 @@ class RunDir:
         """The folder of a stage, created if necessary."""
         folder = self.path / STAGES / stage
         with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            fs.make_folder(folder)
         return folder
 
-    def start_stage(self, stage: str) -> None:
-        """Record the current stage, for the crash note of the next run."""
+    def start_stage(self, stage: str, inputs: StageInputs) -> None:
+        """Record the current stage and its `StageInputs`, for the next run."""
         self._manifest["current_stage"] = stage
+        self._manifest["inputs"][stage] = inputs
         self._save()
 
     def complete_stage(self, stage: str, result: dict, artifacts: list[Path]) -> None:
@@ -280,7 +195,8 @@ class RunDir:
         """Delete the records and folders of stages whose input will change."""
         with disk_errors(self.path):
             for stage in stages:
-                self._manifest["stages"].pop(stage, None)
+                for records in (self._manifest["stages"], self._manifest["inputs"]):
+                    records.pop(stage, None)
                 fs.remove(self.path / STAGES / stage)
             self._drop_records(stages)
             self._restore_report()
@@ -312,6 +228,23 @@ class RunDir:
     def _save(self) -> None:
         text = json.dumps(self._manifest, indent=2) + "\n"
         write_atomic(self.path / MANIFEST, text)
+
+
+def _release(path: Path, error: BaseException | None) -> None:
+    """Hold a run directory no longer.
+
+    Raises:
+        UserError: it is gone, which is the reason of `error`.
+    """
+    is_there = fs.release(path)
+    # An error without a message is that of another process, which prints it.
+    if error and not is_there and getattr(error, "message", True):
+        raise UserError(
+            "the run directory was deleted or renamed during the run",
+            place=str(path),
+            hint="the same command starts a new run",
+            code=FAILED,
+        ) from error
 
 
 def _lock(path: Path) -> int:
@@ -408,16 +341,8 @@ def _move_aside(path: Path) -> None:
     with disk_errors(path):
         lock = _lock(path)
         if (path / MANIFEST).exists():
-            os.rename(path, aside(path))
+            os.rename(path, fs.old_name(path))
         os.close(lock)
-
-
-def aside(path: Path) -> Path:
-    """The first free name `<path>.old-N`."""
-    number = 1
-    while os.path.lexists(target := path.with_name(f"{path.name}.old-{number}")):
-        number += 1
-    return target
 
 
 def _is_unchanged(path: Path, hashes: dict[str, str]) -> bool:
@@ -439,7 +364,12 @@ class NullRunDir:
         self.path = path
 
     def __enter__(self) -> "NullRunDir":
+        if self.path.exists():
+            fs.hold(self.path)
         return self
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        _release(self.path, error)
 
     def stage_folder(self, stage: str) -> Path:
         """The folder of a stage; it may exist only on another machine."""
@@ -448,5 +378,5 @@ class NullRunDir:
     def _nothing(self, *_) -> None:
         pass
 
-    __exit__ = set_status = start_stage = write_page = _nothing
+    set_status = start_stage = write_page = _nothing
     complete_stage = completed_stage = discard_stages = _nothing

@@ -64,6 +64,19 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+# Called by `exit_at_once` with the exit code, because Python itself calls nothing then.
+before_exit: list[Callable[[int], None]] = []
+
+
+def exit_at_once(code: int) -> None:
+    """End this process, whose main thread is blocked outside Python."""
+    try:
+        for action in before_exit:
+            action(code)
+    finally:
+        os._exit(code)
+
+
 @contextmanager
 def exit_if_stuck(seconds: float) -> Iterator[None]:
     """Exit the process if this context is still open `seconds` after a SIGTERM.
@@ -79,7 +92,7 @@ def exit_if_stuck(seconds: float) -> Iterator[None]:
     def watch():
         while kinds := os.read(reader, 1):
             if kinds[0] == signal.SIGTERM and not closed.wait(seconds):
-                os._exit(INTERRUPTED)
+                exit_at_once(INTERRUPTED)
         os.close(reader)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import FAILED, UserError
 from . import terminal
+from .signals import exit_at_once
 
 BEAT_SECONDS = 2.0
 # A system call or a function in C that keeps Python's lock for longer is not known.
@@ -170,7 +171,7 @@ class Watchdog:
             return
         if self.is_reporter:
             terminal.write_err(f"{self.error()}\n")
-        os._exit(FAILED)
+        exit_at_once(FAILED)
 
 
 def start(rank: int, size: int, host: str, broadcast: Callable[[Any], Any]) -> Watchdog:

@@ -22,7 +22,7 @@ from ..data.tokenization import Example
 from ..errors import UserError
 from ..generation.completions import prompt_tokens
 from ..generation.rollouts import Completion, sample_completions
-from ..run.fs import write_atomic
+from ..run.fs import make_folder, write_atomic
 from ..run.logger import RunLogger
 from .grpo_loss import GRPOLoss, group_advantages
 from .rewards import Reward, RewardSample
@@ -209,7 +209,7 @@ class RolloutBatches:
         return saved["completions"] if is_same else None
 
     def _write(self, number: int, completions: list[dict]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         saved = {"digest": self._hash(self._rewards), "completions": completions}
         write_atomic(self._place(number), json.dumps(saved) + "\n")
         old = number - self.kept * self.accumulation
@@ -282,7 +282,7 @@ class RolloutBatches:
         except UserError:
             file = self.folder / FAILED_REWARDS
             if not file.is_file():
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
                 write_atomic(file, self._rewards)
             raise
 

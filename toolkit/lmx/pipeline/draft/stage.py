@@ -20,6 +20,7 @@ from ..estimate import (
     training_dtype,
 )
 from ..parallel_cost import Traffic, data_parallel
+from ..quantize.stage import QuantizeStage
 from ..stage import ModelState, RawStage, Stage, needs_training_data
 from ..work import Work
 from .estimate import draft_benchmark_work, draft_training_cost, generation_cost
@@ -35,6 +36,12 @@ class DraftStage(Stage):
 
     def datasets(self, data: DataConfig) -> list[str]:
         return [*data.train, *data.valid]
+
+    def sources(self, data: DataConfig) -> list[tuple[str, str]]:
+        quantization, read = self.config.quantization, super().sources(data)
+        if not quantization:
+            return read
+        return [*read, *QuantizeStage(quantization).sources(data)]
 
     def outputs(self, output: Path) -> list[Path]:
         return [output / DRAFT_FOLDER]

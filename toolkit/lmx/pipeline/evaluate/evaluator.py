@@ -11,9 +11,7 @@ from ...data.batching import Batch, BucketBatchSampler
 from ...errors import FAILED, UserError
 from ...evaluation import lm_eval
 from ...evaluation.perplexity import eval_batch_tokens
-from ...models.checkpoint import quick_digest
 from ...models.loader import LoadedModel
-from ...run.fs import key_of
 from ...run.tables import table
 from ..context import StageContext
 from ..train.batches import encode_valid
@@ -102,7 +100,6 @@ class Evaluator:
             reference = first = Measured(name, loaded, batches, None, kv_memory)
             self._check_questions(first)
             work = self._plan(first, load_seconds, models)
-        self._require_same_data(first)
         with self.context.logger.progress(
             work.kinds, "evaluating", percent=True
         ) as bar:
@@ -198,21 +195,9 @@ class Evaluator:
         inputs.work.end(model.name)
 
     def _load(self, path: Path) -> LoadedModel:
-        """A model of the run, the same on all ranks.
-
-        Raises:
-            UserError: this machine does not see it, or has another one.
-        """
-        context, ranks = self.context, self.context.ranks
-        with ranks.collective_errors():
-            loaded = context.load(context.require_visible(path), sharded=True)
-        if ranks.size > 1:
-            ranks.require_same(
-                quick_digest(path),
-                "evaluates another model",
-                hint="give all machines the same model",
-            )
-        return loaded
+        context = self.context
+        with context.ranks.collective_errors():
+            return context.load(context.require_visible(path), sharded=True)
 
     def _kv_memory(self) -> int | None:
         """Bytes that every rank of a model has for keys and values; None = one rank.
@@ -223,19 +208,6 @@ class Evaluator:
         if tensor.size == 1:
             return None
         return min(tensor.gather_objects(available_memory() // 2))
-
-    def _require_same_data(self, model: Measured) -> None:
-        """Refuse ranks with other batches or questions."""
-        ranks = self.context.ranks
-        if ranks.size == 1:
-            return
-        prompts = self.questions.prompts(model.generator()).values()
-        tokens = [batch.tokens.tolist() for batch in model.batches]
-        ranks.require_same(
-            key_of([tokens, *prompts]),
-            "evaluates other examples",
-            hint="give all machines the same data and the same tokenizer",
-        )
 
     def _batches(self, loaded: LoadedModel) -> list[Batch]:
         """The first batches that hold the trained tokens to measure.

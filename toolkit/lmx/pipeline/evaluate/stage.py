@@ -28,6 +28,10 @@ class EvaluateStage(Stage):
     def datasets(self, data: DataConfig) -> list[str]:
         return data.valid or data.train
 
+    @property
+    def named_files(self) -> list[tuple[str, str]]:
+        return [("tasks", task) for task in self.config.tasks if lm_eval.is_file(task)]
+
     @classmethod
     def check(cls, raw: RawStage, state: ModelState) -> Iterator[Problem]:
         yield from super().check(raw, state)

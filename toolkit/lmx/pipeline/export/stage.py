@@ -48,6 +48,11 @@ class ExportStage(Stage):
         name = self.config.draft_model
         return {"draft_model": name} if name else {}
 
+    @property
+    def named_files(self) -> list[tuple[str, str]]:
+        name = self.config.adapter_path
+        return [("adapter_path", name)] if name else []
+
     def outputs(self, output: Path) -> list[Path]:
         return [output / FORMATS[name].FOLDER for name in self.config.formats]
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mlx.utils import tree_flatten
 
+from ...config.data import DataConfig
 from ...config.messages import Problem
 from ...config.quantize import PTQConfig
 from ...quantization.target_layers import select_layers
@@ -96,6 +97,11 @@ class QuantizeStage(Stage):
         # Without validation data, some of the training data is not calibrated on.
         return data | {"valid": bool(data["valid"])}
 
+    def sources(self, data: DataConfig) -> list[tuple[str, str]]:
+        dataset = self.config.calibration.dataset
+        read = super().sources(data)
+        return [*read, ("calibration.dataset", dataset)] if dataset else read
+
     def run(self, context: StageContext) -> ModelArtifact:
         """Quantize the current model, which becomes the full-precision reference.
 
@@ -142,7 +148,6 @@ class QuantizeStage(Stage):
         self, context: StageContext
     ) -> "tuple[LoadedModel, QuantizationPlan, CalibrationData, PTQContext]":
         """The model, its grids, the calibration data, and the task of a method."""
-        from ...models.checkpoint import quick_digest
         from ...quantization.ptq.base import PTQContext
         from .refinement import CalibrationData
 
@@ -162,9 +167,6 @@ class QuantizeStage(Stage):
                 loaded.tokenizer,
                 holds_out=self._refines or config.kv_cache is not None,
             )
-            digest = quick_digest(reference)
-        hint = "give all machines the same model"
-        ranks.require_same(digest, "quantizes another model", hint=hint)
         task = PTQContext(
             loaded.model,
             selection.specs,

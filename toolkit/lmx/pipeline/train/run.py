@@ -81,7 +81,6 @@ class TrainRun:
 
     def run(self) -> None:
         """Train to the end; see `Trainer.train`."""
-        self._require_same_model()
         if self.config.fsdp:
             self._free_full_weights()
         try:
@@ -210,20 +209,6 @@ class TrainRun:
         self.context.logger.info(
             f"every process keeps {local / full:.0%} of the trained weights"
         )
-
-    def _require_same_model(self) -> None:
-        """Refuse ranks with other weights: frozen weights are every machine's own."""
-        ranks = self.context.ranks
-        if ranks.size > 1:
-            sums = [
-                value.reshape(-1).view(mx.uint8).sum().item()
-                for value in self.base_weights.values()
-            ]
-            ranks.require_same(
-                sums,
-                "begins with another model",
-                hint="give all machines the same model",
-            )
 
     def _attach_adapter(self) -> list[str]:
         qat, model = self.config.qat, self.loaded.model

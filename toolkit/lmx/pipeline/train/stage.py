@@ -56,6 +56,16 @@ class TrainStage(Stage):
     def datasets(self, data: DataConfig) -> list[str]:
         return [*data.train, *data.valid]
 
+    @property
+    def named_files(self) -> list[tuple[str, str]]:
+        config = self.config
+        names = getattr(config.loss, "rewards", [])
+        files = (name.rpartition(":")[0] for name in names)
+        named = [("loss.rewards", file) for file in files if file.endswith(".py")]
+        if config.adapter and config.adapter.init_from:
+            named.append(("adapter.init_from", config.adapter.init_from))
+        return named
+
     def outputs(self, output: Path) -> list[Path]:
         return [output / "adapters"] if self.config.adapter else []
 

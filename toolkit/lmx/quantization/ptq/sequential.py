@@ -28,7 +28,7 @@ import mlx.nn as nn
 
 from ...cpu import malloc, on_cpu
 from ...models.blockwise import BlockwiseModel
-from ...run.fs import remove
+from ...run.fs import make_folder, remove
 from ...run.progress import ProgressBar
 from . import activation_cache
 from .base import PTQMethod, QuantizedTensor
@@ -181,7 +181,7 @@ class SequentialPipeline:
         with self.ranks.collective_errors():
             if self.ranks.is_first:
                 remove(self.folder)
-                self.folder.mkdir(parents=True)
+                make_folder(self.folder)
             self.blockwise.verify(self.tokens[0][:1, :8])
         quantized = self._quantize_embeddings()
         with (
