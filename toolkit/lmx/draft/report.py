@@ -35,8 +35,8 @@ whose files have the digest `{digest}`.
 {table}
 
 Speed-ups are relative to standard decoding, on validation prompts, with
-{num_draft_tokens} draft tokens per round. Speculative decoding does not change the output
-distribution.
+{num_draft_tokens} draft tokens per round. Speculative decoding does not change the
+output distribution.
 
 ## Use
 
