@@ -35,8 +35,14 @@ CHUNKED_HEAD_BYTES = 8
 # MLX's CPU backend allocates the results of about so many operations before it computes
 # them: matrices whose dequantized weights exist at once.
 DEQUANTIZED_AT_ONCE = 8
-# training/optimizers.py: moments of a trained parameter; 1 of the other optimizers.
-MOMENTS = {"adamw": 2, "adamw_8bit": 2, "adafactor": 0}
+# training/optimizers.py: bytes of a trained parameter's moments; 4 of the other
+# optimizers. With 8 bits, a block of 256 values has a float32 scale.
+MOMENT_BYTES = {
+    "adamw": 8,
+    "adamw_8bit": 2 + 8 / 256,
+    "lion_8bit": 1 + 4 / 256,
+    "adafactor": 0,
+}
 # Bytes of a trained parameter in float32: its gradient and AdamW's moments, or, in a
 # checkpoint, the parameter and these moments.
 ADAMW_BYTES = 12

@@ -61,7 +61,7 @@ def _drafter_training_cost(
 ) -> TrainingCost:
     """The head runs on the rows of completions, of which the longest is counted, and of
     text; and once more in the backward pass."""
-    drafter = drafter_of(target, config)
+    drafter = _drafter(target, config)
     parameters = dict(tree_flatten(drafter.parameters()))
     trained = sum(value.size for value in parameters.values())
     vocabulary, width = drafter.config.vocab_size, target.setting("hidden_size")
@@ -75,10 +75,9 @@ def _drafter_training_cost(
     step += logit_bytes(vocabulary, tokens, loss_chunk(vocabulary, on_cpu=on_cpu()))
     # The target's hidden states, in float32.
     step += 4 * batch.tokens * len(drafter.layer_ids) * width
-    optimizer = ADAMW_BYTES * trained
     memory = {
         "weights": (4 + compute) * trained,
-        "optimizer": optimizer,
+        "optimizer": ADAMW_BYTES * trained,
         "step": step,
     }
     share = min(1.0, config.data_generation.max_tokens / batch.length)
@@ -90,7 +89,7 @@ def _drafter_training_cost(
     return TrainingCost(target.parameters + trained, trained, memory, work)
 
 
-def drafter_of(target: ModelShape, config: DraftConfig) -> Drafter:
+def _drafter(target: ModelShape, config: DraftConfig) -> Drafter:
     """A drafter for this target, whose weights are never computed."""
     # Needs NumPy, which reading a recipe does not load.
     from ...models.drafters.io import ARCHITECTURES
@@ -126,7 +125,7 @@ def generation_cost(
         predictions = f"{readable_size(size)} in the cache"
     text = f"generates at most {generated:,} tokens, predictions: {predictions}"
     if config.architecture != "model":
-        layers = len(drafter_of(target, config).layer_ids)
+        layers = len(_drafter(target, config).layer_ids)
         states = tokens * layers * target.setting("hidden_size") * BYTES_PER_VALUE
         states *= states <= 1e9 * data.max_hidden_states_gb
         text += f", hidden states: {readable_size(states)}" if states else ""

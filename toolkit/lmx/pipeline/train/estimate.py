@@ -13,12 +13,10 @@ from ...config.train import TrainConfig
 from ...cpu import on_cpu
 from ...models.lora import lora_model
 from ...quantization.target_layers import select_layers
-from ...training.dynamic_quantization import BLOCK_SIZE
-from ...training.optimizers import MIN_8BIT_SIZE, OPTIMIZERS_8BIT
 from ..estimate import (
     CHUNKED_HEAD_BYTES,
     DEQUANTIZED_AT_ONCE,
-    MOMENTS,
+    MOMENT_BYTES,
     UPDATE_BYTES,
     BatchShape,
     ModelShape,
@@ -48,8 +46,7 @@ def training_cost(
     adapter, total = config.adapter, shape.parameters
     # Full training in float32 computes with its masters, if they are whole.
     has_no_copies = adapter is None and compute == 4 and not config.fsdp
-    sizes, kept = _trained(shape, config, compute if has_no_copies else 0)
-    trained = sum(sizes)
+    trained, kept = _trained(shape, config, compute if has_no_copies else 0)
     computed = compute * total
     if shape.is_quantized and config.qat:
         computed += 4 * total
@@ -65,9 +62,12 @@ def training_cost(
     rollouts, rows = config.rollouts, (config.batch_size or 0) * config.micro_batches
     # While caches grow, there are two of each.
     caches = 2 * compute * rows * _cache_values(shape, config, batch.length)
+    # Gradients, their sum over several batches, and moments.
+    per_trained = 4 * (1 + config.sums_gradients)
+    per_trained += MOMENT_BYTES.get(config.optimizer, 4)
     memory = {
         "weights": stored // shards + computed,
-        "optimizer": _optimizer_bytes(sizes, config) // shards,
+        "optimizer": int(per_trained * trained) // shards,
         "step": max(backward, UPDATE_BYTES * trained // shards, caches, fused),
     }
     # A teacher in every step is taken to be as large as the model.
@@ -86,11 +86,8 @@ def training_cost(
     return TrainingCost(total, trained, memory, work)
 
 
-def _trained(
-    shape: ModelShape, config: TrainConfig, kept: int
-) -> tuple[list[int], int]:
-    """Sizes of the trained tensors, and bytes that fake quantizers keep for the
-    backward pass.
+def _trained(shape: ModelShape, config: TrainConfig, kept: int) -> tuple[int, int]:
+    """Trained parameters, and bytes that fake quantizers keep for the backward pass.
 
     Quantized weights replace those that are computed with, unless these are masters.
 
@@ -105,17 +102,17 @@ def _trained(
         lora_model.attach(model, adapter, seed=0, merged=bool(qat))
         adapted = lora_model.adapted_layers(model)
         specs = {path: spec for path, spec in specs.items() if path in adapted}
-    sizes = [value.size for _, value in tree_flatten(model.trainable_parameters())]
+    trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
     size = 0
     for path, spec in specs.items():
         weights = prod(shape.matrices[f"{path}.weight"])
         learned = qat.learned_per_group(spec)
-        sizes += learned * [weights // spec.group_size]
+        trained += learned * (weights // spec.group_size)
         size += kept * weights
         if adapter and not qat.is_straight_through(spec):
             # The sum of weight and adapter; with trained scales also its gradient.
             size += (8 if learned else 4) * weights
-    return sizes, size
+    return trained, size
 
 
 def _backward_bytes(
@@ -147,15 +144,3 @@ def _cache_values(shape: ModelShape, config: TrainConfig, length: int) -> int:
     heads = shape.setting("num_key_value_heads") or heads
     per_token = 2 * shape.setting("num_hidden_layers") * heads * head
     return per_token * (length + config.rollouts.max_tokens)
-
-
-def _optimizer_bytes(sizes: list[int], config: TrainConfig) -> int:
-    """Gradients, their sum over several batches, and moments of trained tensors."""
-    moments = sum(
-        size + 4 * -(-size // BLOCK_SIZE)
-        if config.optimizer in OPTIMIZERS_8BIT and size >= MIN_8BIT_SIZE
-        else 4 * size
-        for size in sizes
-    )
-    gradients = 4 * sum(sizes) * (1 + config.sums_gradients)
-    return gradients + MOMENTS.get(config.optimizer, 1) * moments
