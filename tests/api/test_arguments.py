@@ -58,7 +58,6 @@ def hook(name, function=lambda self, state: None):
         (lambda: lmx.Recipe(5), "recipe: source: expected an instance of lmx.Recipe"),
         (lambda: lmx.Recipe(RECIPE, overrides=5), "overrides: expected a dict or a list"),
         (lambda: lmx.check(5), "lmx.check: recipe: expected"),
-        (lambda: lmx.check(RECIPE, find="batch"), "find: expected 'max_seq_length', 'ba"),
         (lambda: lmx.quantize(5), "lmx.quantize: model: expected"),
         (lambda: lmx.quantize("a", seed="x"), "seed: expected a whole number, got \"x\""),
         (lambda: lmx.quantize("a", data=5), "data: expected text or a path or a list or "

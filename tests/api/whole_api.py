@@ -51,7 +51,6 @@ def runs(recipe: Recipe) -> Run:
         checked.seconds,
         checked.fits,
     )
-    longest: dict[str, int] = lmx.check(recipe, find="max_seq_length").largest
     options = {"restart": True, "ignore_limits": False, "quiet": True}
     try:
         run: Run = lmx.train(
@@ -70,7 +69,7 @@ def runs(recipe: Recipe) -> Run:
     paths: list[Path | None] = [run.model_path, run.adapter_path, run.report]
     rows: list[dict[str, Any]] = run.history
     figures: dict[str, dict[str, Any]] = run.metrics
-    print(needs, longest, paths, rows, figures, run.table, run.status)
+    print(needs, paths, rows, figures, run.table, run.status)
     return lmx.open_run(run.path)
 
 

@@ -7,7 +7,7 @@ from lmx import __version__, cpu
 from lmx.cli import doctor
 from lmx.cli.main import main
 from lmx.cpu import blas
-from lmx.evaluation import memory_bandwidth, network_bandwidth
+from lmx.evaluation import memory_bandwidth
 from lmx.pipeline import work
 from processes import in_ring
 
@@ -92,16 +92,13 @@ sys.exit(main(["doctor", "--distributed"]))
 """
 
 
-def test_doctor_measures_the_network_and_keeps_it_for_dry_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("LMX_CACHE", str(tmp_path / "cache"))
+def test_doctor_measures_the_network(tmp_path):
     first, second = in_ring(DISTRIBUTED, folder=tmp_path)
     assert [first.returncode, second.returncode] == [0, 0], second.stderr
     assert second.stdout == ""
     assert "2 over ring, 2 on this machine" in first.stdout
-    assert first.stdout.count("ms measured") == len(doctor.ALL_REDUCED)
-    link = network_bandwidth.known_link(2)
-    assert f"{link.bytes_per_second / 1e9:,.2f} GB/s" in first.stdout
-    assert network_bandwidth.known_link(3) is None
+    assert first.stdout.count(" ms\n") == len(doctor.ALL_REDUCED)
+    assert "GB/s in one direction" in first.stdout
 
 
 def test_doctor_measures_no_network_of_one_process(capsys):

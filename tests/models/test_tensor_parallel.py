@@ -83,6 +83,8 @@ def test_parts_make_the_whole(make_checkpoint, monkeypatch):
     shapes = {name: value.shape for name, value in parts[0].items()}
     divided = [name for name in whole if whole[name].shape != shapes[name]]
     assert len(divided) == 7 * 2 + 2
+    held, size = (sum(v.size for v in each.values()) for each in (parts[0], whole))
+    assert tensor_parallel.shard_share(load(folder).model, 2) == held / size
     for name in divided:
         [axis] = np.flatnonzero(np.subtract(whole[name].shape, shapes[name]))
         joined = np.concatenate([part[name] for part in parts], axis=axis)

@@ -7,20 +7,19 @@ from lmx.config.model import ScratchModelConfig
 from lmx.models import checkpoint_writer, from_scratch
 from lmx.pipeline.estimate import ModelShape
 
-POSITIONS = 1000
 SHAPE = ScratchModelConfig(
     vocab_size=320,
     hidden_size=64,
     intermediate_size=96,
     num_hidden_layers=2,
-    max_position_embeddings=POSITIONS,
+    max_position_embeddings=1000,
 )
 
 
 def sized(shape: ScratchModelConfig = SHAPE, **changes) -> ModelShape:
     """A model of 16-bit weights."""
     config = from_scratch.llama_config(shape.model_copy(update=changes))
-    return ModelShape(config, 2 * ModelShape(config, 0).parameters)
+    return ModelShape.of_config(config | {"torch_dtype": "float16"})
 
 
 def write_sized(folder: Path, shape: ScratchModelConfig = SHAPE) -> Path:

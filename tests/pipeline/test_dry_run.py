@@ -1,17 +1,14 @@
-"""`--dry-run` shows the model, the data and the cost, and refuses what does not fit;
-`--find` searches the largest value that does."""
+"""`--dry-run` shows the model, the data and the cost, and refuses what does not fit."""
 
 import json
 from pathlib import Path
 
-import lmx
 import pytest
 from lmx.cli import main
-from lmx.data.dataset import RecordReader
 from lmx.data.record_formats import DataRecord
-from lmx.pipeline import dataset_checks, dry_run, resources
+from lmx.pipeline import dry_run, resources
 from lmx.run.fs import free_bytes
-from sized_models import POSITIONS, write_rows, write_sized
+from sized_models import write_rows, write_sized
 
 CHAT = {
     "messages": [
@@ -31,10 +28,7 @@ stages:
   - evaluate:
   - export:
 """
-LORA = "stages=[{train: {adapter: {rank: 4}, steps: 2, batch_size: 2}}]"
 DRAFT = "stages=[{draft: {steps: 2, batch_tokens: 256, draft_model: {num_layers: 1}}}]"
-LENGTH, BATCH = "data.max_seq_length", "stages.1.train.batch_size"
-TOKENS = "stages.1.draft.batch_tokens"
 MEGABYTE = 1_000_000
 
 
@@ -56,10 +50,6 @@ def workspace(model, tmp_path, monkeypatch) -> Path:
 
 def limit_memory(monkeypatch, size: float) -> None:
     monkeypatch.setattr(resources, "memory_limit", lambda: round(size))
-
-
-def completions(*lengths: int) -> list[dict]:
-    return [{"prompt": "count", "completion": "one two " * n} for n in lengths]
 
 
 @pytest.mark.parametrize("count", [1, 5, 99, 10_000])
@@ -148,7 +138,12 @@ def test_dry_run_shows_model_data_and_plan(workspace, capsys, overrides, shown):
             "stages.1.train.gradient_checkpointing=true or stages.1.train.batch_size=1 "
             "stages.1.train.gradient_accumulation_steps=2 or data.max_seq_length=32",
         ),
-        ("memory", [DRAFT], f"{TOKENS}=128 or stages.1.draft.draft_model.num_layers=1"),
+        (
+            "memory",
+            [DRAFT],
+            "stages.1.draft.batch_tokens=128 or "
+            "stages.1.draft.draft_model.num_layers=1",
+        ),
         ("disk", [], "output="),
     ],
 )
@@ -224,126 +219,25 @@ def test_free_bytes_uses_nearest_existing_folder(tmp_path):
     assert resources.memory_limit() > 1 << 20
 
 
-def find(key: str, *overrides: str) -> lmx.Check:
-    return lmx.check("recipe.yaml", overrides=list(overrides), find=key)
-
-
-def memory(*overrides: str) -> int:
-    """The bytes that a run with these values checks before it starts."""
-    recipe = lmx.Recipe("recipe.yaml", overrides=list(overrides))
-    shape = resources.model_shape(recipe.loaded)
-    check = resources.ResourceCheck(recipe.loaded, recipe.plan, shape)
-    return max(stage.memory for stage in check.stages.values())
-
-
 @pytest.mark.parametrize(
-    ("key", "address", "stage", "least"),
+    ("data", "tensor", "shown"),
     [
-        ("max_seq_length", LENGTH, LORA, 64),
-        ("batch_size", BATCH, LORA, 2),
-        ("batch_tokens", TOKENS, DRAFT, 256),
-    ],
-)
-def test_largest_value_fits_and_the_next_one_does_not(
-    workspace, monkeypatch, capsys, key, address, stage, least
-):
-    write_rows(completions(*[300] * 64))
-    limit_memory(monkeypatch, 20 * MEGABYTE / resources.USABLE)
-    checked = find(key, stage)
-    assert [*checked.largest] == [address]
-    value = checked.largest[address]
-    assert value > least
-    sizes = [memory(stage, f"{address}={value + more}") for more in (0, 1)]
-    assert sizes[0] <= 20 * MEGABYTE < sizes[1]
-    assert f"{address}={value} is the largest" in str(checked)
-    assert "more does not fit" in str(checked)
-    # Stages and `fits` are those of the recipe with the value.
-    assert checked.fits
-    assert checked.memory == sizes[0]
-    # A larger limit gives a larger value, also of a recipe that does not fit.
-    limit_memory(monkeypatch, 25 * MEGABYTE / resources.USABLE)
-    too_large = f"{address}={8 * value}"
-    assert find(key, stage, too_large).largest[address] > value
-    assert not (workspace / "exports").exists()
-
-
-@pytest.mark.parametrize(
-    ("rows", "key", "overrides", "largest", "reason"),
-    [
+        (1, 1, []),
+        (2, 1, ["2 (data) x 1 (tensor) = 2 processes"]),
         (
-            [1],
-            "max_seq_length",
-            [],
-            {LENGTH: POSITIONS},
-            "the model has 1,000 position",
-        ),
-        ([1, 2, 300], "batch_size", [], {BATCH: 3}, "has all 3 training sequences"),
-        ([1], "batch_size", ["data.train=a/b"], {BATCH: 4096}, "were not tried"),
-        # A text is split into several sequences.
-        (None, "batch_size", [], {BATCH: 4}, "has all 4 training sequences"),
-    ],
-)
-def test_model_and_data_bound_the_value(
-    workspace, monkeypatch, rows, key, overrides, largest, reason
-):
-    limit_memory(monkeypatch, 1 << 50)
-    texts = [{"text": "one two " * 110}]
-    write_rows(texts if rows is None else completions(*rows))
-    checked = find(key, LORA, *overrides)
-    assert checked.largest == largest
-    assert reason in str(checked)
-
-
-def test_every_stage_gets_its_own_batch_size(workspace, monkeypatch):
-    """The recipe's sources are checked once, and not for each value that is tried."""
-    sources = []
-
-    def record(source, **settings):
-        sources.append(source)
-        return RecordReader(source, **settings)
-
-    write_rows(completions(*[300] * 64))
-    limit_memory(monkeypatch, 20 * MEGABYTE)
-    monkeypatch.setattr(dataset_checks, "RecordReader", record)
-    full = "{train: {steps: 2, batch_size: 2, gradient_checkpointing: true}}"
-    lora = "{train: {steps: 2, batch_size: 2, adapter: {rank: 4}}}"
-    checked = find("batch_size", f"stages=[{full}, {lora}]")
-    first, second = (f"stages.{n}.train.batch_size" for n in (1, 2))
-    assert [*checked.largest] == [first, second]
-    assert checked.largest[first] != checked.largest[second]
-    assert len(sources) == 1
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key", "code", "message"),
-    [
-        (
-            ["stages=[{quantize: {bits: 4}}]"],
-            "batch_size",
             2,
-            "no stage of this recipe",
+            2,
+            [
+                "2 (data) x 2 (tensor) = 4 processes",
+                "a process holds 50% of the model, 91 kB",
+            ],
         ),
-        ([], "batch_tokens", 2, "--find batch_size"),
-        ([DRAFT], "batch_size", 2, "--find batch_tokens"),
-        (["model=org/model"], "batch_size", 2, "which is unknown"),
-        ([], "rank", 2, "find is one of max_seq_length"),
-        ([], "max_seq_length", 3, f"of memory even with {LENGTH}=8, and 80% of the"),
     ],
 )
-def test_nothing_to_find(workspace, monkeypatch, capsys, overrides, key, code, message):
-    limit_memory(monkeypatch, 1000)
-    command = ["recipe.yaml", "--dry-run", "--find", key, *overrides]
-    assert main.train(command) == code
-    error = capsys.readouterr().err
-    assert message in error
-    if code == 3:
-        assert "stages.1.train.gradient_checkpointing=true" in error
-        assert f"{LENGTH}=" not in error.partition("hint")[2]
-
-
-def test_find_needs_a_dry_run(workspace, capsys):
-    assert main.train(["recipe.yaml", "--find", "batch_size"]) == 2
-    assert "--find needs --dry-run" in capsys.readouterr().err
-    assert not (workspace / "exports").exists()
-    with pytest.raises(lmx.UserError, match="find: expected 'max_seq_length'"):
-        lmx.check("recipe.yaml", find="rank")
+def test_dry_run_shows_what_processes_hold(workspace, capsys, data, tensor, shown):
+    parallel = f"parallel={{data: {data}, tensor: {tensor}}}"
+    command = ["recipe.yaml", "--dry-run", parallel, "stages=[{evaluate: }]"]
+    assert main.train(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    topic = "parallel "
+    assert [x[len(topic) :] for x in lines if x.startswith(topic)] == shown

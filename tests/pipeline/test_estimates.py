@@ -3,6 +3,7 @@
 import gc
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,14 +22,11 @@ from lmx.models.dtypes import set_compute_dtype
 from lmx.models.loader import build_model
 from lmx.models.lora import lora_model
 from lmx.pipeline import resources
-from lmx.pipeline.draft.estimate import (
-    draft_benchmark_work,
-    draft_training_cost,
-    generation_cost,
-)
+from lmx.pipeline.draft.estimate import draft_training_cost, generation_cost
+from lmx.pipeline.draft.stage import DraftStage
 from lmx.pipeline.estimate import BatchShape, ModelShape, TrainingCost, Workload
 from lmx.pipeline.plan import load, plan
-from lmx.pipeline.quantize.estimate import QuantizeCost
+from lmx.pipeline.quantize.estimate import quantize_cost
 from lmx.pipeline.train.estimate import training_cost
 from lmx.pipeline.work import Work
 from lmx.quantization.packing import dequantize, pack
@@ -225,7 +223,8 @@ def test_8_bit_moments_are_counted(name):
         estimates.append(cost.memory["optimizer"] - 4 * cost.trained)
         state = tree_flatten(make_step(shape, config).optimizer.state)
         moments.append(sum(value.nbytes for _, value in state if value.ndim))
-    assert estimates == moments
+    # Tensors below the size of a block keep float32 moments.
+    assert estimates == pytest.approx(moments, rel=0.02)
     assert moments[1] < 0.26 * moments[0]
 
 
@@ -309,7 +308,7 @@ def test_loss_chunk_auto_depends_on_logits(setting, vocabulary, tokens, on_cpu, 
     ids=["affine", "global_scale"],
 )
 def test_quantized_bytes_are_the_bytes_written(sizes, grid):
-    shape = ModelShape(sizes, 2 * ModelShape(sizes, 0).parameters)
+    shape = ModelShape.of_config(sizes | {"torch_dtype": "float16"})
     grid = QuantizationConfig(**grid)
     network = build_model(shape.config)
     network.set_dtype(mx.float16)
@@ -327,17 +326,18 @@ def test_quantized_bytes_are_the_bytes_written(sizes, grid):
 
 
 def test_quantize_work_counts_tokens_and_the_experts_that_they_see():
-    network = build_model(QWEN3_MOE)
-    specs = select_layers(network, QuantizationConfig(bits=4, group_size=32)).specs
+    shape = ModelShape.of_config(QWEN3_MOE | {"torch_dtype": "float16"})
+    every = replace(shape, config=shape.config | {"num_experts_per_tok": 0})
+    grid = {"bits": 4, "group_size": 32}
+    specs = shape.selection(QuantizationConfig(**grid)).specs
 
-    def cost(effort: str, experts: int) -> QuantizeCost:
-        config = GPTQConfig(bits=4, group_size=32, effort=effort)
-        return QuantizeCost(config, network, specs, mx.float16, experts)
+    def cost(effort: str, shape: ModelShape) -> tuple[int, int, Work]:
+        return quantize_cost(GPTQConfig(effort=effort, **grid), shape, specs)
 
-    one, every = cost("standard", 1), cost("standard", 0)
-    assert one.work.forward < 0.9 * every.work.forward
-    assert cost("fast", 1).work.forward < one.work.forward
-    assert one.disk > 0 < one.memory
+    memory, disk, work = cost("standard", shape)
+    assert work.forward < 0.9 * cost("standard", every)[2].forward
+    assert cost("fast", shape)[2].forward < work.forward
+    assert disk > 0 < memory
 
 
 @pytest.mark.slow
@@ -365,7 +365,7 @@ def test_memory_of_scale_tuning_is_near_the_measured_peak(tmp_path):
 
 
 def workload(lengths: list[int], examples: float, longest: int = 64) -> Workload:
-    return Workload(sized(), mx.float16, lengths, longest, examples, lambda name: None)
+    return Workload(sized(), lengths, longest, examples, lambda name: None)
 
 
 @pytest.fixture
@@ -398,7 +398,7 @@ def planned(tmp_path, monkeypatch) -> Callable:
 def test_epochs_have_as_many_steps_for_every_loss(planned, overrides):
     [train, _] = planned(*overrides)
     # 40 examples in batches of 2, twice.
-    assert train.resources(workload([20] * 40, 40), sized()).steps == 40
+    assert train.estimate(workload([20] * 40, 40), sized()).steps == 40
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_epochs_have_as_many_steps_for_every_loss(planned, overrides):
 def test_disk_has_artifacts_and_checkpoints(planned, overrides, checkpoints):
     """The trained model, its published copy, and checkpoints of 3 tensors each."""
     needs = [
-        stage.resources(workload([64], 0), sized()) for stage in planned(*overrides)
+        stage.estimate(workload([64], 0), sized()) for stage in planned(*overrides)
     ]
     disk = 2 * sized().bytes + 12 * checkpoints * needs[0].training.trained
     assert sum(need.disk for need in needs) == disk
@@ -451,22 +451,18 @@ def draft_cost(draft_model: dict, find=lambda name: None, **settings):
     ],
     ids=str,
 )
-def test_draft_training_cost_includes_the_target(draft_model, layers):
+def test_a_draft_model_has_the_blocks_that_are_cut(draft_model, layers):
     cost = draft_cost(draft_model)
     expected = sized(DEEP, num_hidden_layers=layers).parameters
     assert cost.trained == cost.parameters == expected
-    assert cost.memory["target"] == 4 * sized(DEEP).parameters
 
 
 def test_online_target_costs_time_and_no_disk():
-    offline, online = (
-        draft_cost({"num_layers": 2}, data_generation={"top_k": k}) for k in (64, None)
-    )
-    assert offline.step.forward == 0
-    assert online.step.forward == 2 * sized(DEEP).parameters * 1024
     data_generation = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
+    data_generation["text_tokens"] = 0
     configs = [
-        DraftConfig(data_generation=data_generation | {"top_k": k}) for k in (64, None)
+        DraftConfig(data_generation=data_generation | {"top_k": k}, steps=1)
+        for k in (64, None)
     ]
     costs = [generation_cost(sized(DEEP), config, 30.0) for config in configs]
     (stored, disk), (unstored, no_disk) = costs
@@ -477,11 +473,24 @@ def test_online_target_costs_time_and_no_disk():
     per_token = 2 * sized(DEEP).parameters
     assert unstored == Work(generated=2000 * per_token, forward=3000 * per_token)
     assert stored == unstored + Work(forward=5000 * per_token)
+    data = Workload(sized(DEEP), [30], 64, 100, lambda name: None)
+    offline, online = (
+        DraftStage(config).estimate(data, sized(DEEP)) for config in configs
+    )
+    tokens = configs[0].batch_tokens
+    added = online.work.forward - offline.work.forward
+    assert added == per_token * (tokens - 5000)
+    # The target is in memory either way.
+    assert online.parts == offline.parts
+    assert online.parts["target"] == 4 * sized(DEEP).parameters
 
 
 def test_draft_benchmark_work_grows_with_prompts():
+    data = Workload(sized(DEEP), [30], 64, 100, lambda name: None)
     one, eight = (
-        draft_benchmark_work(sized(DEEP), DraftConfig(benchmark=benchmark)).decoded
+        DraftStage(DraftConfig(benchmark=benchmark))
+        .estimate(data, sized(DEEP))
+        .work.decoded
         for benchmark in (
             {"num_prompts": 1, "max_tokens": 8},
             {"num_prompts": 2, "max_tokens": 32},

@@ -1,10 +1,9 @@
 """`lmx.check`: what a recipe would read, need and write, without running it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..pipeline.dry_run import DryRun
-from ..pipeline.resources import FitKey
 from .arguments import checked
 from .recipe import Overrides, Recipe, RecipeLike, as_recipe
 from .run import Table
@@ -36,7 +35,6 @@ class Check:
         stages: needs by stage, such as "1-train".
         memory_limit, free_disk: bytes that this machine has; None if the size of the
             model is unknown.
-        largest: the values that `find` gave, by key of an override.
     """
 
     recipe: Recipe
@@ -45,7 +43,6 @@ class Check:
     stages: dict[str, StageCheck]
     memory_limit: int | None
     free_disk: int | None
-    largest: dict[str, int] = field(default_factory=dict)
 
     @property
     def memory(self) -> int | None:
@@ -85,28 +82,17 @@ class Check:
 
 
 @checked
-def check(
-    recipe: RecipeLike,
-    *,
-    overrides: Overrides | None = None,
-    find: FitKey | None = None,
-) -> Check:
+def check(recipe: RecipeLike, *, overrides: Overrides | None = None) -> Check:
     """The checks of `lmx-train --dry-run`: no weight is loaded, nothing is written.
 
     The cache keeps this machine's speed, which the first call measures.
 
-    Args:
-        find: search the largest value of this key that fits into memory. `largest` of
-            the result has it, as overrides for `lmx.train`; `stages` and `fits` are
-            those of the recipe with it.
-
     Raises:
         ConfigErrors: all errors of the recipe.
-        UserError: the model or the data cannot be used. With `find`: no stage trains,
-            or, with code 3, not even the smallest value fits.
+        UserError: the model or the data cannot be used.
     """
     resolved = as_recipe(recipe, overrides)
-    run = DryRun(resolved.loaded, resolved.plan, find)
+    run = DryRun(resolved.loaded, resolved.plan)
     lines = list(run.lines())
     needs = run.resources
     stages = {
@@ -126,5 +112,4 @@ def check(
         stages,
         needs.limit if needs else None,
         needs.free if needs else None,
-        {result.address: result.value for result in run.largest},
     )

@@ -155,11 +155,6 @@ def _execute(arguments: argparse.Namespace, kind: str, source: str | None) -> in
     from ..api.recipe import Recipe
     from ..run.launcher import launched_rank
 
-    find = getattr(arguments, "find", None)
-    if find and not arguments.dry_run:
-        raise UserError(
-            "--find needs --dry-run", hint="it searches, and trains nothing"
-        )
     if arguments.dry_run and launched_rank():
         # Only the first of several processes prints.
         return 0
@@ -176,7 +171,6 @@ def _execute(arguments: argparse.Namespace, kind: str, source: str | None) -> in
             recipe.loaded,
             replace(recipe.plan, restart=arguments.restart),
             ignore_limits=arguments.ignore_limits,
-            find=find,
         )
     from ..pipeline.extensions import Extensions
     from ..pipeline.runner import run

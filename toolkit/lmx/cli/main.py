@@ -140,12 +140,6 @@ def train_parser() -> HintingParser:
     )
     parser.add_argument("recipe", nargs="?", help="a YAML file or a bundled recipe")
     add_execution_arguments(parser)
-    parser.add_argument(
-        "--find",
-        metavar="KEY",
-        help="with --dry-run: the largest max_seq_length, batch_size or batch_tokens "
-        "that fits into memory",
-    )
     for flag, meaning in {
         **ALLOW_PYTHON,
         "--list": "list bundled recipes, stages, methods and formats",

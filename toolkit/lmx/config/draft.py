@@ -29,6 +29,10 @@ class DraftModelConfig(ConfigModel):
     """Number of blocks to keep, by importance; or a list of block indices. Default: a
     quarter of the blocks."""
 
+    def depth(self, count: int) -> int:
+        """Blocks of a draft model that is pruned from `count` blocks, by number."""
+        return min(count, self.num_layers or max(1, count // 4))
+
     @model_validator(mode="after")
     def _check_shape(self):
         layers = self.num_layers

@@ -22,11 +22,9 @@ class Candidate(Protocol):
 
     Attributes:
         max_draft_tokens: most draft tokens of a round that are measured.
-        drafts_in_one_pass: whether all draft tokens of a round are drafted at once.
     """
 
     max_draft_tokens: int
-    drafts_in_one_pass: bool
 
     def make_proposer(self, cache: CacheState) -> Proposer:
         """The proposer of one completion; see `MakeProposer`."""
@@ -47,7 +45,6 @@ class ModelCandidate:
 
     model: Any
     max_draft_tokens: int = MAX_DRAFT_TOKENS
-    drafts_in_one_pass: bool = False
 
     def make_proposer(self, cache: CacheState) -> Proposer:
         return DraftModelProposer(self.model)
@@ -71,10 +68,6 @@ class DrafterCandidate:
     def max_draft_tokens(self) -> int:
         """What it was trained for, if that is known."""
         return min(MAX_DRAFT_TOKENS, self.drafter.max_draft_tokens or MAX_DRAFT_TOKENS)
-
-    @property
-    def drafts_in_one_pass(self) -> bool:
-        return self.drafter.drafts_in_one_pass
 
     def make_proposer(self, cache: CacheState) -> Proposer:
         return drafter_proposer(self.drafter, cache)

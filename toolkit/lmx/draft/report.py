@@ -12,7 +12,6 @@ from ..run.fs import write_atomic
 from ..version import __version__
 from .benchmark import DRAFT, DecoderStats, DecodingStats, DraftBenchmarkResult
 from .cost_model import SpeculationCosts
-from .published_costs import computed_speedups
 
 FULL_ATTENTION_CACHE = "KVCache"
 MIN_SPEEDUP = 1.05
@@ -36,8 +35,7 @@ whose files have the digest `{digest}`.
 {table}
 
 Speed-ups are relative to standard decoding, on validation prompts, with
-{num_draft_tokens} draft tokens per round. Computed for other machines from published
-costs of their passes: {computed}. Speculative decoding does not change the
+{num_draft_tokens} draft tokens per round. Speculative decoding does not change the
 output distribution.
 
 ## Use
@@ -110,8 +108,6 @@ class DraftReport:
         tokenizer_digest: hash of the tokenizer of both models.
         benchmarks: results by decoding mode.
         machine: the platform of the measurements.
-        size: bytes of the draft, in units of the target's.
-        drafts_in_one_pass: all draft tokens of a round take one pass of the draft.
         architecture: of the draft, as in a recipe.
     """
 
@@ -120,8 +116,6 @@ class DraftReport:
     costs: SpeculationCosts
     benchmarks: dict[str, DraftBenchmarkResult]
     machine: str
-    size: float
-    drafts_in_one_pass: bool = False
     architecture: str = "model"
 
     @property
@@ -143,26 +137,9 @@ class DraftReport:
     @property
     def num_draft_tokens(self) -> int:
         """The draft length with the best predicted speed-up over all modes."""
-        return self.costs.best_draft_length(self._accepted_lengths)[0]
-
-    @property
-    def computed_speedups(self) -> dict[str, float]:
-        """The speed-up by machine; see `computed_speedups`."""
-        return computed_speedups(
-            self._accepted_lengths, self.size, in_one_pass=self.drafts_in_one_pass
-        )
-
-    @property
-    def computed_text(self) -> str:
-        """The computed speed-ups in one line."""
-        speedups = self.computed_speedups.items()
-        return "; ".join(f"{value:.2f}x on {name}" for name, value in speedups)
-
-    @property
-    def _accepted_lengths(self) -> list[float]:
-        """Predicted with 1, 2, ... draft tokens; means over all modes."""
         lengths = [b.predicted_accepted_lengths for b in self.benchmarks.values()]
-        return [sum(column) / len(column) for column in zip(*lengths, strict=True)]
+        means = [sum(column) / len(column) for column in zip(*lengths, strict=True)]
+        return self.costs.best_draft_length(means)[0]
 
     @property
     def recommendation(self) -> str:
@@ -179,7 +156,6 @@ class DraftReport:
             "machine": self.machine,
             "acceptance_rate": self.acceptance_rate,
             "speedup": self.speedup,
-            "computed_speedups": self.computed_speedups,
             "num_draft_tokens": self.num_draft_tokens,
             "costs": self.costs.to_json(),
             "benchmark": {
@@ -249,7 +225,6 @@ def write_report(
         digest=report.target_digest,
         table="\n".join(f"| {' | '.join(line)} |" for line in lines),
         num_draft_tokens=report.num_draft_tokens,
-        computed=report.computed_text,
         usage=usage,
     )
     write_atomic(folder / "README.md", card)

@@ -12,8 +12,6 @@ from ..data import builtin
 from ..data.dataset import RecordReader
 from ..data.record_formats import DataRecord
 from ..data.tokenization import EncodeResult, encode_all, render_mask, template_messages
-from ..errors import UserError
-from ..evaluation.network_bandwidth import known_link
 from ..models.rope_parameters import check_length
 from ..models.tensor_parallel import shard_share
 from ..quantization.target_layers import QuantizationPlan
@@ -23,15 +21,7 @@ from ..run.progress import readable_size
 from ..run.run_dir import check_output
 from .estimate import ModelShape
 from .plan import RunPlan
-from .resources import (
-    FIT_KEYS,
-    FitKey,
-    LargestFit,
-    ResourceCheck,
-    check_with,
-    find_largest,
-    model_shape,
-)
+from .resources import ResourceCheck, model_shape
 
 SAMPLE_CHARACTERS = 500_000  # tokenized in half a second
 MAX_NAMES = 5
@@ -81,32 +71,21 @@ class RowReservoir:
 class DryRun:
     """What a run would read, need and write.
 
-    Args:
-        find: a key whose largest value is searched that fits into memory.
-
-    Raises:
-        UserError: there is no such search.
-
     Attributes:
         resources: what it needs of this machine, once `lines` has ended; None if the
-            size of the model is unknown. With `find`, of the values that were found.
-        largest: the results of the search.
+            size of the model is unknown.
     """
 
-    def __init__(self, loaded: LoadedRecipe, plan: RunPlan, find: FitKey | None = None):
-        if find is not None and find not in FIT_KEYS:
-            raise UserError(f"find is one of {', '.join(FIT_KEYS)}; got {find!r}")
+    def __init__(self, loaded: LoadedRecipe, plan: RunPlan):
         self.loaded = loaded
         self.plan = plan
-        self.find = find
         self.resources: ResourceCheck | None = None
-        self.largest: list[LargestFit] = []
 
     def lines(self) -> Iterator[Line]:
         """Topics and texts, each as soon as it is known.
 
         Raises:
-            UserError: the model or the data cannot be used, or no value of `find` fits.
+            UserError: the model or the data cannot be used.
         """
         loaded, plan = self.loaded, self.plan
         shape, tokenizer, lines = _model(loaded, plan)
@@ -123,19 +102,7 @@ class DryRun:
             check_length(shape.config, max(lengths, default=0))
             self.resources = ResourceCheck(loaded, plan, shape, lengths, share)
             yield from self.resources.lines()
-            yield from _parallel(loaded.recipe.parallel, plan, shape, self.resources)
-        if not self.find:
-            return
-        if shape is None:
-            raise UserError(
-                f"--find {self.find} needs the size of the model, which is unknown",
-                hint="download the model, and give its folder",
-            )
-        count = round(len(lengths) * share) if _is_local(loaded) else 0
-        self.largest = find_largest(loaded, plan, shape, self.find, count)
-        yield from (("find", str(result)) for result in self.largest)
-        values = {result.address: result.value for result in self.largest}
-        self.resources = check_with(loaded, shape, values)
+            yield from _parallel(loaded.recipe.parallel, shape)
 
     def require(self) -> None:
         """Raise UserError with code 3 if memory or disk are too small."""
@@ -143,24 +110,15 @@ class DryRun:
             self.resources.require()
 
 
-def dry_run(
-    loaded: LoadedRecipe,
-    plan: RunPlan,
-    *,
-    ignore_limits: bool,
-    find: FitKey | None = None,
-) -> int:
+def dry_run(loaded: LoadedRecipe, plan: RunPlan, *, ignore_limits: bool) -> int:
     """Print what a run would read, need and write; returns the exit code.
-
-    Args:
-        find: a key whose largest value is searched that fits into memory.
 
     Raises:
         UserError: the output, the model or the data cannot be used, or, without
             `ignore_limits`, memory or disk are too small.
     """
     check_output(plan.output)
-    run = DryRun(loaded, plan, find)
+    run = DryRun(loaded, plan)
     for topic, text in run.lines():
         terminal.write_out(f"{topic:<9}{text}\n")
     if not ignore_limits:
@@ -192,10 +150,8 @@ def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
         check.require()
 
 
-def _parallel(
-    config: ParallelConfig, plan: RunPlan, shape: ModelShape, check: ResourceCheck
-) -> Iterator[Line]:
-    """What several processes hold and exchange, if the recipe or a launcher has them.
+def _parallel(config: ParallelConfig, shape: ModelShape) -> Iterator[Line]:
+    """What several processes hold, if the recipe or a launcher has them.
 
     Raises:
         UserError: the launcher has started another number of processes.
@@ -212,19 +168,6 @@ def _parallel(
         share = shard_share(shape.model(), tensor)
         held = readable_size(int(share * shape.bytes))
         yield "parallel", f"a process holds {share:.0%} of the model, {held}"
-        # Sums of an adapter's gradients over data ranks are small beside that.
-        size = tensor
-    link = known_link(size)
-    for planned in plan.stages:
-        traffic = check.stages[planned.name].traffic
-        if not traffic.sent(size):
-            continue
-        text = f"{readable_size(traffic.sent(size))} sent per process and step"
-        if link:
-            text += f", {traffic.seconds(size, link):.2g} s"
-        else:
-            text += "; `lmx doctor --distributed` measures how long that takes"
-        yield "parallel", f"{planned.name}: {text}"
 
 
 def _is_local(loaded: LoadedRecipe) -> bool:

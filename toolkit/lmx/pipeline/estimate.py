@@ -1,7 +1,11 @@
-"""What stages need of a machine, from shapes alone; `Stage.resources` has it."""
+"""What a stage needs of a machine, from the shapes of its model; see `Stage.estimate`.
+
+Stages that train count here what they have in common.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -14,16 +18,45 @@ from ..config.quant_spec import QuantSpec
 from ..cpu import on_cpu
 from ..models.checkpoint import checkpoint_size, config_int
 from ..models.loader import build_model
-from ..models.tensor_parallel import shard_share
 from ..quantization.target_layers import QuantizationPlan, select_layers
-from .parallel_cost import Traffic
 from .work import Work
 
-# Chunks of the loss whose buffers exist at once.
+# The numbers of all estimates. They are counted in the code that each names; tests
+# compare the sums with measured peaks (tests/pipeline/test_estimates.py).
+# training/chunked_loss.py: chunks whose buffers exist at once.
 CHUNKS_AT_ONCE = 3
-# Per logit, with its exponential and its gradient: on a GPU, and on the CPU, where
-# every step of the computation leaves an array.
+# Bytes of a logit with its exponential and its gradient: on a GPU, and on the CPU,
+# where every step of the computation leaves an array.
 LOGIT_BYTES = (16, 28)
+# training/chunked_loss.py: bytes of a weight of the head, for its gradient and its sum.
+CHUNKED_HEAD_BYTES = 8
+# MLX's CPU backend allocates the results of about so many operations before it computes
+# them: matrices whose dequantized weights exist at once.
+DEQUANTIZED_AT_ONCE = 8
+# training/optimizers.py: bytes of a trained parameter's moments; 4 of the other
+# optimizers. With 8 bits, a block of 256 values has a float32 scale.
+MOMENT_BYTES = {
+    "adamw": 8,
+    "adamw_8bit": 2 + 8 / 256,
+    "lion_8bit": 1 + 4 / 256,
+    "adafactor": 0,
+}
+# Bytes of a trained parameter in float32: its gradient and AdamW's moments, or, in a
+# checkpoint, the parameter and these moments.
+ADAMW_BYTES = 12
+# training/step.py: bytes of a trained parameter in an update.
+UPDATE_BYTES = 8
+# quantization/ptq/gptq: float32 arrays as large as the rows that are solved at once,
+# matrices of a Hessian and its factors, and predictions of two models.
+SOLVER_ARRAYS, HESSIANS, PREDICTION_ARRAYS = 12, 8, 6
+# Positions of the predictions in a calibration.
+PREDICTED = 128
+# quantization/ptq/scale_tuning.py: evaluations, with those that compare learning rates.
+TUNING_EVALUATIONS = 9
+# quantization/mixed_precision: compared plans, and solved grids of a weight.
+PLANS, GRIDS = 6, 16
+# evaluation/latency.py: generations of a measurement.
+LATENCY_RUNS = 14
 
 
 @dataclass(frozen=True)
@@ -48,6 +81,12 @@ class ModelShape:
         is_quantized = "quantization" in config
         return cls(config, size.bytes, size.float_values if is_quantized else None)
 
+    @classmethod
+    def of_config(cls, config: dict) -> "ModelShape":
+        """A model that has no files yet."""
+        shape = cls(config, 0)
+        return cls(config, shape.dtype.size * shape.parameters)
+
     def model(self) -> nn.Module:
         """A model of these shapes; its weights are never computed."""
         return build_model(self.config)
@@ -58,14 +97,47 @@ class ModelShape:
         return self.float_values is not None
 
     @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype that its config names; transformers 5 calls it `dtype`."""
+        config = self.config
+        name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+        return getattr(mx, name, mx.bfloat16)
+
+    @cached_property
     def parameters(self) -> int:
         """Number of parameters."""
-        return _count(self.model().parameters())
+        return sum(v.size for _, v in tree_flatten(self.model().parameters()))
+
+    @cached_property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shapes [..., out, in] by name."""
+        named = tree_flatten(self.model().parameters())
+        return {name: value.shape for name, value in named if value.ndim > 1}
+
+    @cached_property
+    def active(self) -> list[tuple[tuple[int, ...], float]]:
+        """Every matrix that tokens are multiplied with, and the share of its experts
+        that a token sees."""
+        has_head = any("lm_head" in name for name in self.matrices)
+        experts = self.setting("num_experts_per_tok")
+        return [
+            (size, experts / size[0] if experts and len(size) == 3 else 1.0)
+            for name, size in self.matrices.items()
+            if not (has_head and "embed" in name)
+        ]
 
     @property
-    def experts(self) -> int:
-        """Experts of a mixture that a token sees, else 0."""
-        return self.setting("num_experts_per_tok")
+    def active_weights(self) -> float:
+        """Weights that a token is multiplied with."""
+        return sum(prod(size) * share for size, share in self.active)
+
+    @property
+    def inputs_and_outputs(self) -> float:
+        """Values of a token that go into and come out of all matrices."""
+        return sum(
+            (size[-1] + size[-2]) * (share * size[0] if len(size) == 3 else 1)
+            for size, share in self.active
+        )
 
     def setting(self, name: str) -> int:
         """An integer of the config, of its language part if it has several; else 0."""
@@ -77,12 +149,9 @@ class ModelShape:
 
     def quantized(self, specs: dict[str, QuantSpec]) -> "ModelShape":
         """The model with these layers quantized; the others keep their dtype."""
-        model = self.model()
-        matrices = matrix_shapes(model)
-        total = float_values = _count(model.parameters())
-        bits = 8 * self.bytes
+        float_values, bits = self.parameters, 8 * self.bytes
         for path, spec in specs.items():
-            shape = matrices[f"{path}.weight"]
+            shape = self.matrices[f"{path}.weight"]
             size, width = prod(shape), 32.0
             grids = size
             if spec.stored is not None:
@@ -91,7 +160,7 @@ class ModelShape:
             if spec.global_scale:
                 bits += 32 * shape[0]
                 grids += shape[0]
-            bits += size * (width - 8 * self.bytes / total)
+            bits += size * (width - 8 * self.bytes / self.parameters)
             float_values += grids - size
         return replace(self, bytes=int(bits / 8), float_values=float_values)
 
@@ -121,7 +190,6 @@ class Workload:
 
     Attributes:
         shape: the recipe's model.
-        dtype: the dtype its checkpoint stores.
         lengths: padded lengths in tokens of a sample of the training examples.
         max_seq_length: of the data block.
         examples: training examples; 0 = unknown.
@@ -130,28 +198,11 @@ class Workload:
     """
 
     shape: ModelShape
-    dtype: mx.Dtype
     lengths: list[int]
     max_seq_length: int
     examples: float
     find: Callable[[str], Path | None]
     tensor: int = 1
-
-    @property
-    def held_share(self) -> float:
-        """The share of a model that a process holds.
-
-        Raises:
-            UserError: the processes cannot divide the model.
-        """
-        if self.tensor == 1:
-            return 1.0
-        return shard_share(self.shape.model(), self.tensor)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest example."""
-        return max(self.lengths)
 
     @property
     def mean_length(self) -> float:
@@ -166,39 +217,30 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class StageResources:
+class Estimate:
     """What a stage needs of the machine.
 
     Attributes:
         model: the checkpoint that the next stage begins with.
+        parts: bytes of memory by part.
         disk: bytes that the stage writes.
+        work: all that takes time; None = unknown before the data is read.
         dtype: the dtype it computes in.
         training: cost of its training, if it trains.
-        steps: optimizer steps; None = unknown before the data is read.
-        batch_key: the key of the stage's block that sets the size of its batches.
+        steps: optimizer steps.
         remedies: overrides of the recipe that need less memory.
-        other_memory: bytes by part, if it does not train.
-        work: besides training.
         data: what it generates, as text.
-        traffic: what each of several processes exchanges in a training step.
     """
 
     model: ModelShape
+    parts: dict[str, int] = field(default_factory=dict)
     disk: int = 0
+    work: Work | None = field(default_factory=Work)
     dtype: mx.Dtype = mx.float32
     training: TrainingCost | None = None
     steps: int | None = None
-    batch_key: str = ""
     remedies: tuple[str, ...] = ()
-    other_memory: dict[str, int] = field(default_factory=dict)
-    work: Work = field(default_factory=Work)
     data: str = ""
-    traffic: Traffic = field(default_factory=Traffic)
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes of memory by part."""
-        return self.training.memory if self.training else self.other_memory
 
     @property
     def memory(self) -> int:
@@ -207,56 +249,8 @@ class StageResources:
 
     @property
     def seconds(self) -> float | None:
-        """The time on this machine; None if the number of steps is unknown."""
-        work = self.work
-        if self.training:
-            if self.steps is None:
-                return None
-            work += self.training.step * self.steps
-        return work.seconds(self.dtype)
-
-
-def config_dtype(config: dict) -> mx.Dtype:
-    """The dtype that a config.json names; transformers 5 calls it `dtype`."""
-    name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
-    return getattr(mx, name, mx.bfloat16)
-
-
-def _count(parameters: dict) -> int:
-    return sum(value.size for _, value in tree_flatten(parameters))
-
-
-def matrix_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes [..., out, in] by name."""
-    named = tree_flatten(model.parameters())
-    return {name: value.shape for name, value in named if value.ndim > 1}
-
-
-def _active(experts: int, matrices: dict) -> list[tuple[tuple[int, ...], float]]:
-    """Every matrix that tokens are multiplied with, and the share of tokens it sees.
-
-    Args:
-        experts: of a mixture, that a token sees; 0 = all.
-    """
-    has_head = any("lm_head" in name for name in matrices)
-    return [
-        (size, experts / size[0] if experts and len(size) == 3 else 1.0)
-        for name, size in matrices.items()
-        if not (has_head and "embed" in name)
-    ]
-
-
-def active_weights(experts: int, matrices: dict) -> float:
-    """Weights that a token is multiplied with, see `_active`."""
-    return sum(prod(size) * share for size, share in _active(experts, matrices))
-
-
-def inputs_and_outputs(experts: int, matrices: dict) -> float:
-    """Values per token that go into and come out of all matrices, see `_active`."""
-    return sum(
-        (size[-1] + size[-2]) * (share * size[0] if len(size) == 3 else 1)
-        for size, share in _active(experts, matrices)
-    )
+        """The time on this machine; None if the work is unknown."""
+        return None if self.work is None else self.work.seconds(self.dtype)
 
 
 def logit_bytes(vocabulary: int, tokens: int, chunk: int | None = None) -> int:

@@ -16,7 +16,7 @@ from ..config.messages import Problem, nearest
 from ..config.quant_spec import QuantizationConfig, QuantSpec
 from ..run.distributed import ProcessGroup
 from .context import ModelArtifact, StageContext
-from .estimate import ModelShape, StageResources, Workload
+from .estimate import Estimate, ModelShape, Workload
 
 Find = Callable[[str], Path | None]
 # Formats of the sources of each split of a recipe; None = unknown.
@@ -189,13 +189,13 @@ class Stage(ABC):
         """How the stage quantizes the current model; None = not at all."""
         return None
 
-    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
+    def estimate(self, workload: Workload, current: ModelShape) -> Estimate:
         """What the stage needs of the machine.
 
         Args:
             current: the checkpoint that the stage begins with.
         """
-        return StageResources(current)
+        return Estimate(current)
 
     def offline_checks(self) -> Iterator[str]:
         """Lines for the dry run, from checks that need no network.

@@ -89,6 +89,10 @@ def rates(dtype: mx.Dtype, *, again: bool = False) -> Work:
 
 
 def _measure(dtype: mx.Dtype) -> Work:
+    # Needs NumPy, which reading a recipe does not load.
+    from ..quantization.ptq.gptq.solver import LayerProblem, solve_layers
+    from ..quantization.ptq.hessian import damped
+
     rows, length, width = CPU_PROBE if cpu.on_cpu() else GPU_PROBE
     sizes = {"hidden_size": width, "intermediate_size": 2 * width}
     shape = ScratchModelConfig(vocab_size=2048, num_hidden_layers=2, **sizes)
@@ -98,18 +102,9 @@ def _measure(dtype: mx.Dtype) -> Work:
     parameters = tree_flatten(model.parameters())
     per_token = 2 * sum(value.size for _, value in parameters if value.ndim > 1)
     tokens = mx.zeros((rows, length), mx.int32)
-    count = rows * length
-    # The training is last: it changes the weights.
-    return Work(
-        forward=per_token * count / shortest_time(lambda: mx.eval(model(tokens))),
-        generated=per_token * TOGETHER / decoding_seconds(model, TOGETHER),
-        decoded=per_token / decoding_seconds(model, 1),
-        solved=width**2 / _solving_seconds(width),
-        trained=3 * per_token * count / _training_seconds(model, tokens),
-    )
-
-
-def _training_seconds(model: nn.Module, tokens: mx.array) -> float:
+    spec = QuantSpec(bits=4, group_size=64)
+    weight = mx.random.normal((width, width), key=mx.random.key(0))
+    hessian = damped(weight.T @ weight, spec.group_size, 0.01)
     optimizer = AdamW(learning_rate=1e-4)
 
     def loss(model: nn.Module) -> mx.array:
@@ -117,26 +112,22 @@ def _training_seconds(model: nn.Module, tokens: mx.array) -> float:
 
     gradients = nn.value_and_grad(model, loss)
 
-    def step() -> None:
+    def train() -> None:
         optimizer.update(model, gradients(model)[1])
         mx.eval(model.parameters(), optimizer.state)
 
-    return shortest_time(step)
-
-
-def _solving_seconds(width: int) -> float:
-    """Of a square weight, without and with a round of refinement: half of both."""
-    # Needs NumPy, which reading a recipe does not load.
-    from ..quantization.ptq.gptq.solver import LayerProblem, solve_layers
-    from ..quantization.ptq.hessian import damped
-
-    spec = QuantSpec(bits=4, group_size=64)
-    weight = mx.random.normal((width, width), key=mx.random.key(0))
-    hessian = damped(weight.T @ weight, spec.group_size, 0.01)
-
     def solve() -> None:
+        """Twice: without and with a round of refinement."""
         layer = {"": LayerProblem(weight)}
         solved = solve_layers(layer, hessian, spec, mx.float16, refine_iters=1)
         mx.eval(solved[""].tensors)
 
-    return shortest_time(solve) / 2
+    count = rows * length
+    # The training is last: it changes the weights.
+    return Work(
+        forward=per_token * count / shortest_time(lambda: mx.eval(model(tokens))),
+        generated=per_token * TOGETHER / decoding_seconds(model, TOGETHER),
+        decoded=per_token / decoding_seconds(model, 1),
+        solved=2 * width**2 / shortest_time(solve),
+        trained=3 * per_token * count / shortest_time(train),
+    )

@@ -48,12 +48,11 @@ class DraftEvaluation:
         """
         context = self.context
         size = checkpoint_size(folder).bytes
-        result = self._benchmark(candidate, size)
+        result = self._benchmark(candidate)
         context.logger.table("draft", *result.table())
         context.logger.info(
             f"{result.recommendation}: speed-up {result.speedup:.2f}x measured on this "
-            f"machine with {result.num_draft_tokens} draft tokens; computed: "
-            f"{result.computed_text}"
+            f"machine with {result.num_draft_tokens} draft tokens"
         )
         facts |= {"bytes": size}
         record = {"draft": result.to_json() | {"training": facts}}
@@ -84,7 +83,7 @@ class DraftEvaluation:
         require_servable(draft.config, self.target.config, tokens, place=place)
         return ModelCandidate(draft.model)
 
-    def _benchmark(self, candidate: Candidate, size: int) -> DraftReport:
+    def _benchmark(self, candidate: Candidate) -> DraftReport:
         config, context, target = self.config.benchmark, self.context, self.target
         draft = MeasuredCandidate(candidate, self.costs(candidate))
         benchmark = DraftBenchmark(
@@ -106,8 +105,6 @@ class DraftEvaluation:
             draft.costs,
             results,
             platform.platform(),
-            size / checkpoint_size(target.path).bytes,
-            candidate.drafts_in_one_pass,
             self.config.architecture,
         )
 

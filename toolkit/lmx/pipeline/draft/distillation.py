@@ -15,7 +15,6 @@ from ...data.batching import Batch
 from ...draft.acceptance import ReferenceCompletion, predict_accepted_lengths
 from ...draft.candidates import Candidate, all_acceptance_probs
 from ...draft.cost_model import SpeculationCosts
-from ...draft.forecast import Forecast
 from ...draft.text_first import Batches, TextFirst
 from ...models.checkpoint import weights_digest
 from ...models.dtypes import set_compute_dtype
@@ -143,7 +142,7 @@ class DraftDistillation(ABC):
         """
         config, steps = self.config, self._num_steps(make_step, parts)
         step, batches = make_step(), self._in_turn(parts, steps)
-        ranks, forecast = step.ranks, Forecast(steps)
+        ranks, logger = step.ranks, self.context.logger
 
         def accepted_length(done: int) -> float:
             """With all draft tokens, so that all evaluations can be compared."""
@@ -152,7 +151,9 @@ class DraftDistillation(ABC):
                 if ranks.is_first:
                     predicted = self.predicted(model, self.data.selection_references)
                     length = predicted["accepted_length"][-1]
-                    self._log_prediction(done, predicted, forecast)
+                    record = {"kind": "draft", "step": done} | predicted
+                    logger.metrics(record | {"accepted_length_all": length})
+                    logger.info(f"step {done}: {self.summary(predicted)}")
             return ranks.broadcast_object(length)
 
         return Trainer(
@@ -177,7 +178,7 @@ class DraftDistillation(ABC):
                 min_lr_ratio=MIN_LR_RATIO,
             ),
             eval_batches=list(eval_batches),
-            logger=self.context.logger,
+            logger=logger,
             on_evaluate=accepted_length,
             score_name="accepted length",
             callbacks=self.context.extensions.callbacks,
@@ -213,16 +214,6 @@ class DraftDistillation(ABC):
             "validation_loss": loss,
             "expected": self.predicted(model, self.data.references),
         }
-
-    def _log_prediction(self, done: int, predicted: dict, forecast: Forecast) -> None:
-        logger, lengths = self.context.logger, predicted["accepted_length"]
-        record = {"kind": "draft", "step": done} | predicted
-        logger.metrics(record | {"accepted_length_all": lengths[-1]})
-        logger.info(f"step {done}: {self.summary(predicted)}")
-        forecast.add(done, lengths[predicted["num_draft_tokens"] - 1])
-        expected = forecast.at_the_end
-        if expected is not None and done < forecast.steps:
-            logger.info(f"expected after all steps: accepted length {expected:.2f}")
 
     def summary(self, predicted: dict) -> str:
         """A prediction in one line."""

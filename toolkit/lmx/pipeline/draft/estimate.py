@@ -1,42 +1,23 @@
-"""Resource estimates of draft stages, from shapes alone.
+"""Memory and work of a draft stage, from shapes alone.
 
-A draft model is trained in full. With P parameters of the target, D of the draft model,
-and at most N tokens of prompts and completions, distillation takes besides:
-
-    target       c P of memory throughout
-    data         2 P operations per generated token, 2 P more for its prediction and
-                 for that of a token of text, and k (2 + index) + 4 bytes of disk per
-                 token of N and of text
-    online       2 P per token of every step if predictions are not stored
+A draft model or drafter is trained in full, with the target in memory.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mlx.utils import tree_flatten
 
-from ...config.draft import DraftConfig, DraftModelConfig
+from ...config.draft import DraftConfig
 from ...config.train import TrainConfig, loss_chunk
 from ...cpu import on_cpu
 from ...draft.pruning import pruned_config
 from ...models.checkpoint import read_config
+from ...models.drafters.base import Drafter
 from ...run.progress import readable_size
-from ..estimate import BatchShape, ModelShape, TrainingCost, config_dtype, logit_bytes
+from ..estimate import ADAMW_BYTES, BatchShape, ModelShape, TrainingCost, logit_bytes
 from ..train.estimate import training_cost
 from ..work import Work
-
-if TYPE_CHECKING:
-    from ...models.drafters.base import Drafter
-
-# Blocks of a model for one of its draft model.
-DEPTH_RATIO = 4
-
-
-def initial_depth(config: DraftModelConfig, count: int) -> int:
-    """Blocks of a draft model that is pruned from `count` blocks."""
-    return min(count, config.num_layers or max(1, count // DEPTH_RATIO))
 
 
 def draft_training_cost(
@@ -46,7 +27,7 @@ def draft_training_cost(
     compute: int,
     find: Callable[[str], Path | None],
 ) -> TrainingCost | None:
-    """Cost of training a draft model or a drafter with the target in memory.
+    """Cost of training a draft model or a drafter, without the target.
 
     None = unknown, because the model that the draft model is cut from is on the Hub.
 
@@ -57,27 +38,29 @@ def draft_training_cost(
         UserError: no such draft model can be cut.
     """
     if config.architecture != "model":
-        cost = _drafter_training_cost(target, config, batch, compute)
-    elif draft := _draft_shape(target, config.draft_model, find):
-        alone = TrainConfig(steps=1, batch_tokens=config.batch_tokens)
-        cost = training_cost(draft, alone, batch, compute)
-    else:
+        return _drafter_training_cost(target, config, batch, compute)
+    draft, source = config.draft_model, target.config
+    if draft.init_from:
+        if (folder := find(draft.init_from)) is None:
+            return None
+        source = read_config(folder)
+    source = {k: value for k, value in source.items() if "quantization" not in k}
+    count = source.get("num_hidden_layers")
+    if not isinstance(count, int):
         return None
-    total = target.parameters
-    online = 2 * total * (config.data_generation.top_k is None)
-    memory = {"target": compute * total} | cost.memory
-    step = cost.step + Work(forward=online * batch.mean_tokens)
-    return replace(cost, memory=memory, step=step)
+    layers = draft.num_layers
+    if not isinstance(layers, list):
+        layers = range(draft.depth(count))
+    shape = ModelShape.of_config(pruned_config(source, sorted(layers)))
+    alone = TrainConfig(steps=1, batch_tokens=config.batch_tokens)
+    return training_cost(shape, alone, batch, compute)
 
 
 def _drafter_training_cost(
     target: ModelShape, config: DraftConfig, batch: BatchShape, compute: int
 ) -> TrainingCost:
-    """Cost of training a drafter on hidden states.
-
-    The head runs on the rows of completions, of which the longest is counted, and of
-    text; and once more in the backward pass.
-    """
+    """The head runs on the rows of completions, of which the longest is counted, and of
+    text; and once more in the backward pass."""
     drafter = _drafter(target, config)
     parameters = dict(tree_flatten(drafter.parameters()))
     trained = sum(value.size for value in parameters.values())
@@ -90,10 +73,11 @@ def _drafter_training_cost(
     tokens = round(rows * batch.tokens)
     step = compute * tokens * sum(sum(m.shape) for m in matrices)
     step += logit_bytes(vocabulary, tokens, loss_chunk(vocabulary, on_cpu=on_cpu()))
+    # The target's hidden states, in float32.
     step += 4 * batch.tokens * len(drafter.layer_ids) * width
     memory = {
         "weights": (4 + compute) * trained,
-        "optimizer": 12 * trained,
+        "optimizer": ADAMW_BYTES * trained,
         "step": step,
     }
     share = min(1.0, config.data_generation.max_tokens / batch.length)
@@ -105,7 +89,7 @@ def _drafter_training_cost(
     return TrainingCost(target.parameters + trained, trained, memory, work)
 
 
-def _drafter(target: ModelShape, config: DraftConfig) -> "Drafter":
+def _drafter(target: ModelShape, config: DraftConfig) -> Drafter:
     """A drafter for this target, whose weights are never computed."""
     # Needs NumPy, which reading a recipe does not load.
     from ...models.drafters.io import ARCHITECTURES
@@ -153,32 +137,3 @@ def generation_cost(
         forward=per_token * (count * prompt_length + passes * tokens),
     )
     return work, text
-
-
-def draft_benchmark_work(target: ModelShape, config: DraftConfig) -> Work:
-    """Work of the benchmark: every prompt is completed greedily and sampled, each
-    without a draft and with every proposer, which is counted as a speed-up of 1."""
-    benchmark = config.benchmark
-    tokens = 2 * 3 * benchmark.num_prompts * benchmark.max_tokens
-    return Work(decoded=2 * target.parameters * tokens)
-
-
-def _draft_shape(
-    target: ModelShape, draft: DraftModelConfig, find: Callable[[str], Path | None]
-) -> ModelShape | None:
-    config = target.config
-    if draft.init_from:
-        folder = find(draft.init_from)
-        if folder is None:
-            return None
-        config = read_config(folder)
-    config = {k: value for k, value in config.items() if "quantization" not in k}
-    count = config.get("num_hidden_layers")
-    if not isinstance(count, int):
-        return None
-    layers = draft.num_layers
-    if not isinstance(layers, list):
-        layers = range(initial_depth(draft, count))
-    config = pruned_config(config, sorted(layers))
-    shape = ModelShape(config, 0)
-    return replace(shape, bytes=config_dtype(config).size * shape.parameters)

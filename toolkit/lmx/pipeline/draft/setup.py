@@ -36,7 +36,6 @@ from ...quantization.packing import dequantized_model
 from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..context import StageContext, is_complete, mark_complete, write_model
 from ..train.batches import tokenized_examples
-from .estimate import initial_depth
 
 # The folder of the initial draft model, in that of the stage.
 INITIAL_FOLDER = "initial"
@@ -277,7 +276,7 @@ def write_initial(
     set_compute_dtype(source.model, compute_dtype("auto", source.dtype))
     layers = config.num_layers
     if not isinstance(layers, list):
-        count = initial_depth(config, len(source.model.layers))
+        count = config.depth(len(source.model.layers))
         order = rank_layers(source.model, tokens)
         layers = most_important_blocks(order, count)
     layers = tuple(sorted(layers))

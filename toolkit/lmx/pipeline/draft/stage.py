@@ -4,26 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
 from pydantic import ValidationError
 
 from ...config.data import DataConfig
 from ...config.draft import DraftConfig
 from ...config.messages import Problem
 from ..context import DRAFT_FOLDER, ModelArtifact, StageContext
-from ..estimate import (
-    BatchShape,
-    ModelShape,
-    StageResources,
-    TrainingCost,
-    Workload,
-    training_dtype,
-)
-from ..parallel_cost import Traffic, data_parallel
+from ..estimate import BatchShape, Estimate, ModelShape, Workload, training_dtype
 from ..quantize.stage import QuantizeStage
 from ..stage import ModelState, RawStage, Stage, needs_training_data
 from ..work import Work
-from .estimate import draft_benchmark_work, draft_training_cost, generation_cost
+from .estimate import draft_training_cost, generation_cost
 
 
 class DraftStage(Stage):
@@ -60,28 +51,39 @@ class DraftStage(Stage):
         state = super().next_state(raw, state)
         return replace(state, has_draft=True, draft=draft)
 
-    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
-        config, shape = self.config, workload.shape
-        dtype = training_dtype("auto", workload.dtype)
-        length = workload.longest + config.data_generation.max_tokens
+    def estimate(self, workload: Workload, current: ModelShape) -> Estimate:
+        config, target = self.config, workload.shape
+        dtype = training_dtype("auto", target.dtype)
+        length = max(workload.lengths) + config.data_generation.max_tokens
         block = "draft_model" if config.architecture == "model" else "drafter"
         tokens = max(config.batch_tokens, length)
         batch = BatchShape(length, tokens, tokens)
-        training = draft_training_cost(shape, config, batch, dtype.size, workload.find)
+        training = draft_training_cost(target, config, batch, dtype.size, workload.find)
         # Only the prompt of an example is used.
-        work, data = generation_cost(shape, config, workload.mean_length)
-        return StageResources(
+        work, data = generation_cost(target, config, workload.mean_length)
+        # Every prompt is completed greedily and sampled, each without a draft and with
+        # every proposer, which is counted as a speed-up of 1.
+        benchmark, forward = config.benchmark, 2 * target.parameters
+        completed = 2 * 3 * benchmark.num_prompts * benchmark.max_tokens
+        work += Work(decoded=forward * completed)
+        steps, parts = config.num_steps, {}
+        if training:
+            step = training.step
+            if config.data_generation.top_k is None:
+                # The target predicts in every step.
+                step += Work(forward=forward * tokens)
+            steps = steps or round(config.budget_seconds / step.seconds(dtype)) or 1
+            work += step * steps
+            parts = {"target": dtype.size * target.parameters} | training.memory
+        return Estimate(
             current,
-            # A draft model is small beside its target.
-            disk=0,
+            parts,
+            # Without the training it would not be the time of the stage.
+            work=work if training else Work(),
             dtype=dtype,
             training=training,
-            steps=_num_steps(config, training, dtype),
-            batch_key="batch_tokens",
-            # Without the training it would not be the time of the stage.
-            work=work + draft_benchmark_work(shape, config) if training else Work(),
+            steps=steps,
             data=data,
-            traffic=data_parallel(training.trained) if training else Traffic(),
             remedies=(
                 f"{self.address}.batch_tokens={max(8, config.batch_tokens // 2)}",
                 f"{self.address}.{block}.num_layers=1",
@@ -103,12 +105,3 @@ class DraftStage(Stage):
         with context.ranks.collective_errors():
             distillation = kind(self.config, context)
         return distillation.run()
-
-
-def _num_steps(
-    config: DraftConfig, training: TrainingCost | None, dtype: mx.Dtype
-) -> int | None:
-    """The steps; None = unknown."""
-    if config.num_steps or training is None:
-        return config.num_steps
-    return max(1, round(config.budget_seconds / training.step.seconds(dtype)))

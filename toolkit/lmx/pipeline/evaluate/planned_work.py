@@ -7,7 +7,7 @@ from ...data.batching import Batch
 from ...evaluation.memory_bandwidth import decoding_seconds
 from ...generation.generator import Generator
 from ...run.work_rate import KindOfWork
-from .questions import DecodingSteps, Question, Questions, batch_rows, distinct_tokens
+from .questions import DecodingSteps, Questions, batch_rows, distinct_tokens
 
 BASE = "base"
 # Measured steps of decoding, after one that compiles kernels.
@@ -49,12 +49,17 @@ class PlannedWork:
         share = [*prompts][::ranks]
         rows = batch_rows(generator, len(share))
         limit = config.exact_match_max_tokens
-        expected = [_expected_length(q, generator, limit) for q in share]
-        # A model that was not trained on such answers seldom ends as they do.
-        lengths = {BASE: [limit] * len(share)}
-        self._steps = {
-            name: _count_steps(lengths.get(name, expected), rows) for name in names
-        }
+        # With the token that ends an answer.
+        lengths = [len(generator.tokenizer.encode(q.expected or "")) + 1 for q in share]
+        self._steps: dict[str, int] = {}
+        for name in names:
+            steps = DecodingSteps(rows)
+            for length in lengths:
+                # A model that was not trained on such answers seldom ends as they do,
+                # and of some questions no answer is expected.
+                known = name != BASE and length > 1
+                steps.add(min(limit, length) if known else limit, is_last=True)
+            self._steps[name] = steps.count
         count = len(names)
         self._pass = sum(batch.tokens.size for batch in batches)
         # A model with a reference has a pass of both.
@@ -76,16 +81,3 @@ class PlannedWork:
         del self._steps[name]
         steps = self.kinds["steps"]
         steps.total = steps.done + sum(self._steps.values())
-
-
-def _expected_length(question: Question, generator: Generator, limit: int) -> int:
-    """Tokens of an answer like the expected one, with the token that ends it."""
-    tokens = generator.tokenizer.encode(question.expected or "")
-    return min(limit, len(tokens) + 1) if tokens else limit
-
-
-def _count_steps(lengths: Sequence[int], rows: int) -> int:
-    steps = DecodingSteps(rows)
-    for length in lengths:
-        steps.add(length, is_last=True)
-    return steps.count

@@ -7,14 +7,12 @@ from ...config.evaluate import EvaluateConfig
 from ...config.messages import Problem
 from ...errors import UserError
 from ...evaluation import lm_eval
+from ...models.tensor_parallel import shard_share
 from ...run.distributed import ProcessGroup
 from ..context import ModelArtifact, StageContext
-from ..estimate import ModelShape, StageResources, Workload
+from ..estimate import LATENCY_RUNS, Estimate, ModelShape, Workload
 from ..stage import ModelState, RawStage, Stage, missing_source
 from ..work import Work
-
-# Generations of the latency measurement.
-LATENCY_RUNS = 14
 
 
 class EvaluateStage(Stage):
@@ -58,16 +56,18 @@ class EvaluateStage(Stage):
     def remote_checks(self) -> None:
         lm_eval.require(self.config.tasks)
 
-    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
-        weights = workload.shape.parameters
+    def estimate(self, workload: Workload, current: ModelShape) -> Estimate:
+        shape, processes = workload.shape, workload.tensor
+        weights = shape.parameters
+        held = shard_share(shape.model(), processes) if processes > 1 else 1.0
         # Two models and the reference of one, without exact matches: how many examples
         # have one correct answer is known once they are read.
         passes = 2 * weights * 3 * self.config.num_tokens
         generated = 2 * LATENCY_RUNS * (self.config.latency_tokens or 0)
         decoding = 2 * weights * generated
-        return StageResources(
+        return Estimate(
             current,
-            other_memory={"models": int(workload.held_share * 2 * 4 * weights)},
+            {"models": int(held * 2 * 4 * weights)},
             work=Work(forward=passes, decoded=decoding),
         )
 

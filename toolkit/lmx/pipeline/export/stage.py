@@ -21,7 +21,7 @@ from ...run.fs import atomic_folder, read_json
 from ...run.report import REPORT, read_report
 from ...run.tables import table
 from ..context import ModelArtifact, StageContext
-from ..estimate import ModelShape, StageResources, Workload
+from ..estimate import Estimate, ModelShape, Workload
 from ..stage import (
     Find,
     ModelState,
@@ -72,11 +72,11 @@ class ExportStage(Stage):
             if "model_type" in state.config:
                 yield from _check_format(path, name, state, draft is not None)
 
-    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
+    def estimate(self, workload: Workload, current: ModelShape) -> Estimate:
         # These formats may hold every weight in 16 bits.
         dense = {"hf", "gguf"} & set(self.config.formats)
         disk = current.bytes + len(dense) * 2 * workload.shape.parameters
-        return StageResources(current, disk)
+        return Estimate(current, disk=disk)
 
     def offline_checks(self) -> Iterator[str]:
         if name := self.config.hub_repo_id:

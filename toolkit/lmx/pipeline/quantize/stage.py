@@ -13,9 +13,9 @@ from ...quantization.target_layers import select_layers
 from ...run import fs
 from ..context import ModelArtifact, StageContext, write_model
 from ..dataset_checks import check_source, known_columns
-from ..estimate import ModelShape, StageResources, Workload
+from ..estimate import Estimate, ModelShape, Workload
 from ..stage import ModelState, RawStage, Stage, quantization_values
-from .estimate import QuantizeCost
+from .estimate import quantize_cost
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -65,22 +65,16 @@ class QuantizeStage(Stage):
     def quantization(self) -> PTQConfig:
         return self.config
 
-    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
+    def estimate(self, workload: Workload, current: ModelShape) -> Estimate:
         shape = workload.shape
         specs = shape.selection(self.config).specs
         quantized = shape.quantized(specs)
         if target := self.config.mixed_precision:
             size = target.max_bytes(shape.parameters)
             quantized = replace(quantized, bytes=size)
-        cost = QuantizeCost(
-            self.config, shape.model(), specs, workload.dtype, shape.experts
-        )
-        return StageResources(
-            quantized,
-            disk=quantized.bytes + cost.disk,
-            other_memory={"quantization": cost.memory},
-            work=cost.work,
-        )
+        memory, disk, work = quantize_cost(self.config, shape, specs)
+        parts = {"quantization": memory}
+        return Estimate(quantized, parts, quantized.bytes + disk, work)
 
     @property
     def _refines(self) -> bool:

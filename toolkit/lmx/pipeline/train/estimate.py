@@ -1,68 +1,29 @@
 """Memory and work of a training, from shapes alone.
 
-With P parameters, T trained parameters, c bytes of the compute dtype, and n tokens in
-the largest batch, training takes:
-
-    weights      the checkpoint, c P, and float32 masters of the T; 4 P more if
-                 quantization-aware training continues from codes, which are
-                 dequantized; for an adapter on a quantized model, c of the values that
-                 are no codes in place of c P, and on the CPU a few dequantized matrices
-    optimizer    4 T for the gradients and for every moment: AdamW has two, Adafactor
-                 practically none, the others one; 4 T more with gradient accumulation;
-                 8-bit moments have 1 byte per value and 4 per block of 256
-    step         the largest of
-                 the backward pass: c n (in + out) of every matrix, 2 c n heads length
-                 of every attention layer (nothing with the blockwise attention of
-                 float32 on a Linux CPU), the logits with exponentials and gradients,
-                 and the weights that `_quantizer_bytes` counts; with gradient
-                 checkpointing, n width c of every block and the activations of one
-                 block alone; with a chunked loss, the logits of a few chunks, and 8 of
-                 every weight of the head;
-                 the update, 8 T; twice the caches of all rollouts;
-                 and c P for the fused model of an adapter, which is measured
-    operations   2 P per token forward, 2 P back to the inputs, 2 T to the weights,
-                 and 12 length width per attention layer; 2 P more with gradient
-                 checkpointing; all that for every batch of a step; with rollouts, 2 P
-                 for every token that may be generated
-
-If processes hold the model together, checkpoint, weights and fused model count with
-the share that one holds; activations and the adapter count as a whole.
-
-An online teacher is assumed to be as large as the model: c P of memory and 2 P
-operations per token more. With fsdp, checkpoint, masters, gradients and moments are
-divided by the number of processes.
+With P parameters and T trained ones, a token takes 2 P operations forward, 2 P back to
+the inputs, 2 T to the weights, and 12 length width in every attention layer.
 """
 
 from math import prod
 
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ... import cpu
-from ...config.quant_spec import QuantSpec
 from ...config.train import TrainConfig
 from ...cpu import on_cpu
 from ...models.lora import lora_model
 from ...quantization.target_layers import select_layers
-from ...training.dynamic_quantization import BLOCK_SIZE
-from ...training.optimizers import MIN_8BIT_SIZE, OPTIMIZERS_8BIT
 from ..estimate import (
+    CHUNKED_HEAD_BYTES,
+    DEQUANTIZED_AT_ONCE,
+    MOMENT_BYTES,
+    UPDATE_BYTES,
     BatchShape,
     ModelShape,
     TrainingCost,
-    active_weights,
-    inputs_and_outputs,
     logit_bytes,
-    matrix_shapes,
 )
-from ..parallel_cost import Traffic, data_parallel, fsdp
 from ..work import Work
-
-# Moments per trained parameter.
-MOMENTS = {"adamw": 2, "adamw_8bit": 2, "adafactor": 0}
-# Matrices whose dequantized weights exist at once: MLX's CPU backend allocates the
-# results of this many operations before it computes them.
-DEQUANTIZED_AT_ONCE = 8
 
 
 def training_cost(
@@ -71,184 +32,115 @@ def training_cost(
     batch: BatchShape,
     compute: int,
     processes: int = 1,
-    *,
-    held: float = 1.0,
 ) -> TrainingCost:
     """Cost for each process of a train stage.
 
     Args:
         compute: bytes of the dtype it computes in.
-        processes: with FSDP, each holds its part.
-        held: the share of the frozen weights that each holds.
+        processes: with FSDP, each holds its part of weights, gradients and moments.
 
     Raises:
         UserError: a pattern of the adapter matches no layer, or mlx-lm has no such
             architecture.
     """
-    config = _as_trained(config, shape)
-    model = shape.model()
-    total = sum(v.size for _, v in tree_flatten(model.parameters()))
-    matrices = matrix_shapes(model)
-    layers, trained_sizes = _trained(model, matrices, config)
-    trained = sum(trained_sizes)
-    # The masters of full training; not those of another type or of shards.
-    computes_with_masters = config.adapter is None and compute == 4 and not config.fsdp
-    masters = 0 if computes_with_masters else 4 * trained
+    adapter, total = config.adapter, shape.parameters
+    # Full training in float32 computes with its masters, if they are whole.
+    has_no_copies = adapter is None and compute == 4 and not config.fsdp
+    trained, kept = _trained(shape, config, compute if has_no_copies else 0)
     computed = compute * total
     if shape.is_quantized and config.qat:
         computed += 4 * total
     elif shape.is_quantized:
         at_once = DEQUANTIZED_AT_ONCE if on_cpu() else 0
-        mean_size = total // len(matrices)
+        mean_size = total // len(shape.matrices)
         computed = compute * (shape.float_values + at_once * mean_size)
-    kept = compute if computes_with_masters else 0
-    backward = (
-        _activations(shape, matrices, batch, compute, config)
-        + _loss(shape, batch, config)
-        + sum(_quantizer_bytes(size, spec, config, kept) for size, spec in layers)
-    )
+    stored = shape.bytes + (0 if has_no_copies else 4 * trained)
+    # At the end, the fused model of an adapter is measured.
+    fused = compute * total if adapter and not config.qat else 0
     shards = processes if config.fsdp else 1
-    sampled, caches = _rollouts(shape, config, batch.length)
-    fused = int(held * compute * total) if config.adapter and not config.qat else 0
-    stored = int(held * shape.bytes) + masters
+    backward = kept + _backward_bytes(shape, batch, compute, config)
+    rollouts, rows = config.rollouts, (config.batch_size or 0) * config.micro_batches
+    # While caches grow, there are two of each.
+    caches = 2 * compute * rows * _cache_values(shape, config, batch.length)
+    # Gradients, their sum over several batches, and moments.
+    per_trained = 4 * (1 + config.sums_gradients)
+    per_trained += MOMENT_BYTES.get(config.optimizer, 4)
     memory = {
-        "weights": stored // shards + int(held * computed),
-        "optimizer": _optimizer_bytes(trained_sizes, config) // shards,
-        "step": max(backward, 8 * trained // shards, 2 * compute * caches, fused),
+        "weights": stored // shards + computed,
+        "optimizer": int(per_trained * trained) // shards,
+        "step": max(backward, UPDATE_BYTES * trained // shards, caches, fused),
     }
-    if config.teacher is not None and not config.teacher.offline:
+    # A teacher in every step is taken to be as large as the model.
+    is_online = config.teacher is not None and not config.teacher.offline
+    if is_online:
         memory["teacher"] = compute * total
-    active = active_weights(shape.experts, matrices)
-    step = _operations(shape, config, batch, active, trained)
-    step += Work(generated=2 * active * sampled)
-    return TrainingCost(total, trained, memory, step)
-
-
-def _operations(
-    shape: ModelShape,
-    config: TrainConfig,
-    batch: BatchShape,
-    active: float,
-    trained: int,
-) -> Work:
-    """Work of a step, without rollouts."""
+    active, tokens = shape.active_weights, batch.mean_tokens
     width = shape.setting("num_hidden_layers") * shape.setting("hidden_size")
-    to_weights = trained if config.adapter else active
-    per_token = (4 + 2 * config.gradient_checkpointing) * active + 2 * to_weights
-    per_token += 12 * batch.length * width
-    tokens = batch.mean_tokens * config.gradient_accumulation_steps
-    online = config.teacher is not None and not config.teacher.offline
-    step = Work(per_token * tokens, forward=2 * online * active * tokens)
-    return step * config.num_trainings
+    per_token = (4 + 2 * config.gradient_checkpointing) * active
+    per_token += 2 * (trained if adapter else active) + 12 * batch.length * width
+    work = Work(trained=per_token, forward=2 * is_online * active) * tokens
+    if rollouts:
+        sampled = rows * rollouts.max_tokens / rollouts.num_iterations
+        work += Work(generated=2 * active * sampled)
+    work *= config.gradient_accumulation_steps * config.num_trainings
+    return TrainingCost(total, trained, memory, work)
 
 
-def training_traffic(
-    shape: ModelShape,
-    config: TrainConfig,
-    cost: TrainingCost,
-    compute: int,
-) -> Traffic:
-    """What each of several processes exchanges in a step."""
-    blocks = shape.setting("num_hidden_layers")
-    checkpointing = config.gradient_checkpointing
-    if not config.fsdp:
-        return data_parallel(cost.trained)
-    return fsdp(cost.parameters, blocks, compute, checkpointing=checkpointing)
+def _trained(shape: ModelShape, config: TrainConfig, kept: int) -> tuple[int, int]:
+    """Trained parameters, and bytes that fake quantizers keep for the backward pass.
 
+    Quantized weights replace those that are computed with, unless these are masters.
 
-def _as_trained(config: TrainConfig, shape: ModelShape) -> TrainConfig:
-    """The block with the quantizer that continues from a quantized model."""
-    if not (shape.is_quantized and config.qat):
-        return config
-    qat = config.qat.for_quantized_model(adapts=config.adapter is not None)
-    return config.model_copy(update={"qat": qat})
-
-
-def _trained(
-    model: nn.Module, matrices: dict[str, tuple[int, ...]], config: TrainConfig
-) -> tuple[list[tuple[int, QuantSpec]], list[int]]:
-    """Attach the adapter.
-
-    Returns:
-        Weights and grid of each layer with a fake quantizer, and the weights of each
-        tensor that is trained.
+    Args:
+        kept: bytes of a quantized weight that replaces none.
     """
-    specs = select_layers(model, config.qat).specs if config.qat else {}
-    if config.adapter:
-        lora_model.attach(model, config.adapter, seed=0, merged=bool(config.qat))
+    model, qat, adapter = shape.model(), config.qat, config.adapter
+    if qat and shape.is_quantized:
+        qat = qat.for_quantized_model(adapts=adapter is not None)
+    specs = select_layers(model, qat).specs if qat else {}
+    if adapter:
+        lora_model.attach(model, adapter, seed=0, merged=bool(qat))
         adapted = lora_model.adapted_layers(model)
         specs = {path: spec for path, spec in specs.items() if path in adapted}
-    sizes = [value.size for _, value in tree_flatten(model.trainable_parameters())]
-    layers = [(prod(matrices[f"{path}.weight"]), spec) for path, spec in specs.items()]
-    for size, spec in layers:
-        sizes += config.qat.learned_per_group(spec) * [size // spec.group_size]
-    return layers, sizes
+    trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
+    size = 0
+    for path, spec in specs.items():
+        weights = prod(shape.matrices[f"{path}.weight"])
+        learned = qat.learned_per_group(spec)
+        trained += learned * (weights // spec.group_size)
+        size += kept * weights
+        if adapter and not qat.is_straight_through(spec):
+            # The sum of weight and adapter; with trained scales also its gradient.
+            size += (8 if learned else 4) * weights
+    return trained, size
 
 
-def _rollouts(shape: ModelShape, config: TrainConfig, length: int) -> tuple[float, int]:
-    """Tokens per step that are generated, and values in the caches of a batch."""
-    if not config.rollouts:
-        return 0.0, 0
-    heads = shape.setting("num_attention_heads") or 1
-    head = shape.setting("head_dim") or shape.setting("hidden_size") // heads
-    heads = shape.setting("num_key_value_heads") or heads
-    width = 2 * shape.setting("num_hidden_layers") * heads * head
-    rows, longest = config.batch_size * config.micro_batches, config.rollouts.max_tokens
-    steps = config.gradient_accumulation_steps / config.rollouts.num_iterations
-    return rows * longest * steps, width * rows * (length + longest)
-
-
-def _optimizer_bytes(trained_sizes: list[int], config: TrainConfig) -> int:
-    """Bytes of the gradients and the moments of tensors with these sizes."""
-
-    def size_of(values: int) -> int:
-        if config.optimizer in OPTIMIZERS_8BIT and values >= MIN_8BIT_SIZE:
-            return values + 4 * -(-values // BLOCK_SIZE)
-        return 4 * values
-
-    gradients = 4 * sum(trained_sizes) * (1 + config.sums_gradients)
-    return gradients + MOMENTS.get(config.optimizer, 1) * sum(
-        map(size_of, trained_sizes)
-    )
-
-
-def _activations(
-    shape: ModelShape,
-    matrices: dict,
-    batch: BatchShape,
-    compute: int,
-    config: TrainConfig,
+def _backward_bytes(
+    shape: ModelShape, batch: BatchShape, compute: int, config: TrainConfig
 ) -> int:
-    """Bytes that the blocks' forward pass keeps for the backward pass."""
-    values = inputs_and_outputs(shape.experts, matrices)
+    """Activations that are kept for the backward pass, and logits."""
     layers, heads = map(shape.setting, ("num_hidden_layers", "num_attention_heads"))
+    vocabulary, width = map(shape.setting, ("vocab_size", "hidden_size"))
+    values = shape.inputs_and_outputs
+    # Attention weights, which the CPU's blockwise attention in float32 never has whole.
     if not (cpu.replaces_functions() and compute == 4):
         values += 2 * layers * heads * batch.length
     if config.gradient_checkpointing:
-        values = layers * shape.setting("hidden_size") + values / max(1, layers)
-    return int(batch.tokens * compute * values)
-
-
-def _quantizer_bytes(
-    weights: int, spec: QuantSpec, config: TrainConfig, kept: int
-) -> int:
-    """Bytes that a fake quantizer keeps for the backward pass.
-
-    The quantized weights replace the weights that are computed with, unless those are
-    the masters: then they take `kept` bytes each. A quantizer that is not
-    straight-through also keeps the sum of weight and adapter; with trained scales also
-    the gradient of that sum.
-    """
-    if config.adapter and not config.qat.is_straight_through(spec):
-        kept += 8 if config.qat.learned_per_group(spec) else 4
-    return kept * weights
-
-
-def _loss(shape: ModelShape, batch: BatchShape, config: TrainConfig) -> int:
-    """Bytes of the logits, their exponentials and their gradients."""
-    vocabulary = shape.setting("vocab_size")
+        # The inputs of all blocks, and the activations of one.
+        values = layers * width + values / max(1, layers)
     chunk = config.chunk(vocabulary=vocabulary, tokens=batch.tokens, on_cpu=on_cpu())
-    size = logit_bytes(vocabulary, batch.tokens, chunk)
-    if size < logit_bytes(vocabulary, batch.tokens) and not config.adapter:
-        size += 8 * vocabulary * shape.setting("hidden_size")
-    return size
+    logits = logit_bytes(vocabulary, batch.tokens, chunk)
+    if logits < logit_bytes(vocabulary, batch.tokens) and not config.adapter:
+        logits += CHUNKED_HEAD_BYTES * vocabulary * width
+    return int(batch.tokens * compute * values) + logits
+
+
+def _cache_values(shape: ModelShape, config: TrainConfig, length: int) -> int:
+    """Values in the KV cache of a rollout of a prompt with this many tokens."""
+    if config.rollouts is None:
+        return 0
+    heads = shape.setting("num_attention_heads") or 1
+    head = shape.setting("head_dim") or shape.setting("hidden_size") // heads
+    heads = shape.setting("num_key_value_heads") or heads
+    per_token = 2 * shape.setting("num_hidden_layers") * heads * head
+    return per_token * (length + config.rollouts.max_tokens)

@@ -18,9 +18,10 @@ from ...run.launcher import process_count
 from ...training.rewards import check_reward
 from ..context import ModelArtifact, StageContext, create_from_scratch
 from ..estimate import (
+    ADAMW_BYTES,
     BatchShape,
+    Estimate,
     ModelShape,
-    StageResources,
     Workload,
     training_dtype,
 )
@@ -31,7 +32,7 @@ from ..stage import (
     needs_training_data,
     quantization_values,
 )
-from .estimate import training_cost, training_traffic
+from .estimate import training_cost
 
 CONTINUES = (
     f"quantizer {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"
@@ -118,37 +119,32 @@ class TrainStage(Stage):
     def quantization(self) -> QATConfig | None:
         return self.config.qat
 
-    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
+    def estimate(self, workload: Workload, current: ModelShape) -> Estimate:
         config, shape = self.config, workload.shape
-        dtype = training_dtype(config.compute_dtype, workload.dtype)
+        dtype = training_dtype(config.compute_dtype, shape.dtype)
         batch = self._batch(workload)
-        cost = training_cost(
-            current,
-            config,
-            batch,
-            dtype.size,
-            process_count(),
-            held=workload.held_share,
-        )
+        cost = training_cost(current, config, batch, dtype.size, process_count())
+        steps = self._steps(workload, batch)
         if current.is_quantized:
             # An adapter is fused into dequantized weights, usually of 16 bits.
             current = replace(current, bytes=2 * cost.parameters, float_values=None)
         # A new checkpoint is written before an old one is removed.
         checkpoints = 1 + config.save_total_limit + config.load_best_at_end
-        disk = max(current.bytes, shape.bytes) + checkpoints * 12 * cost.trained
+        disk = max(current.bytes, shape.bytes)
+        disk += checkpoints * ADAMW_BYTES * cost.trained
         disk *= config.num_trainings
         if config.qat:
             current = shape.quantized(shape.selection(config.qat).specs)
             disk += current.bytes
-        return StageResources(
+        return Estimate(
             current,
+            cost.memory,
             disk,
+            None if steps is None else cost.step * steps,
             dtype,
             cost,
-            steps=self._steps(workload, batch),
-            batch_key="batch_tokens" if config.batch_tokens else "batch_size",
-            remedies=tuple(self._remedies(workload.max_seq_length)),
-            traffic=training_traffic(shape, config, cost, dtype.size),
+            steps,
+            tuple(self._remedies(workload.max_seq_length)),
         )
 
     def check_ranks(self, ranks: ProcessGroup) -> None:
@@ -188,7 +184,7 @@ class TrainStage(Stage):
         if config.packing:
             tokens = config.sequences_per_batch(window) * window
             return BatchShape(window, tokens, tokens)
-        longest = workload.longest
+        longest = max(workload.lengths)
         tokens = workload.largest_batch(config.batch_size, config.batch_tokens)
         if config.batch_tokens:
             return BatchShape(longest, tokens, tokens)
