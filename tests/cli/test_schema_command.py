@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import pytest
 from lmx.cli import main, schema
 from lmx.cli.schema import blocks
+from lmx.config import json_schema
 from lmx.config.base import ConfigModel
 from pydantic import Field
 
@@ -50,10 +51,13 @@ class Whole(ConfigModel):
 
 @pytest.fixture
 def whole(monkeypatch):
-    monkeypatch.setattr(schema, "RecipeConfig", Whole)
-    blocks.cache_clear()
+    monkeypatch.setattr(json_schema, "RecipeConfig", Whole)
+    cached = (json_schema.recipe_schema, json_schema.sections, blocks)
+    for function in cached:
+        function.cache_clear()
     yield
-    blocks.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 def printed(capsys, *arguments) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
-from lmx.cli.schema import recipe_schema
 from lmx.config import bundled, yaml_io
 from lmx.config.errors import ConfigErrors
+from lmx.config.json_schema import recipe_schema
 from lmx.config.loader import load_recipe
 from lmx.config.overrides import merge
 
