@@ -154,11 +154,12 @@ def _load(
     if check:
         problems += check(data, lambda source: find(source, root))
     errors += document.errors
-    errors += [
-        _locate(problem, document, origins)
-        for problem in problems
-        if not _follows(problem, document.invalid)
-    ]
+    for problem in problems:
+        above = problem.path
+        # A value that has its own error is the cause of what is wrong above it.
+        follows = any(path[: len(above)] == above for path in document.invalid)
+        if problem.of == "key" or not follows:
+            errors.append(_locate(problem, document, origins))
     if errors:
         raise ConfigErrors(path, text, errors)
     source = text if path else yaml_io.write(data)
@@ -244,12 +245,6 @@ def _switch(error: dict, data: Any) -> bool:
         data = data[step]
     data[last] = yaml_io.SWITCHES[word.lower()]
     return True
-
-
-def _follows(problem: Problem, invalid: list[KeyPath]) -> bool:
-    """Whether the problem only follows from a value that has its own error."""
-    size = len(problem.path)
-    return problem.of != "key" and any(p[:size] == problem.path for p in invalid)
 
 
 def _locate(

@@ -48,23 +48,20 @@ def nearest(name: Any, names: Iterable[str]) -> str | None:
 def _unknown_key(path: KeyPath, data: Any) -> Problem:
     address, section = section_at(path[:-1], data)
     key, names = str(path[-1]), [*section["properties"]]
+    hint = key_hint(key, names)
+    # The block that has this key is named unless this block has a key of a near name.
+    if not hint and not difflib.get_close_matches(key, names, n=1):
+        homes = [
+            home
+            for home, blocks in sections().items()
+            if any(key in block["properties"] for block in blocks)
+        ]
+        # lmx itself writes the block `python`.
+        homes.sort(key=lambda home: (home == "python", bool(home), home.count(".")))
+        hint = f"'{key}' belongs to {homes[0] or 'the top level'}" if homes else None
     word = "stage kind" if address == "stages" else "key"
-    hint = key_hint(key, names) or _home_hint(key, names) or nearest(key, names)
-    return Problem(path, f"unknown {word} '{key}'", hint, of="key")
-
-
-def _home_hint(key: str, names: Iterable[str]) -> str | None:
-    """The block that has `key`, unless this block has a key of nearly that name."""
-    homes = [
-        address
-        for address, blocks in sections().items()
-        if any(key in block["properties"] for block in blocks)
-    ]
-    if not homes or difflib.get_close_matches(key, names, n=1):
-        return None
-    # lmx itself writes the block `python`.
-    home = min(homes, key=lambda name: (name == "python", bool(name), name.count(".")))
-    return f"'{key}' belongs to {home or 'the top level'}"
+    message = f"unknown {word} '{key}'"
+    return Problem(path, message, hint or nearest(key, names), of="key")
 
 
 def _unknown_value(path: KeyPath, error: dict, data: Any) -> Problem:
