@@ -1,48 +1,42 @@
-"""Names of other libraries get a hint with lmx's name."""
+"""Names of other tools get a hint with lmx's name, and the table names what exists."""
 
 import pytest
 from lmx.config import key_hints
-from lmx.config.messages import fields, keys, sections
-from lmx.config.schema import RecipeConfig
+from lmx.config.json_schema import sections
 
-
-def blocks(section=RecipeConfig, above=""):
-    """The section of every block of the schema by its address."""
-    yield above, section
-    for key, info in fields(section).items():
-        for inner in sections(info.annotation):
-            yield from blocks(inner, f"{above}.{key}".lstrip("."))
-
-
-NAMES: dict[str, set[str]] = {}
-for address, section in blocks():
-    NAMES.setdefault(address, set()).update(fields(section))
+TABLES = key_hints.tables()
+NAMES = {
+    address: {key for block in blocks for key in block["properties"]}
+    for address, blocks in sections().items()
+}
 
 
 def test_known_key_gets_the_schema_name():
-    known = {address for address, _ in keys(RecipeConfig)}
-    for address, names in key_hints.KEYS.items():
-        assert address in known
-        block, _, leaf = address.rpartition(".")
-        for name in names.split():
+    for name, addresses in TABLES["keys"].items():
+        for address in addresses:
+            block, _, leaf = address.rpartition(".")
+            assert leaf in NAMES[block]
             assert name not in NAMES[block], f"{name} is a key of {block}, no alias"
             assert key_hints.key_hint(name, NAMES[block]) == f"called '{leaf}' here"
 
 
-def test_ambiguous_name_gets_no_hint_elsewhere():
-    assert key_hints.key_hint("max_new_tokens", {"steps"}) is None
-    assert key_hints.key_hint("no-such-name", {"steps"}) is None
-    hint = key_hints.key_hint("lora_alpha", {"steps"})
-    assert hint == "called 'alpha', in stages.train.adapter"
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_new_tokens", None),  # of several blocks
+        ("no-such-name", None),
+        ("lora_alpha", "called 'alpha', in stages.train.adapter"),
+    ],
+)
+def test_name_of_another_block(name, hint):
+    assert key_hints.key_hint(name, {"steps"}) == hint
 
 
-@pytest.mark.parametrize("key", key_hints.VALUES)
+@pytest.mark.parametrize("key", TABLES["values"])
 def test_known_value_gets_the_schema_value(key):
-    blocks = RecipeConfig.model_json_schema()["$defs"].values()
-    allowed = str(
-        [b["properties"][key] for b in blocks if key in b.get("properties", {})]
-    )
-    for value, known in key_hints.VALUES[key].items():
+    blocks = [block["properties"] for found in sections().values() for block in found]
+    allowed = str([block[key] for block in blocks if key in block])
+    for value, [known] in TABLES["values"][key].items():
         assert f"'{known}'" in allowed
         hint = key_hints.value_hint(("stages", key, 0), value, [known])
         assert hint == f"called '{known}' here"

@@ -3,7 +3,6 @@
 import time
 
 import pytest
-from lmx.config import yaml_io
 from lmx.config.loader import MAX_BYTES, load_recipe
 from lmx.errors import UserError
 
@@ -83,11 +82,3 @@ def test_method_in_a_block_without_one_is_an_unknown_key(tmp_path, block, value)
     stage = block % f"method: {value}"
     text = GOOD.replace("train: {steps: 2, batch_size: 2}", stage)
     assert "unknown key 'method'" in error_of(tmp_path, text)
-
-
-def test_limits_leave_ordinary_aliases_alone():
-    text = "a: &a {b: [1, 2]}\nc: *a\nd: [*a, *a]\n"
-    inner = {"b": [1, 2]}
-    document = yaml_io.read(text)
-    assert not document.errors
-    assert document.data == {"a": inner, "c": inner, "d": [inner, inner]}

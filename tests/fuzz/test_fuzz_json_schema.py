@@ -5,8 +5,8 @@ import copy
 
 from json_mutations import mutate_json
 from jsonschema import Draft202012Validator
-from lmx.cli.schema import recipe_schema
 from lmx.config import bundled, loader, yaml_io
+from lmx.config.json_schema import recipe_schema
 from lmx.config.schema import RecipeConfig
 from pydantic import ValidationError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Union, Unpack
 
 from ..config import bundled, yaml_io
-from ..config.errors import ConfigError, ConfigErrors
+from ..config.errors import ConfigErrors, Problem
 from ..config.loader import LoadedRecipe, plain_data
 from ..config.overrides import Override
 from ..config.redaction import redact
@@ -199,7 +199,7 @@ def _pairs(overrides: Overrides | None) -> list[Override]:
     Raises:
         ConfigErrors: a value is no plain data.
     """
-    errors: list[ConfigError] = []
+    errors: list[Problem] = []
     pairs: list[Override] = []
     items = overrides.items() if isinstance(overrides, Mapping) else overrides or ()
     for item in items:

@@ -54,38 +54,6 @@ MODULES = dict.fromkeys(["report", "compare", "push"], "runs") | {
     "quantize": "execution",
     "init": "recipes",
 }
-# Options and verbs of other tools, and their names here.
-KNOWN = {
-    "import": "convert",
-    "finetune": "train",
-    "chat": "generate --chat",
-    "server": "serve",
-    "--overwrite": "--restart",
-    "--force": "--ignore-limits",
-    "--adapter": "--adapter-path",
-    "--lora": "--adapter-path",
-    "--draft": "--draft-model",
-    "--speculative-model": "--draft-model",
-    "--draft-tokens": "--num-draft-tokens",
-    "--num-speculative-tokens": "--num-draft-tokens",
-    "--temp": "--temperature",
-    "--system-prompt": "--system",
-    "--max-new-tokens": "--max-tokens",
-    "--rank": "--lora-rank",
-    "--lora-r": "--lora-rank",
-    "--q-bits": "--bits",
-    "--q-group-size": "--group-size",
-    "--iters": "--steps",
-    "--max-steps": "--steps",
-    "--num-epochs": "--epochs",
-    "--num-train-epochs": "--epochs",
-    "--lr": "--learning-rate",
-    "--max-length": "--max-seq-length",
-    "--dataset": "--data",
-    "--train-file": "--data",
-    "--output-dir": "--output",
-    "--config": "the recipe without an option",
-}
 
 
 class HintingParser(argparse.ArgumentParser):
@@ -105,15 +73,17 @@ class HintingParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage, the message and a hint per known name; exit with 2."""
+        from ..config.key_hints import tables
+
         words = [word.partition("=")[0].replace("_", "-") for word in self._words]
         known = self._option_string_actions
         hints = [
             f"\n    hint: {word} is called {name} here"
             for word in dict.fromkeys(words)
             if word not in known
-            and (name := KNOWN.get(word))
+            for name in tables()["options"].get(word, [])
             # An option of another verb is no hint.
-            and (not name.startswith("--") or name in known)
+            if not name.startswith("--") or name in known
         ]
         error = f"{self.prog}: error: {shorten(message)}{''.join(hints)}\n"
         terminal.write_err(self.format_usage() + error)
@@ -210,8 +180,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
     from argcomplete.lexers import split_line
 
     from ..config.bundled import bundled_recipes
-    from ..config.messages import keys
-    from ..config.schema import RecipeConfig
+    from ..config.json_schema import PATTERN, sections
 
     line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
     words = split_line(line, point)[3]
@@ -222,7 +191,13 @@ def complete(parser: argparse.ArgumentParser) -> None:
     files = FilesCompleter(("yaml", "yml"))
     completers = {
         "recipe": lambda prefix, **_: [*bundled_recipes(), *files(prefix)],
-        "overrides": lambda **_: {f"{key}=" for key, _ in keys(RecipeConfig)},
+        "overrides": lambda **_: {
+            f"{address}.{key}=".lstrip(".")
+            for address, blocks in sections().items()
+            for block in blocks
+            for key in block["properties"]
+            if PATTERN not in address
+        },
     }
     for action in parser._actions:
         if completer := completers.get(action.dest):

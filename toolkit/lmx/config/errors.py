@@ -26,20 +26,23 @@ def address(path: KeyPath) -> str:
 
 
 @dataclass(frozen=True)
-class ConfigError:
-    """One error, in the recipe or in an argument; without position, in all of it.
+class Problem:
+    """A problem at a path of the recipe or in an argument.
 
     Attributes:
-        place: the position in the text of the recipe.
         path: the keys of the faulty value, or of the block that has it.
+        of: the part with the fault, whose position is shown: key, value or block.
+        place: the position in the text of the recipe; None = not known yet, or all of
+            the recipe.
         argument: the override with the fault.
     """
 
+    path: KeyPath
     message: str
-    place: SourcePosition | None = None
     hint: str | None = None
+    of: str = "value"
+    place: SourcePosition | None = None
     argument: str | None = None
-    path: KeyPath = ()
 
     def render(self, file: Path | None, lines: Sequence[str]) -> str:
         """One to three lines: position and message, the line of the file, the hint.
@@ -62,7 +65,7 @@ class ConfigError:
 class ConfigErrors(UserError):
     """All errors of a recipe, in the order of its lines, arguments last."""
 
-    def __init__(self, file: Path | None, text: str, errors: Sequence[ConfigError]):
+    def __init__(self, file: Path | None, text: str, errors: Sequence[Problem]):
         self.errors = sorted(
             errors, key=lambda e: (e.argument is not None, e.place or (0, 0))
         )

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from . import bundled, yaml_io
-from .errors import ConfigError, ConfigErrors, KeyPath
-from .messages import Problem, explain
+from .errors import ConfigErrors, KeyPath, Problem
+from .messages import explain
 from .overrides import Override, merge, shown
 from .redaction import redact, redact_values
 from .schema import RecipeConfig
@@ -23,7 +23,6 @@ Check = Callable[[dict, Callable[[str], Path | None]], list[Problem]]
 
 # Far more than any recipe needs; PyYAML reads 1 MB per second.
 MAX_BYTES = 1 << 20
-SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,14 @@ def load_recipe(
     path = Path(path)
     if text is None:
         text = read_text(path, "recipe", max_bytes=MAX_BYTES)
-    document, root = yaml_io.read(text), root_of(path)
+    document = yaml_io.read(text)
     if not isinstance(document.data, dict):
-        raise ConfigErrors(path, text, document.errors or [_not_a_block(document.data)])
-    recipe = _validate_document(document, overrides, check, path, text, root)
-    arguments = tuple(map(shown, overrides))
-    return LoadedRecipe(recipe, path.stem, path, text, arguments, root, document.data)
+        empty = Problem((), "the recipe is empty", "`lmx-train --list` shows examples")
+        no_block = "a recipe must be a block of `key: value` lines"
+        start = Problem((), no_block, place=yaml_io.SourcePosition(1, 1))
+        fault = empty if document.data is None else start
+        raise ConfigErrors(path, text, document.errors or [fault])
+    return _load(document, overrides, check, path.stem, path, text, root_of(path))
 
 
 def load_recipe_data(
@@ -134,40 +135,38 @@ def load_recipe_data(
         raise ConfigErrors(None, "", errors)
     # Written and read, so that the same recipe in a file cannot differ from it.
     document = yaml_io.read(yaml_io.write(plain))
-    recipe = _validate_document(document, overrides, check, None, "", root)
-    text, arguments = yaml_io.write(document.data), tuple(map(shown, overrides))
-    return LoadedRecipe(recipe, name, None, text, arguments, root, document.data)
+    return _load(document, overrides, check, name, None, "", root)
 
 
-def _validate_document(
+def _load(
     document: yaml_io.Document,
     overrides: Sequence[Override],
     check: Check | None,
+    name: str,
     path: Path | None,
     text: str,
     root: Path,
-) -> RecipeConfig:
-    """The recipe of a document, whose data gets the overrides.
-
-    Raises:
-        ConfigErrors: all errors of the document and the overrides.
-    """
-    origins, errors = merge(document.data, overrides)
-    recipe, problems = _validate(document.data)
+) -> LoadedRecipe:
+    """The recipe of a document, whose data gets the overrides."""
+    data, arguments = document.data, tuple(map(shown, overrides))
+    origins, errors = merge(data, overrides)
+    recipe, problems = _validate(data)
     if check:
-        problems += check(document.data, lambda source: find(source, root))
+        problems += check(data, lambda source: find(source, root))
     errors += document.errors
-    errors += [
-        _locate(problem, document, origins)
-        for problem in problems
-        if not _follows(problem, document.invalid)
-    ]
+    for problem in problems:
+        above = problem.path
+        # A value that has its own error is the cause of what is wrong above it.
+        follows = any(path[: len(above)] == above for path in document.invalid)
+        if problem.of == "key" or not follows:
+            errors.append(_locate(problem, document, origins))
     if errors:
         raise ConfigErrors(path, text, errors)
-    return recipe
+    source = text if path else yaml_io.write(data)
+    return LoadedRecipe(recipe, name, path, source, arguments, root, data)
 
 
-def plain_data(value: Any, path: KeyPath = ()) -> tuple[Any, list[ConfigError]]:
+def plain_data(value: Any, path: KeyPath = ()) -> tuple[Any, list[Problem]]:
     """A copy of a value that YAML can hold, and the errors of what it cannot hold.
 
     Tuples become lists, paths text, and scalars of NumPy and MLX numbers. A value with
@@ -176,7 +175,7 @@ def plain_data(value: Any, path: KeyPath = ()) -> tuple[Any, list[ConfigError]]:
     Args:
         path: the keys of the value in the recipe.
     """
-    errors: list[ConfigError] = []
+    errors: list[Problem] = []
 
     def plain(value: Any, path: KeyPath) -> Any:
         if len(path) >= yaml_io.MAX_DEPTH:
@@ -193,7 +192,7 @@ def plain_data(value: Any, path: KeyPath = ()) -> tuple[Any, list[ConfigError]]:
         elif isinstance(value, Mapping):
             for key in (key for key in value if not isinstance(key, str)):
                 fault = f"a key must be text, got {kind_name(key)}"
-                errors.append(ConfigError(fault, path=path))
+                errors.append(Problem(path, fault))
             items = [(k, inner) for k, inner in value.items() if isinstance(k, str)]
             return {str.__str__(k): plain(inner, (*path, k)) for k, inner in items}
         elif isinstance(value, list | tuple):
@@ -204,7 +203,7 @@ def plain_data(value: Any, path: KeyPath = ()) -> tuple[Any, list[ConfigError]]:
             hint = "; give it to lmx.train as loss or metrics" * callable(value)
             what = f"{kind_name(value)}{hint}"
             fault = f"expected text, a number, a list or a dict, got {what}"
-        errors.append(ConfigError(fault, path=path))
+        errors.append(Problem(path, fault))
         return None
 
     return plain(value, path), errors
@@ -226,16 +225,6 @@ def root_of(recipe: Path) -> Path:
     return next((p.parent for p in parents if p.name == "recipes"), parents[0])
 
 
-def _not_a_block(data: Any) -> ConfigError:
-    if data is None:
-        return ConfigError(
-            "the recipe is empty", hint="`lmx-train --list` shows examples"
-        )
-    return ConfigError(
-        "a recipe must be a block of `key: value` lines", yaml_io.SourcePosition(1, 1)
-    )
-
-
 def _validate(data: dict) -> tuple[RecipeConfig | None, list[Problem]]:
     try:
         return RecipeConfig.model_validate(data), []
@@ -249,35 +238,29 @@ def _validate(data: dict) -> tuple[RecipeConfig | None, list[Problem]]:
 def _switch(error: dict, data: Any) -> bool:
     """Convert yes, no, on or off where the schema has a boolean; returns success."""
     word = error["input"]
-    if error["type"] != "bool_type" or str(word).lower() not in SWITCHES:
+    if error["type"] != "bool_type" or str(word).lower() not in yaml_io.SWITCHES:
         return False
     *above, last = path_of(error["loc"], data)
     for step in above:
         data = data[step]
-    data[last] = SWITCHES[word.lower()]
+    data[last] = yaml_io.SWITCHES[word.lower()]
     return True
-
-
-def _follows(problem: Problem, invalid: list[KeyPath]) -> bool:
-    """Whether the problem only follows from a value that has its own error."""
-    size = len(problem.path)
-    return problem.of != "key" and any(p[:size] == problem.path for p in invalid)
 
 
 def _locate(
     problem: Problem, document: yaml_io.Document, origins: dict[KeyPath, str]
-) -> ConfigError:
-    """The error with the argument or the position in the file that causes it."""
+) -> Problem:
+    """The problem with the argument or the position in the file that causes it."""
     path = problem.path
-    error = ConfigError(problem.message, hint=problem.hint, path=path)
     prefixes = [path[:size] for size in range(len(path), -1, -1)]
     if argument := next((origins[p] for p in prefixes if p in origins), None):
-        return replace(error, argument=argument)
+        return replace(problem, argument=argument)
+    message = problem.message
     if problem.of == "block":
         inside = [a for p, a in origins.items() if p[: len(path)] == path]
-        note = f" (with argument '{inside[0]}')" if inside else ""
-        error = replace(error, message=error.message + note)
+        message += f" (with argument '{inside[0]}')" if inside else ""
     # A missing top-level key has no line in the file.
     table = document.values if problem.of == "value" else document.keys
     positions = (table.get(p) or document.values.get(p) for p in prefixes if p)
-    return replace(error, place=next(filter(None, positions), None))
+    place = next(filter(None, positions), None)
+    return replace(problem, message=message, place=place)

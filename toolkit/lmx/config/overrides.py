@@ -4,20 +4,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import ConfigError, KeyPath, address
+from ..errors import UserError
+from .errors import KeyPath, Problem, address
 from .key_hints import key_hint
 from .yaml_io import read
 
 # The text `key=value`, whose value is YAML, or a key and a value.
 Override = str | tuple[str, Any]
-
-
-class _BadOverride(Exception):
-    """An argument that does not fit the recipe."""
-
-    def __init__(self, message: str, hint: str | None = None):
-        super().__init__(message)
-        self.hint = hint
 
 
 def shown(override: Override) -> str:
@@ -32,7 +25,7 @@ def shown(override: Override) -> str:
 
 def merge(
     data: dict, overrides: Sequence[Override]
-) -> tuple[dict[KeyPath, str], list[ConfigError]]:
+) -> tuple[dict[KeyPath, str], list[Problem]]:
     """Set the value of every override in `data`, in place.
 
     `stages.train.steps` sets a key of the only train stage, `stages.2.train.steps` of
@@ -46,28 +39,28 @@ def merge(
     for override in overrides:
         argument = shown(override)
         try:
-            key, value = _parse(override) if isinstance(override, str) else override
-            origins |= dict.fromkeys(_set(data, key, value), argument)
-        except _BadOverride as error:
-            errors.append(ConfigError(str(error), hint=error.hint, argument=argument))
+            origins |= dict.fromkeys(_set(data, override), argument)
+        except UserError as error:
+            errors.append(Problem((), error.message, error.hint, argument=argument))
     return origins, errors
 
 
-def _parse(argument: str) -> tuple[str, Any]:
-    """The key and the value of `key=value`."""
-    key, equals, text = argument.partition("=")
-    if not equals:
-        raise _BadOverride("an argument after the recipe must have the form key=value")
-    document = read(text)
-    if document.errors:
-        raise _BadOverride(document.errors[0].message)
-    return key, document.data
+def _set(data: dict, override: Override) -> list[KeyPath]:
+    """Set one value; returns the paths of new blocks and of the value.
 
-
-def _set(data: dict, key: str, value: Any) -> list[KeyPath]:
-    """Set one value; returns the paths of new blocks and of the value."""
-    if not all(key.split(".")):
-        raise _BadOverride("an argument after the recipe must have the form key=value")
+    Raises:
+        UserError: the override does not fit the recipe.
+    """
+    if isinstance(override, str):
+        key, equals, text = override.partition("=")
+        document = read(text)
+        value, errors = document.data, document.errors
+    else:
+        (key, value), equals, errors = override, "=", []
+    if not (equals and all(key.split("."))):
+        raise UserError("an argument after the recipe must have the form key=value")
+    if errors:
+        raise UserError(errors[0].message)
     block: Any = data
     path: KeyPath = ()
     created = []
@@ -90,12 +83,12 @@ def _key_or_index(block: Any, step: str, path: KeyPath) -> str | int:
     if isinstance(block, dict):
         return step
     if not isinstance(block, list):
-        raise _BadOverride(
+        raise UserError(
             f"'{above}' is a value, not a block; set all of it: {above}={{...}}"
         )
     # Python reads no number of more than 4,300 digits.
     if not step.isdecimal() or not 1 <= int(step[:9]) <= len(block):
-        raise _BadOverride(f"'{above}' has the entries 1 to {len(block)}, got '{step}'")
+        raise UserError(f"'{above}' has the entries 1 to {len(block)}, got '{step}'")
     return int(step) - 1
 
 
@@ -111,13 +104,13 @@ def _with_stage_number(steps: list[str], stages: Any) -> list[str]:
             # It would add a second kind to the stage.
             hint = f"its keys begin with stages.{int(kind)}.{keys[0]}"
             message = f"stage {int(kind)} is '{keys[0]}', not '{steps[2]}'"
-            raise _BadOverride(message, hint)
+            raise UserError(message, hint=hint)
         return steps
     numbers = [n for n, keys in entries.items() if kind in keys]
     if not numbers:
         hint = key_hint(kind, {key for keys in entries.values() for key in keys})
-        raise _BadOverride(f"this recipe has no stage '{kind}'", hint)
+        raise UserError(f"this recipe has no stage '{kind}'", hint=hint)
     if len(numbers) > 1:
         which = " or ".join(f"stages.{n}.{kind}" for n in numbers)
-        raise _BadOverride(f"{len(numbers)} stages are '{kind}': use {which}")
+        raise UserError(f"{len(numbers)} stages are '{kind}': use {which}")
     return ["stages", str(numbers[0]), *steps[1:]]

@@ -37,30 +37,27 @@ _NOTHING = (
 _WORD = r"[^\s#\"',;}\])]"
 _CREDENTIAL = r"[A-Za-z0-9._~+/=-]"
 _HAS_DIGIT = rf"(?={_CREDENTIAL}{{0,99}}[0-9])"
-_KEYS = (_SECRET_NAME, _TOKEN_NAME)
-_SECRETS = [
-    (re.compile(f"(?P<name>{name}){value}"), replacement, name in _KEYS)
-    for name, value, replacement in [
-        (r"(?<![A-Za-z0-9])", f"(?:{'|'.join(_FORMS)})(?![A-Za-z0-9])", REDACTED),
-        (_WANDB, r"(?P<quote>[\"']?)[0-9a-f]{40}(?![0-9a-f])", REDACTED),
-        (_SECRET_NAME, rf"\"{_NOTHING}[^\"\n]+\"", f'"{REDACTED}"'),
-        (_SECRET_NAME, rf"'{_NOTHING}[^'\n]+'", f"'{REDACTED}'"),
-        (_SECRET_NAME, rf"{_NOTHING}{_WORD}{{3,}}(?: {_WORD}+)*", REDACTED),
-        (
-            _TOKEN_NAME,
-            rf"(?P<quote>[\"']?){_NOTHING}"
-            rf"(?:{_HAS_DIGIT}{_CREDENTIAL}{{6,}}|{_CREDENTIAL}{{20,}})",
-            REDACTED,
-        ),
-        (
-            _BEARER,
-            rf"{_NOTHING}(?:{_HAS_DIGIT}{_CREDENTIAL}{{8,}}|{_CREDENTIAL}{{20,}})",
-            REDACTED,
-        ),
-        (_BASIC, rf"{_NOTHING}{_CREDENTIAL}{{8,}}", REDACTED),
-        (_URL_USER, r"[^\s/@:]+(?=@)", REDACTED),
-    ]
-]
+# What is kept, and the secret behind it.
+_TOKENS = {
+    r"(?<![A-Za-z0-9])": f"(?:{'|'.join(_FORMS)})(?![A-Za-z0-9])",
+    rf"{_WANDB}[\"']?": r"[0-9a-f]{40}(?![0-9a-f])",
+    _BEARER: rf"{_NOTHING}(?:{_HAS_DIGIT}{_CREDENTIAL}{{8,}}|{_CREDENTIAL}{{20,}})",
+    _BASIC: rf"{_NOTHING}{_CREDENTIAL}{{8,}}",
+    _URL_USER: r"[^\s/@:]+(?=@)",
+}
+# The same for the values of keys.
+_VALUES = {
+    rf"{_SECRET_NAME}\"": rf"{_NOTHING}[^\"\n]+(?=\")",
+    rf"{_SECRET_NAME}'": rf"{_NOTHING}[^'\n]+(?=')",
+    _SECRET_NAME: rf"{_NOTHING}{_WORD}{{3,}}(?: {_WORD}+)*",
+    rf"{_TOKEN_NAME}[\"']?": (
+        rf"{_NOTHING}(?:{_HAS_DIGIT}{_CREDENTIAL}{{6,}}|{_CREDENTIAL}{{20,}})"
+    ),
+}
+_IN_MESSAGES, _IN_YAML = (
+    [re.compile(f"({kept}){secret}") for kept, secret in table.items()]
+    for table in (_TOKENS, _TOKENS | _VALUES)
+)
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 
 
@@ -73,11 +70,8 @@ def redact(text: str, *, keys: bool = True) -> str:
         keys: also the value of a key such as `password:`. Not in a message, which may
             begin with a path of this name.
     """
-    for pattern, replacement, is_key in _SECRETS:
-        quote = "quote" in pattern.groupindex
-        kept = r"\g<name>\g<quote>" if quote else r"\g<name>"
-        if keys or not is_key:
-            text = pattern.sub(kept + replacement, text)
+    for pattern in _IN_YAML if keys else _IN_MESSAGES:
+        text = pattern.sub(rf"\1{REDACTED}", text)
     return text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ..errors import MAX_VALUE, shorten
-from .errors import ConfigError, KeyPath, SourcePosition
+from .errors import KeyPath, Problem, SourcePosition
 
 TAG = "tag:yaml.org,2002:"
 # More than any recipe needs. An alias counts as all that it stands for.
@@ -17,19 +17,28 @@ MAX_VALUES, MAX_DEPTH = 100_000, 50
 # MLX counts in 32 bits, and no quantity of a recipe is larger.
 MAX_NUMBER = 2**32 - 1
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
+TOO_LARGE = f"the recipe has more than {MAX_VALUES:,} values"
 # PyYAML takes the first match in this order.
 SCALARS = {
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "int": (r"[-+]?(0|[1-9][0-9_]*)", list("-+0123456789")),
-    "float": (
-        r"[-+]?(\.[0-9]+|(0|[1-9][0-9_]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9_]*)",
+    "float": r"[-+]?(\.[0-9]+|(0|[1-9][0-9_]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
+PARSERS = {
+    "str": str,
+    "null": lambda text: None,
+    "bool": lambda text: {"true": True, "false": False}.get(text.lower(), text),
+    "int": int,
+    "float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
+}
+# Words that YAML 1.1 reads as booleans. Here they are text, except where the schema has
+# a boolean.
+SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 MESSAGES = {
     TOO_DEEP: TOO_DEEP,
+    TOO_LARGE: TOO_LARGE,
     r"character '\t'": "a tab: YAML is indented with spaces",
     "expected <block end>": "the indentation does not match the lines above",
     "could not find expected ':'": "expected the form `key: value`",
@@ -60,15 +69,9 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes text which YAML 1.1 or `read` takes for another type."""
 
 
-for _name, (_pattern, _first) in SCALARS.items():
+for _name, _pattern in SCALARS.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(
-            TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first
-        )
-
-
-class _TooLarge(Exception):
-    """A recipe has too many values."""
+        _class.add_implicit_resolver(TAG + _name, re.compile(f"^(?:{_pattern})$"), None)
 
 
 @dataclass
@@ -86,21 +89,19 @@ class Document:
     data: Any = None
     keys: dict[KeyPath, SourcePosition] = field(default_factory=dict)
     values: dict[KeyPath, SourcePosition] = field(default_factory=dict)
-    errors: list[ConfigError] = field(default_factory=list)
+    errors: list[Problem] = field(default_factory=list)
     invalid: list[KeyPath] = field(default_factory=list)
-    _count: int = 0
 
     def _build(
         self, node: yaml.Node, path: KeyPath, above: tuple[int, ...] = ()
     ) -> Any:
         self.values[path] = _position(node.start_mark)
-        self._count += 1
-        if self._count > MAX_VALUES:
-            raise _TooLarge
+        if len(self.values) > MAX_VALUES:
+            raise yaml.MarkedYAMLError(problem=TOO_LARGE, problem_mark=node.start_mark)
         if id(node) in above:
-            return self._invalid_value(node, path, "an alias cannot contain itself")
+            return self._refuse(node, "an alias cannot contain itself", path)
         if len(above) >= MAX_DEPTH:
-            return self._invalid_value(node, path, TOO_DEEP)
+            return self._refuse(node, TOO_DEEP, path)
         above = (*above, id(node))
         match node.tag.removeprefix(TAG), node:
             case "map", yaml.MappingNode():
@@ -108,21 +109,21 @@ class Document:
             case "seq", yaml.SequenceNode():
                 items = enumerate(node.value)
                 return [self._build(item, (*path, i), above) for i, item in items]
-            case ("str" | "null" | "bool" | "int" | "float") as kind, yaml.ScalarNode():
+            case kind, yaml.ScalarNode() if kind in PARSERS:
                 return self._scalar(kind, node, path)
         tag = node.tag.replace(TAG, "!!")
-        return self._invalid_value(node, path, f"the tag {tag} is not plain data")
+        return self._refuse(node, f"the tag {tag} is not plain data", path)
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, above: tuple) -> dict:
         built: dict[str, Any] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                self._add_error(key, "a key must be text, not a list or a block")
+                self._refuse(key, "a key must be text, not a list or a block")
             elif fault := text_fault(key.value):
-                self._add_error(key, fault)
+                self._refuse(key, fault)
             elif key.value in built:
                 first = self.keys[(*path, key.value)]
-                self._add_error(
+                self._refuse(
                     key,
                     f"duplicate key '{key.value}', "
                     f"already given at {first.line}:{first.column}",
@@ -134,31 +135,22 @@ class Document:
         return built
 
     def _scalar(self, kind: str, node: yaml.ScalarNode, path: KeyPath) -> Any:
-        text, value = node.value, node.value
-        fault = text_fault(text)
+        if fault := text_fault(node.value):
+            return self._refuse(node, fault, path)
         try:
-            if kind == "null":
-                value = None
-            elif kind == "bool":
-                value = {"true": True, "false": False}.get(text.lower(), text)
-            elif kind == "int":
-                value = int(text)
-            elif kind == "float":
-                words = text.lower().replace(".inf", "inf").replace(".nan", "nan")
-                value = float(words)
-            if kind in ("int", "float") and MAX_NUMBER < abs(value) < math.inf:
-                fault = f"a number is at most {MAX_NUMBER:,}"
+            value = PARSERS[kind](node.value)
         except ValueError:
-            fault = fault or f"{shorten(text, MAX_VALUE)!r} does not match its tag"
-        return self._invalid_value(node, path, fault) if fault else value
+            fault = f"{shorten(node.value, MAX_VALUE)!r} does not match its tag"
+            return self._refuse(node, fault, path)
+        if kind in ("int", "float") and MAX_NUMBER < abs(value) < math.inf:
+            fault = f"a number is at most {MAX_NUMBER:,}"
+            return self._refuse(node, fault, path)
+        return value
 
-    def _invalid_value(self, node: yaml.Node, path: KeyPath, message: str) -> None:
-        self.invalid.append(path)
-        self._add_error(node, message, path)
-
-    def _add_error(self, node: yaml.Node, message: str, path: KeyPath = ()) -> None:
-        place = _position(node.start_mark)
-        self.errors.append(ConfigError(message, place, path=path))
+    def _refuse(self, node: yaml.Node, fault: str, path: KeyPath | None = None) -> None:
+        """Add an error about the value at `path`; None = about a key."""
+        self.invalid += [] if path is None else [path]
+        self.errors.append(Problem(path or (), fault, place=_position(node.start_mark)))
 
 
 def read(text: str) -> Document:
@@ -166,21 +158,22 @@ def read(text: str) -> Document:
     document = Document()
     try:
         node = yaml.compose(text, Loader=_Loader)
+        document.data = node and document._build(node, ())
     except yaml.MarkedYAMLError as error:
-        document.errors.append(_syntax(error))
+        problem = str(error.problem)
+        messages = (text for part, text in MESSAGES.items() if part in problem)
+        # An unclosed quote or bracket: report where it was opened.
+        opened = error.context_mark if UNCLOSED.search(problem) else None
+        place = _position(opened or error.problem_mark or error.context_mark)
+        message = next(messages, f"not YAML: {problem}")
+        document.errors.append(Problem((), message, place=place))
     except yaml.reader.ReaderError as error:
-        before = text[: error.position]
-        line = before.count("\n") + 1
-        place = SourcePosition(line, error.position - (before.rfind("\n") + 1) + 1)
-        document.errors.append(ConfigError("a control character is not allowed", place))
+        *above, line = text[: error.position].split("\n")
+        place = SourcePosition(len(above) + 1, len(line) + 1)
+        message = "a control character is not allowed"
+        document.errors.append(Problem((), message, place=place))
     except RecursionError:
-        document.errors.append(ConfigError(TOO_DEEP))
-    else:
-        try:
-            document.data = node and document._build(node, ())
-        except _TooLarge:
-            message = f"the recipe has more than {MAX_VALUES:,} values"
-            document.errors.append(ConfigError(message, _position(node.start_mark)))
+        document.errors.append(Problem((), TOO_DEEP))
     return document
 
 
@@ -218,12 +211,3 @@ def text_fault(text: str) -> str | None:
 
 def _position(mark: yaml.Mark) -> SourcePosition:
     return SourcePosition(mark.line + 1, mark.column + 1)
-
-
-def _syntax(error: yaml.MarkedYAMLError) -> ConfigError:
-    problem = str(error.problem)
-    # An unclosed quote or bracket: report where it was opened.
-    opened = error.context_mark if UNCLOSED.search(problem) else None
-    place = _position(opened or error.problem_mark or error.context_mark)
-    messages = (text for part, text in MESSAGES.items() if part in problem)
-    return ConfigError(next(messages, f"not YAML: {problem}"), place)
