@@ -11,12 +11,13 @@ is named, unless the keys that it reads imply the value.
 """
 
 import copy
+import inspect
 import math
 import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING
 from typing import Any, Union, get_args, get_origin
 
@@ -70,8 +71,8 @@ DEFINING = re.compile(r"theta|eps$|epsilon|_base")
 HARMLESS = re.compile(
     r"^_|^is_|^transformers|token_ids?$|token_index$|initializer|_init|dropout|_drop$|"
     r"pdrop$|loss|aux|"
-    r"dtype|^(output|return|cache|use_cache|unsloth|quantiz|mtp|mlx)|_version$|"
-    r"^(architectures|auto_map|id2label|label2id|problem_type|pretraining_tp|ep_size|"
+    r"dtype|logits_to_keep|chunk_size|^use_(mamba|associative)|^(output|return|cache|use_cache|unsloth|quantiz|mtp|mlx)|_version$|"
+    r"^(max_seq_len|architectures|auto_map|id2label|label2id|problem_type|pretraining_tp|ep_size|"
     r"model_type|model_file|kv_bits|max_window_layers|num_nextn_predict_layers|"
     r"rope_parameters|attn_implementation|task_specific_params|model_max_length)$|"
     r"^(vision|audio|image|video|talker|generation)"
@@ -85,15 +86,62 @@ COMPUTED: dict[str, Callable[[Any], Any]] = {
     "shared_intermediate_size": lambda _: 0,
     **dict.fromkeys(("mlp_bias", "post_norm"), lambda _: False),
     "qk_norm": lambda _: True,
+    "n_ctx": lambda config: config.n_positions,
+    "block_dim": lambda config: config.hidden_size,
+}
+
+
+def _neutral_scaling(block: dict, _: Any) -> dict:
+    """mlx-lm's code needs a scaling; this one changes nothing."""
+    if block.get(SCALING):
+        return {}
+    return {SCALING: {"type": "default", "factor": 1.0, ORIGINAL: block[POSITIONS]}}
+
+
+def _interval(key: str) -> Callable[[dict, Any], dict]:
+    """`key` is the number of layers from one with full attention to the next."""
+
+    def read(_: dict, reference: Any) -> dict:
+        is_full = [kind == "full_attention" for kind in reference.layer_types]
+        period = [*is_full, True].index(True) + 1
+        is_regular = is_full == [n % period == 0 for n in range(1, len(is_full) + 1)]
+        return {key: period} if is_regular else {}
+
+    return read
+
+
+# Values that mlx-lm's code reads otherwise than transformers, by `model_type`.
+ADAPTED: dict[str | None, Callable[[dict, Any], dict]] = {
+    **dict.fromkeys(("deepseek_v2", "minicpm3"), _neutral_scaling),
+    **dict.fromkeys(("cohere2", "gemma3_text"), _interval("sliding_window_pattern")),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        _interval("full_attention_interval"),
+    ),
+    "gpt_bigcode": lambda _, config: {"n_inner": config.n_inner or 4 * config.n_embd},
+    "exaone4": lambda _, config: {
+        "sliding_window_pattern": "".join(
+            "L" if kind == "sliding_attention" else "G" for kind in config.layer_types
+        )
+    },
+    "granitemoehybrid": lambda block, config: {
+        "layer_types": [
+            "mamba" if kind in ("mamba", "linear_attention") else "attention"
+            for kind in config.layer_types
+        ],
+        "position_embedding_type": block.get("position_embedding_type") or "nope",
+    },
 }
 # Entries of RoPE that mlx-lm reads; of images are those that start with `mrope`.
 ROPE = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
 SCALED = {
-    *("factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    *("attention_factor", "truncate", "factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     *("low_freq_factor", "high_freq_factor"),
 }
 LONG_SCALED = {"short_factor", "long_factor", "short_mscale", "long_mscale", "factor"}
 
+# Keys that change nothing in texts that are shorter than their value.
+WINDOWS = {"sliding_window", "use_sliding_window"}
 OFF, POSITIONS = (False, [], {}), "max_position_embeddings"
 Classes = Callable[[dict], tuple[type, type]]
 
@@ -276,14 +324,16 @@ def _shown(value: Any) -> str:
 def complete(config: dict, arguments: type, classes: Classes, place: str) -> dict:
     """The config with the values that transformers gives to keys that are left out.
 
-    Both these keys and keys that mlx-lm ignores are named in a warning.
+    These keys, and keys that mlx-lm ignores and transformers does not know, are named
+    in a warning.
 
     Args:
         arguments: mlx-lm's `ModelArgs` of the config.
         classes: mlx-lm's choice of a model's classes by its config.
 
     Raises:
-        UserError: a key is left out whose value nobody knows.
+        UserError: a key is left out whose value nobody knows, or mlx-lm ignores a key
+            that transformers reads.
     """
     text = config.get("text_config")
     if "text_config" not in arguments.__dataclass_fields__ or not text:
@@ -302,6 +352,9 @@ def complete(config: dict, arguments: type, classes: Classes, place: str) -> dic
 
 def _complete(block: dict, arguments: type, place: str) -> dict:
     fields, reference = arguments.__dataclass_fields__, _transformers_config(block)
+    adapt = ADAPTED.get(block.get("model_type")) if reference else None
+    adapted = adapt(block, reference) if adapt else {}
+    block = block | adapted
     defaults, found = {}, {}
     for name, field in fields.items():
         is_given = name in block or name == "model_type"
@@ -318,7 +371,7 @@ def _complete(block: dict, arguments: type, place: str) -> dict:
         if value is not MISSING and (is_alias or not FROM_WEIGHTS.search(name)):
             is_implied = is_alias or isinstance(value, list) or HARMLESS.search(name)
             (found if is_implied else defaults)[name] = value
-        elif is_required and reference and name in COMPUTED:
+        elif reference and name in COMPUTED and field.default is not None:
             found[name] = COMPUTED[name](reference)
         elif reference is None and DEFINING.search(name) and not is_required:
             raise UserError(
@@ -331,28 +384,50 @@ def _complete(block: dict, arguments: type, place: str) -> dict:
         text = f"the config leaves these to transformers' defaults: {values}"
         warnings.warn(f"{place}: {text}", stacklevel=2)
     block = block | defaults | found
-    if unread := _unread(block, fields, reference):
+    # What is adapted comes from these.
+    read = _read(arguments) | ({"layer_types"} if adapted else set())
+    if unread := _unread(block, read, reference):
         text = f"mlx-lm's {block.get('model_type')} does not read {', '.join(unread)}"
+        known = getattr(reference, "__dataclass_fields__", {}).keys() - WINDOWS
+        known |= {"rope_theta", LOCAL} if "rope_parameters" in known else set()
+        if known & set(unread):
+            raise UserError(
+                f"{text}, and would compute something else",
+                place=place,
+                hint="transformers reads it; lmx cannot load this model",
+            )
         warnings.warn(f"{place}: {text}", stacklevel=2)
     return block
 
 
-def _unread(block: dict, fields: dict, reference: Any) -> list[str]:
+def _read(arguments: type) -> set[str]:
+    """The keys that mlx-lm's code names, apart from their declarations."""
+    module = sys.modules[arguments.__module__]
+    modules = {inspect.getmodule(value) for value in vars(module).values()} | {module}
+    modules = [m for m in modules if m and m.__name__.startswith("mlx_lm.")]
+    used = re.findall(r"""[."'](\w+)""", "".join(map(inspect.getsource, modules)))
+    return arguments.__dataclass_fields__.keys() & set(used)
+
+
+def _unread(block: dict, read: Collection[str], reference: Any) -> list[str]:
     """Keys that may change predictions, and that mlx-lm's model ignores."""
-    own = {k: v for k, v in block.items() if k not in fields and v is not None}
+    own = {k: v for k, v in block.items() if k not in read and v is not None}
     implied = _transformers_config({k: v for k, v in block.items() if k not in own})
-    unread = set() if "rope_parameters" in fields else _unread_scaling(block)
-    neutral = {"partial_rotary_factor": 1, LOCAL: block.get("rope_theta")}
+    unread = set() if "rope_parameters" in read else _unread_scaling(block)
+    neutral = {"partial_rotary_factor": 1}
     neutral |= {"hidden_act": _transformers_value(implied, "hidden_activation")}
     # mlx-lm's Mistral has windows only in the layers that `layer_types` names.
     window, positions = (block.get(k) for k in ("sliding_window", POSITIONS))
-    if "layer_types" in fields and not block.get("layer_types") and window:
+    if "layer_types" in read and not block.get("layer_types") and window:
         unread |= {"sliding_window"} if window < (positions or 0) else set()
     for key, given in own.items():
-        is_harmless = HARMLESS.search(key) or FROM_WEIGHTS.search(key)
-        # Older files give the types of layers twice.
-        is_pattern = key == "layer_types" and block.get("sliding_window_pattern")
-        if is_harmless or is_pattern or key.endswith(POSITIONS):
+        is_harmless = re.search(f"{HARMLESS.pattern}|{FROM_WEIGHTS.pattern}|^{SCALING}$|^num_key_value_heads$", key)
+        is_long = key in WINDOWS and type(given) is int and given >= (positions or given)
+        if is_harmless or is_long or key.endswith(POSITIONS):
+            continue
+        if key == LOCAL or "rope_parameters" in read and key == "rope_theta":
+            is_used = given == block.get("rope_theta") or "rope_parameters" in read
+            unread |= set() if is_used else {key}
             continue
         # An unknown switch that is off changes nothing.
         usual = _transformers_value(implied, key, given if given in OFF else MISSING)
