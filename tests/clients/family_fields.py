@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import mlx_lm.models
 import torch
 from mlx_lm.utils import MODEL_REMAPPING
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -46,9 +46,10 @@ SMALL = {
     "ffn_hidden_size": 48,
     # Latent attention.
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "index_head_dim"), 8),
+    "qk_rope_head_dim": 8,
+    "index_head_dim": 16,
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 8),
-    "index_n_heads": 2,
+    "index_n_heads": 32,
     "index_topk": 64,
     # State spaces and linear attention.
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), 8),
@@ -81,9 +82,34 @@ SMALL = {
 }
 WINDOWED = ["sliding_attention", "full_attention"]
 MIXED = ["linear_attention", "full_attention"]
-LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite")
-LATENT += ("glm_moe_dsa", "longcat_flash", "minicpm3")
+
+
+def families() -> list[str]:
+    known = [module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)]
+    both = {*known, *MODEL_REMAPPING} & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    return sorted(both)
+
+
+# A language part in a model of images: what the names of its tensors begin with.
+WRAPPED = dict.fromkeys(
+    ("gemma4", "qwen3_5", "qwen3_5_moe", "llama4"), "model.language_"
+)
+WRAPPED["gemma3"] = "language_model."
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "minicpm3")
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+ALTERNATING = ("gemma3_text", "cohere2", "gemma3", "olmo3", "afmoe", "exaone4")
 OWN = {
+    **{name: {"num_key_value_heads": 4} for name in LATENT},
+    **{name: {"layer_types": MIXED} for name in HYBRID},
+    **{name: {"layer_types": WINDOWED} for name in ALTERNATING},
+    **{
+        name: {
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 8,
+        }
+        for name in ("llama4", "llama4_text")
+    },
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 1e4},
@@ -93,44 +119,47 @@ OWN = {
         "num_hidden_layers": 4,
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "conv1d_width": 4},
-    "minimax": {"layer_types": MIXED},
-    "qwen3_next": {"layer_types": MIXED},
-    "qwen3_5": {"layer_types": MIXED},
-    "qwen3_5_moe": {"layer_types": MIXED},
-    "olmo_hybrid": {"layer_types": MIXED},
+    "recurrent_gemma": {
+        "block_types": ["recurrent", "attention"],
+        "conv1d_width": 4,
+        "num_key_value_heads": 1,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "jamba": {
-        "attn_layer_offset": 1,
-        "attn_layer_period": 2,
-    },
-    **dict.fromkeys(LATENT, {"num_key_value_heads": 4}),
-    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), {"layer_types": MIXED, "num_key_value_heads": 4}),
-    **dict.fromkeys(
-        ("gemma3_text", "cohere2", "gemma3", "olmo3", "afmoe", "mimo_v2_flash"),
-        {"layer_types": WINDOWED},
-    ),
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "gpt_neox": {"intermediate_size": 128},
-    "gemma3n": {
-        "num_hidden_layers": 4,
-        "layer_types": 2 * WINDOWED,
-        "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-    },
     "laguna": {"gating": True},
     "deepseek_v2": {"num_key_value_heads": 4, "norm_topk_prob": False},
     "qwen2_moe": {"norm_topk_prob": False},
     "mamba2": {"head_dim": 16},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
 }
-
-
-def families() -> list[str]:
-    known = [module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)]
-    both = {*known, *MODEL_REMAPPING} & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    return sorted(both)
-
+OTHER_LAYOUT = "transformers' config and tensors have another layout than mlx-lm's"
+# Families of both programs that are not compared, and why.
+NOT_COMPARED = {
+    "bitnet": "mlx-lm reads packed weights of 2 bits only",
+    "gemma3n": "transformers writes no keys and values of layers that share them",
+    "gemma4_unified": "mlx-lm has no class of its language part",
+    "minimax": "mlx-lm has the code of MiniMax M2 under this name",
+    "olmo": "mlx-lm needs the package ai2-olmo",
+    **dict.fromkeys(
+        (
+            *("bailing_hybrid", "exaone_moe", "glm_moe_dsa", "kimi_linear"),
+            *("longcat_flash", "mimo_v2_flash", "nanochat", "olmo_hybrid"),
+            "solar_open",
+        ),
+        OTHER_LAYOUT,
+    ),
+}
+# mlx-lm has the other approximation of GELU, or rounds the scale of embeddings;
+# transformers limits the steps of Nemotron H on a CPU, and not elsewhere.
+ROUGH = dict.fromkeys(
+    (
+        *("gemma", "gemma3", "gemma3_text", "gpt_bigcode", "gpt_neox", "starcoder2"),
+        *("recurrent_gemma", "nemotron_h"),
+    ),
+    4e-3,
+)
 
 # Values that the type of a field does not give.
 OTHER = {
@@ -176,10 +205,11 @@ ROPES = {
     "mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
     "beta": YARN | {"beta_fast": 8, "beta_slow": 2},
 }
-# Of tasks, of training and of the library.
-NOT_COMPARED = {field.name for field in dataclasses.fields(PreTrainedConfig)} | {
+# Of tasks, of training, of the library and of its code for CPUs.
+NO_TRIALS = {field.name for field in dataclasses.fields(PreTrainedConfig)} | {
     *("vocab_size", "initializer_range", "use_cache", "output_router_logits"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
+    *("time_step_min", "time_step_max", "use_mamba_kernels", "chunk_size"),
 }
 
 
@@ -201,7 +231,7 @@ def variants(family: str) -> Iterator[tuple[str, dict]]:
     defaults = text_class(family)(**settings)
     for field in dataclasses.fields(text_class(family)):
         name, value = field.name, getattr(defaults, field.name, None)
-        if name in NOT_COMPARED:
+        if name in NO_TRIALS:
             continue
         if name == "rope_parameters":
             for rope, changes in ROPES.items() if value else ():

@@ -4,7 +4,7 @@ A repair replaces a method of a class of mlx-lm when the first such model is bui
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,133 +44,127 @@ def _with_whole_windows(make_cache: Callable) -> Callable:
     return call
 
 
-def _with_all_multipliers(sanitize: Callable) -> Callable:
-    """Falcon H1 multiplies the input of attention, which keys and values share."""
-
-    def call(self, weights):
-        new = sanitize(self, weights)
-        # A checkpoint that mlx-lm has written holds the products.
-        for name in new if new is not weights else ():
-            if name.endswith("k_proj.weight"):
-                new[name] *= self.args.key_multiplier
-            elif name.endswith("v_proj.weight"):
-                new[name] *= self.args.attention_in_multiplier
-        return new
-
-    return call
-
-
-def _with_softmax_of_all(_: Callable) -> Callable:
-    """Jamba's weights of experts are not normalized among the chosen ones."""
+def _with_all_scores(experts: Callable) -> Callable:
+    """Jamba's weights of the chosen experts are not normalized to 1."""
 
     def call(self, x):
         scores = mx.softmax(self.router(x), axis=-1, precise=True)
-        k = self.num_experts_per_tok
-        chosen = mx.stop_gradient(mx.argpartition(-scores, kth=k - 1, axis=-1)[..., :k])
-        weights = mx.take_along_axis(scores, chosen, axis=-1)
-        return (self.switch_mlp(x, chosen) * weights[..., None]).sum(axis=-2)
+        chosen = mx.sort(scores, axis=-1)[..., -self.num_experts_per_tok :]
+        return experts(self, x) * chosen.sum(axis=-1, keepdims=True)
 
     return call
 
 
-def _with_selection_bias(_: Callable) -> Callable:
-    """ERNIE chooses its experts with a bias, as DeepSeek does."""
-
-    def call(self, x):
-        scores = self.gate_act(self.gate(x).astype(mx.float32))
-        biased = -scores - self.e_score_correction_bias
-        chosen = mx.stop_gradient(mx.argpartition(biased, kth=self.k - 1, axis=-1))
-        chosen = chosen[..., : self.k]
-        weights = mx.take_along_axis(scores, chosen, axis=-1)
-        weights /= mx.maximum(weights.sum(axis=-1, keepdims=True), self.norm_min)
-        y = self.switch_mlp(x, chosen)
-        y = (y * weights[..., None]).sum(axis=-2).astype(y.dtype)
-        return y if self.shared_experts is None else y + self.shared_experts(x)
-
-    return call
-
-
-def _keeping_selection_bias(sanitize: Callable) -> Callable:
-    def call(self, weights):
-        biases = {
-            name.replace(".moe_statics", ""): weights[name].reshape(-1)
-            for name in weights
-            if name.endswith("e_score_correction_bias") and "mtp" not in name
-        }
-        return sanitize(self, weights) | biases
-
-    return call
-
-
-def _with_groups(_: Callable) -> Callable:
+def _by_group(_: Callable) -> Callable:
     """Mamba 2 normalizes each group of its heads."""
 
-    def call(self, hidden_states, gate=None):
-        if gate is not None:
-            hidden_states = nn.silu(gate) * hidden_states
-        groups = mx.unflatten(hidden_states, -1, (self.groups, -1))
-        return self.weight * mx.flatten(mx.fast.rms_norm(groups, None, self.eps), -2)
+    def call(self, x, gate=None):
+        x = x if gate is None else nn.silu(gate) * x
+        groups = x.reshape(*x.shape[:-1], self.groups, -1)
+        return self.weight * mx.fast.rms_norm(groups, None, self.eps).reshape(x.shape)
 
     return call
 
 
-def _without_prefix(sanitize: Callable) -> Callable:
-    """transformers writes the names of GPT-2 with a prefix that its authors omit."""
+def _with_scaled_logits(model: Callable) -> Callable:
+    """MiniCPM 3 scales its logits with a tied head too."""
 
-    def call(self, weights):
-        names = {name: name.removeprefix("transformer.") for name in weights}
-        return sanitize(self, {names[name]: w for name, w in weights.items()})
-
-    return call
-
-
-def _with_dense_experts(sanitize: Callable) -> Callable:
-    """The experts of gpt-oss in 16 bits are [inputs, outputs], without a suffix."""
-
-    def call(self, weights):
-        dense = [n for n in weights if n.endswith(("gate_up_proj", "experts.down_proj"))]
-        renamed = {f"{n}.weight": weights[n].swapaxes(-1, -2) for n in dense}
-        kept = {n: w for n, w in weights.items() if n not in dense}
-        return sanitize(self, kept | renamed)
+    def call(self, *inputs, **options):
+        args, logits = self.args, model(self, *inputs, **options)
+        is_tied = args.tie_word_embeddings
+        return logits * (args.dim_model_base / args.hidden_size if is_tied else 1)
 
     return call
+
+
+class BiasedScores(nn.Module):
+    """The scores of the experts that are chosen with a bias, zeros for the others."""
+
+    def __init__(self, act: Callable, num_experts: int, k: int) -> None:
+        super().__init__()
+        self.act, self.k = act, k
+        self.e_score_correction_bias = mx.zeros(num_experts)
+
+    def __call__(self, gates: mx.array) -> mx.array:
+        scores = self.act(gates)
+        biased = mx.stop_gradient(scores + self.e_score_correction_bias)
+        return mx.where(biased >= mx.sort(biased)[..., -self.k, None], scores, 0)
+
+
+def _tensors(change: Callable) -> tuple[str, Callable]:
+    """A replacement of `sanitize` by a function of it, of the model and the tensors."""
+    return (
+        "sanitize",
+        lambda original: (
+            lambda self, weights: change(partial(original, self), self, weights)
+        ),
+    )
+
+
+def _falcon_h1(sanitize: Callable, model: nn.Module, weights: dict) -> dict:
+    """The input of attention is multiplied, and then the keys."""
+    new, args = sanitize(weights), model.args
+    factors = {"k": args.key_multiplier, "v": args.attention_in_multiplier}
+    # A checkpoint that mlx-lm has written holds the products.
+    for name in new if new is not weights else ():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            new[name] *= factors[name[-len("k_proj.weight")]]
+    return new
+
+
+def _ernie4_5_moe(sanitize: Callable, _: nn.Module, weights: dict) -> dict:
+    end = "e_score_correction_bias"
+    return sanitize(weights) | {
+        name.replace("moe_statics", "gate_act"): value.reshape(-1)
+        for name, value in weights.items()
+        if name.endswith(end) and "mtp" not in name
+    }
+
+
+def _gpt_oss(sanitize: Callable, _: nn.Module, weights: dict) -> dict:
+    """Experts in 16 bits are [inputs, outputs], and have no suffix."""
+    ends = ("gate_up_proj", "experts.down_proj")
+    return sanitize(
+        {
+            f"{name}.weight" if name.endswith(ends) else name: (
+                value.swapaxes(-1, -2) if name.endswith(ends) else value
+            )
+            for name, value in weights.items()
+        }
+    )
+
+
+def _gpt2(sanitize: Callable, _: nn.Module, weights: dict) -> dict:
+    """transformers writes names with a prefix that the authors omit."""
+    return sanitize({k.removeprefix("transformer."): v for k, v in weights.items()})
 
 
 # The method to replace, by module and class.
 REPAIRS = {
-    ("mlx_lm.models.gemma2", "Attention"): ("__call__", _with_axis_of_groups),
-    ("mlx_lm.models.gemma3n", "LanguageModel"): ("__call__", _with_shared_keys),
-    ("mlx_lm.models.plamo3", "Model"): ("make_cache", _with_whole_windows),
-    ("mlx_lm.models.falcon_h1", "Model"): ("sanitize", _with_all_multipliers),
-    ("mlx_lm.models.jamba", "JambaSparseMoeBlock"): ("__call__", _with_softmax_of_all),
-    ("mlx_lm.models.ernie4_5_moe", "Ernie4_5_MoeMLP"): (
-        "__call__",
-        _with_selection_bias,
-    ),
-    ("mlx_lm.models.ernie4_5_moe", "Model"): ("sanitize", _keeping_selection_bias),
-    ("mlx_lm.models.mamba2", "MambaRMSNormGated"): ("__call__", _with_groups),
-    ("mlx_lm.models.granitemoehybrid", "GraniteMoeHybridRMSNormGated"): (
-        "__call__",
-        _with_groups,
-    ),
-    ("mlx_lm.models.gpt2", "Model"): ("sanitize", _without_prefix),
-    ("mlx_lm.models.gpt_oss", "Model"): ("sanitize", _with_dense_experts),
+    ("gemma2", "Attention"): ("__call__", _with_axis_of_groups),
+    ("gemma3n", "LanguageModel"): ("__call__", _with_shared_keys),
+    ("plamo3", "Model"): ("make_cache", _with_whole_windows),
+    ("jamba", "JambaSparseMoeBlock"): ("__call__", _with_all_scores),
+    ("mamba2", "MambaRMSNormGated"): ("__call__", _by_group),
+    ("granitemoehybrid", "GraniteMoeHybridRMSNormGated"): ("__call__", _by_group),
+    ("minicpm3", "Model"): ("__call__", _with_scaled_logits),
+    ("falcon_h1", "Model"): _tensors(_falcon_h1),
+    ("ernie4_5_moe", "Model"): _tensors(_ernie4_5_moe),
+    ("gpt_oss", "Model"): _tensors(_gpt_oss),
+    ("gpt2", "Model"): _tensors(_gpt2),
 }
-# Values to set in the modules of a class, from the config.
+# Attributes of modules to set from the config, by module and class.
 VALUES = {
-    ("mlx_lm.models.ernie4_5_moe", "Ernie4_5_MoeMLP"): lambda config: {
-        "e_score_correction_bias": mx.zeros(config["moe_num_experts"]),
-        "norm_min": config.get("moe_norm_min", 1e-12),
+    ("ernie4_5_moe", "Ernie4_5_MoeMLP"): lambda module, config: {
+        "gate_act": BiasedScores(module.gate_act, config["moe_num_experts"], module.k)
     },
-    ("mlx_lm.models.mamba2", "MambaRMSNormGated"): lambda config: {
-        "groups": config["n_groups"]
-    },
-    ("mlx_lm.models.granitemoehybrid", "GraniteMoeHybridRMSNormGated"): lambda config: {
+    ("mamba2", "MambaRMSNormGated"): lambda _, config: {"groups": config["n_groups"]},
+    ("granitemoehybrid", "GraniteMoeHybridRMSNormGated"): lambda _, config: {
         "groups": config["mamba_n_groups"]
     },
-    ("mlx_lm.models.glm", "GLMAttention"): lambda config: {
+    ("glm", "GLMAttention"): lambda module, config: {
         "rope": nn.RoPE(
-            int(config["head_dim"] * config.get("partial_rotary_factor", 0.5)),
+            int(module.head_dim * config.get("partial_rotary_factor", 0.5)),
             traditional=True,
             base=config["rope_theta"],
         )
@@ -185,11 +179,10 @@ def repair(model: nn.Module, config: dict) -> None:
         nn.Module.__init__(model)
     for module in model.modules():
         kind = type(module)
-        if values := VALUES.get((kind.__module__, kind.__name__)):
-            for name, value in values(config).items():
-                setattr(module, name, value)
-    for kind in {type(module) for module in model.modules()}:
-        method, fixed = REPAIRS.get((kind.__module__, kind.__name__), ("", None))
+        key = kind.__module__.removeprefix("mlx_lm.models."), kind.__name__
+        for name, value in VALUES.get(key, lambda *_: {})(module, config).items():
+            setattr(module, name, value)
+        method, fixed = REPAIRS.get(key, ("", None))
         original = getattr(kind, method, None)
         if fixed and not hasattr(original, "__wrapped__"):
             setattr(kind, method, wraps(original)(fixed(original)))

@@ -22,7 +22,8 @@ from dataclasses import MISSING
 from typing import Any, Union, get_args, get_origin
 
 from ..errors import UserError, library_errors
-from .rope_parameters import LOCAL, LONG, ORIGINAL, SCALING, rope_type
+from .config_differences import ADAPTED, COMPUTED, MISREAD, transformers_value
+from .rope_parameters import LOCAL, ORIGINAL, POSITIONS, SCALING
 
 HINT = "copy config.json from the model that the weights belong to"
 # Keys that are whole numbers of at least 1 in every model that has them. Some models
@@ -65,84 +66,35 @@ FROM_WEIGHTS = re.compile(
     r"bias$|^(tie_word_embeddings|head_dim|num_hidden_layers)$|"
     r"^((moe_)?intermediate|hidden|vocab)_size$"
 )
+# Checked elsewhere: by the shapes of the weights, and with the layers of RoPE.
+ELSEWHERE = re.compile(
+    rf"{FROM_WEIGHTS.pattern}|^(num_key_value_heads|{SCALING}|{LOCAL})$|"
+    r"max_position_embeddings$"
+)
 # Without a class of transformers, these have no default that can be trusted.
 DEFINING = re.compile(r"theta|eps$|epsilon|_base")
 # Keys that change no prediction of the text model.
 HARMLESS = re.compile(
     r"^_|^is_|^transformers|token_ids?$|token_index$|initializer|_init|dropout|_drop$|"
-    r"pdrop$|loss|aux|"
-    r"dtype|logits_to_keep|chunk_size|^use_(mamba|associative)|^(output|return|cache|use_cache|unsloth|quantiz|mtp|mlx)|_version$|"
-    r"^(max_seq_len|architectures|auto_map|id2label|label2id|problem_type|pretraining_tp|ep_size|"
-    r"model_type|model_file|kv_bits|max_window_layers|num_nextn_predict_layers|"
-    r"rope_parameters|attn_implementation|task_specific_params|model_max_length)$|"
-    r"^(vision|audio|image|video|talker|generation)"
+    r"pdrop$|loss|aux|dtype|logits_to_keep|chunk_size|jitter|fp32|time_step_[mf]|upcast|"
+    r"^(output|return|cache|use_cache|use_mamba|use_associative|unsloth|quantiz|mtp|mlx)|"
+    r"^(architectures|auto_map|id2label|label2id|problem_type|pretraining_tp|ep_size|"
+    r"model_type|model_file|kv_bits|max_window_layers|num_nextn_predict_layers|max_seq_len|"
+    r"rope_parameters|attn_implementation|task_specific_params|model_max_length|n_ctx|"
+    r"global_attn_every_n_layers|mamba_expand|rescale_prenorm_residual)$|_version$|"
+    r"^(vision|audio|image|video|talker|generation|summary)"
 )
-# Required by mlx-lm's models; fixed or computed in those of transformers.
-COMPUTED: dict[str, Callable[[Any], Any]] = {
-    "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
-    "rotary_dim": lambda config: int(
-        config.head_dim * _transformers_value(config, "partial_rotary_factor", 1)
-    ),
-    "shared_intermediate_size": lambda _: 0,
-    **dict.fromkeys(("mlp_bias", "post_norm"), lambda _: False),
-    "qk_norm": lambda _: True,
-    "n_ctx": lambda config: config.n_positions,
-    "block_dim": lambda config: config.hidden_size,
-}
-
-
-def _neutral_scaling(block: dict, _: Any) -> dict:
-    """mlx-lm's code needs a scaling; this one changes nothing."""
-    if block.get(SCALING):
-        return {}
-    return {SCALING: {"type": "default", "factor": 1.0, ORIGINAL: block[POSITIONS]}}
-
-
-def _interval(key: str) -> Callable[[dict, Any], dict]:
-    """`key` is the number of layers from one with full attention to the next."""
-
-    def read(_: dict, reference: Any) -> dict:
-        is_full = [kind == "full_attention" for kind in reference.layer_types]
-        period = [*is_full, True].index(True) + 1
-        is_regular = is_full == [n % period == 0 for n in range(1, len(is_full) + 1)]
-        return {key: period} if is_regular else {}
-
-    return read
-
-
-# Values that mlx-lm's code reads otherwise than transformers, by `model_type`.
-ADAPTED: dict[str | None, Callable[[dict, Any], dict]] = {
-    **dict.fromkeys(("deepseek_v2", "minicpm3"), _neutral_scaling),
-    **dict.fromkeys(("cohere2", "gemma3_text"), _interval("sliding_window_pattern")),
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-        _interval("full_attention_interval"),
-    ),
-    "gpt_bigcode": lambda _, config: {"n_inner": config.n_inner or 4 * config.n_embd},
-    "exaone4": lambda _, config: {
-        "sliding_window_pattern": "".join(
-            "L" if kind == "sliding_attention" else "G" for kind in config.layer_types
-        )
-    },
-    "granitemoehybrid": lambda block, config: {
-        "layer_types": [
-            "mamba" if kind in ("mamba", "linear_attention") else "attention"
-            for kind in config.layer_types
-        ],
-        "position_embedding_type": block.get("position_embedding_type") or "nope",
-    },
-}
-# Entries of RoPE that mlx-lm reads; of images are those that start with `mrope`.
-ROPE = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
+# Entries of RoPE that are read; of images are those that start with `mrope`.
 SCALED = {
-    *("attention_factor", "truncate", "factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-    *("low_freq_factor", "high_freq_factor"),
+    *("type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL, "factor"),
+    *("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("low_freq_factor", "high_freq_factor", "attention_factor"),
+    *("short_factor", "long_factor", "short_mscale", "long_mscale"),
 }
-LONG_SCALED = {"short_factor", "long_factor", "short_mscale", "long_mscale", "factor"}
-
 # Keys that change nothing in texts that are shorter than their value.
 WINDOWS = {"sliding_window", "use_sliding_window"}
-OFF, POSITIONS = (False, [], {}), "max_position_embeddings"
+ONLY_SEVERAL = re.compile(r"(top_k|num_experts_per_tok) > 1")
+OFF = (False, [], {})
 Classes = Callable[[dict], tuple[type, type]]
 
 
@@ -338,15 +290,14 @@ def complete(config: dict, arguments: type, classes: Classes, place: str) -> dic
     text = config.get("text_config")
     if "text_config" not in arguments.__dataclass_fields__ or not text:
         return _complete(config, arguments, place)
-    try:
-        inner = classes(text)[1]
     # Models with a language part of their own name its class in one of these ways.
+    modules = [vars(module) for module in _modules(arguments)]
+    names = ("TextModelArgs", "TextArgs", "TextConfig")
+    inner = next((m[name] for m in modules for name in names if name in m), None)
+    try:
+        inner = inner or classes(text)[1]
     except (ValueError, KeyError, AttributeError, ImportError):
-        module = vars(sys.modules[arguments.__module__])
-        names = {"TextModelArgs", "TextArgs", "TextConfig"} & module.keys()
-        if not names:
-            return config
-        inner = module[names.pop()]
+        return config
     return config | {"text_config": _complete(text, inner, place)}
 
 
@@ -354,14 +305,18 @@ def _complete(block: dict, arguments: type, place: str) -> dict:
     fields, reference = arguments.__dataclass_fields__, _transformers_config(block)
     adapt = ADAPTED.get(block.get("model_type")) if reference else None
     adapted = adapt(block, reference) if adapt else {}
-    block = block | adapted
+    given, block = block, block | adapted
     defaults, found = {}, {}
+    # Some of mlx-lm's models read this spelling only.
+    if "rope_parameters" in fields and not block.get("rope_parameters"):
+        parameters = getattr(reference, "rope_parameters", None)
+        found = {"rope_parameters": parameters} if parameters else {}
     for name, field in fields.items():
         is_given = name in block or name == "model_type"
         if is_given or field.default_factory is not MISSING:
             continue
         value, is_required = (
-            _transformers_value(reference, name),
+            transformers_value(reference, name),
             field.default is MISSING,
         )
         # Neither has a value, or it is RoPE in the other spelling.
@@ -371,7 +326,7 @@ def _complete(block: dict, arguments: type, place: str) -> dict:
         if value is not MISSING and (is_alias or not FROM_WEIGHTS.search(name)):
             is_implied = is_alias or isinstance(value, list) or HARMLESS.search(name)
             (found if is_implied else defaults)[name] = value
-        elif reference and name in COMPUTED and field.default is not None:
+        elif reference and name in COMPUTED and (is_required or name == "head_dim"):
             found[name] = COMPUTED[name](reference)
         elif reference is None and DEFINING.search(name) and not is_required:
             raise UserError(
@@ -384,86 +339,70 @@ def _complete(block: dict, arguments: type, place: str) -> dict:
         text = f"the config leaves these to transformers' defaults: {values}"
         warnings.warn(f"{place}: {text}", stacklevel=2)
     block = block | defaults | found
-    # What is adapted comes from these.
-    read = _read(arguments) | ({"layer_types"} if adapted else set())
-    if unread := _unread(block, read, reference):
-        text = f"mlx-lm's {block.get('model_type')} does not read {', '.join(unread)}"
-        known = getattr(reference, "__dataclass_fields__", {}).keys() - WINDOWS
-        known |= {"rope_theta", LOCAL} if "rope_parameters" in known else set()
-        if known & set(unread):
-            raise UserError(
-                f"{text}, and would compute something else",
-                place=place,
-                hint="transformers reads it; lmx cannot load this model",
-            )
-        warnings.warn(f"{place}: {text}", stacklevel=2)
+    # A key that mlx-lm declares may not occur again in its code.
+    source = "".join(map(inspect.getsource, _modules(arguments)))
+    read = fields.keys() & set(re.findall(r"""[."'](\w+)""", source))
+    read |= {"rope_theta", LOCAL} if "rope_parameters" in read else set()
+    # The adapted values come from these.
+    read |= {"layer_types", "per_layer_config"} if adapted else set()
+    unread = _unread(given, read, reference)
+    # Some weights of experts are normalized only if there are several.
+    is_normalized = block.get("norm_topk_prob", True) and ONLY_SEVERAL.search(source)
+    if is_normalized and block.get("num_experts_per_tok") == 1:
+        unread.add("num_experts_per_tok")
+    text = f"mlx-lm's {block.get('model_type')} does not read"
+    known = getattr(reference, "__dataclass_fields__", {}).keys() - WINDOWS
+    known |= MISREAD.get(block.get("model_type"), {}).keys() | {LOCAL, "rope_theta"}
+    if wrong := sorted(known & unread):
+        raise UserError(
+            f"{text} {', '.join(wrong)}, and would compute something else",
+            place=place,
+            hint="transformers reads it; lmx cannot load this model",
+        )
+    if unread:
+        warnings.warn(f"{place}: {text} {', '.join(sorted(unread))}", stacklevel=2)
     return block
 
 
-def _read(arguments: type) -> set[str]:
-    """The keys that mlx-lm's code names, apart from their declarations."""
+def _modules(arguments: type) -> list[types.ModuleType]:
+    """mlx-lm's modules of a model: that of its arguments, and those that it uses."""
     module = sys.modules[arguments.__module__]
-    modules = {inspect.getmodule(value) for value in vars(module).values()} | {module}
-    modules = [m for m in modules if m and m.__name__.startswith("mlx_lm.")]
-    used = re.findall(r"""[."'](\w+)""", "".join(map(inspect.getsource, modules)))
-    return arguments.__dataclass_fields__.keys() & set(used)
+    used = {inspect.getmodule(value) for value in vars(module).values()} - {
+        module,
+        None,
+    }
+    return [module, *(m for m in used if m.__name__.startswith("mlx_lm."))]
 
 
-def _unread(block: dict, read: Collection[str], reference: Any) -> list[str]:
+def _unread(block: dict, read: Collection[str], reference: Any) -> set[str]:
     """Keys that may change predictions, and that mlx-lm's model ignores."""
     own = {k: v for k, v in block.items() if k not in read and v is not None}
     implied = _transformers_config({k: v for k, v in block.items() if k not in own})
-    unread = set() if "rope_parameters" in read else _unread_scaling(block)
+    scaling = {k: v for k, v in (block.get(SCALING) or {}).items() if v is not None}
+    scaling = {} if "rope_parameters" in read else scaling
+    unread = {f"{SCALING}.{k}" for k in scaling.keys() - SCALED if k[:5] != "mrope"}
     neutral = {"partial_rotary_factor": 1}
-    neutral |= {"hidden_act": _transformers_value(implied, "hidden_activation")}
+    neutral |= {"hidden_act": transformers_value(implied, "hidden_activation")}
     # mlx-lm's Mistral has windows only in the layers that `layer_types` names.
     window, positions = (block.get(k) for k in ("sliding_window", POSITIONS))
     if "layer_types" in read and not block.get("layer_types") and window:
         unread |= {"sliding_window"} if window < (positions or 0) else set()
+    if LOCAL in own:
+        unread |= {LOCAL} if own[LOCAL] != block.get("rope_theta") else set()
+    for key, value in MISREAD.get(block.get("model_type"), {}).items():
+        unread |= {key} if transformers_value(reference, key, value) != value else set()
     for key, given in own.items():
-        is_harmless = re.search(f"{HARMLESS.pattern}|{FROM_WEIGHTS.pattern}|^{SCALING}$|^num_key_value_heads$", key)
-        is_long = key in WINDOWS and type(given) is int and given >= (positions or given)
-        if is_harmless or is_long or key.endswith(POSITIONS):
-            continue
-        if key == LOCAL or "rope_parameters" in read and key == "rope_theta":
-            is_used = given == block.get("rope_theta") or "rope_parameters" in read
-            unread |= set() if is_used else {key}
+        is_long = (
+            key in WINDOWS and type(given) is int and given >= (positions or given)
+        )
+        if is_long or HARMLESS.search(key) or ELSEWHERE.search(key):
             continue
         # An unknown switch that is off changes nothing.
-        usual = _transformers_value(implied, key, given if given in OFF else MISSING)
-        value = _transformers_value(reference, key, given)
+        usual = transformers_value(implied, key, given if given in OFF else MISSING)
+        value = transformers_value(reference, key, given)
         if value not in (neutral.get(key, MISSING), usual):
             unread.add(key)
-    return sorted(unread)
-
-
-def _unread_scaling(block: dict) -> set[str]:
-    """Entries that change the frequencies, and that mlx-lm's RoPE ignores."""
-    parameters = block.get("rope_parameters") or {}
-    blocks = [v for v in parameters.values() if isinstance(v, dict)] or [parameters]
-    unread = set()
-    for scaling in filter(None, [block.get(SCALING), *blocks]):
-        kind = rope_type(scaling)
-        known = LONG_SCALED | {"attention_factor"} if kind in LONG else SCALED
-        known = ROPE | (set() if kind == "default" else known)
-        given = {key for key, value in scaling.items() if value not in (None, True)}
-        names = {key for key in given - known if not key.startswith("mrope")}
-        unread |= {f"{SCALING}.{name}" for name in names}
     return unread
-
-
-def _transformers_value(reference: Any, key: str, default: Any = MISSING) -> Any:
-    """A value of transformers' config, under the earlier names for RoPE."""
-    if key in ("rope_theta", "partial_rotary_factor", LOCAL):
-        parameters = getattr(reference, "rope_parameters", None) or {}
-        if key == LOCAL:
-            return parameters.get("sliding_attention", {}).get("rope_theta", default)
-        return parameters.get("full_attention", parameters).get(key, default)
-    try:
-        return getattr(reference, key, default)
-    # Some classes refuse to give one value for layers of several kinds.
-    except (ValueError, RuntimeError):
-        return default
 
 
 def _transformers_config(block: dict) -> Any:

@@ -272,6 +272,9 @@ def complete_config(config: dict, *, place: str) -> dict:
     _, arguments = model_classes(config, place=place)
     with _mlx_lm() as utils, _config_errors(place):
         config = utils._decode_tagged_floats(config)
+        # Its type differs among architectures, and `complete` adapts it.
+        checked = {k: v for k, v in config.items() if k != "sliding_window_pattern"}
+        config_check.check_arguments(checked, arguments, place)
         config = config_check.complete(config, arguments, utils._get_classes, place)
     model_arguments(config, place=place)
     return config

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from ..errors import UserError
 
 SCALING, LOCAL = "rope_scaling", "rope_local_base_freq"
-ORIGINAL = "original_max_position_embeddings"
+POSITIONS, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 # mlx-lm's names in architectures that have others.
 NAMES = {
     "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
@@ -114,7 +114,7 @@ def use_scaling(model: nn.Module, config: dict, make: Callable[..., nn.Module]) 
     """
     text = config | (config.get("text_config") or {})
     scaling, parameters = text.get(SCALING) or {}, text.get("rope_parameters") or {}
-    kind = rope_type(scaling)
+    kind, family = rope_type(scaling), text["model_type"]
     if kind not in REPLACED:
         return
     ropes = [
@@ -123,20 +123,19 @@ def use_scaling(model: nn.Module, config: dict, make: Callable[..., nn.Module]) 
         for name, rope in parent.items()
         if re.search("rope|rotary", type(rope).__name__, re.I)
     ]
-    plain = [type(rope) is nn.RoPE and rope.scale == 1 for *_, rope in ropes]
     names = {type(rope).__name__ for *_, rope in ropes}
-    is_read = any(kind in name.lower() for name in names)
-    if not is_read and not (kind == "linear" and names == {"RoPE"} and not all(plain)):
-        if not all(plain) or any(isinstance(v, dict) for v in parameters.values()):
-            message = f"mlx-lm's {text['model_type']} does not read {SCALING} of this type"
-            raise UserError(f"{message}: {kind}")
+    are_plain = names == {"RoPE"} and all(rope.scale == 1 for *_, rope in ropes)
+    is_linear = kind == "linear" and "RoPE" in names and not are_plain
+    if not is_linear and not any(kind in name.lower() for name in names):
+        if not are_plain or any(isinstance(v, dict) for v in parameters.values()):
+            raise UserError(f"mlx-lm's {family} does not read {SCALING} of type {kind}")
         for parent, name, rope in ropes:
             sizes = rope.dims, rope.base, rope.traditional
-            parent[name] = make(*sizes, scaling, text.get("max_position_embeddings"))
-    if kind == "yarn":
-        for parent, name, _ in ropes:
-            if hasattr(parent[name], "mscale"):
-                _complete_yarn(parent[name], scaling, text[NAMES.get(text["model_type"], {}).get("rope_theta", "rope_theta")])
+            parent[name] = make(*sizes, scaling, text.get(POSITIONS))
+    theta = NAMES.get(family, {}).get("rope_theta", "rope_theta")
+    for parent, name, _ in ropes:
+        if kind == "yarn" and hasattr(parent[name], "mscale"):
+            _complete_yarn(parent[name], scaling, text[theta])
 
 
 def _complete_yarn(rope: nn.Module, scaling: dict, base: float) -> None:
