@@ -162,6 +162,12 @@ VALUES = {
     ("granitemoehybrid", "GraniteMoeHybridRMSNormGated"): lambda _, config: {
         "groups": config["mamba_n_groups"]
     },
+    # The norms of latents have an epsilon of their own.
+    ("glm4_moe_lite", "Glm4MoeLiteAttention"): lambda _, config: {
+        f"{name}_a_layernorm": nn.RMSNorm(config[f"{name}_lora_rank"], eps=1e-6)
+        for name in ("q", "kv")
+        if config[f"{name}_lora_rank"]
+    },
     ("glm", "GLMAttention"): lambda module, config: {
         "rope": nn.RoPE(
             int(module.head_dim * config.get("partial_rotary_factor", 0.5)),

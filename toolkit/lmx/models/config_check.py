@@ -339,13 +339,26 @@ def _complete(block: dict, arguments: type, place: str) -> dict:
         text = f"the config leaves these to transformers' defaults: {values}"
         warnings.warn(f"{place}: {text}", stacklevel=2)
     block = block | defaults | found
+    _check_unread(given, arguments, reference, adapted, place)
+    return block
+
+
+def _check_unread(
+    block: dict, arguments: type, reference: Any, adapted: dict, place: str
+) -> None:
+    """Refuse keys that only transformers reads, and warn of those that neither does.
+
+    Args:
+        adapted: values that mlx-lm reads in place of keys of this block.
+    """
+    fields = arguments.__dataclass_fields__
     # A key that mlx-lm declares may not occur again in its code.
     source = "".join(map(inspect.getsource, _modules(arguments)))
     read = fields.keys() & set(re.findall(r"""[."'](\w+)""", source))
     read |= {"rope_theta", LOCAL} if "rope_parameters" in read else set()
     # The adapted values come from these.
     read |= {"layer_types", "per_layer_config"} if adapted else set()
-    unread = _unread(given, read, reference)
+    unread = _unread(block, read, reference)
     # Some weights of experts are normalized only if there are several.
     is_normalized = block.get("norm_topk_prob", True) and ONLY_SEVERAL.search(source)
     if is_normalized and block.get("num_experts_per_tok") == 1:
@@ -361,7 +374,6 @@ def _complete(block: dict, arguments: type, place: str) -> dict:
         )
     if unread:
         warnings.warn(f"{place}: {text} {', '.join(sorted(unread))}", stacklevel=2)
-    return block
 
 
 def _modules(arguments: type) -> list[types.ModuleType]:

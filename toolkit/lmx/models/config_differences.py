@@ -55,11 +55,13 @@ def _interval(key: str) -> Callable[[dict, Any], dict]:
 
 
 def _letters(_: dict, reference: Any) -> dict:
-    """The kinds of EXAONE's layers; none stands for full attention in all of them."""
+    """EXAONE's shortest pattern of layers; none stands for full attention in all."""
     kinds = ["L" if k == "sliding_attention" else "G" for k in reference.layer_types]
+    count, pattern = len(kinds), "".join(kinds)
     if set(kinds) == {"L"}:
         return {}
-    return {"sliding_window_pattern": "".join(kinds) if "L" in kinds else None}
+    sizes = [n for n in range(1, count + 1) if (pattern[:n] * count)[:count] == pattern]
+    return {"sliding_window_pattern": pattern[: sizes[0]] if "L" in kinds else None}
 
 
 def _global_layers(block: dict, _: Any) -> dict:
@@ -95,7 +97,6 @@ ADAPTED: dict[str | None, Callable[[dict, Any], dict]] = {
 # The values of keys that mlx-lm's code replaces by constants, or reads otherwise.
 MISREAD: dict[str | None, dict[str, Any]] = {
     "gpt_bigcode": {"multi_query": True},
-    "glm4_moe_lite": {"rms_norm_eps": 1e-5},
     "mamba2": {"layer_norm_epsilon": 1e-5},
     "phimoe": {"num_experts_per_tok": 2},
     "recurrent_gemma": {"rms_norm_eps": 1e-6, "partial_rotary_factor": 0.5},
