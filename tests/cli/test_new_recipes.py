@@ -194,6 +194,15 @@ def test_init_refuses_what_lmx_train_would_refuse(
     assert not list(elsewhere.iterdir())
 
 
+def test_init_refuses_a_drafter(elsewhere, capsys):
+    config = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+    (elsewhere / "drafter").mkdir()
+    (elsewhere / "drafter/config.json").write_text(json.dumps(config))
+    assert main.main(["init", "--model", "drafter", "--task", "quantize"]) == 2
+    assert "drafter: this is a drafter, and no model" in capsys.readouterr().err
+    assert not list(elsewhere.glob("*.yaml"))
+
+
 ROW = '{"prompt": "count to three", "completion": "one two three"}\n'
 CODES = {
     "plain": {},

@@ -33,6 +33,12 @@ Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 EMBEDDING = "model.embed_tokens"
 
 
+def test_a_value_that_the_config_leaves_out_is_that_of_transformers():
+    config = {k: v for k, v in config_of("llama").items() if k != "rms_norm_eps"}
+    metadata = gguf_config.to_metadata(config)
+    assert metadata["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
+
+
 def read_gguf(folder):
     [file] = folder.glob("*.gguf")
     reader = gguf.GGUFReader(file)

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from lmx.cli import main
 from lmx.errors import UserError
+from lmx.models import checkpoint
 from lmx.models.loader import load
 from mlx.utils import tree_flatten
+from safetensors.numpy import save_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -312,3 +314,31 @@ def test_load_names_what_cannot_be_loaded(folder, damage, capfd):
     code, _, error = generate(folder, capfd)
     assert code == 2
     assert error == f"{caught.value}\n"
+
+
+def test_tensors_that_mlx_lm_drops_are_named(folder):
+    write_weights(folder, read_weights(folder))
+    load(folder)  # Without a warning, which would be an error.
+    weights = read_weights(folder) | {"model.layers.0.self_attn.sinks": mx.ones(4)}
+    dropping = {k: v for k, v in weights.items() if "sinks" not in k}
+    with pytest.warns(
+        UserWarning, match="not read 1 tensors, such as model.layers.0.self"
+    ):
+        checkpoint._name_dropped(weights, dropping, 2)
+    merged = {
+        "a.experts.0.up.weight": mx.ones((2, 2)),
+        "a.kv_b.weight": mx.ones((4, 2)),
+    }
+    made = {"a.switch.up.weight": mx.ones((1, 2, 2)), "a.k.weight": mx.ones((4, 2))}
+    checkpoint._name_dropped(merged, made, 2)
+    dropped = merged | {"a.router.correction": mx.ones(3)}
+    with pytest.warns(UserWarning, match="a.router.correction|a.kv_b.weight"):
+        checkpoint._name_dropped(dropped, made, 2)
+
+
+def test_float64_is_named(folder):
+    weights = {k: np.array(v, np.float64) for k, v in read_weights(folder).items()}
+    save_file(weights, folder / SINGLE)
+    with pytest.raises(UserError, match="float64, which MLX does not read") as caught:
+        load(folder)
+    assert "float32" in caught.value.hint

@@ -392,3 +392,51 @@ def test_a_drafter_of_a_target_with_many_layers_is_read(case, tmp_path):
     file.write_text(json.dumps(config | {"num_target_layers": 100}))
     read = load_drafter(tmp_path, model)
     assert read.to_config()["num_target_layers"] == 100
+
+
+HARMLESS_KEYS = {
+    "attention_dropout": 0.1,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "max_window_layers": 5,
+    "sliding_window": 4096,
+    "transformers_version": "4.57.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "causal": False,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dflash_version": 2},
+        {"gate_rank": 64},
+        {"use_sliding_window": True, "sliding_window": 4096},
+        {"dflash_config": {"selector_rank": 8}},
+        {"markov_rank": 4},
+        {"attention_bias": True},
+    ],
+)
+def test_a_key_of_another_version_is_refused(case, changes):
+    _, drafter, _ = case
+    config = drafter.to_config() | HARMLESS_KEYS
+    DFlashConfig.from_json(config, place="config.json")
+    nested = {
+        "dflash_config": config["dflash_config"] | changes.get("dflash_config", {})
+    }
+    with pytest.raises(UserError, match="this kind of DFlash drafter: ") as caught:
+        DFlashConfig.from_json(config | changes | nested, place="config.json")
+    key = caught.value.message.split(": ")[1]
+    assert key in changes.get("dflash_config", changes)
+
+
+def test_weights_that_are_not_finite_are_refused(case, tmp_path):
+    model, drafter, _ = case
+    save_drafter(tmp_path, drafter, mx.float32)
+    file = tmp_path / "model.safetensors"
+    weights = dict(mx.load(str(file)))
+    name = min(weights)
+    weights[name] = weights[name] * mx.nan
+    mx.save_safetensors(str(file), weights)
+    with pytest.raises(UserError, match=f"{name} has values that are NaN"):
+        load_drafter(tmp_path, model)

@@ -10,9 +10,10 @@ from lmx.cli import main
 from lmx.errors import UserError
 from lmx.generation.generator import Generator
 from lmx.models.checkpoint import read_config
-from lmx.models.loader import load
+from lmx.models.loader import complete_config, load, make_rope
 from tiny_checkpoints import LLAMA, QWEN3_MOE
-from tiny_families import DEEPSEEK_EXPERTS
+from tiny_families import DEEPSEEK_EXPERTS as EXPERTS
+from tiny_families import config as family_config
 
 TOKENS = mx.random.randint(0, 320, (2, 24), key=mx.random.key(0))
 THETA = 5e5
@@ -84,7 +85,7 @@ SPELLINGS = {
     ),
     "required keys": (
         SMALL
-        | DEEPSEEK_EXPERTS
+        | EXPERTS
         | {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True}
         | {"attention_bias": False},
         ROPE | HALF | {"rope_scaling": None},
@@ -145,7 +146,6 @@ def test_a_contradiction_is_named(make_checkpoint, tmp_path, changes, message):
         (LLAMA, "rope_theta", {}, "transformers' defaults: rope_theta 10000.0"),
         (QWEN3_MOE, "norm_topk_prob", {}, "norm_topk_prob False"),
         (LLAMA, "max_position_embeddings", {}, "max_position_embeddings 2048"),
-        (LLAMA, None, {"hidden_act": "gelu"}, "llama does not read hidden_act"),
         (
             *(LLAMA | {"model_type": "mistral"}, None, {"sliding_window": 16}),
             "mistral does not read sliding_window",
@@ -155,8 +155,8 @@ def test_a_contradiction_is_named(make_checkpoint, tmp_path, changes, message):
         (
             LLAMA,
             None,
-            {"rope_scaling": YARN | {"attention_factor": 2.0, "truncate": False}},
-            "read rope_scaling.attention_factor, rope_scaling.truncate",
+            {"rope_scaling": YARN | {"warp_factor": 2.0, "attention_factor": 2.0}},
+            "read rope_scaling.warp_factor$",
         ),
     ],
 )
@@ -169,6 +169,58 @@ def test_keys_that_are_left_out_or_not_read_are_named(
     with pytest.warns(UserWarning, match=message) as caught:
         load(folder)
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (LLAMA, {"hidden_act": "gelu"}, "llama does not read hidden_act, and"),
+        (QWEN3_MOE, {"hidden_act": "gelu"}, "qwen3_moe does not read hidden_act, and"),
+        (
+            family_config("nemotron"),
+            {"hidden_act": "silu"},
+            "nemotron does not read hidden_act, and",
+        ),
+        (
+            family_config("glm4_moe"),
+            {"num_experts_per_tok": 1},
+            "glm4_moe does not read num_experts_per_tok, and",
+        ),
+    ],
+)
+def test_keys_that_only_transformers_reads_are_refused(
+    make_checkpoint, tmp_path, base, changes, message
+):
+    source = make_checkpoint(base, dtype="float32")
+    with pytest.raises(UserError, match=message):
+        load(with_config(source, tmp_path / "model", base | changes))
+
+
+@pytest.mark.parametrize("change", [{}, {"attention_factor": 2.0}, {"truncate": False}])
+def test_yarn_is_the_same_in_models_that_read_it_in_part_or_not(
+    make_checkpoint, tmp_path, change
+):
+    """mlx-lm's Qwen3 MoE declares `rope_scaling`, and does not read it."""
+    plain = QWEN3_MOE | {"head_dim": 32}
+    source = make_checkpoint(plain, dtype="float32")
+    scaled = plain | {"rope_scaling": YARN | change}
+    model = load(with_config(source, tmp_path / "scaled", scaled)).model
+    rope = model.layers[0].self_attn.rope
+    expected = make_rope(32, scaled | {"max_position_embeddings": 64})
+    assert rope.mscale == change.get("attention_factor", expected.mscale)
+    is_equal = mx.array_equal(rope._freqs, expected._freqs).item()
+    assert is_equal is ("truncate" not in change)
+    assert mx.abs(model(TOKENS) - logits(source)).max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:.*does not read")
+def test_a_model_that_reads_one_spelling_gets_it():
+    config = family_config("qwen3_5")
+    config["text_config"]["model_type"] = "qwen3_5_text"
+    assert "rope_parameters" not in config["text_config"]
+    text = complete_config(config, place="config.json")["text_config"]
+    expected = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    assert text["rope_parameters"].items() >= expected.items()
 
 
 def test_published_configs_give_no_warning(make_checkpoint, tmp_path):

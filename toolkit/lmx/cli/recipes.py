@@ -138,6 +138,14 @@ def init(arguments: argparse.Namespace) -> int:
     if not arguments.model or not (arguments.data or task == "quantize"):
         missing = "--data" if arguments.model else "--model"
         raise UserError(f"{missing} is missing", hint="see lmx init --help")
+    from ..models.drafters.io import is_drafter
+
+    if Path(arguments.model).expanduser().is_dir() and is_drafter(arguments.model):
+        raise UserError(
+            "this is a drafter, and no model",
+            place=arguments.model,
+            hint="give the model that it drafts for",
+        )
     quantization = _quantization(task, arguments.model, arguments.bits)
     name = f"{task}_{quantization['bits']}bit" if quantization else task
     target = arguments.output or Path(f"{name}.yaml")

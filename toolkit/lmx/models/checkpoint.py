@@ -36,6 +36,11 @@ PICKLE_HINT = (
 
 # Tables computed from the config, which older programs stored with the weights.
 BUFFERS = re.compile(r"(rotary\w*\.inv_freq|\.masked_bias|embeddings\.position_ids)$")
+# Tensors of images and sound, of prediction of several tokens, and computed ones.
+OTHER_PARTS = re.compile(
+    r"mtp|vis|audio|image|multi_modal|rotary|inv_freq|attn\.(masked_)?bias$|scale|lm_head|position_ids"
+)
+LAYER = re.compile(r"layers\.(\d+)\.")
 HEAD, EMBEDDING = "lm_head.", "model.embed_tokens."
 EMBEDDING_WEIGHT = "embed_tokens.weight"
 
@@ -284,7 +289,10 @@ def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
             def sanitize(_: dict[str, mx.array]) -> dict[str, mx.array]:
                 # A model is read once; after that the class has its own method again.
                 del model.sanitize
-                weights = original(_fixed_tensors(path, parameters))
+                given = _fixed_tensors(path, parameters)
+                # mlx-lm changes some dicts in place.
+                weights = original(dict(given))
+                _name_dropped(given, weights, config_int(config, "num_hidden_layers"))
                 _check_codes(model, weights, path)
                 return weights
 
@@ -294,6 +302,27 @@ def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
         return build, arguments_class
 
     return fixed_classes
+
+
+def _name_dropped(given: dict, kept: dict, num_layers: int) -> None:
+    """Warn of tensors that mlx-lm drops although they may belong to the model."""
+    arrays = {id(value) for value in given.values()}
+    made = {name: value for name, value in kept.items() if id(value) not in arrays}
+    arrays = {id(value) for value in kept.values()}
+    lost = {
+        name: value
+        for name, value in given.items()
+        if id(value) not in arrays and name not in kept and not OTHER_PARTS.search(name)
+        # Layers beyond the last one predict several tokens.
+        if not num_layers or max(map(int, LAYER.findall(name)), default=0) < num_layers
+    }
+    # Merged and divided tensors have other names, and as many values.
+    values = [sum(value.size for value in part.values()) for part in (lost, made)]
+    leaves = {name.rpartition(".")[0].rpartition(".")[2] for name in made}
+    dropped = [n for n in lost if n.rpartition(".")[0].rpartition(".")[2] not in leaves]
+    if dropped and values[0] > values[1]:
+        text = f"mlx-lm does not read {len(dropped)} tensors, such as {dropped[0]}"
+        warnings.warn(text, stacklevel=2)
 
 
 def _check_codes(model: nn.Module, weights: dict[str, mx.array], path: Path) -> None:

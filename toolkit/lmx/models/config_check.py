@@ -11,17 +11,19 @@ is named, unless the keys that it reads imply the value.
 """
 
 import copy
+import inspect
 import math
 import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING
 from typing import Any, Union, get_args, get_origin
 
 from ..errors import UserError, library_errors
-from .rope_parameters import LOCAL, LONG, ORIGINAL, SCALING, rope_type
+from .config_differences import ADAPTED, COMPUTED, MISREAD, transformers_value
+from .rope_parameters import LOCAL, ORIGINAL, POSITIONS, SCALING
 
 HINT = "copy config.json from the model that the weights belong to"
 # Keys that are whole numbers of at least 1 in every model that has them. Some models
@@ -64,37 +66,35 @@ FROM_WEIGHTS = re.compile(
     r"bias$|^(tie_word_embeddings|head_dim|num_hidden_layers)$|"
     r"^((moe_)?intermediate|hidden|vocab)_size$"
 )
+# Checked elsewhere: by the shapes of the weights, and with the layers of RoPE.
+ELSEWHERE = re.compile(
+    rf"{FROM_WEIGHTS.pattern}|^(num_key_value_heads|{SCALING}|{LOCAL})$|"
+    r"max_position_embeddings$"
+)
 # Without a class of transformers, these have no default that can be trusted.
 DEFINING = re.compile(r"theta|eps$|epsilon|_base")
 # Keys that change no prediction of the text model.
 HARMLESS = re.compile(
     r"^_|^is_|^transformers|token_ids?$|token_index$|initializer|_init|dropout|_drop$|"
-    r"pdrop$|loss|aux|"
-    r"dtype|^(output|return|cache|use_cache|unsloth|quantiz|mtp|mlx)|_version$|"
+    r"pdrop$|loss|aux|dtype|logits_to_keep|chunk_size|jitter|fp32|time_step_[mf]|upcast|"
+    r"^(output|return|cache|use_cache|use_mamba|use_associative|unsloth|quantiz|mtp|mlx)|"
     r"^(architectures|auto_map|id2label|label2id|problem_type|pretraining_tp|ep_size|"
-    r"model_type|model_file|kv_bits|max_window_layers|num_nextn_predict_layers|"
-    r"rope_parameters|attn_implementation|task_specific_params|model_max_length)$|"
-    r"^(vision|audio|image|video|talker|generation)"
+    r"model_type|model_file|kv_bits|max_window_layers|num_nextn_predict_layers|max_seq_len|"
+    r"rope_parameters|attn_implementation|task_specific_params|model_max_length|n_ctx|"
+    r"global_attn_every_n_layers|mamba_expand|rescale_prenorm_residual)$|_version$|"
+    r"^(vision|audio|image|video|talker|generation|summary)"
 )
-# Required by mlx-lm's models; fixed or computed in those of transformers.
-COMPUTED: dict[str, Callable[[Any], Any]] = {
-    "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
-    "rotary_dim": lambda config: int(
-        config.head_dim * _transformers_value(config, "partial_rotary_factor", 1)
-    ),
-    "shared_intermediate_size": lambda _: 0,
-    **dict.fromkeys(("mlp_bias", "post_norm"), lambda _: False),
-    "qk_norm": lambda _: True,
-}
-# Entries of RoPE that mlx-lm reads; of images are those that start with `mrope`.
-ROPE = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
+# Entries of RoPE that are read; of images are those that start with `mrope`.
 SCALED = {
-    *("factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-    *("low_freq_factor", "high_freq_factor"),
+    *("type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL, "factor"),
+    *("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("low_freq_factor", "high_freq_factor", "attention_factor"),
+    *("short_factor", "long_factor", "short_mscale", "long_mscale"),
 }
-LONG_SCALED = {"short_factor", "long_factor", "short_mscale", "long_mscale", "factor"}
-
-OFF, POSITIONS = (False, [], {}), "max_position_embeddings"
+# Keys that change nothing in texts that are shorter than their value.
+WINDOWS = {"sliding_window", "use_sliding_window"}
+ONLY_SEVERAL = re.compile(r"(top_k|num_experts_per_tok) > 1")
+OFF = (False, [], {})
 Classes = Callable[[dict], tuple[type, type]]
 
 
@@ -276,39 +276,47 @@ def _shown(value: Any) -> str:
 def complete(config: dict, arguments: type, classes: Classes, place: str) -> dict:
     """The config with the values that transformers gives to keys that are left out.
 
-    Both these keys and keys that mlx-lm ignores are named in a warning.
+    These keys, and keys that mlx-lm ignores and transformers does not know, are named
+    in a warning.
 
     Args:
         arguments: mlx-lm's `ModelArgs` of the config.
         classes: mlx-lm's choice of a model's classes by its config.
 
     Raises:
-        UserError: a key is left out whose value nobody knows.
+        UserError: a key is left out whose value nobody knows, or mlx-lm ignores a key
+            that transformers reads.
     """
     text = config.get("text_config")
     if "text_config" not in arguments.__dataclass_fields__ or not text:
         return _complete(config, arguments, place)
-    try:
-        inner = classes(text)[1]
     # Models with a language part of their own name its class in one of these ways.
+    modules = [vars(module) for module in _modules(arguments)]
+    names = ("TextModelArgs", "TextArgs", "TextConfig")
+    inner = next((m[name] for m in modules for name in names if name in m), None)
+    try:
+        inner = inner or classes(text)[1]
     except (ValueError, KeyError, AttributeError, ImportError):
-        module = vars(sys.modules[arguments.__module__])
-        names = {"TextModelArgs", "TextArgs", "TextConfig"} & module.keys()
-        if not names:
-            return config
-        inner = module[names.pop()]
+        return config
     return config | {"text_config": _complete(text, inner, place)}
 
 
 def _complete(block: dict, arguments: type, place: str) -> dict:
     fields, reference = arguments.__dataclass_fields__, _transformers_config(block)
+    adapt = ADAPTED.get(block.get("model_type")) if reference else None
+    adapted = adapt(block, reference) if adapt else {}
+    given, block = block, block | adapted
     defaults, found = {}, {}
+    # Some of mlx-lm's models read this spelling only.
+    if "rope_parameters" in fields and not block.get("rope_parameters"):
+        parameters = getattr(reference, "rope_parameters", None)
+        found = {"rope_parameters": parameters} if parameters else {}
     for name, field in fields.items():
         is_given = name in block or name == "model_type"
         if is_given or field.default_factory is not MISSING:
             continue
         value, is_required = (
-            _transformers_value(reference, name),
+            transformers_value(reference, name),
             field.default is MISSING,
         )
         # Neither has a value, or it is RoPE in the other spelling.
@@ -318,7 +326,7 @@ def _complete(block: dict, arguments: type, place: str) -> dict:
         if value is not MISSING and (is_alias or not FROM_WEIGHTS.search(name)):
             is_implied = is_alias or isinstance(value, list) or HARMLESS.search(name)
             (found if is_implied else defaults)[name] = value
-        elif is_required and reference and name in COMPUTED:
+        elif reference and name in COMPUTED and (is_required or name == "head_dim"):
             found[name] = COMPUTED[name](reference)
         elif reference is None and DEFINING.search(name) and not is_required:
             raise UserError(
@@ -331,64 +339,82 @@ def _complete(block: dict, arguments: type, place: str) -> dict:
         text = f"the config leaves these to transformers' defaults: {values}"
         warnings.warn(f"{place}: {text}", stacklevel=2)
     block = block | defaults | found
-    if unread := _unread(block, fields, reference):
-        text = f"mlx-lm's {block.get('model_type')} does not read {', '.join(unread)}"
-        warnings.warn(f"{place}: {text}", stacklevel=2)
+    _check_unread(given, arguments, reference, adapted, place)
     return block
 
 
-def _unread(block: dict, fields: dict, reference: Any) -> list[str]:
+def _check_unread(
+    block: dict, arguments: type, reference: Any, adapted: dict, place: str
+) -> None:
+    """Refuse keys that only transformers reads, and warn of those that neither does.
+
+    Args:
+        adapted: values that mlx-lm reads in place of keys of this block.
+    """
+    fields = arguments.__dataclass_fields__
+    # A key that mlx-lm declares may not occur again in its code.
+    source = "".join(map(inspect.getsource, _modules(arguments)))
+    read = fields.keys() & set(re.findall(r"""[."'](\w+)""", source))
+    read |= {"rope_theta", LOCAL} if "rope_parameters" in read else set()
+    # The adapted values come from these.
+    read |= {"layer_types", "per_layer_config"} if adapted else set()
+    unread = _unread(block, read, reference)
+    # Some weights of experts are normalized only if there are several.
+    is_normalized = block.get("norm_topk_prob", True) and ONLY_SEVERAL.search(source)
+    if is_normalized and block.get("num_experts_per_tok") == 1:
+        unread.add("num_experts_per_tok")
+    text = f"mlx-lm's {block.get('model_type')} does not read"
+    known = getattr(reference, "__dataclass_fields__", {}).keys() - WINDOWS
+    known |= MISREAD.get(block.get("model_type"), {}).keys() | {LOCAL, "rope_theta"}
+    if wrong := sorted(known & unread):
+        raise UserError(
+            f"{text} {', '.join(wrong)}, and would compute something else",
+            place=place,
+            hint="transformers reads it; lmx cannot load this model",
+        )
+    if unread:
+        warnings.warn(f"{place}: {text} {', '.join(sorted(unread))}", stacklevel=2)
+
+
+def _modules(arguments: type) -> list[types.ModuleType]:
+    """mlx-lm's modules of a model: that of its arguments, and those that it uses."""
+    module = sys.modules[arguments.__module__]
+    used = {inspect.getmodule(value) for value in vars(module).values()} - {
+        module,
+        None,
+    }
+    return [module, *(m for m in used if m.__name__.startswith("mlx_lm."))]
+
+
+def _unread(block: dict, read: Collection[str], reference: Any) -> set[str]:
     """Keys that may change predictions, and that mlx-lm's model ignores."""
-    own = {k: v for k, v in block.items() if k not in fields and v is not None}
+    own = {k: v for k, v in block.items() if k not in read and v is not None}
     implied = _transformers_config({k: v for k, v in block.items() if k not in own})
-    unread = set() if "rope_parameters" in fields else _unread_scaling(block)
-    neutral = {"partial_rotary_factor": 1, LOCAL: block.get("rope_theta")}
-    neutral |= {"hidden_act": _transformers_value(implied, "hidden_activation")}
+    scaling = {k: v for k, v in (block.get(SCALING) or {}).items() if v is not None}
+    scaling = {} if "rope_parameters" in read else scaling
+    unread = {f"{SCALING}.{k}" for k in scaling.keys() - SCALED if k[:5] != "mrope"}
+    neutral = {"partial_rotary_factor": 1}
+    neutral |= {"hidden_act": transformers_value(implied, "hidden_activation")}
     # mlx-lm's Mistral has windows only in the layers that `layer_types` names.
     window, positions = (block.get(k) for k in ("sliding_window", POSITIONS))
-    if "layer_types" in fields and not block.get("layer_types") and window:
+    if "layer_types" in read and not block.get("layer_types") and window:
         unread |= {"sliding_window"} if window < (positions or 0) else set()
+    if LOCAL in own:
+        unread |= {LOCAL} if own[LOCAL] != block.get("rope_theta") else set()
+    for key, value in MISREAD.get(block.get("model_type"), {}).items():
+        unread |= {key} if transformers_value(reference, key, value) != value else set()
     for key, given in own.items():
-        is_harmless = HARMLESS.search(key) or FROM_WEIGHTS.search(key)
-        # Older files give the types of layers twice.
-        is_pattern = key == "layer_types" and block.get("sliding_window_pattern")
-        if is_harmless or is_pattern or key.endswith(POSITIONS):
+        is_long = (
+            key in WINDOWS and type(given) is int and given >= (positions or given)
+        )
+        if is_long or HARMLESS.search(key) or ELSEWHERE.search(key):
             continue
         # An unknown switch that is off changes nothing.
-        usual = _transformers_value(implied, key, given if given in OFF else MISSING)
-        value = _transformers_value(reference, key, given)
+        usual = transformers_value(implied, key, given if given in OFF else MISSING)
+        value = transformers_value(reference, key, given)
         if value not in (neutral.get(key, MISSING), usual):
             unread.add(key)
-    return sorted(unread)
-
-
-def _unread_scaling(block: dict) -> set[str]:
-    """Entries that change the frequencies, and that mlx-lm's RoPE ignores."""
-    parameters = block.get("rope_parameters") or {}
-    blocks = [v for v in parameters.values() if isinstance(v, dict)] or [parameters]
-    unread = set()
-    for scaling in filter(None, [block.get(SCALING), *blocks]):
-        kind = rope_type(scaling)
-        known = LONG_SCALED | {"attention_factor"} if kind in LONG else SCALED
-        known = ROPE | (set() if kind == "default" else known)
-        given = {key for key, value in scaling.items() if value not in (None, True)}
-        names = {key for key in given - known if not key.startswith("mrope")}
-        unread |= {f"{SCALING}.{name}" for name in names}
     return unread
-
-
-def _transformers_value(reference: Any, key: str, default: Any = MISSING) -> Any:
-    """A value of transformers' config, under the earlier names for RoPE."""
-    if key in ("rope_theta", "partial_rotary_factor", LOCAL):
-        parameters = getattr(reference, "rope_parameters", None) or {}
-        if key == LOCAL:
-            return parameters.get("sliding_attention", {}).get("rope_theta", default)
-        return parameters.get("full_attention", parameters).get(key, default)
-    try:
-        return getattr(reference, key, default)
-    # Some classes refuse to give one value for layers of several kinds.
-    except (ValueError, RuntimeError):
-        return default
 
 
 def _transformers_config(block: dict) -> Any:

@@ -161,9 +161,8 @@ def _build(path: Path, config: dict, trust_remote_code: bool) -> tuple[nn.Module
             path,
             lazy=True,
             trust_remote_code=trust_remote_code,
-            **load_options(path, config, utils._get_classes),
+            **load_options(path, config, _repaired_classes),
         )
-        _prepare(model, config)
     replace_qq_layers(model)
     global_scale.support_cpus(model)
     _check_dtypes(model, path)
@@ -273,7 +272,9 @@ def complete_config(config: dict, *, place: str) -> dict:
     _, arguments = model_classes(config, place=place)
     with _mlx_lm() as utils, _config_errors(place):
         config = utils._decode_tagged_floats(config)
-        config_check.check_arguments(config, arguments, place)
+        # Its type differs among architectures, and `complete` adapts it.
+        checked = {k: v for k, v in config.items() if k != "sliding_window_pattern"}
+        config_check.check_arguments(checked, arguments, place)
         config = config_check.complete(config, arguments, utils._get_classes, place)
     model_arguments(config, place=place)
     return config
@@ -359,6 +360,13 @@ def build_model(config: dict, *, place: str | Path = "config.json") -> nn.Module
         return _prepare(model_class(arguments), config)
 
 
+def _repaired_classes(config: dict) -> tuple[Callable[[Any], nn.Module], type]:
+    """mlx-lm's classes for a config, whose models are repaired before they load."""
+    with _mlx_lm() as utils:
+        model_class, arguments = utils._get_classes(config)
+    return lambda args: _prepare(model_class(args), config), arguments
+
+
 def model_arguments(config: dict, *, place: str | Path = "config.json") -> Any:
     """The values of a config that its architecture reads, with mlx-lm's defaults.
 
@@ -373,12 +381,13 @@ def model_arguments(config: dict, *, place: str | Path = "config.json") -> Any:
 
 
 def _prepare(model: nn.Module, config: dict) -> nn.Module:
-    repair(model)
+    repair(model, config)
     # Before the model computes: mlx-lm's compiled functions keep what they were traced
     # with, so a later replacement would change the rounding of the same model.
     cpu.enable()
     with _mlx_lm():
-        from mlx_lm.models.rope_utils import SuScaledRoPE
+        from mlx_lm.models.rope_utils import SuScaledRoPE, initialize_rope
+    rope_parameters.use_scaling(model, config, initialize_rope)
     rope_parameters.use_short_factors(model, config, SuScaledRoPE)
     return model
 

@@ -11,6 +11,8 @@ takes the factors of long sequences for all.
 """
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +21,7 @@ import mlx.nn as nn
 from ..errors import UserError
 
 SCALING, LOCAL = "rope_scaling", "rope_local_base_freq"
-ORIGINAL = "original_max_position_embeddings"
+POSITIONS, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 # mlx-lm's names in architectures that have others.
 NAMES = {
     "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
@@ -27,6 +29,8 @@ NAMES = {
 LONG = ("longrope", "su")
 # Their formulas need the original length, for which mlx-lm has a default.
 EXTENDED = (*LONG, "llama3", "yarn")
+# Types with one formula, which every plain layer of RoPE can have.
+REPLACED = ("linear", "dynamic", "llama3", "yarn")
 
 
 def in_both_spellings(config: dict, place: str) -> dict:
@@ -84,7 +88,8 @@ def _earlier_keys(block: dict, parameters: dict) -> dict[str, Any]:
 
 def _merged(key: str, given: Any, value: Any, place: str) -> Any:
     """A value that the config may give in the earlier spelling too."""
-    if given is None or given == {} or given == value:
+    is_neutral = isinstance(given, dict) and rope_type(given) == "default"
+    if given is None or is_neutral or given == value:
         return value
     if isinstance(given, dict) and isinstance(value, dict):
         kind = rope_type(given)
@@ -96,6 +101,62 @@ def _merged(key: str, given: Any, value: Any, place: str) -> Any:
         place=place,
         hint="remove the one that the model was not trained with",
     )
+
+
+def use_scaling(model: nn.Module, config: dict, make: Callable[..., nn.Module]) -> None:
+    """Give a model the scaling of its config where mlx-lm reads it in part or not.
+
+    Args:
+        make: mlx-lm's `initialize_rope`.
+
+    Raises:
+        UserError: mlx-lm's model has no layers that can be replaced.
+    """
+    text = config | (config.get("text_config") or {})
+    scaling, parameters = text.get(SCALING) or {}, text.get("rope_parameters") or {}
+    kind, family = rope_type(scaling), text["model_type"]
+    if kind not in REPLACED:
+        return
+    ropes = [
+        (parent, name, rope)
+        for parent in model.modules()
+        for name, rope in parent.items()
+        if re.search("rope|rotary", type(rope).__name__, re.I)
+    ]
+    names = {type(rope).__name__ for *_, rope in ropes}
+    are_plain = names == {"RoPE"} and all(rope.scale == 1 for *_, rope in ropes)
+    is_linear = kind == "linear" and "RoPE" in names and not are_plain
+    if not is_linear and not any(kind in name.lower() for name in names):
+        if not are_plain or any(isinstance(v, dict) for v in parameters.values()):
+            raise UserError(f"mlx-lm's {family} does not read {SCALING} of type {kind}")
+        for parent, name, rope in ropes:
+            sizes = rope.dims, rope.base, rope.traditional
+            parent[name] = make(*sizes, scaling, text.get(POSITIONS))
+    theta = NAMES.get(family, {}).get("rope_theta", "rope_theta")
+    for parent, name, _ in ropes:
+        if kind == "yarn" and hasattr(parent[name], "mscale"):
+            _complete_yarn(parent[name], scaling, text[theta])
+
+
+def _complete_yarn(rope: nn.Module, scaling: dict, base: float) -> None:
+    """Apply `attention_factor` and `truncate`, as transformers does."""
+    factor, size = scaling["factor"], 2 * rope._freqs.size
+    scales = [scaling.get(key) for key in ("mscale", "mscale_all_dim")]
+    scales = scales if all(scales) else [1, 0]
+    first, second = (0.1 * s * math.log(max(factor, 1)) + 1 for s in scales)
+    rope.mscale = scaling.get("attention_factor") or first / second
+    if scaling.get("truncate", True):
+        return
+
+    def dimension(rotations: float) -> float:
+        ratio = scaling[ORIGINAL] / (rotations * 2 * math.pi)
+        return size * math.log(ratio) / (2 * math.log(base))
+
+    low = max(dimension(scaling.get("beta_fast") or 32), 0)
+    high = min(dimension(scaling.get("beta_slow") or 1), size - 1)
+    ramp = mx.clip((mx.arange(size // 2) - low) / (high - low), 0, 1)
+    steps = base ** (mx.arange(0, size, 2, dtype=mx.float32) / size)
+    rope._freqs = steps / (ramp / factor + 1 - ramp)
 
 
 def check_length(config: dict, tokens: int) -> None:

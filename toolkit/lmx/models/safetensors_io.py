@@ -148,6 +148,12 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
                 if dtype not in DTYPE_BYTES or max(shape, default=0) > MAX_SIZE:
                     raise ValueError(f"{name} is of {dtype} and shape {list(shape)}")
                 header[name] = TensorHeader(dtype, shape)
+    if wide := [name for name, tensor in header.items() if tensor.dtype == "F64"]:
+        raise UserError(
+            f"{wide[0]} has values of float64, which MLX does not read",
+            place=str(file),
+            hint="save the weights as float32 with the program that wrote them",
+        )
     return header
 
 

@@ -1,6 +1,7 @@
 """The config of a model as GGUF metadata, and back."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import FAILED, UserError
-from ...models.loader import model_arguments
+from ...models.loader import complete_config, model_arguments
 from . import blocks, tokenizer
 from .architecture import Architecture
 from .architectures import BY_MODEL_TYPE, WITH_IMAGES, of_file
@@ -258,6 +259,10 @@ def text_config(config: dict) -> dict:
 
 def _known_values(config: dict) -> dict[str, Any]:
     """The values of a config, with mlx-lm's defaults."""
+    with warnings.catch_warnings():
+        # Who loads the model says which values are transformers' defaults.
+        warnings.simplefilter("ignore")
+        config = complete_config(config, place="config.json")
     given = vars(model_arguments(config))
     known = config | {key: value for key, value in given.items() if value is not None}
     # Some models of mlx-lm ignore these keys.

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from ...config.draft import DrafterConfig
 from ...config.validation import FileConfig
 from ...errors import UserError
+from ..config_check import HARMLESS
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
@@ -31,13 +32,6 @@ SHARED_KEYS += ("norm_before_residual", "norm_before_fc")
 # Hidden states that a drafter reads if its files name no blocks.
 DEFAULT_STATES = 3
 DFLASH = "DFlashDraftModel"
-# Drafters of other designs with the same tensors and more: of DFlash 2, DSpark, Domino,
-# and of drafters whose blocks see only earlier tokens.
-UNSUPPORTED_DFLASH = (
-    *("selector_rank", "conv_kernel_size", "markov_rank", "attention_sink_bias"),
-    *("causal", "dflash_query_causal", "sample_from_anchor", "shift_label"),
-    "attention_bias",
-)
 DFLASH_LAYERS = 3
 
 
@@ -491,7 +485,13 @@ def _check_supported(config: dict, place: str) -> None:
         )
     names = architectures(config) or [DFLASH]
     faults = [f"architectures: {names}"] * (DFLASH not in names)
-    faults += [f"{key}: {config[key]}" for key in UNSUPPORTED_DFLASH if config.get(key)]
+    # A key of another version or design, such as DFlash 2, DSpark or Domino.
+    known = {*DFlashConfig.model_fields, "rope_parameters", "tie_word_embeddings"}
+    known |= set() if config.get("use_sliding_window") else {"sliding_window"}
+    for key, value in config.items():
+        is_harmless = HARMLESS.search(key) and not key.startswith("dflash")
+        if value and key not in known and not is_harmless:
+            faults.append(f"{key}: {value}")
     if faults:
         message = f"lmx does not support this kind of DFlash drafter: {faults[0]}"
         raise UserError(message, place=place)

@@ -15,7 +15,12 @@ from ..checkpoint import check_weights, require_own_files, tensor_files
 from ..dtypes import stored_dtype
 from ..hooks import require_hidden_states
 from ..loader import checkpoint_folder, download_snapshot
-from ..safetensors_io import read_tensors, require_tensors, write_safetensors
+from ..safetensors_io import (
+    read_tensors,
+    require_finite,
+    require_tensors,
+    write_safetensors,
+)
 from .base import Drafter, TargetHead
 from .configs import AttentionConfig
 from .dflash import DFlashDrafter
@@ -103,6 +108,7 @@ def read_drafter(folder: Path) -> Drafter:
     parameters = dict(tree_flatten(drafter.parameters()))
     hint = "it is damaged, or of another version or architecture"
     require_tensors(weights, parameters, place=place, hint=hint)
+    require_finite(folder)
     drafter.load_weights(list(weights.items()))
     mx.eval(drafter.parameters())
     return drafter
