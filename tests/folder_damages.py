@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from lmx.run.fs import INDEX
+from lmx.files.hashes import INDEX
 
 
 def cut(folder: Path) -> None:

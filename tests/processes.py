@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from lmx.run.distributed import ProcessGroup
+from lmx.interfaces import Communicator
 from warm import Process
 
 # A process that waits for another one takes a core, so other work costs them much time.
@@ -35,10 +35,10 @@ mx.distributed.sum_scatter = scatter
 WRONG_SHARD = """
 import os
 from itertools import islice
-from lmx.run.distributed import ProcessGroup
+from lmx.interfaces import Communicator
 
 if os.environ["MLX_RANK"] == "1":
-    ProcessGroup.shard = lambda self, items: islice(items, 0, None, self.size)
+    Communicator.shard = lambda self, items: islice(items, 0, None, self.size)
 """
 
 
@@ -87,7 +87,7 @@ def in_ring(
             process.kill()
 
 
-class InTurn(ProcessGroup):
+class InTurn(Communicator):
     """A rank of several that run one after the other in this process, rank 0 last.
 
     It is for work whose only collective is one `divide`. What others compute from it
@@ -98,7 +98,6 @@ class InTurn(ProcessGroup):
     """
 
     def __init__(self, rank: int, size: int, sent: dict[int, bytes], share_of: int):
-        super().__init__()
         self.rank, self.size, self.sent, self.share_of = rank, size, sent, share_of
 
     def shard(self, items):
@@ -107,9 +106,6 @@ class InTurn(ProcessGroup):
     def gather_bytes(self, data):
         self.sent[self.rank] = data
         return [self.sent.get(rank, data) for rank in range(self.size)]
-
-    def _max_code(self, code):
-        return code
 
 
 def in_turn(work: Callable, size: int = 2, *, is_wrong: bool = False):

@@ -28,12 +28,14 @@ LINES, FUNCTION_LINES = 500, 60
 # A module imports its own layer and the layers below it. The lowest layer comes first.
 LAYERS = [
     "errors version",
+    "interfaces launcher",
     "config",
-    "run cpu",
+    "files cpu",
     "data",
     "models",
     "generation",
     "quantization training",
+    "run",
     "draft evaluation convert",
     "pipeline serving",
     "api",

@@ -8,10 +8,10 @@ import mlx.nn as nn
 import numpy as np
 from lmx import cpu
 from lmx.generation.kv_cache.sequence import CacheState
+from lmx.interfaces import Communicator
 from lmx.models import tensor_parallel
 from lmx.models.loader import build_model, model_classes
 from lmx.models.pipeline_parallel import is_divided_by_layers
-from lmx.run.distributed import ProcessGroup
 from mlx.utils import tree_flatten, tree_map
 from tiny_families import (
     DEEPSEEK_EXPERTS,
@@ -78,11 +78,10 @@ MORE = {
 }
 
 
-class Group(ProcessGroup):
+class Group(Communicator):
     """A rank of some size without processes, for what divides but does not compute."""
 
     def __init__(self, rank: int, size: int):
-        super().__init__()
         self.group, self.rank, self.size = tensor_parallel.Place(rank, size), rank, size
 
 
@@ -124,7 +123,7 @@ def logits(model: nn.Module) -> mx.array:
     return mx.concatenate(parts, axis=1)[0]
 
 
-def errors(ranks: ProcessGroup, target: Path, *cases: str) -> None:
+def errors(ranks: Communicator, target: Path, *cases: str) -> None:
     """Save the largest relative error of the logits, and the share of the bytes that
     this rank holds, for every `family:mode`; "wrong" = see `hold_wrong_part`."""
     found = {}

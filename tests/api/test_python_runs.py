@@ -12,7 +12,7 @@ import lmx
 import mlx.core as mx
 import pytest
 from lmx.cli import main
-from lmx.run.fs import hash_file
+from lmx.files.hashes import hash_file
 from tiny_api import Recorder
 
 

@@ -11,7 +11,7 @@ from lmx.config.loader import load_recipe
 from lmx.config.text_files import read_text
 from lmx.data import dataset, readers
 from lmx.errors import UserError
-from lmx.run.fs import read_json
+from lmx.files.json_files import read_json
 
 ROW = json.dumps({"text": "x"}) + "\n"
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from lmx.data import cache, fingerprint
 from lmx.errors import UserError
-from lmx.run import fs
+from lmx.files.atomic import remove
+from lmx.files.hashes import INDEX
 
 # Fills an entry slowly. With "die", it kills itself before the entry is complete.
 WORKER = """
@@ -87,13 +88,13 @@ def test_damaged_entry_is_created_again_with_a_warning(cache_folder, damage):
         (folder / "rows").unlink()
     elif damage == "facts":
         # The hash of an index covers all of it.
-        index = folder / fs.INDEX
+        index = folder / INDEX
         index.write_text(index.read_text().replace("[1, 2]", "[1, 3]"))
     elif damage == "folder":
-        (folder / fs.INDEX).unlink()
-        (folder / fs.INDEX).mkdir()
+        (folder / INDEX).unlink()
+        (folder / INDEX).mkdir()
     else:
-        (folder / fs.INDEX).write_text(damage)
+        (folder / INDEX).write_text(damage)
     messages = []
     again = cache.get_or_create("test", "key", fill, warning=messages.append)
     assert again.made
@@ -156,7 +157,7 @@ def test_unwritable_home_is_refused(monkeypatch, tmp_path, home):
     assert caught.value.code == 1
     # A hash without a note is right.
     monkeypatch.setattr(cache, "SETTLED", 0)
-    assert cache.file_hash(file) == cache.fs.hash_file(file)
+    assert cache.file_hash(file) == cache.hash_file(file)
 
 
 def test_unwritable_cache_is_refused(tmp_path, monkeypatch):
@@ -181,9 +182,9 @@ def test_file_hash_is_cached_until_the_file_changes(
     monkeypatch.setattr(cache, "MIN_NOTED_BYTES", 5)
     now = time.time_ns()
     hashed = []
-    hash_file = cache.fs.hash_file
+    hash_file = cache.hash_file
     monkeypatch.setattr(
-        cache.fs, "hash_file", lambda path: hashed.append(path) or hash_file(path)
+        cache, "hash_file", lambda path: hashed.append(path) or hash_file(path)
     )
     path = tmp_path / "rows.jsonl"
     path.write_text("first")
@@ -208,7 +209,7 @@ def test_small_files_have_no_notes(cache_folder, tmp_path):
         path = tmp_path / f"{number}.jsonl"
         path.write_text("row")
         os.utime(path, (1, 1))
-        assert cache.file_hash(path) == cache.fs.hash_file(path)
+        assert cache.file_hash(path) == cache.hash_file(path)
     assert not (cache.root() / "hashes").exists()
 
 
@@ -273,7 +274,7 @@ def test_other_entries_in_place_of_the_cache_are_replaced(
     other.mkdir()
     (other / "mine").write_text("mine")
     path = Path(os.path.normpath(entry / place))
-    fs.remove(path)
+    remove(path)
     if kind == "file":
         path.write_text("file")
     elif kind == "folder":

@@ -6,15 +6,15 @@ import pytest
 from lmx.draft.dataset import DistillationBatches
 from lmx.draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
 from lmx.generation.completions import completion_example
+from lmx.interfaces import Logger
 from lmx.models.hooks import forward_with_hidden_states
 from lmx.models.loader import build_model
-from lmx.run.logger import NullLogger
 from tiny_checkpoints import LLAMA
 
 LAYERS = (0, 1)
 
 
-class ListLogger(NullLogger):
+class ListLogger(Logger):
     def __init__(self):
         super().__init__()
         self.lines = []
@@ -43,7 +43,7 @@ def batches(target, max_bytes, *, key="target", layers=LAYERS, logger=None, top_
         tokens=32,
         top_k=top_k,
         seed=0,
-        logger=NullLogger(),
+        logger=Logger(),
     )
     width = LLAMA["hidden_size"]
     return HiddenStateBatches(
@@ -52,7 +52,7 @@ def batches(target, max_bytes, *, key="target", layers=LAYERS, logger=None, top_
         width=width,
         key=key,
         max_bytes=max_bytes,
-        logger=logger or NullLogger(),
+        logger=logger or Logger(),
     )
 
 

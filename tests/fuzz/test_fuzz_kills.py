@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 from kill_cases import CASES, make_run
+from lmx.files.hashes import hash_file
 from lmx.models.safetensors_io import read_header
-from lmx.run.fs import hash_file
 from tiny_runs import TIMING_KEYS, TRAIN, Run
 from warm import Process
 

@@ -18,6 +18,7 @@ from json_mutations import damage_bytes, dump_json, mutate_json, replace_file
 
 sys.path.append(str(TESTS / "generation"))
 from lmx.errors import UserError
+from lmx.files.hashes import hash_file
 from lmx.generation.generator import Generator
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.prompt_cache import (
@@ -28,7 +29,6 @@ from lmx.generation.kv_cache.prompt_cache import (
     save_prompt_cache,
 )
 from lmx.generation.kv_cache.sequence import CacheState
-from lmx.run.fs import hash_file
 from tiny_families import VOCABULARY, member
 from tiny_generators import byte_tokenizer
 

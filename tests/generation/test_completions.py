@@ -12,7 +12,7 @@ from lmx.generation.completions import (
     replace_completions,
 )
 from lmx.generation.generator import Generator
-from lmx.run.logger import NullLogger
+from lmx.interfaces import Logger
 from tiny_generators import VOCABULARY, byte_tokenizer, tiny
 
 STOP_TOKENS = frozenset(range(40))
@@ -60,9 +60,7 @@ def replaced(
     digest="a",
     logger=None,
 ):
-    cached_generator = CachedGenerator(
-        load, digest, STOP_TOKENS, logger or NullLogger()
-    )
+    cached_generator = CachedGenerator(load, digest, STOP_TOKENS, logger or Logger())
     settings = {"max_tokens": 9, "max_seq_length": max_seq_length, "seed": seed}
     return replace_completions(
         EXAMPLES, cached_generator, temperatures=temperatures, **settings
@@ -138,7 +136,7 @@ def test_replace_completions_skips_prompts_without_room(model):
 
 def test_progress_counts_all_tokens(model, monkeypatch):
     """Also those after a stop token, and those of cached completions."""
-    logger, lines = NullLogger(), []
+    logger, lines = Logger(), []
     monkeypatch.setattr(logger, "close_progress", lambda bar: lines.append(bar.line()))
     replaced(CountingLoader(model), logger=logger)
     replaced(CountingLoader(model), logger=logger)

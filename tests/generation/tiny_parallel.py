@@ -20,8 +20,8 @@ from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import draft_model_proposer
 from lmx.generation.speculative.eagle3 import Eagle3Proposer
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
+from lmx.interfaces import Communicator
 from lmx.models import tensor_parallel
-from lmx.run.distributed import ProcessGroup
 from tiny_dflash import random_drafter, random_target
 from tiny_eagle3 import tiny_drafter
 from tiny_generators import VOCABULARY, byte_tokenizer
@@ -102,7 +102,7 @@ def expected(kind: str, family: str) -> list[list[int]]:
 
 
 def generate(
-    ranks: ProcessGroup, folder: Path, family: str, fault: str, *kinds: str
+    ranks: Communicator, folder: Path, family: str, fault: str, *kinds: str
 ) -> None:
     """Save the tokens of every kind of requests, and what else went on."""
     found: dict = {}

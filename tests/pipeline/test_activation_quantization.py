@@ -10,14 +10,14 @@ from lmx.data.dataset import RecordReader
 from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
 from lmx.evaluation.perplexity import measure_perplexity
+from lmx.files.hashes import hash_file
+from lmx.interfaces import Logger
 from lmx.models.checkpoint import read_config
 from lmx.models.checkpoint_writer import write_checkpoint
 from lmx.models.loader import load
 from lmx.models.quantized_layers import QQLinear, full_precision_inputs
 from lmx.pipeline.train.qat import prepare
 from lmx.quantization.ptq.smoothquant import smoothquant
-from lmx.run.fs import hash_file
-from lmx.run.logger import NullLogger
 from mlx.utils import tree_flatten
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 
@@ -128,7 +128,7 @@ def test_model_with_quantized_activations_is_not_trained(
     # A model of the Hub is not known before it is loaded.
     loaded = load(exported, compute="stored")
     with pytest.raises(UserError, match="this model quantizes its activations"):
-        prepare(TrainConfig(**train), loaded, NullLogger())
+        prepare(TrainConfig(**train), loaded, Logger())
 
 
 def quantize(folder, model, *stages, **keys) -> Run:

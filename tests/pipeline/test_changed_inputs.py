@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 from lmx.cli import main
 from lmx.errors import UserError
+from lmx.files.hashes import hash_folder
 from lmx.models.checkpoint import weights_digest
-from lmx.run.fs import hash_folder
 from tiny_runs import METRICS_ONLY, TRAIN, Run, negate, write_examples
 
 SHORT = TRAIN | {"steps": 4}

@@ -2,8 +2,8 @@
 
 import pytest
 from lmx import __version__
+from lmx.files.hashes import hash_folder
 from lmx.pipeline import resources
-from lmx.run.fs import hash_folder
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 
 SHORT = TRAIN | {"steps": 5}

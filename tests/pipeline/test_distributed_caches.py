@@ -2,7 +2,7 @@
 
 import pytest
 import warm
-from lmx.run.fs import hash_file
+from lmx.files.hashes import hash_file
 from processes import WRONG_SHARD, in_ring
 from test_drafter_stage import DRAFT
 from test_preference_runs import make_run as preference_run

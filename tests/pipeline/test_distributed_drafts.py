@@ -1,7 +1,7 @@
 """Draft stages of two processes: both train, rank 0 does the rest."""
 
 import pytest
-from lmx.run.fs import hash_file
+from lmx.files.hashes import hash_file
 from test_distributed_runs import assert_close, run_both_ranks
 from test_drafter_stage import DRAFT
 from tiny_runs import Run

@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from lmx.config.draft import DraftConfig
+from lmx.interfaces import SINGLE_PROCESS
 from lmx.pipeline.draft.budget import steps_within
-from lmx.run.distributed import SINGLE_PROCESS
 from test_draft_stage import DATA_GENERATION, DRAFT, make_run
 
 

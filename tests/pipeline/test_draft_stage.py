@@ -14,10 +14,10 @@ import mlx_lm
 import pytest
 from lmx.data import cache
 from lmx.draft.report import MIN_SPEEDUP
+from lmx.files.hashes import hash_file
 from lmx.generation.generator import Generator
 from lmx.models.checkpoint import weights_digest
 from lmx.models.loader import load
-from lmx.run.fs import hash_file
 from page_data import rows
 from tiny_runs import Run
 

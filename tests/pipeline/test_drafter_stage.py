@@ -4,12 +4,12 @@ import json
 
 import pytest
 from lmx.cli import main
+from lmx.files.hashes import hash_file
 from lmx.generation.generator import Generator
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.factory import drafter_proposer
 from lmx.models.drafters.io import ARCHITECTURES, load_drafter
 from lmx.models.loader import load
-from lmx.run.fs import hash_file
 from tiny_checkpoints import LLAMA
 from tiny_runs import Run
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from lmx.cli import main
 from lmx.data.record_formats import DataRecord
+from lmx.files.atomic import free_bytes
 from lmx.pipeline import dry_run, resources
-from lmx.run.fs import free_bytes
 from sized_models import write_rows, write_sized
 
 CHAT = {

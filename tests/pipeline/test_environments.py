@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lmx.run.fs import hash_file
+from lmx.files.hashes import hash_file
 from tiny_runs import TRAIN, Run
 
 pytestmark = pytest.mark.slow

@@ -10,10 +10,10 @@ from lmx.config.evaluate import EvaluateConfig
 from lmx.data.record_formats import DataRecord
 from lmx.evaluation.perplexity import perplexity_of
 from lmx.generation.kv_cache.batch import is_batchable
+from lmx.interfaces import SINGLE_PROCESS
 from lmx.pipeline.evaluate import evaluator, metrics
 from lmx.pipeline.evaluate.evaluator import Evaluator
 from lmx.pipeline.evaluate.questions import DecodingSteps
-from lmx.run.distributed import SINGLE_PROCESS
 from lmx.run.logger import RunLogger
 from lmx.run.parallel_dims import ParallelDims
 from lmx.run.work_rate import KindOfWork, WorkRate

@@ -4,7 +4,7 @@ import signal
 
 import mlx.core as mx
 import pytest
-from lmx.run.fs import hash_file
+from lmx.files.hashes import hash_file
 from processes import WRONG_SHARD, in_ring
 from tiny_runs import EVALUATE, TRAIN, Run
 

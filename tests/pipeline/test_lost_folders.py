@@ -6,9 +6,10 @@ import shutil
 
 import mlx.core as mx
 import pytest
+from lmx.files import atomic
 from lmx.pipeline.export.stage import ExportStage
 from lmx.pipeline.quantize.stage import QuantizeStage
-from lmx.run import fs, run_dir
+from lmx.run import run_dir
 from lmx.run.logger import RunLogger
 from lmx.training import checkpoint
 from lmx.training.step import TrainStep
@@ -115,7 +116,7 @@ def test_errors_of_a_disk_are_one_sentence(
         raise OSError(number, os.strerror(number), "/some/file")
 
     with monkeypatch.context() as patch:
-        owner, name = (TrainStep, "__call__") if place == "read" else (fs, "_sync")
+        owner, name = (TrainStep, "__call__") if place == "read" else (atomic, "_sync")
         patch.setattr(owner, name, failing)
         # A run directory that cannot be opened is an error of its name.
         assert run() == (1 if place == "read" else 2)

@@ -6,13 +6,13 @@ from lmx.config.qat import QATConfig
 from lmx.config.quant_spec import QuantSpec
 from lmx.config.train import TrainConfig
 from lmx.errors import UserError
+from lmx.interfaces import Logger
 from lmx.models.loader import load
 from lmx.pipeline.context import write_model
 from lmx.pipeline.train.qat import prepare, require_steps
 from lmx.quantization.packing import dequantize, dequantized_model, pack
 from lmx.quantization.qat.quantizers import LSQQuantizer
 from lmx.quantization.target_layers import QuantizationPlan
-from lmx.run.logger import NullLogger
 from pydantic import ValidationError
 
 UP, DOWN = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
@@ -40,7 +40,7 @@ def mixed_model(make_checkpoint, tmp_path):
 
 
 def test_prepare_keeps_specs_of_quantized_layers(mixed_model):
-    prepared = prepare(config(bits=3, quantizer="lsq"), mixed_model, NullLogger())
+    prepared = prepare(config(bits=3, quantizer="lsq"), mixed_model, Logger())
     assert prepared.selection.specs == {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
     assert "model.embed_tokens" in prepared.selection.skipped
     assert not prepared.selection.specs.keys() & prepared.selection.skipped
@@ -63,7 +63,7 @@ def initial_weights(mixed_model, seed=0, teacher=None, quantizer="lsq"):
     """The initial latent weights of QAT on a quantized model."""
     options = COMMON | {"qat": QATConfig(bits=3, quantizer=quantizer)}
     train_config = TrainConfig(**options, teacher=teacher)
-    return weights_of(prepare(train_config, mixed_model, NullLogger(), seed=seed))
+    return weights_of(prepare(train_config, mixed_model, Logger(), seed=seed))
 
 
 def test_latent_weights_are_random_by_seed(mixed_model):
@@ -115,12 +115,12 @@ def test_self_distillation_begins_at_the_codes(mixed_model):
 )
 def test_quantized_model_is_never_quantized_again(mixed_model, qat, message):
     with pytest.raises(UserError, match=message):
-        prepare(config(**qat), mixed_model, NullLogger())
+        prepare(config(**qat), mixed_model, Logger())
 
 
 def test_settings_of_another_model_are_refused(mixed_model):
     with pytest.raises(UserError, match="full fine-tuning needs its weights"):
-        prepare(TrainConfig(**COMMON), mixed_model, NullLogger())
+        prepare(TrainConfig(**COMMON), mixed_model, Logger())
 
 
 @pytest.mark.parametrize(
@@ -150,16 +150,16 @@ def test_floating_point_model_is_never_quantized_again(
         tmp_path / "mx", loaded, weights, QuantizationPlan({UP: spec}, {}), packed
     )
     quantized = load(tmp_path / "mx", compute="stored")
-    prepared = prepare(config(mode="mxfp4"), quantized, NullLogger())
+    prepared = prepare(config(mode="mxfp4"), quantized, Logger())
     assert prepared.qat.quantizer == "fixed_scale"
     # In self-distillation too, where affine grids begin at the codes.
     options = COMMON | {"qat": QATConfig(mode="mxfp4"), "teacher": {}}
-    prepared = prepare(TrainConfig(**options), quantized, NullLogger())
+    prepared = prepare(TrainConfig(**options), quantized, Logger())
     levels = dequantize(prepared.packed[UP], spec, mx.float32)
     latent = dict(prepared.loaded.model.named_modules())[UP].weight
     assert not mx.allclose(latent, levels)
     with pytest.raises(UserError, match=message):
-        prepare(config(**qat), quantized, NullLogger())
+        prepare(config(**qat), quantized, Logger())
 
 
 @pytest.mark.parametrize(

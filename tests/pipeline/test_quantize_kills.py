@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from lmx.run.fs import hash_folder
+from lmx.files.hashes import hash_folder
 from tiny_runs import Run
 
 STAGE = {

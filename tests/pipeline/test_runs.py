@@ -6,9 +6,9 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
+from lmx.files.hashes import hash_folder
 from lmx.generation.generator import Generator
 from lmx.models.loader import load
-from lmx.run.fs import hash_folder
 from mlx.utils import tree_flatten
 from page_data import rows, sections
 from test_report_of_runs import page

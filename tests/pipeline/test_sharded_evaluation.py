@@ -13,9 +13,10 @@ from lmx.config.parallel import ParallelConfig
 from lmx.data.batching import Batch
 from lmx.evaluation.divergence import measure_divergence
 from lmx.generation.generator import Generator
+from lmx.interfaces import SINGLE_PROCESS, Communicator
 from lmx.models.loader import load
 from lmx.pipeline.context import StageContext
-from lmx.run.distributed import ProcessGroup, join
+from lmx.run.distributed import join
 from lmx.run.parallel_dims import ParallelDims
 from mlx.utils import tree_flatten
 from processes import in_ring
@@ -39,7 +40,7 @@ def batches() -> list[Batch]:
     ]
 
 
-def evaluate(ranks: ProcessGroup, reference: str, model: str) -> dict:
+def evaluate(ranks: Communicator, reference: str, model: str) -> dict:
     """Figures and answers; all ranks of a group of several call this."""
     config = ParallelConfig(data=1, tensor=ranks.size)
     context = SimpleNamespace(
@@ -85,7 +86,7 @@ def test_ranks_measure_what_one_process_does(tmp_path, make_checkpoint, base, bi
     if bits == 4:
         model = quantized(model, tmp_path / "quantized")
     models = str(reference), str(model)
-    expected = evaluate(ProcessGroup(), *models)
+    expected = evaluate(SINGLE_PROCESS, *models)
     results = in_ring(PROGRAM, str(tmp_path), *models, folder=tmp_path)
     assert not any(r.returncode for r in results), results[0].stderr
     first, second = (

@@ -11,7 +11,7 @@ import mlx.core as mx
 import warm
 import yaml
 from lmx.cli import main
-from lmx.run.fs import hash_file
+from lmx.files.hashes import hash_file
 
 SCRATCH_CONFIG = {
     "vocab_size": 320,

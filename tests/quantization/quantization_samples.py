@@ -3,9 +3,9 @@
 import mlx.core as mx
 import numpy as np
 from lmx.data.calibration import CalibrationBatch
+from lmx.interfaces import Logger
 from lmx.models.loader import build_model
 from lmx.quantization.ptq.base import PTQContext
-from lmx.run.logger import NullLogger
 from mlx.utils import tree_map
 
 
@@ -19,7 +19,7 @@ def windows_of(tokens, counted=None) -> CalibrationBatch:
 
 def context_of(model, specs, windows, folder, dtype=mx.float32, **options):
     """What a method gets; `windows` are its calibration tokens."""
-    options = {"logger": NullLogger()} | options
+    options = {"logger": Logger()} | options
     return PTQContext(model, specs, dtype, lambda *_: windows, folder, **options)
 
 

@@ -2,11 +2,11 @@
 
 import mlx.core as mx
 import pytest
+from lmx.interfaces import Logger
 from lmx.models.blockwise import TrunkHeadSplit
 from lmx.models.loader import load
 from lmx.quantization.ptq import candidates
 from lmx.quantization.ptq.candidates import CandidateModel, CandidateSelector
-from lmx.run.logger import NullLogger
 from lmx.training.distillation import divergence_sum
 from lmx.training.teacher_cache import cache_part_targets
 from test_ptq_methods import quantize
@@ -25,7 +25,7 @@ def case(make_checkpoint, tmp_path_factory):
         load(source).model,
         digest="a",
         top_k=64,
-        logger=NullLogger(),
+        logger=Logger(),
     )
     return folder / "q", tensors, targets
 
@@ -56,7 +56,7 @@ def selector_of(case):
     path, tensors, targets = case
     lines = []
     model = CandidateModel(load(path).model, mx.float16)
-    logger = NullLogger()
+    logger = Logger()
     logger.info = lines.append
     return CandidateSelector(model, targets, logger), tensors, lines
 

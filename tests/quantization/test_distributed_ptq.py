@@ -14,12 +14,13 @@ import pytest
 import test_sequential
 from lmx.config.quant_spec import QuantSpec
 from lmx.config.quantize import GPTQConfig
+from lmx.interfaces import SINGLE_PROCESS, Communicator
 from lmx.quantization.ptq import sequential
 from lmx.quantization.ptq.gptq.solver import LayerProblem, solve_layers
 from lmx.quantization.ptq.hessian import damped
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
-from lmx.run.distributed import SINGLE_PROCESS, ProcessGroup
+from lmx.run.distributed import ProcessGroup
 from processes import cases_of, in_ring
 from quantization_samples import (
     context_of,
@@ -79,7 +80,7 @@ SOLVES = {
 }
 
 
-def statistics_of(ranks: ProcessGroup, folder: Path, case: str) -> dict:
+def statistics_of(ranks: Communicator, folder: Path, case: str) -> dict:
     """What a method receives for every layer."""
     settings = dict(STATISTICS[case])
     counted = settings.pop("counted", None)
@@ -104,7 +105,7 @@ def statistics_of(ranks: ProcessGroup, folder: Path, case: str) -> dict:
     return values
 
 
-def tensors_of(ranks: ProcessGroup, folder: Path, case: str) -> dict:
+def tensors_of(ranks: Communicator, folder: Path, case: str) -> dict:
     """The tensors of GPTQ."""
     settings, keys, seed = CODES[case]
     model, config = enlarged_model(settings), GPTQConfig(**keys)
@@ -115,7 +116,7 @@ def tensors_of(ranks: ProcessGroup, folder: Path, case: str) -> dict:
     return {name: np.array(value) for name, value in tensors.items()}
 
 
-def solutions_of(ranks: ProcessGroup, folder: Path, case: str) -> dict:
+def solutions_of(ranks: Communicator, folder: Path, case: str) -> dict:
     """Layers of different sizes with one Hessian."""
     spec, is_coupled = SOLVES[case]
     x = mx.array(correlated_inputs(256), mx.float32)
@@ -133,13 +134,13 @@ def solutions_of(ranks: ProcessGroup, folder: Path, case: str) -> dict:
     }
 
 
-def leave_out(ranks: ProcessGroup) -> None:
+def leave_out(ranks: Communicator) -> None:
     """The sums of rank 1 do not arrive."""
     real = ranks.all_sum
     ranks.all_sum = lambda values: real([v * ranks.is_first for v in values])
 
 
-def swap_shards(ranks: ProcessGroup) -> None:
+def swap_shards(ranks: Communicator) -> None:
     """Rank 1 has the windows of rank 0 in its shards. This is the last case."""
     if not ranks.is_first:
         test_sequential.TOKENS = TOKENS[::-1]
@@ -148,7 +149,7 @@ def swap_shards(ranks: ProcessGroup) -> None:
 FAULTS = {"leave out": leave_out, "swap shards": swap_shards}
 
 
-def save_cases(ranks: ProcessGroup, folder: Path, names: list[str]) -> None:
+def save_cases(ranks: Communicator, folder: Path, names: list[str]) -> None:
     """Run cases and save their results by rank; a name is "kind/case/fault"."""
     results = {}
     for name in names:

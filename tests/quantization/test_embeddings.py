@@ -3,13 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from lmx.interfaces import Logger
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import GradientTap, hook_calls
 from lmx.quantization.ptq import embeddings, output_fisher
 from lmx.quantization.ptq.embeddings import MIN_CLUSTER_ROWS, cluster_rows
 from lmx.quantization.ptq.fisher import ForwardBackwardPass, sampled_label_loss
 from lmx.quantization.ptq.output_fisher import estimate_output_fisher
-from lmx.run.logger import NullLogger
 from quantization_samples import enlarged_model
 from tiny_checkpoints import LLAMA
 
@@ -35,7 +35,7 @@ def statistics_of(model, folder, tokens=TOKENS, shard_size=4):
         compute=mx.float32,
         folder=folder,
         max_tokens=4096,
-        logger=NullLogger(),
+        logger=Logger(),
     )
     return statistics[PATH]
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from lmx.config import quantize
 from lmx.config.quantize import GPTQConfig, RTNConfig
+from lmx.interfaces import Logger
 from lmx.quantization.packing import dequantize
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
-from lmx.run.logger import NullLogger
 from mlx.utils import tree_flatten, tree_unflatten
 from quantization_samples import (
     context_of,
@@ -36,7 +36,7 @@ def tokens_of(seed, count=96):
     return (320 * share**3).astype(mx.int32)
 
 
-class RecordingLogger(NullLogger):
+class RecordingLogger(Logger):
     def __init__(self):
         super().__init__()
         self.lines = []

@@ -7,9 +7,9 @@ from lmx.config.quantize import KVCacheConfig
 from lmx.data.calibration import CalibrationBatch
 from lmx.errors import UserError
 from lmx.generation.kv_cache.sequence import CacheState
+from lmx.interfaces import Logger
 from lmx.models.loader import build_model
 from lmx.quantization.mixed_precision import kv_bits
-from lmx.run.logger import NullLogger
 from tiny_checkpoints import LLAMA
 from tiny_families import config as family_config
 
@@ -51,7 +51,7 @@ def sequences(count: int, seed: int) -> CalibrationBatch:
 
 def choose(model, average_bits, candidate_bits=(4, 8)):
     settings = {"average_bits": average_bits, "candidate_bits": list(candidate_bits)}
-    args = KVCacheConfig(**settings), sequences(4, 1), sequences(4, 2), NullLogger()
+    args = KVCacheConfig(**settings), sequences(4, 1), sequences(4, 2), Logger()
     return kv_bits.choose_kv_bits(model, mx.float16, *args)
 
 

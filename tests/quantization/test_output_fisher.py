@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from lmx.interfaces import Logger
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import GradientTap, hook_calls
 from lmx.quantization.ptq import output_fisher as module
@@ -18,7 +19,6 @@ from lmx.quantization.ptq.output_fisher import (
     output_fisher,
     token_weights,
 )
-from lmx.run.logger import NullLogger
 from quantization_samples import enlarged_model
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
@@ -50,7 +50,7 @@ def estimate(model, folder, paths, shard_size=2, counted=None, max_tokens=4096):
         compute=mx.float32,
         folder=folder,
         max_tokens=max_tokens,
-        logger=NullLogger(),
+        logger=Logger(),
     )
     return [output_fisher(folder, index) for index in range(len(model))]
 

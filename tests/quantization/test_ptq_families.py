@@ -7,10 +7,10 @@ import mlx.core as mx
 import pytest
 from lmx.config.quantize import GPTQConfig
 from lmx.errors import UserError
+from lmx.interfaces import Logger
 from lmx.models.loader import build_model
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
-from lmx.run.logger import NullLogger
 from quantization_samples import context_of, windows_of
 from tiny_families import FAMILIES, VOCABULARY, changed, config
 
@@ -31,7 +31,7 @@ def test_families_are_quantized_or_refused(family, tmp_path):
     model = build_model(changed(config(family), WIDE)).eval()
     settings = GPTQConfig(bits=4, group_size=32)
     specs, lines = select_layers(model, settings).specs, []
-    logger = NullLogger()
+    logger = Logger()
     logger.info = lines.append
     windows = windows_of(mx.random.randint(0, VOCABULARY, (16, 24)))
     context = context_of(model, specs, windows, tmp_path, logger=logger)

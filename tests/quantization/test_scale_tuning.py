@@ -8,11 +8,12 @@ import pytest
 from folder_damages import DAMAGES
 from lmx.config import quantize
 from lmx.config.quantize import ScaleTuningConfig
+from lmx.interfaces import Logger
 from lmx.models.loader import load
 from lmx.quantization.ptq import candidates
 from lmx.quantization.ptq.candidates import CandidateModel
 from lmx.quantization.ptq.scale_tuning import KINDS, ScaleTuner
-from lmx.run.logger import NullLogger, RunLogger
+from lmx.run.logger import RunLogger
 from lmx.training.teacher_cache import cache_part_targets
 from mlx.utils import tree_flatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
@@ -36,7 +37,7 @@ def case(request, make_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tune")
     quantize("rtn", source, folder / "q", bits=3)
     teacher = load(source).model
-    settings = {"digest": "a", "top_k": 320, "logger": NullLogger()}
+    settings = {"digest": "a", "top_k": 320, "logger": Logger()}
     training = cache_part_targets(folder / "t", parts_of(1, 6), teacher, **settings)
     held_out = cache_part_targets(folder / "h", parts_of(2, 3), teacher, **settings)
     return folder / "q", training, held_out
@@ -180,7 +181,7 @@ def test_step_does_not_depend_on_its_parts(case, tmp_path):
     joined = [mx.concatenate(parts)], [mx.concatenate(counted)]
     results = []
     for name, (tokens, count) in {"parts": (parts, counted), "joined": joined}.items():
-        settings = {"digest": "b", "top_k": 320, "logger": NullLogger()}
+        settings = {"digest": "b", "top_k": 320, "logger": Logger()}
         folder = tmp_path / name
         targets = cache_part_targets(
             folder, tokens, lambda x: 2 * teacher(x), counted=count, **settings

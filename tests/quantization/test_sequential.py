@@ -12,13 +12,14 @@ from folder_damages import DAMAGES
 from lmx.config.quant_spec import QuantizationConfig
 from lmx.config.quantize import GPTQConfig
 from lmx.errors import UserError
+from lmx.interfaces import Logger
 from lmx.models.loader import load
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.ptq.base import PTQContext, PTQMethod, QuantizedTensor
 from lmx.quantization.ptq.gptq.gptq import GPTQ
 from lmx.quantization.ptq.sequential import SequentialPipeline
 from lmx.quantization.target_layers import select_layers
-from lmx.run.logger import NullLogger, RunLogger
+from lmx.run.logger import RunLogger
 from lmx.run.progress import ProgressBar
 from mlx.utils import tree_flatten
 from quantization_samples import context_of, enlarged_model, windows_of
@@ -134,7 +135,7 @@ def plain(tmp_path_factory):
 def test_progress_reaches_the_end_block_by_block(tmp_path):
     bars, model = {}, model_of()
 
-    class Recorder(NullLogger):
+    class Recorder(Logger):
         def close_progress(self, progress):
             super().close_progress(progress)
             bars[progress.line().partition("  ")[0]] = notes[:]

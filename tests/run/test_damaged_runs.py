@@ -6,8 +6,8 @@ import os
 import pytest
 from lmx.cli import main
 from lmx.errors import UserError
-from lmx.run.fs import read_metrics
 from lmx.run.html.page import write_page
+from lmx.run.logger import read_metrics
 from page_data import blocks, rows
 from sample_runs import MANIFEST, RECORDS, REPORT, make_run
 from test_run_dir import leave, manifest, result, start

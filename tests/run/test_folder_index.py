@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from folder_damages import DAMAGES
-from lmx.run.fs import INDEX, key_of, read_index, write_index
+from lmx.files.hashes import INDEX, key_of, read_index, write_index
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Work that the processes of a run divide, and errors that all of them see."""
+"""Work that the processes of a run divide."""
 
 import json
 
@@ -6,61 +6,47 @@ import pytest
 from processes import in_ring
 
 PROGRAM = """
-import json, sys, time
+import json, time
 import numpy as np
-from lmx.run.distributed import join
+from lmx.errors import UserError
+from lmx.run.distributed import alone, join
 
 ranks = join()
 
-def work(items, case):
+def work(items):
     for item in items:
-        if case == "inner" and ranks.rank == 1:
-            raise ValueError
         yield item, np.float32(item) / 3, np.arange(item)
 
-def divided(case):
-    with ranks.collective_errors():
-        if case == "outer" and ranks.rank == 1:
-            raise ValueError
-        return ranks.divide(range(5), lambda items: work(items, case))
-
-errors = {}
-for case in ("no", "outer", "inner"):
+def refusal(value):
     try:
-        divided(case)
-    except Exception as raised:
-        errors[case] = type(raised).__name__
+        ranks.require_same(value, "reads other data", hint="give it the same")
+    except UserError as error:
+        return error.message
+
 start = time.process_time()
-alone = ranks.alone(lambda: time.sleep(1) or 7, is_worker=ranks.is_first)
+slept = alone(ranks, lambda: time.sleep(1) or 7, is_worker=ranks.is_first)
 seconds = time.process_time() - start
-print(json.dumps([errors, divided("no"), ranks.gather_bytes(b"ab" * ranks.rank) ==
-                  [b"", b"ab"], ranks.gather_objects({"rank": ranks.rank}), alone,
-                  seconds]))
+print(json.dumps([
+    ranks.divide(range(5), work),
+    ranks.gather_bytes(b"ab" * ranks.rank) == [b"", b"ab"],
+    ranks.gather_objects({"rank": ranks.rank}),
+    [refusal("same"), refusal(ranks.rank)],
+    slept,
+    seconds,
+]))
 """
 ITEMS = [[n, pytest.approx(n / 3), [*range(n)]] for n in range(5)]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Of each rank: errors by case, then what it does after them."""
-    processes = in_ring(PROGRAM, folder=tmp_path_factory.mktemp("ring"))
-    assert [p.returncode for p in processes] == [0, 0], processes[0].stderr
-    return [json.loads(process.stdout) for process in processes]
-
-
-def test_ranks_gather_and_sleep_while_one_works(results):
+def test_ranks_divide_gather_compare_and_sleep_while_one_works(tmp_path):
     """A wait in a collective would take a second of processor time."""
-    for rank, (*_, has_bytes, objects, alone, seconds) in enumerate(results):
+    processes = in_ring(PROGRAM, folder=tmp_path)
+    assert [p.returncode for p in processes] == [0, 0], processes[0].stderr
+    for rank, process in enumerate(processes):
+        items, has_bytes, objects, refusals, slept, seconds = json.loads(process.stdout)
+        assert items == ITEMS
         assert has_bytes
         assert objects == [{"rank": 0}, {"rank": 1}]
-        assert alone == (None if rank else 7)
+        assert refusals == [None, "process 1 reads other data than the first one"]
+        assert slept == (None if rank else 7)
         assert seconds < 0.5
-
-
-def test_all_ranks_see_an_error_and_go_on(results):
-    """The error is in the work that ranks divide, or where others divide work."""
-    for name, (errors, items, *_) in zip(
-        ("RemoteError", "ValueError"), results, strict=True
-    ):
-        assert errors == {"outer": name, "inner": name}
-        assert items == ITEMS

@@ -4,9 +4,9 @@ import signal
 import socket
 
 import pytest
-from lmx.errors import UserError
+from lmx.errors import Interrupted, UserError
 from lmx.run import watchdog
-from lmx.run.watchdog import Watchdog, _accept
+from lmx.run.watchdog import End, Watchdog, _accept
 from processes import in_ring
 
 # All processes add numbers for ever. The first argument is the rank that gets a signal
@@ -27,7 +27,7 @@ if sys.argv[1] == str(ranks.rank) and not ends:
     timer = threading.Timer(0.5, os.kill, (os.getpid(), int(sys.argv[2])))
     timer.start()
 try:
-    with ranks.connection_errors():
+    with ranks.ends_together():
         for _ in range(20 if ends else 10**9):
             mx.eval(ranks.all_sum([mx.ones(1)]))
 except UserError as error:
@@ -41,25 +41,27 @@ except UserError as error:
 def fast(monkeypatch):
     monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(watchdog, "SILENCE_SECONDS", 0.5)
+    # The process of the tests must not end.
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 60)
 
 
 @pytest.mark.parametrize(
-    ("lines", "closes", "failure"),
+    ("lines", "closes", "end"),
     [
-        (b"", False, "process 1 has been silent for 0.5 s"),
-        (b"beat\nbe", False, "process 1 has been silent for 0.5 s"),
-        (b"beat\n", True, "process 1 ended"),
-        (b"failed process 2 ended\n", False, "process 2 ended"),
-        (b"beat\nbye\n", True, ""),
+        (b"", False, End(1, 0, "process 1 has been silent for 0.5 s")),
+        (b"beat\nbe", False, End(1, 0, "process 1 has been silent for 0.5 s")),
+        (b"beat\n", True, End(1, 0, "process 1 ended")),
+        (b"beat\nraised 3\n", True, End(3, 1)),
+        (b"beat\nbye\n", True, None),
     ],
 )
-def test_a_process_that_is_silent_or_gone_has_failed(fast, lines, closes, failure):
+def test_a_process_that_is_silent_or_gone_ends_the_run(fast, lines, closes, end):
     ours, theirs = socket.socketpair()
     watching = Watchdog(0, {1: ours})
     theirs.sendall(lines)
     if closes:
         theirs.close()
-    assert watching.failure_within(1.5) == failure
+    assert watching.wait_for_end(1.5) == end
     watching.close()
     theirs.close()
 
@@ -67,31 +69,46 @@ def test_a_process_that_is_silent_or_gone_has_failed(fast, lines, closes, failur
 def test_two_that_beat_are_well_and_part_without_a_failure(fast):
     ours, theirs = socket.socketpair()
     first, second = Watchdog(0, {1: ours}), Watchdog(1, {0: theirs})
-    assert first.failure_within(1) == second.failure_within(0.1) == ""
+    assert first.wait_for_end(1) is second.wait_for_end(0.1) is None
     first.close()
-    assert second.failure_within(0.7) == ""
+    assert second.wait_for_end(0.7) is None
     second.close()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_process_that_raises_first_prints_its_error(fast, first):
+    ours, theirs = socket.socketpair()
+    dogs = Watchdog(0, {1: ours}), Watchdog(1, {0: theirs})
+    end = End(code=3, reporter=first)
+    assert dogs[first].main_raised(3) == end
+    assert dogs[1 - first].wait_for_end(5) == end
+    assert dogs[1 - first].main_raised(1) == end
+    assert str(end.error(1 - first)) == ""
+    assert end.error(1 - first).code == 3
+    for dog in dogs:
+        dog.close()
+
+
 @pytest.mark.parametrize(
-    ("rank", "failure", "printed"),
+    ("rank", "lines", "printed"),
     [
-        (0, b"failed process 2 ended\n", "process 2 ended; the others end too"),
+        (0, b"", "process 1 ended; the others end too"),
         (1, b"", "process 0 ended; the others end too"),
-        (1, b"failed process 2 ended\n", ""),
+        (1, b'end [1, 0, "process 2 ended"]\n', ""),
         (2, b"", ""),
     ],
 )
-def test_the_lowest_rank_that_runs_prints_the_failure(rank, failure, printed):
+def test_the_lowest_rank_that_runs_prints_the_failure(fast, rank, lines, printed):
     ours, theirs = socket.socketpair()
     watching = Watchdog(rank, {int(rank == 0): ours})
-    theirs.sendall(failure)
-    if not failure:
-        theirs.close()
-    assert watching.failure_within(5)
-    assert watching.error().message == printed
-    watching.close()
+    theirs.sendall(lines)
     theirs.close()
+    assert watching.wait_for_end(5).error(rank).message == printed
+    watching.close()
+
+
+def test_an_interrupt_of_one_process_interrupts_all():
+    assert isinstance(End(130, 1).error(0), Interrupted)
 
 
 def test_a_stranger_is_no_process_and_one_that_is_missing_is_named(monkeypatch):
@@ -131,6 +148,49 @@ def test_the_others_end_with_one_message(tmp_path, rank, kind, reporter, how):
                 if not line.startswith("[ring]")
             ]
             assert bool(others) == named
+
+
+RAISES = """
+import sys, time
+import mlx.core as mx
+from lmx.errors import UserError
+from lmx.run import signals, terminal
+from lmx.run.distributed import join
+
+ranks = join()
+raising, computes = map(int, sys.argv[1:])
+try:
+    signals.before_exit.append(lambda code: terminal.write_err(f"exit {code}\\n"))
+    with ranks.ends_together():
+        if ranks.rank == raising:
+            time.sleep(0.3)
+            raise UserError(f"rank {raising} cannot go on", code=3)
+        while computes:
+            # Not in a collective, which would notice that a process is gone.
+            time.sleep(0.01)
+        for _ in range(10**9):
+            mx.eval(ranks.all_sum([mx.ones(1)]))
+except UserError as error:
+    if str(error):
+        terminal.write_err(f"{error}\\n")
+    sys.exit(error.code)
+"""
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("computes", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_process_ends_all(tmp_path, count, rank, computes):
+    arguments = str(rank), str(int(computes))
+    results = in_ring(RAISES, *arguments, folder=tmp_path, count=count)
+    assert [result.returncode for result in results] == [3] * count
+    for number, result in enumerate(results):
+        lines = [t for t in result.stderr.splitlines() if not t.startswith("[ring]")]
+        if number == rank:
+            assert lines == [f"rank {rank} cannot go on"]
+        else:
+            # A backend may raise an error of its own before the watchdog ends it.
+            assert lines == ["exit 3"] or (lines == [] and not computes)
 
 
 JOINS = """

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from lmx.run.fs import remove_partial_files
+from lmx.files.atomic import remove_partial_files
 from lmx.run.logger import RunLogger
 from lmx.training import checkpoint
 from lmx.training.step import TrainStep

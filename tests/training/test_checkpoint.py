@@ -203,7 +203,7 @@ def test_failed_save_keeps_older_checkpoints(two_checkpoints, monkeypatch):
 
 
 def test_save_checks_free_space_first(two_checkpoints, monkeypatch):
-    monkeypatch.setattr("lmx.run.fs.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("lmx.files.atomic.free_bytes", lambda path: 1000)
     with pytest.raises(UserError, match=r"this needs .* MB, and 0 MB are free"):
         checkpoint.save(two_checkpoints, trained(1), TrainingProgress(6))
     assert sorted(p.name for p in two_checkpoints.iterdir()) == ["0000002", "0000004"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from lmx.data.batching import Batch
 from lmx.errors import UserError
+from lmx.interfaces import SINGLE_PROCESS
 from lmx.models.safetensors_io import stream_safetensors
-from lmx.run.distributed import SINGLE_PROCESS
 from lmx.training import checkpoint
 from lmx.training.checkpoint import TrainingProgress
 from lmx.training.chunked_loss import ChunkedLoss

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from folder_damages import DAMAGES
 from lmx.errors import UserError
+from lmx.interfaces import Logger
 from lmx.models.loader import build_model
-from lmx.run.logger import NullLogger
 from lmx.training import teacher_cache
 from lmx.training.teacher_cache import cache_part_targets
 from lmx.training.teacher_targets import bytes_per_token, compress_targets, index_dtype
@@ -43,7 +43,7 @@ def part_targets(
         digest=digest,
         top_k=top_k,
         temperature=temperature,
-        logger=logger or NullLogger(),
+        logger=logger or Logger(),
     )
 
 
@@ -102,7 +102,7 @@ def test_compressed_tail_is_exact():
 
 
 def test_part_targets_check_free_space_first(tmp_path, monkeypatch):
-    logger, lines = NullLogger(), []
+    logger, lines = Logger(), []
     monkeypatch.setattr(logger, "info", lines.append)
     result = part_targets(tmp_path, Teacher(), logger=logger)
     expected = 30 * bytes_per_token(8, VOCABULARY)
@@ -112,7 +112,7 @@ def test_part_targets_check_free_space_first(tmp_path, monkeypatch):
     # Every file also has a header.
     assert 0 <= sum(f.stat().st_size for f in files) - expected < 512 * len(result)
     assert "30 tokens" in lines[0]
-    monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: expected - 1)
+    monkeypatch.setattr("lmx.files.atomic.free_bytes", lambda _: expected - 1)
     with pytest.raises(UserError, match=r"this needs .* MB"):
         part_targets(tmp_path / "full", Teacher())
     assert not [*(tmp_path / "full").rglob("*.npy")]
@@ -181,7 +181,7 @@ def test_folder_that_is_something_else_is_replaced(tmp_path, kind, monkeypatch):
 
 
 def assert_computed_again(folder, whole, monkeypatch, calls=1):
-    teacher, logger, warnings = Teacher(), NullLogger(), []
+    teacher, logger, warnings = Teacher(), Logger(), []
     monkeypatch.setattr(logger, "warning", warnings.append)
     result = part_targets(folder, teacher, logger=logger)
     assert teacher.calls == calls

@@ -9,7 +9,7 @@ from lmx.data import cache
 from lmx.data.batching import BucketBatchSampler, InMemoryExamples
 from lmx.data.packing import PackedBatchSampler, pack
 from lmx.errors import UserError
-from lmx.run.logger import NullLogger
+from lmx.interfaces import Logger
 from lmx.training import teacher_cache
 from lmx.training.distillation import OnlineTeacher, divergence_sum
 from lmx.training.teacher_cache import TeacherClient, cache_teacher_targets
@@ -41,7 +41,7 @@ def _cache_folder(tmp_path, monkeypatch):
 
 
 def source(teacher, digest="a", logger=None):
-    logger = logger or NullLogger()
+    logger = logger or Logger()
     return TeacherClient(lambda: teacher, digest, VOCABULARY, logger)
 
 
@@ -126,7 +126,7 @@ def test_cache_key_covers_all_settings(change):
 
 
 def test_cache_computes_selected_examples_and_logs_their_size(monkeypatch):
-    members, logger, lines = np.array([3, 4, 17]), NullLogger(), []
+    members, logger, lines = np.array([3, 4, 17]), Logger(), []
     monkeypatch.setattr(logger, "info", lines.append)
     few = cached_targets(Teacher(), members, logger=logger)
     count = sum(EXAMPLES[n].mask[1:].sum() for n in members)
@@ -136,6 +136,6 @@ def test_cache_computes_selected_examples_and_logs_their_size(monkeypatch):
         assert all(
             map(np.array_equal, few._of_example(member), every._of_example(member))
         )
-    monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: 100)
+    monkeypatch.setattr("lmx.files.atomic.free_bytes", lambda _: 100)
     with pytest.raises(UserError, match=r"this needs .* MB"):
         cached_targets(Teacher(), digest="full")

@@ -16,7 +16,7 @@ from lmx.data.token_alignment import (
 from lmx.data.token_bytes import LETTERS, TokenBytes
 from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
-from lmx.run.logger import NullLogger
+from lmx.interfaces import Logger
 from lmx.training.distillation import OnlineTeacher, divergence_sum
 from lmx.training.mapped_targets import MappedTeacher
 from lmx.training.teacher_cache import TeacherClient, cache_teacher_targets
@@ -279,7 +279,7 @@ def test_a_renumbered_teacher_gives_the_same_loss(
         (RenumberedTeacher(table, numbers), mapped),
     ):
         client = TeacherClient(
-            lambda m=model: m, str(more), size, NullLogger(), mapped=more
+            lambda m=model: m, str(more), size, Logger(), mapped=more
         )
         members = np.arange(len(examples))
         targets = cache_teacher_targets(

@@ -11,8 +11,8 @@ import mlx.core as mx
 import pytest
 from lmx.data.batching import BucketBatchSampler
 from lmx.errors import Interrupted, UserError
+from lmx.files.atomic import remove_partial_files
 from lmx.run.callbacks import Callback, CallbackList
-from lmx.run.fs import remove_partial_files
 from lmx.run.logger import RunLogger
 from lmx.run.progress import ProgressBar
 from lmx.training import checkpoint

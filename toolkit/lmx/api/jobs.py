@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Interrupted, UserError
+from ..files.atomic import MANIFEST
 from ..pipeline import runner
 from ..pipeline.extensions import Extensions, Loss
 from ..run.callbacks import Callback, CallbackList
-from ..run.fs import MANIFEST
 from .arguments import Integer, Keys, PathLike, checked
 from .functions import Metrics, checked_loss, checked_metric, python_block
 from .model import Model, ModelLike, model_path

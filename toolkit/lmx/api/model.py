@@ -9,12 +9,12 @@ from mlx.nn.layers.base import Module
 
 from .. import cpu
 from ..convert.importers import load_model
+from ..files.atomic import MANIFEST
 from ..generation.generator import Generator
 from ..generation.speculative.draft_length import DraftLengthController
 from ..generation.speculative.factory import proposer_factory
 from ..models.checkpoint import model_folder
 from ..models.loader import LoadedModel
-from ..run.fs import MANIFEST
 from .arguments import PathLike, checked
 from .run import Run
 

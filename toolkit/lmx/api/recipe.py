@@ -15,8 +15,8 @@ from ..config.overrides import Override
 from ..config.redaction import redact
 from ..config.schema import RecipeConfig
 from ..errors import UserError
+from ..files.atomic import write_atomic
 from ..pipeline.plan import RunPlan, load, load_data, plan
-from ..run.fs import write_atomic
 from .arguments import Keys, PathLike, checked
 
 RecipeLike = Union["Recipe", PathLike, Keys]

@@ -12,8 +12,8 @@ from ..config.loader import find
 from ..errors import UserError
 from ..pipeline.context import ModelArtifact
 from ..run import manifest
-from ..run.fs import read_metrics
 from ..run.html.page import NAME as PAGE
+from ..run.logger import read_metrics
 from ..run.report import RECIPE, REPORT, Record, read_report, read_resolved
 from ..run.tables import aligned, table
 from .arguments import PathLike, checked

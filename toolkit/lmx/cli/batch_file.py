@@ -8,11 +8,11 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ..config.validation import FileConfig
 from ..errors import UserError
+from ..files.json_files import parse_json
 from ..generation.generator import Generator
 from ..generation.grammar import Grammar, parse_response_format
 from ..generation.prompt import encode_prompt
 from ..generation.sampling import Sampling
-from ..run.fs import parse_json
 
 
 class _Message(FileConfig):

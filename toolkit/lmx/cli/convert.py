@@ -34,9 +34,9 @@ def convert(args: argparse.Namespace) -> int:
     from ..convert.exporters.hf import dequantize_checkpoint
     from ..convert.importers import fetch_checkpoint, find_importable, load_model, peft
     from ..convert.importers.convert import convert_checkpoint
+    from ..files.atomic import atomic_folder
     from ..models.checkpoint import checkpoint_size
     from ..models.dtypes import DTYPES as MLX_DTYPES
-    from ..run.fs import atomic_folder
 
     target, dtype = Path(os.path.expanduser(args.target)), MLX_DTYPES.get(args.dtype)
     path = fetch_checkpoint(args.source)

@@ -45,8 +45,8 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def _doctor_of_network() -> int:
     """Measure all-reduces, for which all processes are needed; rank 0 prints."""
+    from .. import launcher
     from ..evaluation import network_bandwidth as network
-    from ..run import launcher
     from ..run.distributed import join
 
     ranks = join()
@@ -55,7 +55,7 @@ def _doctor_of_network() -> int:
             "there is one process, and no network between several",
             hint="mlx.launch -n 2 --hostfile hosts.json -- lmx doctor --distributed",
         )
-    with ranks.connection_errors():
+    with ranks.ends_together():
         link = network.measure_link(ranks)
         times = [network.all_reduce_seconds(ranks, size) for size in ALL_REDUCED]
     if not ranks.is_first:

@@ -153,7 +153,7 @@ def execute(arguments: argparse.Namespace, kind: str, source: str | None = None)
 
 def _execute(arguments: argparse.Namespace, kind: str, source: str | None) -> int:
     from ..api.recipe import Recipe
-    from ..run.launcher import launched_rank
+    from ..launcher import launched_rank
 
     if arguments.dry_run and launched_rank():
         # Only the first of several processes prints.

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ..generation.grammar import Grammar
     from ..generation.outputs import GenerationResponse, GenerationResult
     from ..generation.sampling import Sampling
+    from ..interfaces import Communicator
     from ..models.loader import LoadedModel
-    from ..run.distributed import ProcessGroup
 
 # Bytes of a prompt file, or of a file of requests.
 MAX_INPUT = 1 << 30
@@ -128,7 +128,7 @@ def _keeps_cache(args: argparse.Namespace) -> bool:
 
 
 def make_generator(
-    args: argparse.Namespace, loaded: "LoadedModel", ranks: "ProcessGroup"
+    args: argparse.Namespace, loaded: "LoadedModel", ranks: "Communicator"
 ) -> "Generator":
     """The generator, with a prefix cache if another request may use it.
 
@@ -168,7 +168,7 @@ def generate(args: argparse.Namespace) -> int:
         prompt_cache_file=args.prompt_cache_file,
     )
     try:
-        with ranks.connection_errors():
+        with ranks.ends_together():
             return _generate(args, ranks)
     except KeyboardInterrupt:
         terminal.write_out("\n", tolerant=True)
@@ -196,19 +196,18 @@ def _standard_input() -> Iterator[TextIO]:
         raise UserError(f"cannot read the prompt: {error}", place="-") from error
 
 
-def _generate(args: argparse.Namespace, ranks: "ProcessGroup") -> int:
+def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
     from ..generation.sampling import Sampling
     from .batch_file import parse_requests
 
-    with ranks.collective_errors():
-        text, requests = "", None
-        if ranks.is_first:
-            text = _read_input(args)
-            if args.input_file:
-                requests = parse_requests(text, place=args.input_file)
-        names = (name.replace("-", "_") for name in SAMPLING)
-        sampling = Sampling(**{name: getattr(args, name) for name in names})
-        grammar = _grammar(args)
+    text, requests = "", None
+    if ranks.is_first:
+        text = _read_input(args)
+        if args.input_file:
+            requests = parse_requests(text, place=args.input_file)
+    names = (name.replace("-", "_") for name in SAMPLING)
+    sampling = Sampling(**{name: getattr(args, name) for name in names})
+    grammar = _grammar(args)
     loaded = load_part(args, ranks, args.adapter_path)
     generator = make_generator(args, loaded, ranks)
     if not ranks.is_first:

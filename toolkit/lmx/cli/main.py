@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from ..config.redaction import redact
 from ..errors import FAILED, INTERRUPTED, USAGE, Interrupted, UserError, shorten
+from ..files.atomic import os_error
 from ..run import terminal
-from ..run.fs import os_error
 from ..version import __version__
 from .execution import (
     ALLOW_PYTHON,
@@ -207,7 +207,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 def _run_recipe(arguments: argparse.Namespace, options: list[str]) -> int:
     if arguments.list:
-        from ..run.launcher import launched_rank
+        from ..launcher import launched_rank
         from .schema import listing
 
         if not launched_rank():

@@ -24,8 +24,8 @@ from ..config.errors import ConfigErrors, KeyPath
 from ..config.loader import find as find_from
 from ..config.yaml_io import read, write_inline
 from ..errors import UserError
+from ..files.atomic import write_atomic
 from ..run import terminal
-from ..run.fs import write_atomic
 
 TASKS = {
     "finetune": "train a LoRA adapter and merge it",

@@ -4,9 +4,9 @@ import argparse
 import os
 from pathlib import Path
 
+from ..files.atomic import write_atomic
 from ..run import terminal
 from ..run.compare import metrics_table, read_runs, recipe_table
-from ..run.fs import write_atomic
 from ..run.html.page import comparison_page, write_page
 from ..run.logger import RunLogger
 

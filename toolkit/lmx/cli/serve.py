@@ -16,7 +16,7 @@ from .tensor_parallel import (
 
 if TYPE_CHECKING:
     from ..generation.generator import Generator
-    from ..run.distributed import ProcessGroup
+    from ..interfaces import Communicator
     from ..serving.engine_thread import ServedModel
 
 API_KEY = "LMX_API_KEY"
@@ -127,7 +127,7 @@ def serve(args: argparse.Namespace) -> int:
         args, adapter=args.adapter, allow_adapter_loading=args.allow_adapter_loading
     )
     if not ranks.is_first:
-        with ranks.connection_errors():
+        with ranks.ends_together():
             return follow(_load(args, ranks).generator.engine)
     server = ModelServer(
         lambda: _load(args, ranks),
@@ -147,10 +147,11 @@ def serve(args: argparse.Namespace) -> int:
             log_requests=args.log_requests,
         ),
     )
-    return server.run()
+    with ranks.ends_together():
+        return server.run()
 
 
-def _load(args: argparse.Namespace, ranks: "ProcessGroup") -> "ServedModel":
+def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     """The model, on the thread that calls it; for other ranks, what follows rank 0."""
     from ..api.model import set_draft
     from ..convert.importers import load_model

@@ -17,9 +17,9 @@ import yaml
 
 from ..config.redaction import redact
 from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
+from ..files.atomic import write_atomic
 from ..run import manifest, terminal
 from ..run.compare import RunSummary, groups_table, narrower, read_run
-from ..run.fs import write_atomic
 from ..run.html.page import comparison_page
 from ..run.logger import RunLogger
 from ..run.signals import sigterm_interrupts

@@ -8,8 +8,8 @@ from .options import refuse
 
 if TYPE_CHECKING:
     from ..generation.engine import Engine
+    from ..interfaces import Communicator
     from ..models.loader import LoadedModel
-    from ..run.distributed import ProcessGroup
 
 STUCK_SECONDS = 30.0
 """After which a process ends that has a SIGTERM and waits for rank 0."""
@@ -27,7 +27,7 @@ def add_tensor_parallel_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def join_processes(args: argparse.Namespace, **unsupported: Any) -> "ProcessGroup":
+def join_processes(args: argparse.Namespace, **unsupported: Any) -> "Communicator":
     """Connect the processes.
 
     Args:
@@ -36,8 +36,8 @@ def join_processes(args: argparse.Namespace, **unsupported: Any) -> "ProcessGrou
     Raises:
         UserError: an option is not supported, or there is another number of processes.
     """
+    from .. import launcher
     from ..config.parallel import ParallelConfig
-    from ..run import launcher
     from ..run.distributed import join
     from ..run.parallel_dims import require_process_count
 
@@ -56,7 +56,7 @@ def join_processes(args: argparse.Namespace, **unsupported: Any) -> "ProcessGrou
 
 
 def load_part(
-    args: argparse.Namespace, ranks: "ProcessGroup", adapter: str | None = None
+    args: argparse.Namespace, ranks: "Communicator", adapter: str | None = None
 ) -> "LoadedModel":
     """The model of the arguments, or this rank's part of it. No rank may fail alone.
 
@@ -67,14 +67,13 @@ def load_part(
     from ..convert.importers import load_model
     from ..models.checkpoint import weights_digest
 
-    with ranks.collective_errors():
-        loaded = load_model(
-            model_path(args.model),
-            revision=args.revision,
-            trust_remote_code=args.trust_remote_code,
-            adapter=adapter,
-            group=ranks,
-        )
+    loaded = load_model(
+        model_path(args.model),
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+        adapter=adapter,
+        group=ranks,
+    )
     if ranks.size > 1:
         ranks.require_same(
             weights_digest(loaded.path),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ..run import launcher
+from .. import launcher
 from . import elf_got
 
 # Fedora's threaded library, the usual name, and the library of a Conda environment.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..run import launcher
+from .. import launcher
 
 DEVICE_MEMORY = ("max_recommended_working_set_size", "total_memory", "memory_size")
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")

@@ -12,7 +12,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..run.distributed import ProcessGroup
+from ..interfaces import Communicator
 from .tokenization import Example
 
 # `Batch.head_positions` are rounded up to a multiple of 1/8 of a batch's targets, or of
@@ -392,7 +392,7 @@ class TargetBatches:
         ).hexdigest()
 
 
-def shard_batch(batch: Batch, ranks: ProcessGroup) -> Batch:
+def shard_batch(batch: Batch, ranks: Communicator) -> Batch:
     """Every `size`-th example of a batch, the same number for every rank.
 
     Ranks with one example less than others get one with an empty loss mask.

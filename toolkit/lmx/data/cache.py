@@ -11,9 +11,18 @@ from pathlib import Path
 from uuid import uuid4
 
 from ..errors import UserError
-from ..run import fs
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..run.fs import key_of, read_index, write_index
+from ..files.atomic import (
+    OTHER_FOLDER,
+    atomic_folder,
+    disk_errors,
+    remove,
+    remove_partial_files,
+    require_space,
+    write_atomic,
+)
+from ..files.hashes import hash_file, key_of, read_index, write_index
+from ..files.json_files import object_in
+from ..interfaces import SINGLE_PROCESS, Communicator
 
 # Nanoseconds after which another write of a file certainly changes its time.
 SETTLED = 2_000_000_000
@@ -99,9 +108,9 @@ def get_or_create(
             return known
         if folder.exists():
             warning(f"{folder}: damaged, created again")
-        fs.remove_partial_files(entry)
-        fs.require_space(entry, space)
-        with fs.atomic_folder(folder) as partial:
+        remove_partial_files(entry)
+        require_space(entry, space)
+        with atomic_folder(folder) as partial:
             facts = fill(partial)
             # Through JSON, so that a new entry and a cached one have the same facts.
             facts = json.loads(json.dumps(facts))
@@ -119,27 +128,27 @@ def file_hash(path: Path) -> str:
     """
     status = path.stat()
     if status.st_size < MIN_NOTED_BYTES:
-        return fs.hash_file(path)
+        return hash_file(path)
     changed = max(status.st_mtime_ns, status.st_ctime_ns)
     stamp = [str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns]
     stamp.append(status.st_ctime_ns)
     note = root() / "hashes" / f"{key_of(stamp[0])}.json"
-    known = fs.object_in(note)
+    known = object_in(note)
     if known.get("stamp") == stamp and isinstance(known.get("sha256"), str):
         return known["sha256"]
-    digest = fs.hash_file(path)
+    digest = hash_file(path)
     if time.time_ns() - changed > SETTLED:
         # Without a note, the next call reads the file again.
         with suppress(UserError), _written(note):
             if not note.is_file():
-                fs.remove(note)
-            fs.write_atomic(note, json.dumps({"stamp": stamp, "sha256": digest}))
+                remove(note)
+            write_atomic(note, json.dumps({"stamp": stamp, "sha256": digest}))
     return digest
 
 
 @contextmanager
 def locked_folder(
-    kind: str, key: str, ranks: ProcessGroup = SINGLE_PROCESS
+    kind: str, key: str, ranks: Communicator = SINGLE_PROCESS
 ) -> Iterator[Path]:
     """A folder of the cache whose files the caller checks. Other processes wait.
 
@@ -155,7 +164,7 @@ def locked_folder(
 
         def lock() -> None:
             stack.enter_context(_locked(entry, owner if ranks.size > 1 else ""))
-            fs.remove_partial_files(entry)
+            remove_partial_files(entry)
 
         ranks.in_turn(lock)
         yield entry / "content"
@@ -172,10 +181,10 @@ def _locked(place: Path, owner: str = "") -> Iterator[None]:
     # Links would be followed out of the cache.
     for folder in (place.parent, place):
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-            fs.remove(folder)
+            remove(folder)
     place.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(lock) and (lock.is_symlink() or not lock.is_file()):
-        fs.remove(lock)
+        remove(lock)
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         if not owner or os.pread(handle, len(owner), 0) != owner.encode():
@@ -190,13 +199,13 @@ def _locked(place: Path, owner: str = "") -> Iterator[None]:
 def _written(place: Path) -> Iterator[None]:
     """Create the cache, and add a hint on LMX_CACHE to errors of its disk."""
     try:
-        with fs.disk_errors(place):
+        with disk_errors(place):
             root().mkdir(parents=True, exist_ok=True)
             yield
     except UserError as error:
-        if fs.OTHER_FOLDER not in (error.hint or ""):
+        if OTHER_FOLDER not in (error.hint or ""):
             raise
-        hint = error.hint.replace(fs.OTHER_FOLDER, "set LMX_CACHE to another folder")
+        hint = error.hint.replace(OTHER_FOLDER, "set LMX_CACHE to another folder")
         raise UserError(
             error.message,
             place=error.place,

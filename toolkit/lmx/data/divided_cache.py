@@ -6,9 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from ..run import fs
-from ..run.distributed import ProcessGroup
-from ..run.divided_folders import make_folders, unpack
+from ..files.divided_folders import make_folders, unpack
+from ..files.hashes import INDEX
+from ..files.json_files import read_json
+from ..interfaces import Communicator
 from .cache import CacheEntry, content_folder, find, get_or_create, key_of
 
 Origin = Literal["made", "made elsewhere", "found"]
@@ -44,8 +45,8 @@ class _Entries:
     def receive(self, number: int, data: bytes) -> None:
         def extract(_: int, folder: Path) -> dict:
             unpack(data, folder)
-            facts = fs.read_json(folder / fs.INDEX)["facts"]
-            (folder / fs.INDEX).unlink()
+            facts = read_json(folder / INDEX)["facts"]
+            (folder / INDEX).unlink()
             return facts
 
         self._get_or_create(number, extract)
@@ -73,7 +74,7 @@ def get_or_create_all(
     keys: Sequence[str],
     fill: Callable[[int, Path], dict],
     *,
-    ranks: ProcessGroup,
+    ranks: Communicator,
     warning: Callable[[str], None],
     space: Callable[[int], int] = lambda number: 0,
     on_entry: Callable[[int, Origin], None] = lambda number, origin: None,

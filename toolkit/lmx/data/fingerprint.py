@@ -5,7 +5,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from ..run.fs import hash_file
+from ..files.hashes import hash_file
 from .tokenizer_files import eos_token_ids
 
 LIBRARIES = ("tokenizers", "transformers", "jinja2", "mlx-lm")

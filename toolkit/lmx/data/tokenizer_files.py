@@ -5,7 +5,7 @@ from typing import Any
 
 from ..config.text_files import require_regular
 from ..errors import UserError, library_errors
-from ..run.fs import MAX_JSON_BYTES, read_json
+from ..files.json_files import MAX_JSON_BYTES, read_json
 
 # Files that transformers and mlx-lm read as JSON objects, besides tokenizer.json.
 OBJECTS = (

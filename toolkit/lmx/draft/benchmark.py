@@ -16,7 +16,7 @@ from ..generation.speculative.draft_length import (
 )
 from ..generation.speculative.prompt_lookup import PromptLookupProposer
 from ..generation.speculative.proposer import MakeProposer
-from ..run.logger import NullLogger, RunLogger
+from ..interfaces import Logger
 from .acceptance import ReferenceCompletion, predict_accepted_lengths
 from .candidates import Candidate, all_acceptance_probs
 from .cost_model import SpeculationCosts
@@ -129,9 +129,9 @@ class DraftBenchmark:
         prompt_sets: Mapping[str, Sequence[Sequence[int]]],
         *,
         max_tokens: int,
-        logger: RunLogger | None = None,
+        logger: Logger | None = None,
     ):
-        self.logger = logger or NullLogger()
+        self.logger = logger or Logger()
         self.target, self.draft = target, draft
         self.tokenizer = tokenizer
         self.set_names = [

@@ -16,8 +16,7 @@ from ..data.record_formats import DataRecord
 from ..data.tokenization import Example
 from ..generation.completions import CachedGenerator, completion_example
 from ..generation.prompt import Messages, encode_chat, encode_text
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..run.logger import RunLogger
+from ..interfaces import SINGLE_PROCESS, Communicator, Logger
 from ..training.teacher_cache import PartTargets, cache_part_targets
 from ..training.teacher_targets import (
     TeacherTarget,
@@ -205,8 +204,8 @@ class DistillationBatches:
         top_k: int | None,
         vocab_size: int | None = None,
         seed: int,
-        logger: RunLogger,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        logger: Logger,
+        ranks: Communicator = SINGLE_PROCESS,
     ):
         batches = BucketBatchSampler(
             examples, max_seq_length=max_seq_length, batch_tokens=tokens

@@ -9,10 +9,11 @@ import mlx.nn as nn
 
 from ..data import cache
 from ..data.batching import Batch
+from ..files.atomic import atomic_folder, remove, require_space
+from ..files.divided_folders import make_folders
+from ..files.hashes import read_index, write_index
+from ..interfaces import Logger
 from ..models.hooks import forward_with_hidden_states
-from ..run.divided_folders import make_folders
-from ..run.fs import atomic_folder, read_index, remove, require_space, write_index
-from ..run.logger import RunLogger
 from .dataset import DistillationBatches
 
 FILE, NAME = "states.safetensors", "states"
@@ -71,7 +72,7 @@ class HiddenStateBatches:
         width: int,
         key: str,
         max_bytes: float,
-        logger: RunLogger,
+        logger: Logger,
     ):
         self._batches = batches
         self._target = target
@@ -127,7 +128,7 @@ class HiddenStateBatches:
         place = self._place(self._batches.tokens_of(index))
         return mx.load(str(place / FILE))[NAME].astype(mx.float32)
 
-    def _fill(self, folder: Path, size: int, logger: RunLogger) -> None:
+    def _fill(self, folder: Path, size: int, logger: Logger) -> None:
         """Compute the batches whose files are missing or damaged."""
         require_space(folder, size)
         self._folder = folder

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UserError
+from ..files.atomic import write_atomic
 from ..models.checkpoint import config_int
 from ..models.loader import build_model, make_cache
-from ..run.fs import write_atomic
 from ..version import __version__
 from .benchmark import DRAFT, DecoderStats, DecodingStats, DraftBenchmarkResult
 from .cost_model import SpeculationCosts

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..data.batching import Batch
 from ..data.sequence_mean import mean_over_sequences
+from ..interfaces import SINGLE_PROCESS, Communicator
 from ..models.pipeline_parallel import compile_for
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from .perplexity import Perplexity, divide_batches, perplexity_of, sequence_losses
 
 
@@ -44,7 +44,7 @@ def measure_divergence(
     reference: nn.Module,
     model: nn.Module,
     batches: Iterable[Batch],
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    ranks: Communicator = SINGLE_PROCESS,
 ) -> Divergence:
     """Compare two models with the same vocabulary, in one pass of each per batch.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..data.batching import Batch
 from ..data.sequence_mean import mean_over_sequences
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
+from ..interfaces import SINGLE_PROCESS, Communicator
 from .divergence import measure_divergence
 
 
@@ -37,7 +37,7 @@ def measure_per_sequence(
     reference: nn.Module,
     model: nn.Module,
     batches: Iterable[Batch],
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    ranks: Communicator = SINGLE_PROCESS,
 ) -> PerSequenceSums:
     """Sums of all sequences with trained tokens, in the order of the batches."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..run.distributed import ProcessGroup
+from ..interfaces import Communicator
 from .memory_bandwidth import shortest_time
 
 LARGE_BYTES = 1 << 24
@@ -24,7 +24,7 @@ class Link:
     bytes_per_second: float
 
 
-def measure_link(ranks: ProcessGroup) -> Link:
+def measure_link(ranks: Communicator) -> Link:
     """The slowest link of the ring, measured by all ranks together; several ranks.
 
     In an all-reduce by the ring algorithm, every one of N processes sends 2 (N - 1)
@@ -39,7 +39,7 @@ def measure_link(ranks: ProcessGroup) -> Link:
     return Link(*ranks.broadcast_object(measured))
 
 
-def all_reduce_seconds(ranks: ProcessGroup, size: int) -> float:
+def all_reduce_seconds(ranks: Communicator, size: int) -> float:
     """Seconds of the fastest of a few all-reduces of so many bytes of float32."""
     values = mx.ones(size // 4)
     repeats = LARGE_REPEATS if size >= 1 << 20 else SMALL_REPEATS

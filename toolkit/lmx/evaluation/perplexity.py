@@ -11,8 +11,8 @@ import numpy as np
 from ..data.batching import Batch, rows_of
 from ..data.sequence_mean import mean_over_sequences
 from ..errors import nan_predictions
+from ..interfaces import SINGLE_PROCESS, Communicator
 from ..models.pipeline_parallel import compile_for
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 
 # Logits in memory at once: 256 MB in float32.
 MAX_LOGITS = 1 << 26
@@ -65,7 +65,7 @@ def sequence_losses(
 def divide_batches(
     batches: Iterable[Batch],
     work: Callable[[Iterable[Batch]], Iterator[tuple]],
-    ranks: ProcessGroup,
+    ranks: Communicator,
 ) -> list[tuple]:
     """The results of parts of the batches, in order; each is made by one rank.
 
@@ -76,7 +76,7 @@ def divide_batches(
 
 
 def measure_perplexity(
-    model: nn.Module, batches: Iterable[Batch], ranks: ProcessGroup = SINGLE_PROCESS
+    model: nn.Module, batches: Iterable[Batch], ranks: Communicator = SINGLE_PROCESS
 ) -> Perplexity:
     """Perplexity of a model, with equal weight for every trained token.
 

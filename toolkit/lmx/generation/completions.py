@@ -13,9 +13,7 @@ from ..data.batching import ExampleDataset, InMemoryExamples
 from ..data.divided_cache import Origin, get_or_create_all
 from ..data.tokenization import Example
 from ..errors import UserError
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..run.logger import RunLogger
-from ..run.progress import ProgressBar
+from ..interfaces import SINGLE_PROCESS, Communicator, Logger, Progress
 from .engine import Engine
 from .sampling import Sampling
 from .sequence import GenerationRequest
@@ -40,8 +38,8 @@ class CachedGenerator:
     load_model: Callable[[], Any]
     digest: str
     stop_tokens: frozenset[int]
-    logger: RunLogger
-    ranks: ProcessGroup = SINGLE_PROCESS
+    logger: Logger
+    ranks: Communicator = SINGLE_PROCESS
 
     def request(
         self,
@@ -97,7 +95,7 @@ class CachedGenerator:
 def generate_batch(
     model: Any,
     requests: Sequence[GenerationRequest],
-    progress: ProgressBar,
+    progress: Progress,
 ) -> list[list[int]]:
     """The completions of the requests, `BATCH_SIZE` decoded together.
 

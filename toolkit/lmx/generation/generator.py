@@ -8,8 +8,8 @@ from typing import Any
 
 from .. import cpu
 from ..errors import UserError
+from ..interfaces import SINGLE_PROCESS, Communicator
 from ..models.token_ids import check_ids
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from .engine import Engine
 from .grammar import Grammar
 from .grammar_matcher import GrammarCompiler
@@ -50,7 +50,7 @@ class Generator:
         tokenizer: Any,
         *,
         keep_dequantized: bool = True,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        ranks: Communicator = SINGLE_PROCESS,
         **options,
     ):
         if keep_dequantized:

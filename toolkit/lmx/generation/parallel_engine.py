@@ -21,8 +21,8 @@ import numpy as np
 
 from ..cpu.memory import available_memory
 from ..errors import FAILED, UserError
+from ..interfaces import Communicator
 from ..models.pipeline_parallel import is_divided_by_layers, own_layers
-from ..run.distributed import ProcessGroup
 from .engine import Engine
 from .grammar import Grammar
 from .grammar_matcher import CompiledGrammar
@@ -94,7 +94,7 @@ class ParallelEngine(Engine):
     def __init__(
         self,
         model: Any,
-        ranks: ProcessGroup,
+        ranks: Communicator,
         compile_grammar: Callable[[Grammar], CompiledGrammar],
         *,
         kv_memory: int | None = None,
@@ -191,8 +191,7 @@ class ParallelEngine(Engine):
         if self._has_failed:
             raise UserError("a step failed, and the ranks are not in step", code=FAILED)
         try:
-            with self._ranks.connection_errors():
-                return self._step_together()
+            return self._step_together()
         except BaseException:
             self._has_failed = True
             raise

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
+from ..interfaces import SINGLE_PROCESS, Communicator
 from .engine import Engine
 from .kv_cache.batch import require_batchable
 from .sampling import Sampling
@@ -38,7 +38,7 @@ def sample_completions(
     temperature: float,
     stop_tokens: Collection[int],
     seed: int,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    ranks: Communicator = SINGLE_PROCESS,
 ) -> list[list[Completion]]:
     """Completions of prompts of any lengths, `num_generations` of each.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import UserError
-from ..run.fs import read_json
+from ..files.json_files import read_json
 
 # Settings of generation_config.json.
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

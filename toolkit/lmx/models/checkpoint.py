@@ -17,7 +17,8 @@ from mlx.utils import tree_flatten
 
 from ..data.cache import file_hash
 from ..errors import UserError
-from ..run.fs import read_json, require_own_entries
+from ..files.atomic import require_own_entries
+from ..files.json_files import read_json
 from .config_check import BITS, check_config, check_sizes
 from .rope_parameters import in_both_spellings
 from .safetensors_io import DTYPE_BYTES, DTYPE_NAMES, read_header, read_tensors

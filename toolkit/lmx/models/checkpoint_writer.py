@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..config.quant_spec import QuantSpec
-from ..run.fs import copy_file
+from ..files.atomic import copy_file
 from .checkpoint import GRID_TENSORS, INDEX_FILE
 from .safetensors_io import write_safetensors
 

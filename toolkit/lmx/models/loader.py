@@ -23,8 +23,8 @@ from .. import cpu
 from ..config.quant_spec import KV_CACHE_BITS
 from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..run.fs import object_in
+from ..files.json_files import object_in
+from ..interfaces import SINGLE_PROCESS, Communicator
 from . import config_check, global_scale, rope_parameters, tensor_parallel, token_ids
 from .architecture_fixes import repair
 from .checkpoint import (
@@ -102,7 +102,7 @@ def load(
     compute: str = "auto",
     lazy: bool = False,
     adapter: str | Path | None = None,
-    group: ProcessGroup = SINGLE_PROCESS,
+    group: Communicator = SINGLE_PROCESS,
 ) -> LoadedModel:
     """Load an MLX checkpoint: a folder or a Hub id.
 
@@ -129,7 +129,7 @@ def load(
     if adapter and group.size > 1:
         raise UserError("a model with an adapter cannot be divided among processes")
 
-    def read(group: ProcessGroup = group) -> tuple[nn.Module, dict, mx.Dtype]:
+    def read(group: Communicator = group) -> tuple[nn.Module, dict, mx.Dtype]:
         model, config = _build(path, own_config, trust_remote_code)
         dtype = stored_dtype(model)
         if group.size > 1:

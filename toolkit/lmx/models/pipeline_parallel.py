@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
-from ..run.distributed import ProcessGroup
+from ..interfaces import Communicator
 from .hooks import find_blocks, hook_calls
 
 
@@ -86,7 +86,7 @@ def largest_share(model: nn.Module, size: int) -> float:
     return (whole - sum(by_layer) + most) / whole
 
 
-def divide_by_layers(model: nn.Module, group: ProcessGroup) -> None:
+def divide_by_layers(model: nn.Module, group: Communicator) -> None:
     """Keep the layers of this rank, in place. Weights may be unread, and stay so.
 
     Raises:
@@ -133,7 +133,7 @@ def require_all_layers(model: nn.Module, *, place: str) -> None:
 class FirstBlock:
     """A class in front of a block's, whose input comes from the rank above."""
 
-    ranks: ProcessGroup
+    ranks: Communicator
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         ranks = self.ranks
@@ -144,7 +144,7 @@ class FirstBlock:
 class LastBlock:
     """A class in front of a block's. All ranks get the output of the one on rank 0."""
 
-    ranks: ProcessGroup
+    ranks: Communicator
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         ranks = self.ranks

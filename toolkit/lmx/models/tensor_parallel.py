@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from .. import cpu
 from ..errors import UserError
-from ..run.distributed import ProcessGroup
+from ..interfaces import Communicator
 from . import global_scale
 from .pipeline_parallel import (
     Place,
@@ -39,7 +39,7 @@ UNCHECKED = ("deepseek_v41", "kimi_k3", "minimax_m3_vl", "muse_spark")
 
 
 def shard(
-    model: nn.Module, group: ProcessGroup, reread: Callable[[], nn.Module]
+    model: nn.Module, group: Communicator, reread: Callable[[], nn.Module]
 ) -> None:
     """Keep this rank's part of a model, in place. Weights may be unread, and stay so.
 
@@ -193,7 +193,7 @@ def shard_share(model: nn.Module, size: int) -> float:
     return held / whole
 
 
-def _divide_vocabulary(model: nn.Module, group: ProcessGroup) -> None:
+def _divide_vocabulary(model: nn.Module, group: Communicator) -> None:
     """Divide the embedding and the LM head along the vocabulary, if that is even."""
     for module, kind in _vocabulary_layers(model, group.size):
         rows = len(module.weight) // group.size
@@ -221,7 +221,7 @@ def _vocabulary_layers(model: nn.Module, size: int) -> list[tuple[nn.Module, typ
 class VocabParallel:
     """A class in front of a layer's, whose weight has the rows of some tokens."""
 
-    group: ProcessGroup
+    group: Communicator
     first_row: int
 
     def _all_logits(self, logits: mx.array) -> mx.array:

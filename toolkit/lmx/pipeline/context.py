@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,25 +17,24 @@ from ..config.model import ModelConfig
 from ..convert.importers import resolve_checkpoint
 from ..data.splits import Splits
 from ..errors import UserError
+from ..files.atomic import PARTIAL, atomic_folder, remove, write_atomic
+from ..files.hashes import read_index, write_index
+from ..interfaces import SINGLE_PROCESS, Communicator
 from ..models import checkpoint_writer, from_scratch
 from ..models.drafters.mtp import copy_mtp
 from ..models.loader import LoadedModel, load
 from ..models.safetensors_io import require_finite
 from ..quantization.target_layers import QuantizationPlan
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..run.fs import (
-    PARTIAL,
-    atomic_folder,
-    read_index,
-    remove,
-    write_atomic,
-    write_index,
-)
 from ..run.logger import RunLogger
 from ..run.parallel_dims import ParallelDims
 from ..run.report import REPORT
+from ..run.signals import exit_if_stuck, stop_requested
+from ..training.trainer import Trainer
 from .extensions import Extensions
 
+# Seconds that a step and a checkpoint of several processes may take after SIGTERM.
+SHUTDOWN_SECONDS = 300
+STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again: at once, without"
 VISIBLE_HINT = "put the run directory where all machines see it, with output=..."
 PATHS = ("model", "reference", "adapters", "draft", "rounded")
 
@@ -207,7 +207,7 @@ class StageContext:
     extensions: Extensions = field(default_factory=Extensions)
 
     @property
-    def ranks(self) -> ProcessGroup:
+    def ranks(self) -> Communicator:
         """All processes of the run; only rank 0 writes files that all of them see."""
         return self.parallel.world
 
@@ -291,6 +291,13 @@ class StageContext:
         is_on_hub = model == self.base and self.find(self.source.path) is None
         return self.source.path if is_on_hub else str(model.absolute())
 
+    def train(self, trainer: Trainer) -> float:
+        """Train to the end; see `Trainer.train`. Signals and callbacks may stop it."""
+        callbacks, several = self.extensions.callbacks, self.ranks.size > 1
+        guard = exit_if_stuck(SHUTDOWN_SECONDS) if several else nullcontext()
+        with stop_requested(notice=STOPPING) as signalled, guard:
+            return trainer.train(lambda: signalled() or callbacks.is_stopped)
+
     def require_shared_folder(self) -> None:
         """Check that all processes see what rank 0 writes into the stage's folder.
 
@@ -302,21 +309,19 @@ class StageContext:
         ranks, mark = self.ranks, None
         if ranks.size == 1:
             return
-        with ranks.collective_errors():
-            if ranks.is_first:
-                # By this name the next run removes it after a kill.
-                mark = self.folder / f".shared.{secrets.token_hex(4)}{PARTIAL}"
-                mark.touch()
+        if ranks.is_first:
+            # By this name the next run removes it after a kill.
+            mark = self.folder / f".shared.{secrets.token_hex(4)}{PARTIAL}"
+            mark.touch()
         name = ranks.broadcast_object(mark and mark.name)
         try:
-            with ranks.collective_errors():
-                if not (self.folder / name).exists():
-                    raise UserError(
-                        "all processes write into the folder of this stage, and this "
-                        "machine sees another one than rank 0",
-                        place=str(self.folder),
-                        hint=VISIBLE_HINT,
-                    )
+            if not (self.folder / name).exists():
+                raise UserError(
+                    "all processes write into the folder of this stage, and this "
+                    "machine sees another one than rank 0",
+                    place=str(self.folder),
+                    hint=VISIBLE_HINT,
+                )
         finally:
             if mark:
                 mark.unlink()

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .. import launcher
 from ..config.loader import LoadedRecipe
 from ..config.parallel import ParallelConfig
 from ..convert.importers import find_importable, gguf
@@ -15,7 +16,7 @@ from ..data.tokenization import EncodeResult, encode_all, render_mask, template_
 from ..models.rope_parameters import check_length
 from ..models.tensor_parallel import shard_share
 from ..quantization.target_layers import QuantizationPlan
-from ..run import launcher, terminal
+from ..run import terminal
 from ..run.parallel_dims import require_process_count
 from ..run.progress import readable_size
 from ..run.run_dir import check_output

@@ -8,8 +8,8 @@ from ..convert.importers import gguf
 from ..cpu.memory import memory_limit
 from ..data.batching import bucket_lengths
 from ..errors import WILL_NOT_FIT, UserError
+from ..files.atomic import free_bytes
 from ..models.loader import check_loadable
-from ..run.fs import free_bytes
 from ..run.progress import format_duration, readable_size
 from .estimate import Estimate, ModelShape, Workload
 from .plan import RunPlan

@@ -15,12 +15,13 @@ from ..config.redaction import REDACTED
 from ..config.schema import RecipeConfig
 from ..data.splits import Splits
 from ..errors import FAILED, USAGE, Interrupted, UserError
+from ..files.atomic import FULL_HINT
+from ..interfaces import Communicator, Logger
+from ..launcher import backend
 from ..models.checkpoint import weights_digest
-from ..run.distributed import ProcessGroup, join
-from ..run.fs import FULL_HINT
+from ..run.distributed import join
 from ..run.html.page import NAME as PAGE
-from ..run.launcher import backend
-from ..run.logger import NullLogger, RunLogger
+from ..run.logger import RunLogger
 from ..run.manifest import StageInputs, changed_inputs
 from ..run.parallel_dims import ParallelDims
 from ..run.report import REPORT, read_report
@@ -61,20 +62,17 @@ def run(
     extensions.require(loaded.recipe)
     cpu.enable()
     ranks = join()
-    with ranks.connection_errors():
+    with ranks.ends_together():
         _check(loaded, replace(plan, restart=restart), ranks, ignore_limits)
         parallel = ParallelDims.build(loaded.recipe.parallel, ranks)
-        with ranks.collective_errors():
-            opened = _open(loaded, plan, command, restart, ranks)
+        opened = _open(loaded, plan, command, restart, ranks)
     with opened as run_dir:
-        logger = (
-            RunLogger(run_dir.path, quiet=quiet) if ranks.is_first else NullLogger()
-        )
+        logger = RunLogger(run_dir.path, quiet=quiet) if ranks.is_first else Logger()
         logger.on_heartbeat = run_dir.write_page
         _log_start(loaded, run_dir, logger, ranks)
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
-            with sigterm_interrupts(), tracking, ranks.connection_errors():
+            with sigterm_interrupts(), tracking, ranks.ends_together():
                 context = make_context(
                     loaded, run_dir.path, logger, parallel, extensions
                 )
@@ -119,7 +117,7 @@ def _log_start(
     loaded: LoadedRecipe,
     run_dir: RunDir | NullRunDir,
     logger: RunLogger,
-    ranks: ProcessGroup,
+    ranks: Communicator,
 ) -> None:
     logger.info(f"lmx {__version__}: {loaded.name} -> {run_dir.path}")
     if ranks.size > 1:
@@ -172,7 +170,7 @@ def _models(output: Path) -> dict[str, dict]:
 
 
 def _check(
-    loaded: LoadedRecipe, plan: RunPlan, ranks: ProcessGroup, ignore_limits: bool
+    loaded: LoadedRecipe, plan: RunPlan, ranks: Communicator, ignore_limits: bool
 ) -> None:
     """Refuse a run that cannot reach its end."""
     ranks.require_same(
@@ -182,12 +180,11 @@ def _check(
     )
     for planned in plan.stages:
         planned.stage.check_ranks(ranks)
-    with ranks.collective_errors():
-        if not ignore_limits:
-            require_resources(loaded, plan)
-        if ranks.is_first:
-            for planned in plan.stages:
-                planned.stage.remote_checks()
+    if not ignore_limits:
+        require_resources(loaded, plan)
+    if ranks.is_first:
+        for planned in plan.stages:
+            planned.stage.remote_checks()
 
 
 def _open(
@@ -195,7 +192,7 @@ def _open(
     plan: RunPlan,
     command: str,
     restart: bool,
-    ranks: ProcessGroup,
+    ranks: Communicator,
 ) -> RunDir | NullRunDir:
     if not ranks.is_first:
         return NullRunDir(plan.output)
@@ -223,10 +220,9 @@ def _run_stages(
     names = [planned.name for planned in plan.stages]
     for position, planned in enumerate(plan.stages):
         name = planned.name
-        with ranks.collective_errors():
-            record = run_dir.completed_stage(name, logger.warning)
-            if record is None:
-                run_dir.discard_stages(names[position + 1 :])
+        record = run_dir.completed_stage(name, logger.warning)
+        if record is None:
+            run_dir.discard_stages(names[position + 1 :])
         record = ranks.broadcast_object(record)
         if record is not None:
             logger.info(f"stage {name}: already complete, skipping")
@@ -258,24 +254,19 @@ def _run_stage(
 ) -> dict:
     """Run a stage on all ranks or on rank 0; returns its artifact as JSON."""
     ranks = context.ranks
-    with ranks.collective_errors():
-        current = context.current
-        if current is None and context.base is not None:
-            current = ModelArtifact(context.base, context.base)
-        folder = run_dir.stage_folder(stage.name)
-        context = replace(context, folder=folder, current=current)
+    current = context.current
+    if current is None and context.base is not None:
+        current = ModelArtifact(context.base, context.base)
+    folder = run_dir.stage_folder(stage.name)
+    context = replace(context, folder=folder, current=current)
     if stage.runs_on_all_ranks:
         artifact = stage.run(context)
     else:
-        with ranks.collective_errors():
-            artifact = stage.run(context) if ranks.is_first else None
-    with ranks.collective_errors():
-        record = None
-        if ranks.is_first:
-            record = artifact.to_json(run_dir.path)
-            run_dir.complete_stage(
-                stage.name, record, artifact.folders_in(run_dir.path)
-            )
+        artifact = stage.run(context) if ranks.is_first else None
+    record = None
+    if ranks.is_first:
+        record = artifact.to_json(run_dir.path)
+        run_dir.complete_stage(stage.name, record, artifact.folders_in(run_dir.path))
     return ranks.broadcast_object(record)
 
 
@@ -289,11 +280,11 @@ def _start_stage(
     """
     ranks = context.ranks
     is_shared = stage.runs_on_all_ranks and ranks.size > 1
-    with ranks.collective_errors():
-        inputs = plan.inputs(stage.name) if is_shared or ranks.is_first else {}
-        if is_shared:
-            _require_same_inputs(inputs, context)
-        run_dir.start_stage(stage.name, inputs)
+    inputs = plan.inputs(stage.name) if is_shared or ranks.is_first else {}
+    if is_shared:
+        _require_same_inputs(inputs, context)
+    run_dir.start_stage(stage.name, inputs)
+    ranks.wait_for_all()
 
 
 def _require_same_inputs(inputs: StageInputs, context: StageContext) -> None:

@@ -14,7 +14,7 @@ from ..config.draft import DraftConfig
 from ..config.errors import KeyPath
 from ..config.messages import Problem, nearest
 from ..config.quant_spec import QuantizationConfig, QuantSpec
-from ..run.distributed import ProcessGroup
+from ..interfaces import Communicator
 from .context import ModelArtifact, StageContext
 from .estimate import Estimate, ModelShape, Workload
 
@@ -205,7 +205,7 @@ class Stage(ABC):
         """
         yield from ()
 
-    def check_ranks(self, ranks: ProcessGroup) -> None:  # noqa: B027
+    def check_ranks(self, ranks: Communicator) -> None:  # noqa: B027
         """Raise UserError if these processes cannot run the stage."""
 
     def remote_checks(self) -> None:  # noqa: B027

@@ -19,9 +19,10 @@ from ..config.quant_spec import QuantSpec
 from ..data import cache
 from ..errors import UserError
 from ..evaluation.memory_bandwidth import decoding_seconds, shortest_time
+from ..files.atomic import write_atomic
+from ..files.json_files import object_in
 from ..models.from_scratch import llama_config
 from ..models.loader import build_model
-from ..run.fs import object_in, write_atomic
 
 RATES = "rates.json"
 # Sequences and their tokens in a measured step, and the width of the measured model:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import UserError
-from . import fs
+from ..files.atomic import old_name, remove
 from .manifest import INPUTS, STAGES, StageInputs, changed_inputs
 
 # Changed values that the note about an earlier run names.
@@ -97,7 +97,7 @@ class EarlierRun:
     def _ways_out(self) -> str:
         return (
             "use --restart to start over (the old run moves to "
-            f"{fs.old_name(self.path).name}), or output=... for another folder"
+            f"{old_name(self.path).name}), or output=... for another folder"
         )
 
     def discard(self) -> list[str]:
@@ -114,14 +114,14 @@ class EarlierRun:
             checkpoints = folder / "checkpoints"
             is_finished = name in self._finished
             if not is_finished and checkpoints.is_dir() and any(checkpoints.iterdir()):
-                target = fs.old_name(folder)
+                target = old_name(folder)
                 os.rename(folder, target)
                 notes.append(
                     f"the unfinished {name} was started with other values: its "
                     f"checkpoints are now in {target.relative_to(self.path)}"
                 )
             else:
-                fs.remove(folder)
+                remove(folder)
         return notes
 
     def change_note(self, set_aside: list[str]) -> str:

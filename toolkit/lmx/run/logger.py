@@ -5,13 +5,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..config.redaction import redact, redact_values
 from ..errors import UserError
+from ..files.atomic import disk_errors, require_held
+from ..files.json_files import filter_jsonl, read_jsonl
+from ..interfaces import Logger
 from . import terminal
-from .fs import disk_errors, filter_jsonl, require_held
 from .progress import ProgressBar, format_duration
 from .tables import aligned
 from .trackers import TrackerThread
@@ -23,7 +25,7 @@ HEARTBEAT_SECONDS = 10
 RECORD_FILES = ("metrics.jsonl", "samples.jsonl")
 
 
-class RunLogger:
+class RunLogger(Logger):
     """Log lines for people and JSONL records for programs.
 
     On a terminal the output has colors and a progress bar; elsewhere it is plain lines.
@@ -239,15 +241,7 @@ def _finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class NullLogger(RunLogger):
-    """No-op logger for ranks other than 0."""
-
-    def __init__(self):
-        super().__init__(None, quiet=True)
-
-    def _show(self, text: str, *, write=None) -> None:
-        pass
-
-    def heartbeat(self):
-        """Do nothing."""
-        return nullcontext()
+def read_metrics(run_dir: Path, stage: str | None = None) -> list[dict]:
+    """The records in metrics.jsonl, oldest first: of a stage, or of all."""
+    records = read_jsonl(run_dir / "metrics.jsonl", stage=str, kind=str, step=int)
+    return [r for r in records if stage in (None, r["stage"])]

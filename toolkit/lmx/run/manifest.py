@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from ..errors import UserError
-from .fs import MANIFEST, read_json, read_metrics
+from ..files.atomic import MANIFEST
+from ..files.json_files import read_json
+from .logger import read_metrics
 
 # The folder of the folders of the stages.
 STAGES = "stages"

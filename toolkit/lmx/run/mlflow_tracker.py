@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from ..config.trackers import TrackerConfig
-from .fs import write_atomic
+from ..files.atomic import write_atomic
 from .tables import recipe_values
 
 PACKAGE = "mlflow"

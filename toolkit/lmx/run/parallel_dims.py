@@ -6,10 +6,10 @@ follow each other, because they exchange the most.
 
 from dataclasses import dataclass
 
+from .. import launcher
 from ..config.parallel import ParallelConfig
 from ..errors import UserError
-from . import launcher
-from .distributed import SINGLE_PROCESS, ProcessGroup
+from ..interfaces import SINGLE_PROCESS, Communicator
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class ParallelDims:
         tensor: processes that hold one model together.
     """
 
-    world: ProcessGroup = SINGLE_PROCESS
-    data: ProcessGroup = SINGLE_PROCESS
-    tensor: ProcessGroup = SINGLE_PROCESS
+    world: Communicator = SINGLE_PROCESS
+    data: Communicator = SINGLE_PROCESS
+    tensor: Communicator = SINGLE_PROCESS
 
     @classmethod
-    def build(cls, config: ParallelConfig, world: ProcessGroup) -> "ParallelDims":
+    def build(cls, config: ParallelConfig, world: Communicator) -> "ParallelDims":
         """The mesh of a recipe's block over these processes.
 
         Raises:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
+from ..interfaces import Progress
 from . import terminal
 from .work_rate import KindOfWork, WorkRate
 
@@ -34,7 +35,7 @@ class ProgressOutput(Protocol):
     def close_progress(self, progress: "ProgressBar") -> None: ...
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """Progress of a long operation; made by `RunLogger.progress`.
 
     `update` writes a line. `advance` writes none, so that an inner loop can call it:

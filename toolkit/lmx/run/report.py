@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from ..config import yaml_io
 from ..errors import UserError
+from ..files.json_files import parse_json, read_jsonl, read_text
 from . import manifest
-from .fs import parse_json, read_jsonl, read_metrics, read_text
+from .logger import read_metrics
 from .tables import METRICS
 
 REPORT, RECIPE, RESOLVED = "report.json", "recipe.yaml", "resolved.yaml"

@@ -13,10 +13,25 @@ from ..config.bundled import without_schema_line
 from ..config.loader import LoadedRecipe
 from ..config.text_files import require_regular
 from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
-from . import fs, manifest
+from ..files.atomic import (
+    LOCK,
+    MANIFEST,
+    OTHER_FOLDER,
+    disk_errors,
+    hold,
+    make_folder,
+    old_name,
+    release,
+    remove,
+    remove_partial_files,
+    require_own_entries,
+    write_atomic,
+)
+from ..files.hashes import hash_file, hash_folder
+from ..files.json_files import filter_jsonl, read_text
+from . import manifest
 from .compare import difference
 from .earlier_run import EarlierRun
-from .fs import LOCK, MANIFEST, disk_errors, hash_file, hash_folder, write_atomic
 from .html.page import write_page
 from .logger import RECORD_FILES
 from .manifest import STAGES, StageInputs
@@ -75,9 +90,9 @@ class RunDir:
         with disk_errors(path), ExitStack() as undo:
             lock = _lock(path)
             undo.callback(os.close, lock)
-            fs.hold(path)
-            undo.callback(fs.release, path)
-            fs.require_own_entries(path)
+            hold(path)
+            undo.callback(release, path)
+            require_own_entries(path)
             old = manifest.read(path)
             new = manifest.new(recipe.name, command, recipe_hash, plan)
             folder = cls(path, lock, new)
@@ -89,9 +104,9 @@ class RunDir:
                     (path / LOCK).unlink()
                     raise
             else:
-                changes = difference(fs.read_text(path / RESOLVED), recipe.resolved)
+                changes = difference(read_text(path / RESOLVED), recipe.resolved)
                 folder._continue(old, EarlierRun(path, old, plan, changes, inputs))
-            fs.remove_partial_files(path)
+            remove_partial_files(path)
             write_atomic(path / RECIPE, without_schema_line(recipe.text))
             write_atomic(path / RESOLVED, recipe.resolved)
             folder._restore_report()
@@ -149,7 +164,7 @@ class RunDir:
         """The folder of a stage, created if necessary."""
         folder = self.path / STAGES / stage
         with disk_errors(folder):
-            fs.make_folder(folder)
+            make_folder(folder)
         return folder
 
     def start_stage(self, stage: str, inputs: StageInputs) -> None:
@@ -197,7 +212,7 @@ class RunDir:
             for stage in stages:
                 for records in (self._manifest["stages"], self._manifest["inputs"]):
                     records.pop(stage, None)
-                fs.remove(self.path / STAGES / stage)
+                remove(self.path / STAGES / stage)
             self._drop_records(stages)
             self._restore_report()
         self._save()
@@ -206,7 +221,7 @@ class RunDir:
         """Delete the lines of stages in metrics.jsonl and samples.jsonl."""
         for name in RECORD_FILES:
             if (path := self.path / name).is_file():
-                fs.filter_jsonl(path, lambda record: record["stage"] not in stages)
+                filter_jsonl(path, lambda record: record["stage"] not in stages)
 
     def _restore_report(self) -> None:
         """Leave the report of the last finished stage that wrote one, or none."""
@@ -217,7 +232,7 @@ class RunDir:
                 if not report.is_file() or report.read_bytes() != file.read_bytes():
                     write_atomic(report, file.read_bytes())
                 return
-        fs.remove(report)
+        remove(report)
 
     def write_page(self) -> None:
         """Write report.html. The heartbeat of the logger does so, too."""
@@ -236,7 +251,7 @@ def _release(path: Path, error: BaseException | None) -> None:
     Raises:
         UserError: it is gone, which is the reason of `error`.
     """
-    is_there = fs.release(path)
+    is_there = release(path)
     # An error without a message is that of another process, which prints it.
     if error and not is_there and getattr(error, "message", True):
         raise UserError(
@@ -306,17 +321,17 @@ def _check_output(path: Path) -> None:
         folder = folder.parent
     if not folder.is_dir():
         kind = "a link that leads nowhere" if folder.is_symlink() else "a file"
-        raise UserError(f"cannot write: {folder} is {kind}", hint=fs.OTHER_FOLDER)
+        raise UserError(f"cannot write: {folder} is {kind}", hint=OTHER_FOLDER)
     try:
         # Permissions do not tell: a disk can be read-only, and /proc takes no folder.
         os.rmdir(tempfile.mkdtemp(prefix=".lmx-", dir=folder))
     except FileNotFoundError:
         message = f"cannot write: no folder can be made in {folder}"
-        raise UserError(message, hint=fs.OTHER_FOLDER) from None
+        raise UserError(message, hint=OTHER_FOLDER) from None
     if folder == path.absolute():
         if os.path.lexists(path / LOCK):
             os.close(_lock_file(path))
-        fs.require_own_entries(path)
+        require_own_entries(path)
         if manifest.read(path) is None:
             _refuse_foreign(path)
 
@@ -341,7 +356,7 @@ def _move_aside(path: Path) -> None:
     with disk_errors(path):
         lock = _lock(path)
         if (path / MANIFEST).exists():
-            os.rename(path, fs.old_name(path))
+            os.rename(path, old_name(path))
         os.close(lock)
 
 
@@ -365,7 +380,7 @@ class NullRunDir:
 
     def __enter__(self) -> "NullRunDir":
         if self.path.exists():
-            fs.hold(self.path)
+            hold(self.path)
         return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ..config.trackers import TrackerConfig
-from .fs import stored_id
+from ..files.atomic import stored_id
 
 PACKAGE = "wandb"
 INSTALL = "pip install wandb"

@@ -1,11 +1,13 @@
-"""Watchdog: a process that ends, hangs or is cut off ends the run on all machines.
+"""Watchdog: a process that raises, ends, hangs or is cut off ends the run everywhere.
 
 A collective that waits for such a process can block for ever, outside Python. So every
-process has one more connection with rank 0. Both ends send a line every few seconds,
-and rank 0 tells all others which process failed. A thread does this: it speaks for a
-process that computes for minutes, and not for one that is stopped or has no network.
+process has one more connection with rank 0. Both ends send a line every few seconds. A
+thread does this: it speaks for a process that computes for minutes, and not for one
+that is stopped or has no network. Rank 0 hears of all failures, and tells all others
+the first one: how the run ends, and which process prints a message.
 """
 
+import json
 import os
 import secrets
 import selectors
@@ -16,21 +18,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..errors import FAILED, UserError
+from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
 from . import terminal
 from .signals import exit_at_once
 
 BEAT_SECONDS = 2.0
 # A system call or a function in C that keeps Python's lock for longer is not known.
 SILENCE_SECONDS = 30.0
-# The main thread gets this time to end by itself, with its own message.
-GRACE_SECONDS = 10.0
+# The main thread gets this time to notice that the run ends.
+GRACE_SECONDS = 1.0
+# Rank 0 answers a process that raises within this time, if it lives.
+ANSWER_SECONDS = 5.0
 CONNECT_SECONDS = 30.0
 # The ring backend itself gives up after 31 s, on ranks that find nobody to connect to.
 JOIN_SECONDS = 45.0
-BEAT, BYE, FAILURE = b"beat", b"bye", b"failed "
+BEAT, BYE, RAISED, END = b"beat", b"bye", b"raised ", b"end "
 RESUMES = "the same command resumes the run, also with another number of processes"
 
 
@@ -64,6 +68,29 @@ def killed_after(seconds: float, message: str) -> Iterator[None]:
             guard.kill()
 
 
+class End(NamedTuple):
+    """How a run ends before its time.
+
+    Attributes:
+        code: the exit code of all processes.
+        reporter: the rank that prints a message.
+        failure: which process failed and how; empty if the reporter has its own error.
+    """
+
+    code: int
+    reporter: int
+    failure: str = ""
+
+    def error(self, rank: int) -> Exception:
+        """The error that a process raises; only that of the reporter has a message."""
+        if self.code == INTERRUPTED:
+            return Interrupted()
+        if not self.failure or rank != self.reporter:
+            return UserError("", code=self.code)
+        text = f"{self.failure}; the others end too"
+        return UserError(text, hint=RESUMES, code=self.code)
+
+
 class Watchdog:
     """Watches the other processes from a thread.
 
@@ -73,16 +100,19 @@ class Watchdog:
             one with rank 0.
 
     Attributes:
-        failure: which process failed and how; empty while all are well.
+        end: how the run ends; None while all are well.
     """
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]):
         self.rank = rank
-        self.failure = ""
+        self.end: End | None = None
         self._peers = peers
         self._last_seen = dict.fromkeys(peers, time.monotonic())
         self._unread = dict.fromkeys(peers, b"")
-        self._failed, self._closed = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._run_ends, self._main_ends = threading.Event(), threading.Event()
+        self._is_alone = threading.Event()
         self._selector = selectors.DefaultSelector()
         for peer, connection in peers.items():
             connection.setblocking(False)
@@ -90,23 +120,31 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    @property
-    def is_reporter(self) -> bool:
-        """Whether this process prints the failure: the lowest rank that still runs."""
-        return self.rank == (0 if 0 in self._peers or self.rank == 0 else 1)
+    def wait_for_end(self, seconds: float) -> End | None:
+        """How the run ends; waits for it, because a backend may notice it first."""
+        self._run_ends.wait(seconds)
+        return self.end
 
-    def failure_within(self, seconds: float) -> str:
-        """The failure; waits for it, because a backend may notice it first."""
-        self._failed.wait(seconds)
-        return self.failure
+    def main_raised(self, code: int) -> End:
+        """End the other processes, because the main thread ends with an error.
 
-    def error(self) -> UserError:
-        """The failure as an error; other ranks than the reporter print nothing."""
-        text = f"{self.failure}; the others end too" if self.is_reporter else ""
-        return UserError(text, hint=RESUMES if text else None, code=FAILED)
+        Returns:
+            How the run ends: with this error, or an earlier one of another process.
+        """
+        self._main_ends.set()
+        if self.rank == 0:
+            self._decide(End(code, 0))
+        else:
+            self._send(RAISED + str(code).encode())
+        end = self.wait_for_end(ANSWER_SECONDS) or End(code, self.rank)
+        if end == End(code, self.rank):
+            # Those that wait for this one in a collective end without MLX's message.
+            self._is_alone.wait(GRACE_SECONDS + BEAT_SECONDS)
+        return end
 
     def close(self) -> None:
         """Say that this process ends as it should, and watch no longer."""
+        self._main_ends.set()
         self._closed.set()
         self._thread.join()
         self._send(BYE)
@@ -117,20 +155,22 @@ class Watchdog:
     def _watch(self) -> None:
         next_beat = time.monotonic()
         while not self._closed.is_set():
-            if time.monotonic() >= next_beat:
+            now = time.monotonic()
+            if now >= next_beat:
                 self._send(BEAT)
-                next_beat = time.monotonic() + BEAT_SECONDS
+                next_beat = now + BEAT_SECONDS
             for key, _ in self._selector.select(min(BEAT_SECONDS, 0.2)):
                 self._read(key.data)
             for peer, seen in [*self._last_seen.items()]:
                 if time.monotonic() - seen > SILENCE_SECONDS:
-                    self._fail(peer, f"has been silent for {SILENCE_SECONDS:g} s")
-            if self.failure:
-                self._end()
-                return
+                    self._lose(peer, f"has been silent for {SILENCE_SECONDS:g} s")
+            if not self._peers:
+                self._is_alone.set()
+            if self.end and not self._main_ends.wait(GRACE_SECONDS):
+                self._exit()
 
     def _send(self, line: bytes) -> None:
-        for connection in self._peers.values():
+        for connection in [*self._peers.values()]:
             # A process that does not read is silent too.
             with suppress(OSError):
                 connection.send(line + b"\n")
@@ -146,14 +186,17 @@ class Watchdog:
             if line == BYE:
                 self._forget(peer)
                 return
-            if line.startswith(FAILURE):
-                self.failure = line.removeprefix(FAILURE).decode()
-        if not data and not self.failure:
-            self._fail(peer, "ended")
+            if line.startswith(RAISED):
+                self._decide(End(int(line.removeprefix(RAISED)), peer))
+            elif line.startswith(END):
+                self._decide(End(*json.loads(line.removeprefix(END))))
+        if not data:
+            self._lose(peer, "ended")
 
-    def _fail(self, peer: int, how: str) -> None:
-        self.failure = f"process {peer} {how}"
+    def _lose(self, peer: int, how: str) -> None:
         self._forget(peer)
+        # Without rank 0, the next process has the word.
+        self._decide(End(FAILED, min(self.rank, 1), f"process {peer} {how}"))
 
     def _forget(self, peer: int) -> None:
         """Watch this process no longer."""
@@ -162,16 +205,21 @@ class Watchdog:
         del self._last_seen[peer], self._unread[peer]
         connection.close()
 
-    def _end(self) -> None:
-        """Tell the others, and exit if the main thread does not."""
+    def _decide(self, end: End) -> None:
+        """The first failure is how the run ends; rank 0 tells the others."""
+        with self._lock:
+            if self.end:
+                return
+            self.end = end
         if self.rank == 0:
-            self._send(FAILURE + self.failure.encode())
-        self._failed.set()
-        if self._closed.wait(GRACE_SECONDS):
-            return
-        if self.is_reporter:
-            terminal.write_err(f"{self.error()}\n")
-        exit_at_once(FAILED)
+            self._send(END + json.dumps(end).encode())
+        self._run_ends.set()
+
+    def _exit(self) -> None:
+        """End the process in the middle of what its main thread does."""
+        if self.end.failure and self.rank == self.end.reporter:
+            terminal.write_err(f"{self.end.error(self.rank)}\n")
+        exit_at_once(self.end.code)
 
 
 def start(rank: int, size: int, host: str, broadcast: Callable[[Any], Any]) -> Watchdog:

@@ -10,8 +10,9 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..files.atomic import atomic_folder, require_space
+from ..files.hashes import key_of, read_index, write_index
 from ..models.safetensors_io import stream_safetensors
-from ..run.fs import atomic_folder, key_of, read_index, require_space, write_index
 from .step import TrainStep
 
 WEIGHTS = "state.safetensors"
@@ -83,17 +84,14 @@ def save(
         step.sharding.unshard(_parameter_path(name), value)
         for name, value in _state_tensors(step).items()
     )
-    with step.ranks.collective_errors():
-        try:
-            if not step.ranks.is_first:
-                return None
-            target = _write(folder, step, progress, tensors)
-            _delete_old(folder, target, save_total_limit, best_step)
-            return target
-        finally:
-            # Other ranks take part in every gather, even if this disk is full.
-            for _ in tensors:
-                pass
+    if not step.ranks.is_first:
+        # They take part in every gather.
+        for _ in tensors:
+            pass
+        return None
+    target = _write(folder, step, progress, tensors)
+    _delete_old(folder, target, save_total_limit, best_step)
+    return target
 
 
 def restore(
@@ -107,9 +105,8 @@ def restore(
         warning: called for every damaged checkpoint that is skipped.
     """
     tensors, progress = None, TrainingProgress()
-    with step.ranks.collective_errors():
-        if step.ranks.is_first:
-            tensors, progress = _load_newest(folder, step, warning)
+    if step.ranks.is_first:
+        tensors, progress = _load_newest(folder, step, warning)
     has_checkpoint = step.ranks.broadcast_object(tensors is not None)
     if has_checkpoint or not step.sharding:
         state = _state_tensors(step) if tensors is None else tensors
@@ -124,10 +121,9 @@ def load_weights(folder: Path, step: TrainStep, number: int) -> bool:
     The optimizer state is not loaded: training does not continue. All ranks call this.
     """
     tensors = None
-    with step.ranks.collective_errors():
-        checkpoint = _path(folder, number)
-        if step.ranks.is_first and _is_undamaged(checkpoint, step):
-            tensors = mx.load(str(checkpoint / WEIGHTS))
+    checkpoint = _path(folder, number)
+    if step.ranks.is_first and _is_undamaged(checkpoint, step):
+        tensors = mx.load(str(checkpoint / WEIGHTS))
     if not step.ranks.broadcast_object(tensors is not None):
         return False
     _load_in_place(step, step.parameters, tensors or {}, "parameters:")

@@ -13,10 +13,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
+from ..interfaces import Communicator
+from ..launcher import backend
 from ..models.dtypes import forward_weight
 from ..models.hooks import ModuleProxy, TransformerBlocks, replace_module
-from ..run.distributed import ProcessGroup
-from ..run.launcher import backend
 
 
 class ShardedParameters:
@@ -37,7 +37,7 @@ class ShardedParameters:
     def __init__(
         self,
         parameters: dict[str, mx.array],
-        ranks: ProcessGroup,
+        ranks: Communicator,
         *,
         stored_dtypes: dict[str, mx.Dtype],
         compute_dtype: mx.Dtype,
@@ -201,7 +201,7 @@ class ShardedParameters:
         return self._last[0]
 
 
-def require_fsdp_support(ranks: ProcessGroup) -> None:
+def require_fsdp_support(ranks: Communicator) -> None:
     """Refuse a launch that cannot train with FSDP.
 
     Raises:

@@ -16,8 +16,7 @@ from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
 from ..data.divided_cache import Origin, get_or_create_all
 from ..errors import nan_predictions
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..run.logger import RunLogger
+from ..interfaces import SINGLE_PROCESS, Communicator, Logger
 from .chunked_loss import ChunkedLoss
 from .losses import token_log_probs
 
@@ -39,8 +38,8 @@ class Reference:
 
     load: Callable[[], tuple[nn.Module, ChunkedLoss | None]]
     digest: str
-    logger: RunLogger
-    ranks: ProcessGroup = SINGLE_PROCESS
+    logger: Logger
+    ranks: Communicator = SINGLE_PROCESS
 
 
 def with_preference_target(

@@ -25,7 +25,7 @@ from types import ModuleType
 from ..config.text_files import require_regular
 from ..data.answer_filters import FILTERS
 from ..errors import FAILED, UserError
-from ..run.fs import hash_file
+from ..files.hashes import hash_file
 
 # Seconds that the import of a file may take, or reward_timeout if that is longer.
 LOAD_SECONDS = 60.0

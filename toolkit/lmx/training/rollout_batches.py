@@ -20,10 +20,10 @@ from ..cpu import multiplies_exactly
 from ..data.batching import Batch, BucketBatchSampler, bucket_lengths
 from ..data.tokenization import Example
 from ..errors import UserError
+from ..files.atomic import make_folder, write_atomic
 from ..generation.completions import prompt_tokens
 from ..generation.rollouts import Completion, sample_completions
-from ..run.fs import make_folder, write_atomic
-from ..run.logger import RunLogger
+from ..interfaces import Logger
 from .grpo_loss import GRPOLoss, group_advantages
 from .rewards import Reward, RewardSample
 from .step import EvalOutput, TrainStep
@@ -104,7 +104,7 @@ class RolloutBatches:
         config: TrainConfig,
         folder: Path,
         tokenizer,
-        logger: RunLogger,
+        logger: Logger,
         *,
         policy: Policy | None,
         max_seq_length: int,
@@ -178,15 +178,13 @@ class RolloutBatches:
     ) -> list[RewardedCompletion]:
         """The completions of a batch, from their file or from the model."""
         ranks, records = self.step.ranks, None
-        with ranks.collective_errors():
-            if ranks.is_first:
-                records = self._read(number)
+        if ranks.is_first:
+            records = self._read(number)
         if ranks.broadcast_object(records is None):
             completions = self._generate(number)
             records = [asdict(each) for each in completions]
-            with ranks.collective_errors():
-                if ranks.is_first:
-                    self._write(number, records)
+            if ranks.is_first:
+                self._write(number, records)
         if is_first_use and ranks.is_first:
             # Here, because a resumed run repeats the records.
             for record in records:
@@ -253,10 +251,9 @@ class RolloutBatches:
             seed=seed,
             ranks=self.step.ranks,
         )
-        with self.step.ranks.collective_errors():
-            if not self.step.ranks.is_first:
-                return []
-            return self._rewarded(examples, prompts, groups)
+        if not self.step.ranks.is_first:
+            return []
+        return self._rewarded(examples, prompts, groups)
 
     def _rewarded(
         self,

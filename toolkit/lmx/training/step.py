@@ -10,9 +10,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..data.batching import Batch, shard_batch
 from ..errors import UserError
+from ..interfaces import SINGLE_PROCESS, Communicator
 from ..models.hooks import find_blocks
 from ..quantization.qat.fake_quant import FakeQuant
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from .chunked_loss import ChunkedLoss, Loss
 from .distillation import DistillationLoss
 from .document_mask import DocumentCaches
@@ -127,7 +127,7 @@ class TrainStep:
         document_caches: DocumentCaches | None = None,
         loss: Loss | DistillationLoss | CompletionLoss | BatchLoss = cross_entropy_sum,
         gradient_checkpointing: bool = False,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        ranks: Communicator = SINGLE_PROCESS,
         fsdp: bool = False,
     ):
         self.model = model

@@ -23,11 +23,10 @@ from ..cpu import on_cpu
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
 from ..data.divided_cache import Origin, get_or_create_all
-from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..run.divided_folders import make_folders
-from ..run.fs import atomic_folder, read_index, remove, require_space, write_index
-from ..run.logger import RunLogger
-from ..run.progress import ProgressBar
+from ..files.atomic import atomic_folder, remove, require_space
+from ..files.divided_folders import make_folders
+from ..files.hashes import read_index, write_index
+from ..interfaces import SINGLE_PROCESS, Communicator, Logger, Progress
 from .distillation import OnlineTeacher
 from .mapped_targets import MappedTeacher
 from .teacher_targets import (
@@ -61,8 +60,8 @@ class TeacherClient:
     load: Callable[[], OnlineTeacher]
     digest: str
     vocab_size: int
-    logger: RunLogger
-    ranks: ProcessGroup = SINGLE_PROCESS
+    logger: Logger
+    ranks: Communicator = SINGLE_PROCESS
     mapped: MappedTeacher | None = None
 
     def digests_of(self, members: np.ndarray) -> list[str]:
@@ -218,7 +217,7 @@ def _fill_block(
     targets: Iterable[tuple[np.ndarray, TeacherTarget]],
     teacher: TeacherClient,
     top_k: int,
-    progress: ProgressBar,
+    progress: Progress,
     folder: Path,
 ) -> dict:
     """Write the predictions of a block's trained tokens, in the examples' order.
@@ -280,8 +279,8 @@ def cache_part_targets(
     top_k: int,
     vocab_size: int | None = None,
     temperature: float = 1.0,
-    logger: RunLogger,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    logger: Logger,
+    ranks: Communicator = SINGLE_PROCESS,
 ) -> PartTargets:
     """Write the teacher's predictions for parts of a text that are not in `folder`.
 
@@ -370,7 +369,7 @@ class _PartFiles:
         parts: Sequence[mx.array],
         top_k: int,
         temperature: float,
-        logger: RunLogger,
+        logger: Logger,
     ):
         self.folder = folder
         self.key = key

@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -15,17 +14,11 @@ import numpy as np
 from ..cpu import on_cpu
 from ..data.batching import Batch, BucketBatchSampler
 from ..errors import FAILED, Interrupted, UserError
-from ..run.callbacks import CallbackList
-from ..run.fs import write_atomic
-from ..run.logger import RunLogger
-from ..run.signals import exit_if_stuck, stop_requested
+from ..files.atomic import write_atomic
+from ..interfaces import Logger
 from . import checkpoint
 from .checkpoint import TrainingProgress
 from .step import EvalOutput, StepOutput, TrainStep, metric_means
-
-# Seconds that a step and a checkpoint of several processes may take after SIGTERM.
-SHUTDOWN_SECONDS = 300
-STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again: at once, without"
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,7 @@ class Trainer:
             returns the score of the weights, the same on all ranks, of which the
             highest is the best; None = the lowest loss is.
         score_name: what that score is, for messages.
-        callbacks: called after every step and evaluation; they may stop the training.
+        on_event: called after every step and evaluation, with its kind and values.
 
     Attributes:
         progress: steps, tokens and losses so far.
@@ -93,12 +86,12 @@ class Trainer:
         *,
         learning_rate: Callable[[int], float],
         eval_batches: Sequence[Batch],
-        logger: RunLogger,
+        logger: Logger,
         indices: Callable[[int], Sequence[int]] = lambda step: (step,),
         evaluate: Callable[[], EvalOutput] | None = None,
         on_evaluate: Callable[[int], float | None] = lambda step: None,
         score_name: str = "validation loss",
-        callbacks: CallbackList | None = None,
+        on_event: Callable[..., None] = lambda event, **values: None,
     ):
         self.step = step
         self.ranks = step.ranks
@@ -111,7 +104,7 @@ class Trainer:
         self.evaluate = evaluate or self._validation_loss
         self.on_evaluate = on_evaluate
         self.score_name = score_name
-        self.callbacks = callbacks or CallbackList()
+        self.on_event = on_event
         self.progress = TrainingProgress()
         self.selected_step = 0
         self._running: _RunningStep | None = None
@@ -124,39 +117,33 @@ class Trainer:
         # when that is launched.
         self._rate_tokens, self._rate_seconds = 0, 0.0
 
-    def train(self) -> float:
+    def train(self, stopping: Callable[[], bool] = lambda: False) -> float:
         """Train to the end, from the newest checkpoint if there is one.
+
+        Args:
+            stopping: whether to stop after the running step, with a checkpoint.
 
         Returns:
             The validation loss of the selected weights, per trained token.
 
         Raises:
-            Interrupted: a signal or a callback stopped the training, after a checkpoint
-                was saved.
+            Interrupted: `stopping` stopped the training, after a checkpoint was saved.
             UserError: the loss is NaN or infinite, or the examples have changed.
         """
         config = self.config
+        self._stopping = stopping
         self._resume()
-        with (
-            stop_requested(notice=STOPPING) as signalled,
-            self.logger.progress(config.steps, "training") as bar,
-            self.ranks.connection_errors(),
-            exit_if_stuck(SHUTDOWN_SECONDS) if self.ranks.size > 1 else nullcontext(),
-        ):
+        with self.logger.progress(config.steps, "training") as bar:
             bar.skip(self.progress.step)
-
-            def stopping() -> bool:
-                return signalled() or self.callbacks.is_stopped
-
             self._last_time = time.perf_counter()
             for step in range(self.progress.step, config.steps):
                 if self._is_out_of_patience():
                     self._log_early_stop()
                     break
-                self._train_step(step, bar, stop=stopping())
-                if self._is_due(step + 1) or self._should_stop(stopping):
+                self._train_step(step, bar, stop=self._stopping())
+                if self._is_due(step + 1) or self._should_stop():
                     self._finish_step(bar)
-                    self._evaluate_and_save(stopping)
+                    self._evaluate_and_save()
         return self._select_weights()
 
     def _train_step(self, step: int, bar, *, stop: bool) -> None:
@@ -184,10 +171,9 @@ class Trainer:
         loss_sum, norm = output.loss_sum.item(), output.grad_norm.item()
         tokens, stop_requests = output.num_tokens.item(), output.stop_requests.item()
         self._any_rank_stops = stop_requests > 0
-        if not (math.isfinite(loss_sum) and math.isfinite(norm)):
-            with self.ranks.collective_errors():
-                if self.ranks.is_first:
-                    self._raise_not_finite(running)
+        is_finite = math.isfinite(loss_sum) and math.isfinite(norm)
+        if not is_finite and self.ranks.is_first:
+            self._raise_not_finite(running)
         now = time.perf_counter()
         progress = self.progress
         # The first step says nothing about the time left: it compiles kernels.
@@ -209,7 +195,7 @@ class Trainer:
         is_last = progress.step == self.config.steps
         if progress.step % self.config.logging_steps == 0 or is_last:
             self._log(running.learning_rate, norm, bar)
-        self.callbacks.call(
+        self.on_event(
             "step",
             stage=self.logger.stage,
             step=progress.step,
@@ -220,7 +206,7 @@ class Trainer:
             trained_tokens=int(tokens),
         )
 
-    def _evaluate_and_save(self, stopping: Callable[[], bool]) -> None:
+    def _evaluate_and_save(self) -> None:
         """Evaluate, save and stop as the finished step requires.
 
         Evaluation comes before saving, so that a resumed run does not repeat it.
@@ -228,7 +214,7 @@ class Trainer:
         config, done = self.config, self.progress.step
         if done % config.eval_steps == 0 or done == config.steps:
             self._evaluate()
-        stop = self._should_stop(stopping)
+        stop = self._should_stop()
         if stop or done % config.save_steps == 0 or self._is_new_best():
             path = self._save()
         if stop:
@@ -243,9 +229,9 @@ class Trainer:
         intervals = (config.eval_steps, config.save_steps, config.steps)
         return any(done % interval == 0 for interval in intervals)
 
-    def _should_stop(self, stopping: Callable[[], bool]) -> bool:
+    def _should_stop(self) -> bool:
         # All ranks must stop after the same step: they go by the sum of their requests.
-        return stopping() if self.ranks.size == 1 else self._any_rank_stops
+        return self._stopping() if self.ranks.size == 1 else self._any_rank_stops
 
     def _is_new_best(self) -> bool:
         is_best = self.progress.best_step == self.progress.step
@@ -303,13 +289,12 @@ class Trainer:
         step = self.progress.step
         output = self.evaluate()
         loss = output.loss_sum / output.loss_count
-        with self.ranks.collective_errors():
-            record = {"kind": "valid", "step": step, "loss": loss}
-            self.logger.metrics(record | output.metrics)
-            others = "".join(f", {k} {v:.4g}" for k, v in output.metrics.items())
-            self.logger.info(f"step {step}: validation loss {loss:#.4g}{others}")
+        record = {"kind": "valid", "step": step, "loss": loss}
+        self.logger.metrics(record | output.metrics)
+        others = "".join(f", {k} {v:.4g}" for k, v in output.metrics.items())
+        self.logger.info(f"step {step}: validation loss {loss:#.4g}{others}")
         self.progress.add_evaluation(loss, self.on_evaluate(step))
-        self.callbacks.call(
+        self.on_event(
             "evaluate",
             stage=self.logger.stage,
             step=step,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...config.draft import DraftConfig
-from ...run.fs import write_atomic
+from ...files.atomic import write_atomic
 from .base import ExportContext, FormatCard
 
 if TYPE_CHECKING:

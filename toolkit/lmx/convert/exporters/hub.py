@@ -9,8 +9,8 @@ import yaml
 
 from ...config.export import HUB_REPO_ID
 from ...errors import FAILED, UserError
+from ...files.json_files import read_text
 from ...models.checkpoint import check_weights, checkpoint_size, read_config
-from ...run.fs import read_text
 from ...version import __version__
 
 # Endings of names that say how the base model is stored.

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from ...errors import FAILED, UserError
+from ...files.atomic import copy_folder
+from ...files.hashes import hash_folder
+from ...files.json_files import read_json
 from ...models.checkpoint import read_config
 from ...models.checkpoint_writer import write_config
-from ...run.fs import copy_folder, hash_folder, read_json
 from .base import ExportContext, FormatCard
 
 FOLDER = "model"

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from ...config.redaction import redact
-from ...run.fs import write_atomic
+from ...files.atomic import write_atomic
 from ...version import __version__
 from .base import FormatCard
 

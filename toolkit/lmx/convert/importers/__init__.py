@@ -14,8 +14,8 @@ from ...config.bundled import bundled_data
 from ...config.text_files import require_regular
 from ...data import cache
 from ...errors import UserError
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
-from ...run.fs import MAX_JSON_BYTES
+from ...files.json_files import MAX_JSON_BYTES
+from ...interfaces import SINGLE_PROCESS, Communicator
 
 if TYPE_CHECKING:
     from ...models.loader import LoadedModel
@@ -32,7 +32,7 @@ def load_model(
     compute: str = "auto",
     lazy: bool = False,
     adapter: str | Path | None = None,
-    group: ProcessGroup = SINGLE_PROCESS,
+    group: Communicator = SINGLE_PROCESS,
 ) -> "LoadedModel":
     """Load a checkpoint in any format that lmx reads; see `resolve_checkpoint`.
 

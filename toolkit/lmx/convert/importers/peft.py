@@ -18,10 +18,10 @@ from pydantic import ConfigDict, Field, model_validator
 from ...config.validation import FileConfig, shown
 from ...data import cache
 from ...errors import UserError, shorten
+from ...files.json_files import read_json
 from ...models.lora.io import with_one_rank, write_adapter
 from ...models.lora.layers import LoRALinear
 from ...models.safetensors_io import read_tensors
-from ...run.fs import read_json
 
 # Part of the cache key; changes when an import writes other values.
 VERSION = 2

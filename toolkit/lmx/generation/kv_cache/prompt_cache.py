@@ -14,8 +14,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from ...errors import UserError, error_detail, library_errors
+from ...files.atomic import atomic_folder
+from ...files.hashes import hash_file
+from ...files.json_files import read_json
 from ...models.safetensors_io import read_header
-from ...run.fs import atomic_folder, hash_file, read_json
 from ..prompt import Messages
 from .prefix import PrefixCache, PrefixNode
 from .sequence import CacheState

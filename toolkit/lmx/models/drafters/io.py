@@ -9,7 +9,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ...errors import UserError
-from ...run.fs import read_json, write_atomic
+from ...files.atomic import write_atomic
+from ...files.json_files import read_json
 from ..blockwise import NoTrunkHeadSplit, cast
 from ..checkpoint import check_weights, require_own_files, tensor_files
 from ..dtypes import stored_dtype

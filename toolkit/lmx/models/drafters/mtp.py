@@ -24,7 +24,8 @@ from mlx.utils import tree_flatten
 
 from ... import cpu
 from ...errors import UserError
-from ...run.fs import copy_file, read_json
+from ...files.atomic import copy_file
+from ...files.json_files import read_json
 from .. import global_scale
 from ..checkpoint import GRID_TENSORS, read_config, tensor_files
 from ..dtypes import cast, stored_dtype

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from ...config.lora import LoRAConfig
 from ...config.validation import FileConfig
 from ...errors import UserError, library_errors
-from ...run.fs import read_json
+from ...files.json_files import read_json
 from ..quantized_layers import is_quantized
 from ..safetensors_io import read_tensors, require_finite, require_tensors
 from .lora_model import adapted_layers

@@ -13,8 +13,8 @@ from ...draft.cost_model import SpeculationCosts, measure_speculation_costs
 from ...draft.dataset import mean_prompt_length
 from ...draft.report import DraftReport, require_servable
 from ...errors import FAILED, UserError
+from ...files.atomic import atomic_folder, copy_folder
 from ...models.checkpoint import checkpoint_size
-from ...run.fs import atomic_folder, copy_folder
 from ...run.report import REPORT, read_report
 from ..context import DRAFT_FOLDER, ModelArtifact
 from .setup import DraftData

@@ -7,8 +7,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from ...draft.text_first import Batches
-from ...run.distributed import ProcessGroup
-from ...run.fs import read_index, write_index
+from ...files.hashes import read_index, write_index
+from ...interfaces import Communicator
 from ...training.step import TrainStep
 
 # The first steps compile kernels.
@@ -21,7 +21,7 @@ def steps_within(
     make_step: Callable[[], TrainStep],
     parts: Sequence[Batches],
     folder: Path,
-    ranks: ProcessGroup,
+    ranks: Communicator,
 ) -> int:
     """How many steps take so long. A resumed training gets the number of the first.
 

@@ -57,16 +57,14 @@ class DraftDistillation(ABC):
         ranks = self.context.ranks
         self.data.generate()
         self.cache_targets()
-        with ranks.collective_errors():
-            if ranks.is_first:
-                self.prepare()
-        with ranks.collective_errors():
-            trainer = self.make_trainer()
-        loss = trainer.train()
-        with ranks.collective_errors():
-            if not ranks.is_first:
-                return self.context.current
-            return self.finish(trainer, loss)
+        if ranks.is_first:
+            self.prepare()
+        ranks.wait_for_all()
+        trainer = self.make_trainer()
+        loss = self.context.train(trainer)
+        if not ranks.is_first:
+            return self.context.current
+        return self.finish(trainer, loss)
 
     def cache_targets(self) -> None:  # noqa: B027
         """Compute predictions of the target that `prepare` needs, on all ranks."""
@@ -147,13 +145,12 @@ class DraftDistillation(ABC):
         def accepted_length(done: int) -> float:
             """With all draft tokens, so that all evaluations can be compared."""
             model, length = step.materialize(), 0.0
-            with ranks.collective_errors():
-                if ranks.is_first:
-                    predicted = self.predicted(model, self.data.selection_references)
-                    length = predicted["accepted_length"][-1]
-                    record = {"kind": "draft", "step": done} | predicted
-                    logger.metrics(record | {"accepted_length_all": length})
-                    logger.info(f"step {done}: {self.summary(predicted)}")
+            if ranks.is_first:
+                predicted = self.predicted(model, self.data.selection_references)
+                length = predicted["accepted_length"][-1]
+                record = {"kind": "draft", "step": done} | predicted
+                logger.metrics(record | {"accepted_length_all": length})
+                logger.info(f"step {done}: {self.summary(predicted)}")
             return ranks.broadcast_object(length)
 
         return Trainer(

@@ -29,11 +29,11 @@ from ...draft.text_first import Batches, choose_text
 from ...errors import UserError
 from ...generation.completions import CachedGenerator
 from ...generation.sequence import GenerationRequest
+from ...interfaces import SINGLE_PROCESS, Communicator
 from ...models.checkpoint import config_int, read_config
 from ...models.dtypes import compute_dtype, set_compute_dtype
 from ...models.loader import LoadedModel
 from ...quantization.packing import dequantized_model
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..context import StageContext, is_complete, mark_complete, write_model
 from ..train.batches import tokenized_examples
 
@@ -69,8 +69,7 @@ class DraftData:
         config = self.config.data_generation
         self._train_examples = self._completed("train", config.num_prompts)
         self._eval_examples = self._completed("valid", config.num_eval_prompts)
-        with self.context.ranks.collective_errors():
-            self._text_examples = self._text()
+        self._text_examples = self._text()
 
     @cached_property
     def train_batches(self) -> DistillationBatches:
@@ -188,7 +187,7 @@ class DraftData:
             longest = min(longest, positions - new)
         return longest
 
-    def _generator(self, ranks: ProcessGroup) -> CachedGenerator:
+    def _generator(self, ranks: Communicator) -> CachedGenerator:
         model = self.target.model
         return CachedGenerator(
             lambda: model, self.digest, self.stop_tokens, self.context.logger, ranks
@@ -197,9 +196,8 @@ class DraftData:
     def _completed(self, split: str, count: int) -> list[Example]:
         context, config = self.context, self.config.data_generation
         ranks = context.ranks
-        with ranks.collective_errors():
-            rows = getattr(context.rows, split)
-            prompts = self._prompts(dataset.select_prompts, rows, count)
+        rows = getattr(context.rows, split)
+        prompts = self._prompts(dataset.select_prompts, rows, count)
         context.logger.info(f"{len(prompts):,} prompts for the target to complete")
         completions = dataset.generate_completions(
             prompts, config, self._generator(ranks), seed=context.seed

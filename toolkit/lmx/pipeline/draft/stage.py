@@ -102,6 +102,5 @@ class DraftStage(Stage):
 
         is_model = self.config.architecture == "model"
         kind = DraftModelDistillation if is_model else DrafterDistillation
-        with context.ranks.collective_errors():
-            distillation = kind(self.config, context)
+        distillation = kind(self.config, context)
         return distillation.run()

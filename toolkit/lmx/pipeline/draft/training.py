@@ -16,13 +16,13 @@ from ...draft.cost_model import SpeculationCosts
 from ...draft.dataset import DistillationBatches
 from ...draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
 from ...draft.losses import DrafterLoss, DraftLoss, acceptance_bounds
+from ...files.atomic import atomic_folder
 from ...models.blockwise import NoTrunkHeadSplit
 from ...models.checkpoint import config_int
 from ...models.drafters.base import Drafter
 from ...models.drafters.io import ARCHITECTURES, bind_target, save_drafter
 from ...models.hooks import require_hidden_states
 from ...models.loader import LoadedModel
-from ...run.fs import atomic_folder
 from ...run.parallel_dims import ParallelDims
 from ...training.chunked_loss import ChunkedLoss
 from ...training.trainer import Trainer

@@ -95,11 +95,10 @@ class Evaluator:
         loaded = load()
         load_seconds = time.monotonic() - start
         kv_memory = self._kv_memory()
-        with self.context.ranks.collective_errors():
-            batches = self._batches(loaded)
-            reference = first = Measured(name, loaded, batches, None, kv_memory)
-            self._check_questions(first)
-            work = self._plan(first, load_seconds, models)
+        batches = self._batches(loaded)
+        reference = first = Measured(name, loaded, batches, None, kv_memory)
+        self._check_questions(first)
+        work = self._plan(first, load_seconds, models)
         with self.context.logger.progress(
             work.kinds, "evaluating", percent=True
         ) as bar:
@@ -196,8 +195,7 @@ class Evaluator:
 
     def _load(self, path: Path) -> LoadedModel:
         context = self.context
-        with context.ranks.collective_errors():
-            return context.load(context.require_visible(path), sharded=True)
+        return context.load(context.require_visible(path), sharded=True)
 
     def _kv_memory(self) -> int | None:
         """Bytes that every rank of a model has for keys and values; None = one rank.

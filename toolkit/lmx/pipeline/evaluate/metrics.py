@@ -21,6 +21,7 @@ from ...generation.speculative.prompt_lookup import PromptLookupProposer
 from ...models.checkpoint import checkpoint_size
 from ...models.loader import LoadedModel
 from ...models.quantized_layers import full_precision_inputs, has_quantized_inputs
+from ...run.distributed import alone
 from ...run.parallel_dims import ParallelDims
 from ...run.progress import ProgressBar
 from ..extensions import Metric as CustomMetric
@@ -59,7 +60,7 @@ class Inputs:
         Only rank 0 writes the report.
         """
         is_worker = self.parallel.data.is_first
-        return self.parallel.world.alone(work, is_worker=is_worker) or {}
+        return alone(self.parallel.world, work, is_worker=is_worker) or {}
 
 
 @dataclass

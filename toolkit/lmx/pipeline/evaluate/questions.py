@@ -15,7 +15,7 @@ from ...generation.kv_cache.batch import is_batchable
 from ...generation.kv_cache.prefix import common_length
 from ...generation.outputs import GenerationResponse
 from ...generation.sequence import GenerationRequest
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
+from ...interfaces import SINGLE_PROCESS, Communicator
 
 # Words of a text that the models continue.
 OPENING_WORDS = 24
@@ -135,7 +135,7 @@ class Questions:
         generator: Generator,
         max_tokens: int,
         advance: Callable[[Mapping[str, float]], None],
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        ranks: Communicator = SINGLE_PROCESS,
     ) -> None:
         """Store the answers of a model, which are decoded together.
 

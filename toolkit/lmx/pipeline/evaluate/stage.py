@@ -7,8 +7,8 @@ from ...config.evaluate import EvaluateConfig
 from ...config.messages import Problem
 from ...errors import UserError
 from ...evaluation import lm_eval
+from ...interfaces import Communicator
 from ...models.tensor_parallel import shard_share
-from ...run.distributed import ProcessGroup
 from ..context import ModelArtifact, StageContext
 from ..estimate import LATENCY_RUNS, Estimate, ModelShape, Workload
 from ..stage import ModelState, RawStage, Stage, missing_source
@@ -45,7 +45,7 @@ class EvaluateStage(Stage):
             if lm_eval.is_file(task) and raw.find(task) is None:
                 yield missing_source(path, task, raw.find)
 
-    def check_ranks(self, ranks: ProcessGroup) -> None:
+    def check_ranks(self, ranks: Communicator) -> None:
         if self.config.tasks and ranks.size > 1:
             raise UserError(
                 "lm-evaluation-harness tasks run in one process, and this run has "
@@ -80,9 +80,8 @@ class EvaluateStage(Stage):
         # Imported here, so that a recipe is checked without the libraries of a run.
         from .evaluator import Evaluator
 
-        with context.ranks.collective_errors():
-            evaluator = Evaluator(self.config, context)
-            evaluator.measure(evaluator.loaders)
-            if context.ranks.is_first:
-                evaluator.check()
+        evaluator = Evaluator(self.config, context)
+        evaluator.measure(evaluator.loaders)
+        if context.ranks.is_first:
+            evaluator.check()
         return context.current

@@ -14,10 +14,11 @@ from ...convert.exporters.hub import repository_name, stored_as
 from ...convert.exporters.model_card import CardFacts, write_card
 from ...data.hub_datasets import HubDataset
 from ...errors import UserError
+from ...files.atomic import atomic_folder
+from ...files.json_files import read_json
 from ...models.checkpoint import read_config
 from ...models.checkpoint_writer import QUANTIZE_ACTIVATIONS
 from ...models.safetensors_io import require_finite
-from ...run.fs import atomic_folder, read_json
 from ...run.report import REPORT, read_report
 from ...run.tables import table
 from ..context import ModelArtifact, StageContext

@@ -27,6 +27,8 @@ from ...data.calibration import (
 from ...data.record_formats import DataRecord
 from ...data.splits import Splits
 from ...errors import UserError
+from ...files.atomic import write_atomic
+from ...files.json_files import read_json
 from ...models.checkpoint import weights_digest
 from ...models.loader import KV_BITS, LoadedModel
 from ...quantization.mixed_precision import kv_bits
@@ -34,7 +36,6 @@ from ...quantization.packing import pack
 from ...quantization.ptq.candidates import CandidateModel, CandidateSelector
 from ...quantization.ptq.scale_tuning import ScaleTuner
 from ...quantization.target_layers import QuantizationPlan
-from ...run.fs import read_json, write_atomic
 from ...training.teacher_cache import PartTargets, cache_part_targets
 from ..context import StageContext, write_model
 
@@ -161,11 +162,10 @@ def quantize_kv_cache(
         UserError: the cache of this model cannot be quantized, or no choice fits.
     """
     ranks = context.ranks
-    with ranks.collective_errors():
-        served = context.load(model)
-        keep_dequantized(served.model)
-        sequences = calibration.train_sequences(kv_bits.CALIBRATION_TOKENS)
-        held_out = calibration.eval_sequences
+    served = context.load(model)
+    keep_dequantized(served.model)
+    sequences = calibration.train_sequences(kv_bits.CALIBRATION_TOKENS)
+    held_out = calibration.eval_sequences
     bits, facts = kv_bits.choose_kv_bits(
         served.model,
         served.dtype,
@@ -175,12 +175,11 @@ def quantize_kv_cache(
         context.logger,
         ranks,
     )
-    with ranks.collective_errors():
-        if ranks.is_first:
-            file = model / "config.json"
-            values = read_json(file) | {KV_BITS: bits}
-            text = json.dumps(values, indent=4, sort_keys=True)
-            write_atomic(file, text + "\n")
+    if ranks.is_first:
+        file = model / "config.json"
+        values = read_json(file) | {KV_BITS: bits}
+        text = json.dumps(values, indent=4, sort_keys=True)
+        write_atomic(file, text + "\n")
     return facts
 
 
@@ -225,19 +224,18 @@ class PostQuantRefinement:
         """
         eval_targets, train_targets = self._targets()
         candidate, ranks = self.context.folder / "candidate", self.context.ranks
-        with ranks.collective_errors():
-            if ranks.is_first:
-                write_model(
-                    candidate,
-                    self.loaded,
-                    dict(self.weights),
-                    self.selection,
-                    dict(tensors),
-                    keeps_mtp=False,
-                )
-        with ranks.collective_errors():
-            served = self.context.load(candidate)
-            model = CandidateModel(served.model, self.loaded.dtype, ranks)
+        if ranks.is_first:
+            write_model(
+                candidate,
+                self.loaded,
+                dict(self.weights),
+                self.selection,
+                dict(tensors),
+                keeps_mtp=False,
+            )
+        ranks.wait_for_all()
+        served = self.context.load(candidate)
+        model = CandidateModel(served.model, self.loaded.dtype, ranks)
         selector = CandidateSelector(model, eval_targets, self.context.logger)
         if self.config.compares_with_rtn:
             selector.add("rtn", self._rtn(tensors))
@@ -267,10 +265,9 @@ class PostQuantRefinement:
     def _targets(self) -> tuple[PartTargets, PartTargets | None]:
         """The full-precision model's predictions for evaluation and for training."""
         ranks = self.context.ranks
-        with ranks.collective_errors():
-            reference = self.context.load(self.loaded.path)
-            # Of rank 0's folders.
-            digest = weights_digest(reference.path) if ranks.is_first else ""
+        reference = self.context.load(self.loaded.path)
+        # Of rank 0's folders.
+        digest = weights_digest(reference.path) if ranks.is_first else ""
         digest = ranks.broadcast_object(digest)
 
         def targets(
@@ -289,16 +286,14 @@ class PostQuantRefinement:
                 ranks=ranks,
             )
 
-        with ranks.collective_errors():
-            held_out = self.calibration.eval_sequences
+        held_out = self.calibration.eval_sequences
         eval_targets = targets("eval-targets", held_out, TOKENS_AT_ONCE, 1.0)
         if not self.config.scale_tuning:
             return eval_targets, None
         size, tuning = self.tuning.batch_tokens, self.tuning
         limit = self.config.calibration.num_tokens or tuning.steps * size
-        with ranks.collective_errors():
-            wanted = min(limit, tuning.steps * size)
-            sequences = self.calibration.train_sequences(wanted)
+        wanted = min(limit, tuning.steps * size)
+        sequences = self.calibration.train_sequences(wanted)
         at_once = min(size, TRAINED_TOKENS_AT_ONCE)
         return eval_targets, targets("train-targets", sequences, at_once, 1.0)
 

@@ -9,8 +9,8 @@ from mlx.utils import tree_flatten
 from ...config.data import DataConfig
 from ...config.messages import Problem
 from ...config.quantize import PTQConfig
+from ...files.atomic import remove
 from ...quantization.target_layers import select_layers
-from ...run import fs
 from ..context import ModelArtifact, StageContext, write_model
 from ..dataset_checks import check_source, known_columns
 from ..estimate import Estimate, ModelShape, Workload
@@ -112,8 +112,7 @@ class QuantizeStage(Stage):
         facts = context.current.facts
         facts = facts | {"method": config.method, "kept": selection.skipped}
         if config.mixed_precision:
-            with ranks.collective_errors():
-                model = context.load(reference).model
+            model = context.load(reference).model
             search = replace(task, folder=context.folder)
             selection, result = search_plan(config, selection, search, model, reference)
             del model
@@ -123,18 +122,17 @@ class QuantizeStage(Stage):
             context, loaded, calibration, selection, task
         )
         target = context.folder / "model"
-        with ranks.collective_errors():
-            if ranks.is_first:
-                # Lazy, referenced nowhere else, so that each is freed once written.
-                weights = dict(tree_flatten(loaded.reread().parameters()))
-                write_model(target, loaded, weights, selection, tensors)
+        if ranks.is_first:
+            # Lazy, referenced nowhere else, so that each is freed once written.
+            weights = dict(tree_flatten(loaded.reread().parameters()))
+            write_model(target, loaded, weights, selection, tensors)
+        ranks.wait_for_all()
         if config.kv_cache:
             measured["kv_cache"] = quantize_kv_cache(
                 config.kv_cache, target, calibration, context
             )
-        with ranks.collective_errors():
-            for name in INTERMEDIATE if ranks.is_first else ():
-                fs.remove(context.folder / name)
+        for name in INTERMEDIATE if ranks.is_first else ():
+            remove(context.folder / name)
         adapters, facts = context.current.adapters, facts | measured
         return ModelArtifact(target, reference, adapters, facts)
 
@@ -147,20 +145,19 @@ class QuantizeStage(Stage):
 
         config, ranks = self.config, context.ranks
         context.require_shared_folder()
-        with ranks.collective_errors():
-            reference = context.require_visible(context.current.model)
-            if ranks.is_first:
-                context.check_base()
-            loaded = context.load(reference, compute="stored", lazy=True)
-            selection = select_layers(loaded.model, config)
-            for path, reason in sorted(selection.skipped.items()):
-                context.logger.info(f"left unquantized: {path}: {reason}")
-            calibration = CalibrationData(
-                config.calibration,
-                context,
-                loaded.tokenizer,
-                holds_out=self._refines or config.kv_cache is not None,
-            )
+        reference = context.require_visible(context.current.model)
+        if ranks.is_first:
+            context.check_base()
+        loaded = context.load(reference, compute="stored", lazy=True)
+        selection = select_layers(loaded.model, config)
+        for path, reason in sorted(selection.skipped.items()):
+            context.logger.info(f"left unquantized: {path}: {reason}")
+        calibration = CalibrationData(
+            config.calibration,
+            context,
+            loaded.tokenizer,
+            holds_out=self._refines or config.kv_cache is not None,
+        )
         task = PTQContext(
             loaded.model,
             selection.specs,

@@ -78,13 +78,12 @@ class FullPrecisionBaseline:
         stage, logger.stage = logger.stage, f"{logger.stage}, {BASELINE_FOLDER}"
         try:
             logger.info("the same training in full precision, to compare with")
-            with ranks.collective_errors():
-                training = TrainRun(self.config, self.context)
+            training = TrainRun(self.config, self.context)
             training.run()
             training.finish()
-            with ranks.collective_errors():
-                if ranks.is_first:
-                    mark_complete(self.model)
+            if ranks.is_first:
+                mark_complete(self.model)
+            ranks.wait_for_all()
         finally:
             logger.stage = stage
 
@@ -103,22 +102,20 @@ class FullPrecisionBaseline:
             selection: the layers to quantize with RTN.
         """
         rtn, ranks = self.folder / "rtn", self.context.ranks
-        with ranks.collective_errors():
-            if ranks.is_first:
-                self._write_rtn(rtn, selection)
+        if ranks.is_first:
+            self._write_rtn(rtn, selection)
+        ranks.wait_for_all()
         folders = rtn, Path(ranks.broadcast_object(str(trained.model)))
         baseline = self._load(self.model)
         sums = [measure_per_sequence(baseline, baseline, eval_batches, ranks)]
         for folder in folders:
             model = self._load(folder)
             sums.append(measure_per_sequence(baseline, model, eval_batches, ranks))
-        with ranks.collective_errors():
-            return self._compared(trained, sums, rtn) if ranks.is_first else trained
+        return self._compared(trained, sums, rtn) if ranks.is_first else trained
 
     def _load(self, folder: Path) -> nn.Module:
         """A model that rank 0 wrote."""
-        with self.context.ranks.collective_errors():
-            return self.context.load(self.context.require_visible(folder)).model
+        return self.context.load(self.context.require_visible(folder)).model
 
     def _compared(
         self, trained: ModelArtifact, sums: list[PerSequenceSums], rtn: Path

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from ...config.train import TrainConfig
 from ...convert.importers.peft import resolve_adapter
 from ...evaluation.perplexity import measure_perplexity
+from ...files.atomic import atomic_folder, copy_folder
 from ...generation.generator import Generator
 from ...models.dtypes import set_compute_dtype
 from ...models.lora import io as adapter_files
@@ -21,7 +22,6 @@ from ...models.lora.io import init_adapter
 from ...models.quantized_layers import TENSORS
 from ...quantization.packing import dequantize
 from ...quantization.qat.fake_quant import FakeQuant
-from ...run.fs import atomic_folder, copy_folder
 from ...training.losses import cross_entropy_sum
 from ...training.optimizers import OptimizerConfig
 from ...training.schedules import learning_rate_at
@@ -84,7 +84,7 @@ class TrainRun:
         if self.config.fsdp:
             self._free_full_weights()
         try:
-            self.eval_loss = self.trainer.train()
+            self.eval_loss = self.context.train(self.trainer)
         finally:
             if self.rollouts:
                 self.rollouts.close()
@@ -98,14 +98,12 @@ class TrainRun:
     def finish(self) -> ModelArtifact:
         """Write on rank 0 what was trained, and measure it; all ranks call this."""
         context, ranks = self.context, self.context.ranks
-        with ranks.collective_errors():
-            artifact = self._write() if ranks.is_first else context.current
+        artifact = self._write() if ranks.is_first else context.current
         trained = Path(ranks.broadcast_object(str(artifact and artifact.model)))
-        with ranks.collective_errors():
-            if ranks.is_first:
-                improvement = self._improvement(context.require_visible(trained))
-                facts = artifact.facts | {"improvement": improvement}
-                artifact = replace(artifact, facts=facts)
+        if ranks.is_first:
+            improvement = self._improvement(context.require_visible(trained))
+            facts = artifact.facts | {"improvement": improvement}
+            artifact = replace(artifact, facts=facts)
         return artifact
 
     def _write(self) -> ModelArtifact:
@@ -278,7 +276,7 @@ class TrainRun:
             logger=context.logger,
             evaluate=evaluate,
             on_evaluate=self._sample,
-            callbacks=context.extensions.callbacks,
+            on_event=context.extensions.callbacks.call,
         )
 
     def _make_step(self, compute_dtype: mx.Dtype, **losses) -> TrainStep:
@@ -346,15 +344,12 @@ class TrainRun:
         if not self.config.sample_prompts:
             return
         ranks, model = self.context.ranks, self.step.materialize()
-        with ranks.collective_errors():
-            if ranks.is_first:
-                generator = Generator(
-                    model, self.loaded.tokenizer, keep_dequantized=False
-                )
-                for prompt in self.config.sample_prompts:
-                    answer = generator.chat(prompt, max_tokens=SAMPLE_TOKENS).text
-                    row = {"step": done, "prompt": prompt, "answer": answer}
-                    self.context.logger.sample(row)
+        if ranks.is_first:
+            generator = Generator(model, self.loaded.tokenizer, keep_dequantized=False)
+            for prompt in self.config.sample_prompts:
+                answer = generator.chat(prompt, max_tokens=SAMPLE_TOKENS).text
+                row = {"step": done, "prompt": prompt, "answer": answer}
+                self.context.logger.sample(row)
         self.step.free()
 
     def _write_adapter(self) -> Path:

@@ -13,8 +13,8 @@ from ...config.quant_spec import FLOAT_MODES
 from ...config.train import TrainConfig
 from ...data.record_formats import FORMATS
 from ...errors import UserError
-from ...run.distributed import ProcessGroup
-from ...run.launcher import process_count
+from ...interfaces import Communicator
+from ...launcher import process_count
 from ...training.rewards import check_reward
 from ..context import ModelArtifact, StageContext, create_from_scratch
 from ..estimate import (
@@ -147,7 +147,7 @@ class TrainStage(Stage):
             tuple(self._remedies(workload.max_seq_length)),
         )
 
-    def check_ranks(self, ranks: ProcessGroup) -> None:
+    def check_ranks(self, ranks: Communicator) -> None:
         if self.config.fsdp:
             from ...training import fsdp
 
@@ -159,16 +159,15 @@ class TrainStage(Stage):
         from .run import TrainRun
 
         config, ranks = self.config, context.ranks
-        with ranks.collective_errors():
-            if ranks.is_first:
-                # A quantizer may turn NaN into a code, and the loss would not tell.
-                context.check_base()
-                create_from_scratch(context)
-        with ranks.collective_errors():
-            baseline = None
-            if config.compare_full_precision:
-                baseline = FullPrecisionBaseline(config, context)
-            training = TrainRun(config, context)
+        if ranks.is_first:
+            # A quantizer may turn NaN into a code, and the loss would not tell.
+            context.check_base()
+            create_from_scratch(context)
+        ranks.wait_for_all()
+        baseline = None
+        if config.compare_full_precision:
+            baseline = FullPrecisionBaseline(config, context)
+        training = TrainRun(config, context)
         training.run()
         artifact = training.finish()
         if baseline is None:

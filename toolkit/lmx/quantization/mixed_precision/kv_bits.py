@@ -26,9 +26,8 @@ from ...generation.kv_cache.rotation import (
     rotated,
 )
 from ...generation.kv_cache.sequence import UNQUANTIZED, CacheState
+from ...interfaces import SINGLE_PROCESS, Communicator, Logger
 from ...models.loader import make_cache
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
-from ...run.logger import RunLogger
 from . import knapsack
 
 CALIBRATION_TOKENS = 2048
@@ -112,8 +111,8 @@ def choose_kv_bits(
     config: KVCacheConfig,
     calibration: CalibrationBatch,
     held_out: CalibrationBatch,
-    logger: RunLogger,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    logger: Logger,
+    ranks: Communicator = SINGLE_PROCESS,
 ) -> tuple[list[int], dict]:
     """Choose the bits of every layer's cache.
 
@@ -187,8 +186,8 @@ def _measure(
     plans: dict[str, list[int]],
     held_out: CalibrationBatch,
     limit: int,
-    logger: RunLogger,
-    ranks: ProcessGroup,
+    logger: Logger,
+    ranks: Communicator,
 ) -> dict[str, dict]:
     """KL, its error and bytes per token of every candidate, and whether it fits."""
     with logger.progress(len(plans), "comparing KV-cache bits") as progress:
@@ -232,8 +231,8 @@ def layer_sensitivities(
     layers: Sequence[KVLayer],
     options: Sequence[int],
     sequences: CalibrationBatch,
-    logger: RunLogger,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    logger: Logger,
+    ranks: Communicator = SINGLE_PROCESS,
 ) -> dict[int, dict[int, float]]:
     """KL in nats per token by layer and bits, with all other layers unquantized."""
     count = len(make_cache(model))
@@ -285,17 +284,16 @@ def _divergences(
     plans: Sequence[Plan],
     sequences: CalibrationBatch,
     advance=lambda count: None,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    ranks: Communicator = SINGLE_PROCESS,
 ) -> list[tuple[float, float]]:
     """KL from the model without quantized caches by plan, and its standard error."""
     batches = sequences.parts(TOKENS_AT_ONCE)
     own, sums = list(ranks.shard(range(len(batches)))), {}
-    with ranks.collective_errors():
-        for number in own:
-            divergences = _batch_divergences(model, layers, plans, batches[number])
-            # Evaluated one by one.
-            sums[str(number)] = mx.array(np.stack([np.array(kl) for kl in divergences]))
-            advance(len(plans) / len(own))
+    for number in own:
+        divergences = _batch_divergences(model, layers, plans, batches[number])
+        # Evaluated one by one.
+        sums[str(number)] = mx.array(np.stack([np.array(kl) for kl in divergences]))
+        advance(len(plans) / len(own))
     sums = ranks.exchange(sums)
     rows = [np.array(sums[str(number)], np.float64) for number in range(len(batches))]
     total = np.concatenate([batch.counted.sum(axis=1) for batch in batches])
@@ -326,7 +324,7 @@ def _batch_divergences(
         yield mx.where(counted, kl, 0.0).sum(axis=-1)
 
 
-def _log(candidates: dict, best: str, dense: int, logger: RunLogger) -> None:
+def _log(candidates: dict, best: str, dense: int, logger: Logger) -> None:
     rows = [
         [
             name,

@@ -25,8 +25,8 @@ from ...config.quant_spec import QuantSpec
 from ...config.quantize import MixedPrecisionConfig, PTQConfig
 from ...data.cache import file_hash, find, get_or_create, key_of
 from ...errors import UserError
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
-from ...run.fs import PARTIAL, write_atomic
+from ...files.atomic import PARTIAL, write_atomic
+from ...interfaces import SINGLE_PROCESS, Communicator
 from ..packing import dequantize, pack, packed_bytes
 from ..ptq.base import PTQContext
 from ..target_layers import QuantizationPlan, has_known_inputs
@@ -180,13 +180,10 @@ def search_plan(
         facts, energies = _sensitivities(
             model, sizes, calibration, task, source, folder
         )
-        with ranks.collective_errors():
-            if ranks.is_first:
-                write_atomic(task.folder / "sensitivity.json", json.dumps(facts))
-            candidates = candidate_plans(sizes, **facts, limit=limit)
-            evaluator = GridEvaluator(
-                model, energies, held_out, folder, task.dtype, ranks
-            )
+        if ranks.is_first:
+            write_atomic(task.folder / "sensitivity.json", json.dumps(facts))
+        candidates = candidate_plans(sizes, **facts, limit=limit)
+        evaluator = GridEvaluator(model, energies, held_out, folder, task.dtype, ranks)
         with task.logger.progress(len(candidates), "comparing plans") as progress:
             losses = {
                 name: evaluator(plan.specs | specs)
@@ -207,16 +204,15 @@ def search_plan(
 
 
 @contextmanager
-def _scratch_of_all(folder: Path, ranks: ProcessGroup) -> Iterator[Path]:
+def _scratch_of_all(folder: Path, ranks: Communicator) -> Iterator[Path]:
     """A temporary folder that all processes see."""
     # By this name the next run removes it after a kill.
     options = {"dir": folder, "prefix": ".search.", "suffix": PARTIAL}
     with ExitStack() as stack:
         name = None
-        with ranks.collective_errors():
-            if ranks.is_first:
-                scratch = stack.enter_context(TemporaryDirectory(**options))
-                name = Path(scratch).name
+        if ranks.is_first:
+            scratch = stack.enter_context(TemporaryDirectory(**options))
+            name = Path(scratch).name
         yield folder / ranks.broadcast_object(name)
 
 
@@ -224,8 +220,7 @@ def _tokens(config: PTQConfig, task: PTQContext) -> tuple[mx.array, mx.array]:
     """Sequences for sensitivities, and others for comparing plans."""
     default = CALIBRATION_TOKENS + HELD_OUT_TOKENS
     allowed = config.calibration.num_tokens or default
-    with task.ranks.collective_errors():
-        windows = task.windows(min(allowed, default))
+    windows = task.windows(min(allowed, default))
     if len(windows) < 2:
         raise UserError(
             "a budget needs two windows of calibration tokens, and there is one",
@@ -256,17 +251,15 @@ def _sensitivities(
         return facts
 
     key, entry = None, None
-    with ranks.collective_errors():
-        if ranks.is_first:
-            key = _key(source, tokens, options, task)
-            entry = find("sensitivity", key)
+    if ranks.is_first:
+        key = _key(source, tokens, options, task)
+        entry = find("sensitivity", key)
     if ranks.broadcast_object(entry is None) and ranks.size > 1:
         measure()
-    with ranks.collective_errors():
-        if ranks.is_first and entry is None:
-            warning = task.logger.warning
-            entry = get_or_create("sensitivity", key, fill, warning=warning)
-        energies = mx.load(str(entry.folder / ENERGIES_FILE)) if entry else {}
+    if ranks.is_first and entry is None:
+        warning = task.logger.warning
+        entry = get_or_create("sensitivity", key, fill, warning=warning)
+    energies = mx.load(str(entry.folder / ENERGIES_FILE)) if entry else {}
     facts = ranks.broadcast_object(entry and entry.facts)
     return facts, ranks.exchange(energies)
 
@@ -301,7 +294,6 @@ def _measure(
     paths = [path for group in groups for path in group]
     own = list(ranks.shard(paths))
     with (
-        ranks.collective_errors(),
         task.logger.progress(len(own), "sensitivity of layers") as progress,
     ):
         modules = dict(model.named_modules())
@@ -436,7 +428,7 @@ class GridEvaluator:
         tokens: mx.array,
         folder: Path,
         dtype: mx.Dtype,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        ranks: Communicator = SINGLE_PROCESS,
     ):
         self.model, self.energies, self.tokens = model, energies, tokens
         self.folder, self.dtype, self.ranks = folder, dtype, ranks
@@ -455,13 +447,12 @@ class GridEvaluator:
         # One layer of every process at a time, as all would need much memory.
         for start in range(0, len(changed), step):
             self._quantize({p: specs[p] for p in changed[start : start + step]})
-        with self.ranks.collective_errors():
-            for number in self._own:
-                logits = mx.load(self._logits_file(number))["logits"]
-                reference = _log_softmax(logits)
-                predicted = _log_softmax(self.model(self.tokens[number][None]))
-                divergence = mx.exp(reference) * (reference - predicted)
-                total += divergence.sum().item()
+        for number in self._own:
+            logits = mx.load(self._logits_file(number))["logits"]
+            reference = _log_softmax(logits)
+            predicted = _log_softmax(self.model(self.tokens[number][None]))
+            divergence = mx.exp(reference) * (reference - predicted)
+            total += divergence.sum().item()
         [total] = self.ranks.all_reduce_scalars(total)
         return total / self.tokens.size
 
@@ -473,9 +464,8 @@ class GridEvaluator:
 
     def _quantize(self, specs: dict[str, QuantSpec]) -> None:
         """Set the weights of some layers, each computed by one process."""
-        with self.ranks.collective_errors():
-            own = {p: self._quantized(p, specs[p]) for p in self.ranks.shard(specs)}
-            mx.eval(own)
+        own = {p: self._quantized(p, specs[p]) for p in self.ranks.shard(specs)}
+        mx.eval(own)
         for path, weight in self.ranks.exchange(own).items():
             dense = self._dense.setdefault(path, self._modules[path].weight)
             self._modules[path].weight = weight.astype(dense.dtype)

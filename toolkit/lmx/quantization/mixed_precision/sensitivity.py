@@ -13,10 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...config.quant_spec import QuantSpec
+from ...files.atomic import require_space
+from ...interfaces import SINGLE_PROCESS, Communicator, Logger
 from ...models.hooks import GradientTap, differentiable, hook_calls, is_hidden, path_of
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
-from ...run.fs import require_space
-from ...run.logger import NullLogger, RunLogger
 from ..affine_grid import AffineGrid
 from ..float_grid import FloatGrid, fit_float_groups
 from ..ptq.fisher import sampled_label_loss
@@ -73,8 +72,8 @@ def collect_stats(
     tokens: mx.array,
     folder: Path,
     *,
-    logger: RunLogger | None = None,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    logger: Logger | None = None,
+    ranks: Communicator = SINGLE_PROCESS,
 ) -> CalibrationStats:
     """Run sequences [n, L] one by one and write what the layers at `paths` compute.
 
@@ -86,10 +85,9 @@ def collect_stats(
     Raises:
         UserError: the disk has too little space.
     """
-    logger, sources = logger or NullLogger(), {}
+    logger, sources = logger or Logger(), {}
     own = list(ranks.shard(range(len(tokens))))
     with (
-        ranks.collective_errors(),
         logger.progress(len(own), "gradients of sequences") as progress,
     ):
         for number in progress.track(own):

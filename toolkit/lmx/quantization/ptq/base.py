@@ -15,8 +15,7 @@ import mlx.nn as nn
 
 from ...config.quant_spec import QuantSpec
 from ...config.quantize import PTQConfig
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
-from ...run.logger import RunLogger
+from ...interfaces import SINGLE_PROCESS, Communicator, Logger
 from ..packing import dequantize, pack
 from .input_statistics import InputStatistics
 
@@ -46,9 +45,9 @@ class PTQContext:
     dtype: mx.Dtype
     windows: Callable[[int], "CalibrationBatch"]
     folder: Path
-    logger: RunLogger
+    logger: Logger
     reread: Callable[[], nn.Module] | None = None
-    ranks: ProcessGroup = SINGLE_PROCESS
+    ranks: Communicator = SINGLE_PROCESS
 
     def quantized_tensor(
         self, path: str, tensors: dict[str, mx.array]

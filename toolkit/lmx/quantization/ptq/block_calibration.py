@@ -15,6 +15,8 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...files.atomic import require_space
+from ...interfaces import SINGLE_PROCESS, Communicator
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import (
     CapturedInputs,
@@ -22,8 +24,6 @@ from ...models.hooks import (
     override_inputs,
     override_outputs,
 )
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
-from ...run.fs import require_space
 from ..target_layers import has_known_inputs
 from . import activation_cache
 from .activation_cache import FULL, INPUTS, QUANTIZED
@@ -63,7 +63,7 @@ class BlockCalibration:
         after: Path,
         *,
         num_compared: int,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        ranks: Communicator = SINGLE_PROCESS,
     ):
         self.blockwise = blockwise
         self.index = index
@@ -288,7 +288,7 @@ class HeadCalibration:
         folder: Path,
         *,
         num_compared: int,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        ranks: Communicator = SINGLE_PROCESS,
     ):
         self.blockwise = blockwise
         self.ranks = ranks
@@ -353,6 +353,6 @@ def _num_before(tokens: list[mx.array], shard: int) -> int:
     return sum(part.size for part in tokens[:shard])
 
 
-def _own_from(first: int, tokens: list[mx.array], ranks: ProcessGroup) -> list[int]:
+def _own_from(first: int, tokens: list[mx.array], ranks: Communicator) -> list[int]:
     """Numbers of the shards of this process, from this one on."""
     return [shard for shard in ranks.shard(range(len(tokens))) if shard >= first]

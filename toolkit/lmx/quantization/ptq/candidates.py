@@ -9,9 +9,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ...config.train import MANY_LOGITS, loss_chunk
 from ...cpu import on_cpu
+from ...interfaces import SINGLE_PROCESS, Communicator, Logger
 from ...models.blockwise import NoTrunkHeadSplit
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
-from ...run.logger import NullLogger, RunLogger
 from ...training.chunked_loss import ChunkedLoss
 from ...training.distillation import divergence_sum
 from ...training.teacher_cache import PartTargets
@@ -72,7 +71,7 @@ class CandidateModel:
     """
 
     def __init__(
-        self, model: nn.Module, dtype: mx.Dtype, ranks: ProcessGroup = SINGLE_PROCESS
+        self, model: nn.Module, dtype: mx.Dtype, ranks: Communicator = SINGLE_PROCESS
     ):
         self.model = model
         self.ranks = ranks
@@ -106,7 +105,7 @@ class CandidateModel:
         targets: PartTargets,
         num_parts: int | None = None,
         *,
-        logger: RunLogger | None = None,
+        logger: Logger | None = None,
     ) -> float:
         """KL(teacher || this model) in nats, a mean over the positions that count.
 
@@ -114,11 +113,10 @@ class CandidateModel:
             num_parts: use the first parts only. None = all.
             logger: shows the progress. None = none is shown.
         """
-        total, logger = 0.0, logger or NullLogger()
+        total, logger = 0.0, logger or Logger()
         number = min(num_parts or len(targets), len(targets))
         own = list(self.ranks.shard(range(number)))
         with (
-            self.ranks.collective_errors(),
             logger.progress(len(own), "held-out KL") as progress,
         ):
             for part in progress.track(own):
@@ -146,7 +144,7 @@ class CandidateSelector:
         self,
         model: CandidateModel,
         targets: PartTargets,
-        logger: RunLogger,
+        logger: Logger,
     ):
         self.tensors: dict[str, mx.array] = {}
         self.divergences: dict[str, float] = {}

@@ -86,17 +86,15 @@ def embedding_statistics(
     """
     statistics, ranks = {}, fb_pass.ranks
     for path, weight in embeddings(fb_pass.blockwise.model, paths).items():
-        with ranks.collective_errors():
-            tokens = fb_pass.tokens[0]
-            lookups = _lookups(fb_pass, path, tokens).inputs.values()
-            # The rows of a table of positions are looked up once for all sequences.
-            is_of_tokens = all(rows.shape == tokens.shape for rows in lookups)
+        tokens = fb_pass.tokens[0]
+        lookups = _lookups(fb_pass, path, tokens).inputs.values()
+        # The rows of a table of positions are looked up once for all sequences.
+        is_of_tokens = all(rows.shape == tokens.shape for rows in lookups)
         if not is_of_tokens:
             continue
-        with ranks.collective_errors():
-            counts = _lookup_counts(fb_pass, path, len(weight))
-            clusters = cluster_rows(weight, counts)
-            sizes = _sum_by_cluster(clusters, mx.ones(len(weight)))
+        counts = _lookup_counts(fb_pass, path, len(weight))
+        clusters = cluster_rows(weight, counts)
+        sizes = _sum_by_cluster(clusters, mx.ones(len(weight)))
         # Clusters decide which sums are added, so all take those of rank 0.
         [clusters] = ranks.broadcast([clusters])
         moments = _lookup_moments(fb_pass, path, clusters, sizes)
@@ -160,17 +158,16 @@ def _head_moments(
     num_clusters = clusters.max().item() + 1
     counts = mx.zeros(num_clusters, sum_dtype())
     totals = [mx.zeros((width, width), sum_dtype()) for _ in range(num_clusters)]
-    with fb_pass.ranks.collective_errors():
-        for shard in fb_pass.own_shards:
-            rows, weights = _head_inputs(fb_pass, path, shard, clusters)
-            # One cluster at a time: the sums of all are as large as many tokens'
-            # logits.
-            for number, column in enumerate(weights.T):
-                product = (rows * column[:, None]).T @ rows
-                totals[number] = added(totals[number], product)
-                mx.eval(totals[number])
-            counts = counts + weights.sum(axis=0)
-            mx.eval(counts)
+    for shard in fb_pass.own_shards:
+        rows, weights = _head_inputs(fb_pass, path, shard, clusters)
+        # One cluster at a time: the sums of all are as large as many tokens'
+        # logits.
+        for number, column in enumerate(weights.T):
+            product = (rows * column[:, None]).T @ rows
+            totals[number] = added(totals[number], product)
+            mx.eval(totals[number])
+        counts = counts + weights.sum(axis=0)
+        mx.eval(counts)
     counts, *totals = fb_pass.ranks.all_sum([counts, *totals])
     total = mx.stack([each.astype(mx.float32) for each in totals])
     counts = counts.astype(mx.float32)

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ...files.atomic import require_space
+from ...interfaces import SINGLE_PROCESS, Communicator, Progress
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import GradientTap, hook_calls, path_of
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
-from ...run.fs import require_space
-from ...run.progress import ProgressBar
 from ...training.losses import cross_entropy_sum, exp_nonpositive
 from ..backend import added, sum_dtype
 from . import activation_cache
@@ -102,7 +101,7 @@ class OutputGradients:
         norms = self.squared_norms.setdefault(path, {}).setdefault(shard, [])
         norms.append(mx.square(rows).sum(axis=1))
 
-    def fisher_of_all(self, ranks: ProcessGroup) -> dict[str, mx.array]:
+    def fisher_of_all(self, ranks: Communicator) -> dict[str, mx.array]:
         """`fisher`, summed over all processes."""
         # Rank 0 has the first shard, so it knows all layers.
         shapes = {path: value.shape for path, value in self.fisher.items()}
@@ -114,7 +113,7 @@ class OutputGradients:
             mx.eval(totals[path])
         return totals
 
-    def norms_of_all(self, ranks: ProcessGroup) -> dict[str, mx.array]:
+    def norms_of_all(self, ranks: Communicator) -> dict[str, mx.array]:
         """Squared gradient norms of the tokens of all processes by path, float32 [T],
         in the order of the shards."""
         own = {
@@ -146,8 +145,8 @@ class ForwardBackwardPass:
     counted: list[mx.array]
     compute: mx.Dtype
     folder: Path
-    progress: ProgressBar
-    ranks: ProcessGroup = SINGLE_PROCESS
+    progress: Progress
+    ranks: Communicator = SINGLE_PROCESS
 
     @property
     def own_shards(self) -> list[int]:
@@ -214,7 +213,6 @@ class ForwardBackwardPass:
         for index in reversed(range(len(self.blockwise))):
             sums = OutputGradients()
             with (
-                self.ranks.collective_errors(),
                 self.blockwise.loaded_block(index, self.compute),
             ):
                 for shard in self.own_shards:

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
+from ...interfaces import SINGLE_PROCESS, Communicator
 from ..backend import added, sum_dtype
 from .hessian import Hessian, damped
 
@@ -104,17 +104,16 @@ class InputStatistics:
         return statistics
 
     @contextmanager
-    def summed_over(self, ranks: ProcessGroup) -> Iterator[None]:
+    def summed_over(self, ranks: Communicator) -> Iterator[None]:
         """Sum what every process adds inside the context, at its end.
 
         The sums before it are those of all processes already.
         """
-        with ranks.collective_errors():
-            for name, value in self._sums.items():
-                # Rank 0 carries the sums before it on.
-                value = value if ranks.is_first else mx.zeros_like(value)
-                self._set(name, value, sum_dtype())
-            yield
+        for name, value in self._sums.items():
+            # Rank 0 carries the sums before it on.
+            value = value if ranks.is_first else mx.zeros_like(value)
+            self._set(name, value, sum_dtype())
+        yield
         sums = self._sums
         totals = ranks.all_sum(list(sums.values()))
         # One after the other, so that the copies of one sum are in memory at a time.
@@ -193,7 +192,7 @@ class InputStatistics:
         shards: Iterable[CalibrationShard],
         num_inputs: int,
         weights: dict[str, mx.array],
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        ranks: Communicator = SINGLE_PROCESS,
     ) -> None:
         """Add shards with inputs of both models to empty statistics.
 
@@ -212,19 +211,17 @@ class InputStatistics:
                 self._add_shard(first)
                 if len(rest.x):
                     break
-        with ranks.collective_errors():
-            hessian = _strength_hessian(self)
-            estimates = {
-                path: _CorrectionStrength(weight, self, hessian)
-                for path, weight in weights.items()
-            }
+        hessian = _strength_hessian(self)
+        estimates = {
+            path: _CorrectionStrength(weight, self, hessian)
+            for path, weight in weights.items()
+        }
         with self.summed_over(ranks):
             if rest is not None:
                 self._add_shard(rest)
             for shard in shards:
                 self._add_shard(shard)
-        with ranks.collective_errors():
-            strengths = {path: e.strength(self) for path, e in estimates.items()}
+        strengths = {path: e.strength(self) for path, e in estimates.items()}
         self.correction_strength = strengths
         self.compared_moments = self.second_moments
 

@@ -13,10 +13,9 @@ from tempfile import TemporaryDirectory
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...interfaces import SINGLE_PROCESS, Communicator, Logger
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import differentiable
-from ...run.distributed import SINGLE_PROCESS, ProcessGroup
-from ...run.logger import RunLogger
 from .embeddings import embedding_statistics, embeddings, tied_heads
 from .fisher import ForwardBackwardPass, OutputGradients, visible_positions
 from .input_statistics import InputStatistics
@@ -45,8 +44,8 @@ def estimate_output_fisher(
     compute: mx.Dtype,
     folder: Path,
     max_tokens: int,
-    logger: RunLogger,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    logger: Logger,
+    ranks: Communicator = SINGLE_PROCESS,
 ) -> dict[str, InputStatistics]:
     """Run tokens forward and their gradients back; statistics of embeddings by path.
 
@@ -84,21 +83,20 @@ def estimate_output_fisher(
     ):
         args = blockwise, tokens, counted, compute, Path(states), progress, ranks
         fb_pass = ForwardBackwardPass(*args)
-        with ranks.collective_errors():
-            heads = tied_heads(fb_pass, embedding_paths) if embedding_paths else []
-            fb_pass.forward(reserved_bytes=sum(4 * size**2 for size in sizes))
-            fb_pass.start_backward()
+        heads = tied_heads(fb_pass, embedding_paths) if embedding_paths else []
+        fb_pass.forward(reserved_bytes=sum(4 * size**2 for size in sizes))
+        fb_pass.start_backward()
         layers = [{path: size > 0 for path, size in o.items()} for o in outputs]
         for index, gradients in fb_pass.backward(layers):
             tensors = _tensors_of_all(gradients, ranks, with_norms=not all_count)
-            with ranks.collective_errors():
-                if tensors and ranks.is_first:
-                    mx.save_safetensors(str(_file(folder, index)), tensors)
+            if tensors and ranks.is_first:
+                mx.save_safetensors(str(_file(folder, index)), tensors)
+            ranks.wait_for_all()
         return embedding_statistics(fb_pass, embedding_paths, heads)
 
 
 def _tensors_of_all(
-    gradients: OutputGradients, ranks: ProcessGroup, *, with_norms: bool
+    gradients: OutputGradients, ranks: Communicator, *, with_norms: bool
 ) -> dict[str, mx.array]:
     """What the file of a block has, from the gradients of all processes."""
     fisher = gradients.fisher_of_all(ranks)

@@ -22,8 +22,9 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ...config.quantize import ScaleTuningConfig
-from ...run.fs import atomic_folder, read_index, remove, write_index
-from ...run.logger import RunLogger
+from ...files.atomic import atomic_folder, remove
+from ...files.hashes import read_index, write_index
+from ...interfaces import Logger
 from ...training.schedules import clip_grad_norm, learning_rate_at
 from ...training.teacher_cache import PartTargets
 from ...training.teacher_targets import TeacherTarget
@@ -102,7 +103,7 @@ class ScaleTuner:
         *,
         folder: Path,
         seed: int,
-        logger: RunLogger,
+        logger: Logger,
     ):
         self.config = config
         self.model = model
@@ -206,12 +207,11 @@ class ScaleTuner:
             warmup_ratio=WARMUP_RATIO,
             min_lr_ratio=0.0,
         )
-        with self.ranks.collective_errors():
-            for part in self.ranks.shard(self._parts(step)):
-                tokens = self.training.tokens[part]
-                counted = self.training.counted[part]
-                self._accumulate(tokens, counted, *self.training[part])
-                mx.async_eval(self._sums)
+        for part in self.ranks.shard(self._parts(step)):
+            tokens = self.training.tokens[part]
+            counted = self.training.counted[part]
+            self._accumulate(tokens, counted, *self.training[part])
+            mx.async_eval(self._sums)
         self._sum_over_ranks()
         loss = self._apply(mx.array(learning_rate))
         mx.async_eval(loss, self._masters, self._optimizer.state, self._sums)
@@ -307,19 +307,17 @@ class ScaleTuner:
         self._optimizer.init(self._initial)
 
     def _save(self, state: dict) -> None:
-        with self.ranks.collective_errors():
-            if self.ranks.is_first:
-                with atomic_folder(self.folder) as partial:
-                    mx.save_safetensors(str(partial / STATE), self._tensors())
-                    write_index(partial, self._key(), state)
+        if self.ranks.is_first:
+            with atomic_folder(self.folder) as partial:
+                mx.save_safetensors(str(partial / STATE), self._tensors())
+                write_index(partial, self._key(), state)
 
     def _load(self) -> dict | None:
         """Restore the saved state. None if there is none with this key."""
         state, tensors = None, {}
-        with self.ranks.collective_errors():
-            if self.ranks.is_first:
-                state = self._read()
-                tensors = mx.load(str(self.folder / STATE)) if state else {}
+        if self.ranks.is_first:
+            state = self._read()
+            tensors = mx.load(str(self.folder / STATE)) if state else {}
         state = self.ranks.broadcast_object(state)
         if state is not None:
             self._restore(self.ranks.exchange(tensors))

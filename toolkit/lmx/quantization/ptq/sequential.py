@@ -27,9 +27,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...cpu import malloc, on_cpu
+from ...files.atomic import make_folder, remove
+from ...interfaces import Progress
 from ...models.blockwise import BlockwiseModel
-from ...run.fs import make_folder, remove
-from ...run.progress import ProgressBar
 from . import activation_cache
 from .base import PTQMethod, QuantizedTensor
 from .block_calibration import FULL, QUANTIZED, BlockCalibration, HeadCalibration
@@ -120,8 +120,7 @@ class SequentialPipeline:
         width = max(modules[path].weight.shape[-1] for path in context.specs)
         recommended = TOKENS_PER_COLUMN * width
         num_tokens = config.calibration.num_tokens or default_num_tokens(width)
-        with context.ranks.collective_errors():
-            windows = context.windows(num_tokens)
+        windows = context.windows(num_tokens)
         if windows.size < recommended:
             context.logger.warning(
                 f"calibration has {windows.size:,} tokens; at least {recommended:,} "
@@ -178,15 +177,14 @@ class SequentialPipeline:
                 for number in range(done):
                     activation_cache.drop(self.state.before(number))
             return done
-        with self.ranks.collective_errors():
-            if self.ranks.is_first:
-                remove(self.folder)
-                make_folder(self.folder)
-            self.blockwise.verify(self.tokens[0][:1, :8])
+        if self.ranks.is_first:
+            remove(self.folder)
+            make_folder(self.folder)
+        self.blockwise.verify(self.tokens[0][:1, :8])
+        self.ranks.wait_for_all()
         quantized = self._quantize_embeddings()
         with (
             self.state.written(block_name(0)) as target,
-            self.ranks.collective_errors(),
         ):
             self._embed(target, FULL, self.num_compared)
             weights = {path: layer.weight for path, layer in quantized.items()}
@@ -222,9 +220,9 @@ class SequentialPipeline:
 
     def _save(self, folder: Path, tensors: dict[str, mx.array]) -> None:
         """Write the tensors of a folder of the state, which all processes have."""
-        with self.ranks.collective_errors():
-            if self.ranks.is_first:
-                mx.save_safetensors(str(folder / TENSORS), tensors)
+        if self.ranks.is_first:
+            mx.save_safetensors(str(folder / TENSORS), tensors)
+        self.ranks.wait_for_all()
 
     def _embed(self, folder: Path, stream: str, count: int) -> None:
         """Write the hidden states before the first block, of the first shards."""
@@ -232,15 +230,14 @@ class SequentialPipeline:
             hidden = {"hidden": self.blockwise.embed(self.tokens[shard])}
             activation_cache.save(folder, stream, shard, hidden)
 
-    def _quantize_block(self, index: int, progress: ProgressBar) -> None:
+    def _quantize_block(self, index: int, progress: Progress) -> None:
         before, tensors = self.state.before(index), {}
         with (
             self.state.written(block_name(index + 1)) as after,
             self.blockwise.loaded_block(index, self.compute),
         ):
-            with self.ranks.collective_errors():
-                calibration = self._calibration(index, before, after)
-                calibration.run_full_precision()
+            calibration = self._calibration(index, before, after)
+            calibration.run_full_precision()
             called = {path for group in calibration.groups for path in group}
             uncalled = [[p] for p in self._block_paths[index] if p not in called]
             groups = [*calibration.groups, *uncalled]
@@ -253,8 +250,7 @@ class SequentialPipeline:
                 tensors |= self._assign(index, quantized)
                 # The passes over the tokens take longer than the solver.
                 progress.advance(1 / len(groups))
-            with self.ranks.collective_errors():
-                calibration.run_quantized()
+            calibration.run_quantized()
             self._save(after, tensors)
         if self.ranks.is_first:
             activation_cache.drop(before)
@@ -293,10 +289,9 @@ class SequentialPipeline:
         if group[0] not in called:
             return None
         prefix, folder = self._prefix(index), self.folder / EMBEDDINGS
-        with self.ranks.collective_errors():
-            norms = gradient_norms(folder, index)
-            known = [norms[path] for path in group if path in norms]
-            weights = token_weights(sum(known) if known else None, self.counted)
+        norms = gradient_norms(folder, index)
+        known = [norms[path] for path in group if path in norms]
+        weights = token_weights(sum(known) if known else None, self.counted)
         statistics = calibration.statistics(group, weights)
         fisher = output_fisher(folder, index)
         statistics.output_fisher = {prefix + p: fisher[p] for p in group if p in fisher}
@@ -328,8 +323,7 @@ class SequentialPipeline:
             num_compared=self.num_compared,
             ranks=self.ranks,
         )
-        with self.ranks.collective_errors():
-            groups = calibration.groups()
+        groups = calibration.groups()
         called = {path for group in groups for path in group}
         quantized: dict[str, QuantizedTensor] = {}
         for group in groups:

@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from ...run.distributed import ProcessGroup
-from ...run.fs import atomic_folder, disk_errors, hash_file, read_index, write_index
-from ...run.logger import RunLogger
+from ...files.atomic import atomic_folder, disk_errors
+from ...files.hashes import hash_file, read_index, write_index
+from ...interfaces import Communicator, Logger
 from . import activation_cache
 from .output_fisher import is_of_block_before
 
@@ -31,7 +31,7 @@ class StateFolders:
         ranks: the processes of the run; all call `written` and `num_done`.
     """
 
-    def __init__(self, root: Path, key: str, ranks: ProcessGroup, logger: RunLogger):
+    def __init__(self, root: Path, key: str, ranks: Communicator, logger: Logger):
         self.root = root
         self.key = key
         self.ranks = ranks
@@ -43,28 +43,22 @@ class StateFolders:
 
     @contextmanager
     def written(self, name: str) -> Iterator[Path]:
-        """A new folder, whole or absent, with an index.
-
-        Local work inside the context may fail on one process only, so it has its own
-        `collective_errors`.
-        """
+        """A new folder, whole or absent, with an index."""
         ranks = self.ranks
         with ExitStack() as stack:
-            with ranks.collective_errors():
-                target = None
-                if ranks.is_first:
-                    target = stack.enter_context(atomic_folder(self.root / name))
+            target = None
+            if ranks.is_first:
+                target = stack.enter_context(atomic_folder(self.root / name))
             target = self.root / ranks.broadcast_object(target and target.name)
             with disk_errors(self.root / name):
                 yield target
-            with ranks.collective_errors():
-                own = self._hashes_of_own(target)
+            own = self._hashes_of_own(target)
             hashes = ranks.gather_objects(own)
-            with ranks.collective_errors():
-                if ranks.is_first:
-                    files = {k: v for each in hashes for k, v in each.items()}
-                    write_index(target, f"{self.key} {name}", {}, files=files)
-                stack.close()
+            if ranks.is_first:
+                files = {k: v for each in hashes for k, v in each.items()}
+                write_index(target, f"{self.key} {name}", {}, files=files)
+            stack.close()
+            ranks.wait_for_all()
 
     def _hashes_of_own(self, folder: Path) -> dict[str, str]:
         """SHA-256 of the files that this process has written, by name.
@@ -86,9 +80,8 @@ class StateFolders:
         to another run: the streams that made it are gone.
         """
         done = None
-        with self.ranks.collective_errors():
-            if self.ranks.is_first:
-                done = self._num_done()
+        if self.ranks.is_first:
+            done = self._num_done()
         return self.ranks.broadcast_object(done)
 
     def _num_done(self) -> int | None:

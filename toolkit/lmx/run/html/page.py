@@ -3,9 +3,9 @@
 from datetime import datetime
 from pathlib import Path
 
+from ...files.atomic import write_atomic
 from .. import tables
 from ..compare import RunSummary, metrics_table, recipe_table
-from ..fs import write_atomic
 from ..manifest import TIME_FORMAT
 from ..progress import format_duration, format_number
 from ..report import LARGEST, Record

@@ -11,8 +11,8 @@ from functools import cache, partial
 
 import mlx.core as mx
 
+from ....interfaces import Communicator
 from ....models.float_formats import FloatFormat
-from ....run.distributed import ProcessGroup
 from ... import gpu_kernels
 from ...affine_grid import AffineGrid, nearest
 from ...backend import compiled_for, library
@@ -175,11 +175,11 @@ class BestGridTracker:
             self.descent = mx.where(is_better[:, None], descent, self.descent)
         mx.eval(errors, self.errors, self.descent, vars(self.grid))
 
-    def gather(self, ranks: ProcessGroup, count: int) -> None:
+    def gather(self, ranks: Communicator, count: int) -> None:
         """Replace this process's share of some rows by all of them.
 
         Args:
-            count: of all rows; see `ProcessGroup.own_rows`.
+            count: of all rows; see `Communicator.own_rows`.
         """
         grid = vars(self.grid)
         values = {k: v for k, v in grid.items() if isinstance(v, mx.array)}

@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from ....config.quant_spec import QuantSpec
 from ....config.quantize import GPTQConfig
+from ....interfaces import SINGLE_PROCESS, Communicator
 from ....models import global_scale
-from ....run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..base import PTQContext, PTQMethod, QuantizedTensor
 from ..hessian import Hessian, damped
 from ..input_statistics import InputStatistics, OutputError
@@ -58,9 +58,8 @@ class GPTQ(PTQMethod):
             return {p: self._clusters(p, w, statistics) for p, w in weights.items()}
         if statistics.counts.ndim:
             return {p: self._experts(p, w, statistics) for p, w in weights.items()}
-        with context.ranks.collective_errors():
-            hessians = self._hessians(list(weights), statistics.second_moments)
-            fisher, errors = statistics.output_fisher, self._output_errors(statistics)
+        hessians = self._hessians(list(weights), statistics.second_moments)
+        fisher, errors = statistics.output_fisher, self._output_errors(statistics)
         # As large as the Hessians, which are made of them.
         del statistics
         quantized = {}
@@ -190,12 +189,11 @@ class GPTQ(PTQMethod):
         Every process solves some of them.
         """
         ranks = self.context.ranks
-        with ranks.collective_errors():
-            own = {
-                f"{number} {name}": value
-                for number in ranks.shard(range(count))
-                for name, value in solve(number).tensors.items()
-            }
+        own = {
+            f"{number} {name}": value
+            for number in ranks.shard(range(count))
+            for name, value in solve(number).tensors.items()
+        }
         layers: list[dict[str, mx.array]] = [{} for _ in range(count)]
         for key, value in ranks.exchange(own).items():
             number, _, name = key.partition(" ")
@@ -207,8 +205,7 @@ class GPTQ(PTQMethod):
         if weight.ndim > 2:
             self.context.logger.info(f"{path} quantized with RTN")
             return self.context.rtn(path, weight)
-        with self.context.ranks.collective_errors():
-            hessian = self._hessian(path, mx.eye(weight.shape[-1]))
+        hessian = self._hessian(path, mx.eye(weight.shape[-1]))
         layer = self._solve(path, weight, hessian, path, ranks=self.context.ranks)
         return self.context.quantized_tensor(path, layer.tensors)
 
@@ -218,7 +215,7 @@ class GPTQ(PTQMethod):
         weight: mx.array,
         hessian: Hessian,
         name: str,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        ranks: Communicator = SINGLE_PROCESS,
     ) -> QuantizedLayer:
         spec, dtype = self.context.specs[path], self.context.dtype
         weight, fixed = weight.astype(dtype), {}

@@ -25,7 +25,7 @@ from math import ceil
 import mlx.core as mx
 
 from ....config.quant_spec import QuantSpec
-from ....run.distributed import SINGLE_PROCESS, ProcessGroup
+from ....interfaces import SINGLE_PROCESS, Communicator
 from ...affine_grid import AffineGrid, fit_grid, nearest, safe_scale
 from ...backend import async_eval, library, to_fast_backend
 from ...float_grid import FloatGrid
@@ -85,7 +85,7 @@ def solve_layers(
     dtype: mx.Dtype,
     *,
     refine_iters: int = 3,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    ranks: Communicator = SINGLE_PROCESS,
 ) -> dict[str, QuantizedLayer]:
     """Quantize the weights of layers that share their input.
 
@@ -96,22 +96,20 @@ def solve_layers(
         ranks: the processes that divide the rows; all have the same layers.
     """
     solve = partial(_solver(spec), refine_iters=refine_iters)
-    with ranks.collective_errors():
-        num_sets = _num_sets(layers, ranks.size)
-        solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}
+    num_sets = _num_sets(layers, ranks.size)
+    solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}
     for index in range(num_sets):
         present = [rows for rows in solutions.values() if index < len(rows.sets)]
         sizes = [rows.size(index) for rows in present]
-        with ranks.collective_errors():
-            own = [
-                (rows, part)
-                for rows, part in zip(present, _own_parts(sizes, ranks), strict=True)
-                if part is not None
-            ]
-            weight = mx.concatenate([rows.weight(index, part) for rows, part in own])
-            target = mx.concatenate([rows.target(index)[part] for rows, part in own])
-            best = solve(weight, target, hessian, spec, dtype)
-            del target, weight
+        own = [
+            (rows, part)
+            for rows, part in zip(present, _own_parts(sizes, ranks), strict=True)
+            if part is not None
+        ]
+        weight = mx.concatenate([rows.weight(index, part) for rows, part in own])
+        target = mx.concatenate([rows.target(index)[part] for rows, part in own])
+        best = solve(weight, target, hessian, spec, dtype)
+        del target, weight
         best.gather(ranks, sum(sizes))
         end = 0
         for rows, size in zip(present, sizes, strict=True):
@@ -120,7 +118,7 @@ def solve_layers(
     return {name: rows.quantized() for name, rows in solutions.items()}
 
 
-def _own_parts(sizes: list[int], ranks: ProcessGroup) -> Iterator[mx.array | None]:
+def _own_parts(sizes: list[int], ranks: Communicator) -> Iterator[mx.array | None]:
     """The rows of each layer's set that this process solves. None = no row."""
     own, start = ranks.own_rows(sum(sizes)), 0
     for size in sizes:

@@ -23,10 +23,11 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ....config.quantize import PTQConfig
 from ....errors import UserError
+from ....files.atomic import atomic_folder
+from ....files.hashes import read_index, write_index
+from ....interfaces import Progress
 from ....models.blockwise import BlockwiseModel, cast
 from ....models.hooks import capture_inputs
-from ....run.fs import atomic_folder, read_index, write_index
-from ....run.progress import ProgressBar
 from ..base import PTQContext, Weights
 from .scale_mappings import BlockMappings, ScaleMapping
 
@@ -131,9 +132,8 @@ def smooth(context: PTQContext, config: PTQConfig) -> Smoothing:
             or has no place for a scale in front of a layer whose inputs are quantized.
     """
     ranks, smoothing = context.ranks, Smoothing([])
-    with ranks.collective_errors():
-        if ranks.is_first:
-            smoothing = _smooth(context, config)
+    if ranks.is_first:
+        smoothing = _smooth(context, config)
     mappings = ranks.broadcast_object(smoothing.mappings)
     return _from_tensors(mappings, ranks.exchange(smoothing.scales))
 
@@ -182,7 +182,7 @@ def _places(
     strength: float,
     shards: list[Shard],
     blockwise: BlockwiseModel,
-    progress: ProgressBar,
+    progress: Progress,
 ) -> Iterator[tuple[ScaleMapping, mx.array]]:
     """The mappings of all blocks with their scales."""
     blockwise.verify(shards[0][0][:1, :8])

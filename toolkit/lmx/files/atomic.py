@@ -1,23 +1,13 @@
-"""Atomic files and folders, hashes, disk errors, JSON and JSONL.
-
-Intermediate results and cached data are read again by later runs, months later perhaps.
-Their folders have an index: the hashes of all files, facts about them, and a key of all
-that they depend on. The maker of such a folder reads it with `read_index` and makes it
-again if that is None, so that a changed file is never used.
-"""
+"""Files and folders that are whole or absent, and errors of their disk."""
 
 import errno
-import hashlib
-import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from ..config.text_files import require_regular
 from ..errors import BAD_CAST, BAD_PATH, FAILED, UserError
 
 _REASONS = {
@@ -46,11 +36,8 @@ FULL_HINT = f"free some space, or {OTHER_FOLDER}"
 PARTIAL = ".partial"
 # Files of every run directory. Its owner locks the second one.
 OWNED = MANIFEST, LOCK = "manifest.json", ".lock"
-INDEX = "index.json"
 # Smaller files are copied: people edit some of them in place, such as config.json.
 MIN_LINKED_BYTES = 1 << 16
-# The largest published tokenizer.json has 35 MB.
-MAX_JSON_BYTES = 256 << 20
 # Device and inode of the run directories of this process.
 _held: dict[Path, tuple[int, int]] = {}
 
@@ -278,18 +265,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def hash_folder(path: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder, by relative name."""
-    files = sorted(p for p in path.rglob("*") if p.is_file())
-    return {str(file.relative_to(path)): hash_file(file) for file in files}
-
-
 def free_bytes(path: Path) -> int:
     """Free bytes on the disk of `path`, which need not exist."""
     while not path.exists():
@@ -313,153 +288,8 @@ def require_space(path: Path, size: int) -> None:
         )
 
 
-def parse_json(text: str | bytes, place: Path | str) -> Any:
-    """The value of a JSON text.
-
-    Args:
-        place: the file, or file and line, that an error names.
-
-    Raises:
-        UserError: the text is not JSON.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise UserError("not JSON: nested too deeply", place=str(place)) from error
-    except ValueError as error:
-        raise UserError(f"not JSON: {error}", place=str(place)) from error
-
-
 def stored_id(path: Path) -> str:
     """The random identifier in a file, which is written at the first call."""
     if not path.exists():
         write_atomic(path, secrets.token_hex(4))
     return path.read_text()
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file; empty if the file holds another value.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-        UserError: it is no file, or not JSON.
-    """
-    require_regular(path, max_bytes=MAX_JSON_BYTES)
-    value = parse_json(path.read_bytes(), path)
-    return value if isinstance(value, dict) else {}
-
-
-def object_in(path: Path) -> dict:
-    """The object in a JSON file; empty if there is none, or if it is damaged."""
-    try:
-        return read_json(path) if path.is_file() else {}
-    except (OSError, UserError):
-        return {}
-
-
-def read_text(path: Path) -> str:
-    """The text of a file, with marks in place of bytes that are not UTF-8.
-
-    Empty if there is no such file.
-    """
-    return path.read_text("utf-8", errors="replace") if path.is_file() else ""
-
-
-def read_jsonl(path: Path, **types: type) -> list[dict]:
-    """The records of a JSON Lines file; empty if there is no such file.
-
-    Args:
-        types: keys of a record, and the type of their values. Other lines are skipped:
-            the last line of a killed run may be incomplete.
-    """
-    return [record for _, record in _records(path, types)]
-
-
-def filter_jsonl(path: Path, keeps: Callable[[dict], bool]) -> None:
-    """Delete the lines that are no record of a stage, or that `keeps` does not keep.
-
-    Raises:
-        UserError: a disk error; the file stays as it was.
-    """
-    lines = (line for line, r in _records(path, {"stage": str}) if keeps(r))
-    write_atomic(path, "".join(f"{line}\n" for line in lines))
-
-
-def _records(path: Path, types: dict[str, type]) -> Iterator[tuple[str, dict]]:
-    # Other line breaks, such as U+2028, are part of a text.
-    for line in read_text(path).split("\n"):
-        with suppress(UserError):
-            record = parse_json(line, path)
-            if isinstance(record, dict) and all(
-                isinstance(record.get(key), kind) for key, kind in types.items()
-            ):
-                yield line, record
-
-
-def read_metrics(run_dir: Path, stage: str | None = None) -> list[dict]:
-    """The records in metrics.jsonl, oldest first: of a stage, or of all."""
-    records = read_jsonl(run_dir / "metrics.jsonl", stage=str, kind=str, step=int)
-    return [r for r in records if stage in (None, r["stage"])]
-
-
-def key_of(facts: object) -> str:
-    """A key of a JSON value: 32 hexadecimal digits of its sha256."""
-    text = json.dumps(facts, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def write_index(
-    folder: Path,
-    key: str,
-    facts: dict,
-    *,
-    place: Path | None = None,
-    files: dict[str, str] | None = None,
-) -> None:
-    """Write the index of a folder whose files are complete.
-
-    Args:
-        folder: that of `atomic_folder`, so that it is whole or absent.
-        key: of what the files depend on, and of their place.
-        facts: a JSON object.
-        place: of the index; None = in the folder.
-        files: what `hash_folder` returns, if it is known.
-    """
-    files = hash_folder(folder) if files is None else files
-    index = {"files": files, "key": key, "facts": facts}
-    index["sha256"] = key_of(index)
-    write_atomic(place or folder / INDEX, json.dumps(index))
-
-
-def read_index(
-    folder: Path,
-    key: str,
-    *,
-    place: Path | None = None,
-    is_deleted: Callable[[str], bool] = lambda _: False,
-) -> dict | None:
-    """The facts of a folder; None if it is missing, of another key, or if any file was
-    changed.
-
-    Hashing reads every file, about 1 GB per second: another model would otherwise be
-    trained without a word.
-
-    Args:
-        place: of the index; None = in the folder.
-        is_deleted: whether its maker deletes a file of this name when it is used up.
-            Such a file may be there or not, and is not read.
-    """
-    index = object_in(place or folder / INDEX)
-    digest = index.pop("sha256", None)
-    if digest != key_of(index) or index.get("key") != key or folder.is_symlink():
-        return None
-    try:
-        files = (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-        names = {n for n in files if n != INDEX and not is_deleted(n)}
-        hashes = {k: v for k, v in index["files"].items() if not is_deleted(k)}
-        is_same = names == hashes.keys() and all(
-            hash_file(folder / name) == hashes[name] for name in names
-        )
-    except OSError:
-        return None
-    return index["facts"] if is_same else None

@@ -10,13 +10,14 @@ from itertools import zip_longest
 from pathlib import Path
 from zipfile import ZipFile
 
-from .distributed import ProcessGroup
-from .fs import atomic_folder, key_of
+from ..interfaces import Communicator
+from .atomic import atomic_folder
+from .hashes import key_of
 
 
 def make_folders(
     folders: Sequence[Path],
-    ranks: ProcessGroup,
+    ranks: Communicator,
     *,
     key: str,
     is_whole: Callable[[int], bool],
@@ -38,8 +39,7 @@ def make_folders(
         UserError: this rank has another key than rank 0.
     """
     numbers = range(len(folders))
-    with ranks.collective_errors():
-        here = [is_whole(number) for number in numbers]
+    here = [is_whole(number) for number in numbers]
     ranks.require_same(
         key_of([key, len(folders)]),
         "prepares other data",
@@ -48,33 +48,30 @@ def make_folders(
     held = ranks.gather_objects(here)
     missing = [n for n, *has in zip(numbers, *held, strict=True) if not any(has)]
     rounds = range(0, len(missing), ranks.size)
-    with ranks.collective_errors():
-        for start, number in zip(rounds, ranks.shard(missing), strict=False):
-            make(number)
-            for other in missing[start : start + ranks.size]:
-                if other != number:
-                    made_elsewhere(other)
+    for start, number in zip(rounds, ranks.shard(missing), strict=False):
+        make(number)
+        for other in missing[start : start + ranks.size]:
+            if other != number:
+                made_elsewhere(other)
     if ranks.size > 1:
         _send_missing(folders, ranks, is_whole, receive)
 
 
 def _send_missing(
     folders: Sequence[Path],
-    ranks: ProcessGroup,
+    ranks: Communicator,
     is_whole: Callable[[int], bool],
     receive: Callable[[int, bytes], None] | None,
 ) -> None:
     """Send every folder that a rank lacks, once, to all of them."""
-    with ranks.collective_errors():
-        here = [is_whole(number) for number in range(len(folders))]
+    here = [is_whole(number) for number in range(len(folders))]
     to_send: list[list[int]] = [[] for _ in range(ranks.size)]
     for number, has in enumerate(zip(*ranks.gather_objects(here), strict=True)):
         if not all(has):
             to_send[has.index(True)].append(number)
     for numbers in zip_longest(*to_send):
-        with ranks.collective_errors():
-            own = numbers[ranks.rank]
-            data = b"" if own is None else _pack(folders[own])
+        own = numbers[ranks.rank]
+        data = b"" if own is None else _pack(folders[own])
         received = dict(zip(numbers, ranks.gather_bytes(data), strict=True))
         received.pop(None, None)
 

@@ -3,12 +3,26 @@
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 from lmx.errors import UserError
-from lmx.run import fs
+from lmx.files.atomic import (
+    LOCK,
+    MANIFEST,
+    MIN_LINKED_BYTES,
+    atomic_folder,
+    copy_file,
+    copy_folder,
+    disk_errors,
+    remove,
+    remove_partial_files,
+    require_space,
+    write_atomic,
+)
+from lmx.files.hashes import hash_folder
 
 
 def names(folder):
@@ -18,18 +32,18 @@ def names(folder):
 def test_write_atomic_writes_and_replaces_text_and_bytes(tmp_path):
     path = tmp_path / "new" / "a.txt"
     for content, written in (("Grüße\n", "Grüße\n".encode()), (b"\0\1", b"\0\1")):
-        fs.write_atomic(path, content)
+        write_atomic(path, content)
         assert path.read_bytes() == written
     assert names(path.parent) == ["a.txt"]
     with pytest.raises(UserError, match="file"):
-        fs.write_atomic(path / "b.txt", "")
+        write_atomic(path / "b.txt", "")
 
 
 def test_atomic_writes_keep_default_permissions(tmp_path):
     before = os.umask(0o027)
     try:
-        fs.write_atomic(tmp_path / "file", "")
-        with fs.atomic_folder(tmp_path / "folder"):
+        write_atomic(tmp_path / "file", "")
+        with atomic_folder(tmp_path / "folder"):
             pass
     finally:
         os.umask(before)
@@ -49,15 +63,15 @@ def test_write_atomic_keeps_the_old_file_on_disk_errors(
     tmp_path, monkeypatch, number, words, hint
 ):
     path = tmp_path / "a.txt"
-    fs.write_atomic(path, "old")
+    write_atomic(path, "old")
 
     def refuse(_):
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(fs.os, "fsync", refuse)
+        patch.setattr(os, "fsync", refuse)
         with pytest.raises(UserError, match=words) as caught:
-            fs.write_atomic(path, "new")
+            write_atomic(path, "new")
     assert caught.value.code == 1
     assert caught.value.place == str(path)
     assert caught.value.hint.startswith(hint)
@@ -66,12 +80,12 @@ def test_write_atomic_keeps_the_old_file_on_disk_errors(
 
 
 def test_disk_errors_passes_other_exceptions(tmp_path):
-    with pytest.raises(BlockingIOError), fs.atomic_folder(tmp_path / "a"):
+    with pytest.raises(BlockingIOError), atomic_folder(tmp_path / "a"):
         raise BlockingIOError(errno.EAGAIN, "busy")
     missing = pytest.raises(UserError, match="does not exist, or was deleted")
-    with missing, fs.atomic_folder(tmp_path / "a"):
+    with missing, atomic_folder(tmp_path / "a"):
         (tmp_path / "nowhere" / "x").write_text("")
-    with pytest.raises(RuntimeError, match="shape"), fs.disk_errors(tmp_path):
+    with pytest.raises(RuntimeError, match="shape"), disk_errors(tmp_path):
         raise RuntimeError("[matmul] shape")
     assert names(tmp_path) == []
 
@@ -83,7 +97,7 @@ import resource, signal, sys
 from pathlib import Path
 import mlx.core as mx
 from lmx.errors import UserError
-from lmx.run.fs import atomic_folder, write_atomic
+from lmx.files.atomic import atomic_folder, write_atomic
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -114,21 +128,21 @@ write_atomic(root / "small", "x")
 
 def test_atomic_folder_is_complete_or_unchanged(tmp_path):
     target = tmp_path / "model"
-    with fs.atomic_folder(target) as partial:
+    with atomic_folder(target) as partial:
         (partial / "inner").mkdir()
         (partial / "inner" / "a").write_text("1")
         assert not target.exists()
-    with pytest.raises(ZeroDivisionError), fs.atomic_folder(target) as partial:
+    with pytest.raises(ZeroDivisionError), atomic_folder(target) as partial:
         (partial / "b").write_text(str(1 / 0))
     assert (target / "inner" / "a").read_text() == "1"
-    with fs.atomic_folder(target) as partial:
+    with atomic_folder(target) as partial:
         (partial / "b").write_text("2")
         assert (target / "inner" / "a").exists()
     assert names(target) == ["b"]
     assert names(tmp_path) == ["model"]
 
 
-LARGE = b"x" * fs.MIN_LINKED_BYTES
+LARGE = b"x" * MIN_LINKED_BYTES
 
 
 @pytest.fixture
@@ -137,8 +151,8 @@ def run_dir(tmp_path):
     run_dir = tmp_path / "run"
     stage = run_dir / "stages" / "1-train" / "model"
     stage.mkdir(parents=True)
-    (run_dir / fs.MANIFEST).write_text("{}")
-    (run_dir / fs.LOCK).write_text("")
+    (run_dir / MANIFEST).write_text("{}")
+    (run_dir / LOCK).write_text("")
     (stage / "large").write_bytes(LARGE)
     (stage / "small").write_bytes(b"{}")
     return run_dir
@@ -150,16 +164,16 @@ def inodes(folder):
 
 def test_large_files_of_one_run_directory_are_links(run_dir, tmp_path):
     stage, target = run_dir / "stages/1-train/model", run_dir / "model"
-    with fs.atomic_folder(target) as partial:
-        fs.copy_folder(stage, partial)
+    with atomic_folder(target) as partial:
+        copy_folder(stage, partial)
     assert inodes(target)["large"] == inodes(stage)["large"]
     # An editor may write to it in place.
     assert inodes(target)["small"] != inodes(stage)["small"]
-    assert fs.hash_folder(target) == fs.hash_folder(stage)
+    assert hash_folder(target) == hash_folder(stage)
     # The user's own models are elsewhere.
     (tmp_path / "other").mkdir()
-    fs.copy_folder(stage, tmp_path / "other")
-    fs.copy_file(tmp_path / "other" / "large", stage / "foreign")
+    copy_folder(stage, tmp_path / "other")
+    copy_file(tmp_path / "other" / "large", stage / "foreign")
     assert (tmp_path / "other" / "large").stat().st_nlink == 1
     assert (stage / "foreign").stat().st_nlink == 1
 
@@ -168,12 +182,12 @@ def test_change_of_a_link_keeps_the_other_file(run_dir):
     stage, target = run_dir / "stages/1-train/model", run_dir / "model"
     target.mkdir()
     changes = (
-        lambda path: fs.write_atomic(path, b"other"),
-        lambda path: fs.copy_file(stage / "small", path),
-        lambda path: fs.remove(path.parent),
+        lambda path: write_atomic(path, b"other"),
+        lambda path: copy_file(stage / "small", path),
+        lambda path: remove(path.parent),
     )
     for change in changes:
-        fs.copy_file(stage / "large", target / "large")
+        copy_file(stage / "large", target / "large")
         assert (stage / "large").stat().st_nlink == 2
         change(target / "large")
         assert (stage / "large").read_bytes() == LARGE
@@ -186,8 +200,8 @@ def test_files_are_copied_where_links_are_impossible(run_dir, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EPERM, "no links here")
 
-    monkeypatch.setattr(fs.os, "link", refuse)
-    fs.copy_file(stage / "large", run_dir / "large")
+    monkeypatch.setattr(os, "link", refuse)
+    copy_file(stage / "large", run_dir / "large")
     assert (run_dir / "large").read_bytes() == LARGE
     assert (stage / "large").stat().st_nlink == 1
 
@@ -202,23 +216,23 @@ def test_disk_error_of_a_copy_is_one_error(run_dir, monkeypatch):
         raise OSError(errno.ENOSPC, "no space")
 
     def copy():
-        with fs.atomic_folder(target) as partial:
-            fs.copy_folder(stage, partial)
+        with atomic_folder(target) as partial:
+            copy_folder(stage, partial)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fs.shutil, "copyfile", refuse)
+        patch.setattr(shutil, "copyfile", refuse)
         with pytest.raises(UserError, match="no space left on the disk"):
             copy()
     assert not target.exists()
     copy()
-    assert fs.hash_folder(target) == fs.hash_folder(stage)
+    assert hash_folder(target) == hash_folder(stage)
 
 
 def test_remove_partial_files_after_killed_writers(tmp_path):
     program = """
 import os, sys
 from pathlib import Path
-from lmx.run.fs import atomic_folder
+from lmx.files.atomic import atomic_folder
 with atomic_folder(Path(sys.argv[1]) / "model") as partial:
     (partial / "a").write_text("1")
     os._exit(9)
@@ -226,7 +240,7 @@ with atomic_folder(Path(sys.argv[1]) / "model") as partial:
     (tmp_path / "kept.partial.txt").write_text("")
     subprocess.run([sys.executable, "-c", program, tmp_path], check=False)
     assert len(names(tmp_path)) == 2
-    fs.remove_partial_files(tmp_path)
+    remove_partial_files(tmp_path)
     assert names(tmp_path) == ["kept.partial.txt"]
 
 
@@ -234,7 +248,7 @@ def test_hash_folder_is_sha256_by_relative_name(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c").write_bytes(b"two")
     (tmp_path / "a").write_bytes(b"one")
-    assert fs.hash_folder(tmp_path) == {
+    assert hash_folder(tmp_path) == {
         "a": hashlib.sha256(b"one").hexdigest(),
         "b/c": hashlib.sha256(b"two").hexdigest(),
     }
@@ -242,8 +256,8 @@ def test_hash_folder_is_sha256_by_relative_name(tmp_path):
 
 def test_require_space_raises_if_the_disk_is_too_small(tmp_path):
     there = tmp_path / "not" / "yet"
-    fs.require_space(there, 1)
+    require_space(there, 1)
     assert not there.exists()
     with pytest.raises(UserError, match="are free") as caught:
-        fs.require_space(there, 1 << 60)
+        require_space(there, 1 << 60)
     assert caught.value.code == 1

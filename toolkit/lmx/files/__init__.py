@@ -1,0 +1,1 @@
+"""Files on disk: whole or absent, hashed, read with care."""
