@@ -97,6 +97,8 @@ ADAPTED: dict[str | None, Callable[[dict, Any], dict]] = {
 # The values of keys that mlx-lm's code replaces by constants, or reads otherwise.
 MISREAD: dict[str | None, dict[str, Any]] = {
     "gpt_bigcode": {"multi_query": True},
+    # Its models have no experts.
+    "llama4_text": {"moe_layers": []},
     "mamba2": {"layer_norm_epsilon": 1e-5},
     "phimoe": {"num_experts_per_tok": 2},
     "recurrent_gemma": {"rms_norm_eps": 1e-6, "partial_rotary_factor": 0.5},
