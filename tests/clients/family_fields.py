@@ -156,7 +156,7 @@ NOT_COMPARED = {
 ROUGH = dict.fromkeys(
     (
         *("gemma", "gemma3", "gemma3_text", "gpt_bigcode", "gpt_neox", "starcoder2"),
-        *("recurrent_gemma", "gemma4", "gemma4_text", "nemotron_h"),
+        *("recurrent_gemma", "gemma4", "gemma4_text", "llama4", "nemotron_h"),
     ),
     4e-3,
 )

@@ -85,7 +85,9 @@ def outcome(family, settings, folder):
         return "equal"
     # These count only in texts that are longer.
     named = [
-        w for w in caught if re.search("not read.* sliding_window", str(w.message))
+        w
+        for w in caught
+        if re.search("not read.* (sliding_window|attention_chunk)", str(w.message))
     ]
     return "named" if named else f"silent: {difference:.2g}"
 

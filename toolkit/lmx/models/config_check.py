@@ -76,12 +76,12 @@ DEFINING = re.compile(r"theta|eps$|epsilon|_base")
 # Keys that change no prediction of the text model.
 HARMLESS = re.compile(
     r"^_|^is_|^transformers|token_ids?$|token_index$|initializer|_init|dropout|_drop$|"
-    r"pdrop$|loss|aux|dtype|logits_to_keep|chunk_size|jitter|fp32|time_step_[mf]|upcast|"
+    r"pdrop$|loss|aux|dtype|logits_to_keep|jitter|fp32|time_step_[mf]|upcast|"
     r"^(output|return|cache|use_cache|use_mamba|use_associative|unsloth|quantiz|mtp|mlx)|"
     r"^(architectures|auto_map|id2label|label2id|problem_type|pretraining_tp|ep_size|"
     r"model_type|model_file|kv_bits|max_window_layers|num_nextn_predict_layers|max_seq_len|"
     r"rope_parameters|attn_implementation|task_specific_params|model_max_length|n_ctx|"
-    r"global_attn_every_n_layers|interleave_moe_layer_step|mamba_expand|rescale_prenorm_residual)$|_version$|"
+    r"chunk_size|mamba_chunk_size|global_attn_every_n_layers|interleave_moe_layer_step|mamba_expand|rescale_prenorm_residual)$|_version$|"
     r"^(vision|audio|image|video|talker|generation|summary)"
 )
 # Entries of RoPE that are read; of images are those that start with `mrope`.
@@ -92,7 +92,7 @@ SCALED = {
     *("short_factor", "long_factor", "short_mscale", "long_mscale"),
 }
 # Keys that change nothing in texts that are shorter than their value.
-WINDOWS = {"sliding_window", "use_sliding_window"}
+WINDOWS = {"sliding_window", "use_sliding_window", "attention_chunk_size"}
 ONLY_SEVERAL = re.compile(r"(top_k|num_experts_per_tok) > 1")
 OFF = (False, [], {})
 Classes = Callable[[dict], tuple[type, type]]
@@ -361,7 +361,7 @@ def _check_unread(
     read |= {name for names in aliases if read & set(names) for name in names}
     # The adapted values come from these.
     read |= {"layer_types", "per_layer_config"} if adapted else set()
-    misread = MISREAD.get(block.get("model_type"), {})
+    misread = MISREAD.get(arguments.__module__.rpartition(".")[2], {})
     read |= misread.keys()
     rest = {k: v for k, v in block.items() if k in read or k == "model_type"}
     implied = _transformers_config(rest)
