@@ -68,8 +68,8 @@ FROM_WEIGHTS = re.compile(
 )
 # Checked elsewhere: by the shapes of the weights, and with the layers of RoPE.
 ELSEWHERE = re.compile(
-    rf"{FROM_WEIGHTS.pattern}|^(num_key_value_heads|{SCALING}|{LOCAL})$|"
-    r"max_position_embeddings$"
+    rf"{FROM_WEIGHTS.pattern}|^(num_key_value_heads|{SCALING}|{LOCAL}|moe_layers)$|"
+    r"max_position_embeddings$|^num_(local_)?experts(_per_tok)?$"
 )
 # Without a class of transformers, these have no default that can be trusted.
 DEFINING = re.compile(r"theta|eps$|epsilon|_base")
@@ -375,7 +375,8 @@ def _check_unread(
         unread.add("num_experts_per_tok")
     text = f"mlx-lm's {block.get('model_type')} does not read"
     known = getattr(implied, "__dataclass_fields__", {}).keys() - WINDOWS
-    known |= misread.keys() | {LOCAL, "rope_theta"}
+    known |= {LOCAL, "rope_theta"} if "rope_parameters" in known else set()
+    known |= misread.keys()
     if wrong := sorted(known & unread):
         raise UserError(
             f"{text} {', '.join(wrong)}, and would compute something else",

@@ -98,7 +98,7 @@ ADAPTED: dict[str | None, Callable[[dict, Any], dict]] = {
 MISREAD: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"multi_query": True},
     "llama4": {"rms_norm_eps": 1e-5},
-    "llama4_text": {"moe_layers": [], "rope_type": "default"},
+    "llama4_text": {"rope_type": "default"},
     "mamba2": {"layer_norm_epsilon": 1e-5},
     "phimoe": {"num_experts_per_tok": 2},
     "recurrent_gemma": {"rms_norm_eps": 1e-6, "partial_rotary_factor": 0.5},
