@@ -15,8 +15,9 @@ from ...models.loader import LoadedModel
 from ..exporters.hf import dequantized_weights
 from ..importers import gguf as gguf_importer
 from . import blocks, config, tokenizer
-from .architecture import ONE_ROW, PARAMETERS, Architecture
+from .architecture import ONE_ROW, Architecture
 from .architectures import BY_MODEL_TYPE, TEXT_PART
+from .tensor_names import stored_name
 
 # llama.cpp's name of a tensor, ggml's type, its values or blocks, and the bits of its
 # codes in the model.
@@ -162,7 +163,7 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
             ggml_type, value = grouped or blocks.from_dense(
                 quantized_layers.dequantize(module, parts)
             )
-            stored = gguf_name(f"{path}.weight", architecture)
+            stored = stored_name(f"{path}.weight", architecture)
             rows = row_order(path, value, head, architecture)
             yield stored, ggml_type, rows, module.bits
     for name in list(tensors):
@@ -170,7 +171,7 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
         path, _, leaf = name.rpartition(".")
         if gguf_importer.is_norm(leaf, value.shape):
             value = value.astype(mx.float32) + architecture.norm_offset
-        stored = gguf_name(name, architecture)
+        stored = stored_name(name, architecture)
         shape = value.shape
         if leaf == "bias" or stored.split(".")[-2] in ONE_ROW:
             value = value.reshape(-1)
@@ -185,20 +186,6 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
 def _without_prefix(name: str) -> str:
     """A name without that of the text part of a model with images."""
     return name.removeprefix(TEXT_PART)
-
-
-def gguf_name(name: str, architecture: Architecture) -> str:
-    """llama.cpp's name of a tensor."""
-    path, _, leaf = _without_prefix(name).rpartition(".")
-    layer, _, inner = path.removeprefix("model.layers.").partition(".")
-    names = architecture.paths
-    if parameter := names.get(f"{inner}.{leaf}"):
-        return f"blk.{layer}.{parameter}.{PARAMETERS[parameter]}"
-    if path.startswith("model.layers.") and inner in names:
-        return f"blk.{layer}.{names[inner]}.{leaf}"
-    if path in names:
-        return f"{names[path]}.{leaf}"
-    raise UserError(f"GGUF has no name for the tensor {name}", code=FAILED)
 
 
 def row_order(

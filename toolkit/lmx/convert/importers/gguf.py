@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +17,15 @@ from ...models import loader
 from ...models.checkpoint_writer import quantization_block
 from ...models.config_check import check_config, check_sizes
 from ..gguf import blocks, config, reader, tokenizer
-from ..gguf.architecture import ONE_ROW, PARAMETERS, Architecture
+from ..gguf.architecture import ONE_ROW, Architecture
 from ..gguf.architectures import BY_MODEL_TYPE
 from ..gguf.blocks import FloatGroups
 from ..gguf.reader import GGUFTensor
+from ..gguf.tensor_names import mlx_names
 from .affine_repack import AffineGroups
 
 # Types that the import keeps in 16 bits. Norms in F32 are few.
 HALF = ("F32", "F16", "BF16")
-TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
 def read(
@@ -61,11 +60,11 @@ def outline(path: Path) -> tuple[dict, int]:
     specs, kept, size = {}, [], 0.0
     with _errors(path):
         settings = _config(path, metadata, tensors)
-        architecture = BY_MODEL_TYPE[settings["model_type"]]
+        names = mlx_names(settings, BY_MODEL_TYPE[settings["model_type"]])
         for name, tensor in tensors.items():
             if name in config.ROPE_TENSORS:
                 continue
-            module, _ = _module_path(name, architecture)
+            module, _ = _module_path(name, names)
             bits = 16 if tensor.ggml_type in HALF else 32
             if tensor.ggml_type in blocks.GROUPED_TYPES:
                 width = blocks.GROUPED_TYPES[tensor.ggml_type]
@@ -142,10 +141,11 @@ def _weights(
 ) -> tuple[dict[str, mx.array], dict[str, AffineGroups | FloatGroups]]:
     dense, layers = {}, {}
     architecture = BY_MODEL_TYPE[settings["model_type"]]
+    names = mlx_names(settings, architecture)
     for name, tensor in tensors.items():
         if name in config.ROPE_TENSORS:
             continue
-        path, leaf = _module_path(name, architecture)
+        path, leaf = _module_path(name, names)
         head = settings.get("head_dim", 0)
         order = row_order(path, tensor.shape[0], head, architecture)
         is_grouped = tensor.ggml_type in {**blocks.GROUPED_TYPES, **blocks.FLOAT_TYPES}
@@ -169,15 +169,11 @@ def is_norm(leaf: str, shape: tuple[int, ...]) -> bool:
     return leaf == "weight" and len(shape) == 1
 
 
-def _module_path(name: str, architecture: Architecture) -> tuple[str, str]:
-    """mlx-lm's path of the module, and weight or bias."""
-    match = TENSOR_NAME.fullmatch(name)
-    if not match or match[2] not in architecture.modules:
+def _module_path(name: str, names: dict[str, str]) -> tuple[str, str]:
+    """mlx-lm's path of a module, and the tensor's name in it."""
+    if name not in names:
         raise UserError(f"mlx-lm's model has no tensor {name}")
-    block = f"model.layers.{match[1]}." if match[1] else ""
-    path, leaf = block + architecture.modules[match[2]], match[3]
-    if match[2] in PARAMETERS:
-        path, _, leaf = path.rpartition(".")
+    path, _, leaf = names[name].rpartition(".")
     return path, leaf
 
 
