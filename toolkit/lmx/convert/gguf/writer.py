@@ -10,11 +10,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ...errors import FAILED, UserError
-from ...models import quantized_layers
+from ...models import gguf_scales, quantized_layers
 from ...models.loader import LoadedModel
 from ..exporters.hf import dequantized_weights
 from ..importers import gguf as gguf_importer
-from . import blocks, config, tokenizer
+from . import blocks, config, k_blocks, tokenizer
 from .architecture import ONE_ROW, Architecture
 from .architectures import BY_MODEL_TYPE, TEXT_PART
 from .tensor_names import stored_name
@@ -150,6 +150,7 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
     for name, factors in config.rope_tensors(settings).items():
         yield name, "F32", factors, None
     tensors = dict(tree_flatten(model.parameters()))
+    factors = gguf_scales.read(loaded.path)
     for path, module in model.named_modules():
         if quantized_layers.is_quantized(module):
             leaves = quantized_layers.TENSORS
@@ -175,7 +176,8 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
         shape = value.shape
         if leaf == "bias" or stored.split(".")[-2] in ONE_ROW:
             value = value.reshape(-1)
-        ggml_type, value = blocks.from_dense(value)
+        own = k_blocks.of_layer(factors, path, shape)
+        ggml_type, value = blocks.from_dense(value, own)
         if leaf == "bias":
             # Experts have their biases in rows.
             value = value.reshape(shape)

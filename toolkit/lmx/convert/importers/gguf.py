@@ -13,10 +13,10 @@ import numpy as np
 
 from ...config.quant_spec import QuantSpec
 from ...errors import UserError, library_errors
-from ...models import loader
+from ...models import gguf_scales, loader
 from ...models.checkpoint_writer import quantization_block
 from ...models.config_check import check_config, check_sizes
-from ..gguf import blocks, config, reader, tokenizer
+from ..gguf import blocks, config, k_blocks, reader, tokenizer
 from ..gguf.architecture import ONE_ROW, Architecture
 from ..gguf.architectures import BY_MODEL_TYPE
 from ..gguf.blocks import FloatGroups
@@ -34,7 +34,8 @@ def read(
     """Config, dense tensors and quantized layers of a file, by mlx-lm's names.
 
     Args:
-        companions: an empty folder, into which the tokenizer is written.
+        companions: an empty folder, into which the tokenizer is written, and the scales
+            of blocks that MLX has dense.
 
     Raises:
         UserError: the file is damaged, or its architecture, a type or the tokenizer is
@@ -44,7 +45,9 @@ def read(
     with _errors(path):
         settings = _config(path, metadata, tensors)
         _write_tokenizer(path, metadata, companions, settings)
-        return settings, *_weights(tensors, settings)
+        dense, layers, factors = _weights(tensors, settings)
+        gguf_scales.write(companions, factors)
+        return settings, dense, layers
 
 
 def outline(path: Path) -> tuple[dict, int]:
@@ -138,8 +141,9 @@ def _write_tokenizer(
 
 def _weights(
     tensors: dict[str, GGUFTensor], settings: dict
-) -> tuple[dict[str, mx.array], dict[str, AffineGroups | FloatGroups]]:
-    dense, layers = {}, {}
+) -> tuple[dict, dict[str, AffineGroups | FloatGroups], dict[str, mx.array]]:
+    """Dense tensors, quantized layers, and the factors of dense blocks."""
+    dense, layers, factors = {}, {}, {}
     architecture = BY_MODEL_TYPE[settings["model_type"]]
     names = mlx_names(settings, architecture)
     for name, tensor in tensors.items():
@@ -157,11 +161,14 @@ def _weights(
             continue
         offset = architecture.norm_offset if is_norm(leaf, tensor.shape) else 0
         value = blocks.to_dense(tensor, offset)
-        value = value if order is None else value[mx.array(order)]
+        rows = slice(None) if order is None else mx.array(order)
+        value = value[rows]
+        for factor, values in k_blocks.stored_factors(tensor).items():
+            factors[f"{path}.{factor}"] = mx.array(values)[rows]
         if name.split(".")[-2] in ONE_ROW:
             value = value.reshape(1, -1)
         dense[f"{path}.{leaf}"] = value
-    return dense, layers
+    return dense, layers, factors
 
 
 def is_norm(leaf: str, shape: tuple[int, ...]) -> bool:
