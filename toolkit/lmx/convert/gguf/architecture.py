@@ -8,6 +8,14 @@ Keys = dict[str, tuple[str, type]]
 RMS_EPSILON = "attention.layer_norm_rms_epsilon"
 LAYER_EPSILON = "attention.layer_norm_epsilon"
 FEED_FORWARD: Keys = {"feed_forward_length": ("intermediate_size", int)}
+SIZES: Keys = {
+    "context_length": ("max_position_embeddings", int),
+    "embedding_length": ("hidden_size", int),
+    "block_count": ("num_hidden_layers", int),
+    "attention.head_count": ("num_attention_heads", int),
+    "attention.head_count_kv": ("num_key_value_heads", int),
+}
+ROPE_BASE: Keys = {"rope.freq_base": ("rope_theta", float)}
 BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 WINDOW: Keys = {"attention.sliding_window": ("sliding_window", int)}
 GRANITE: Keys = {
@@ -52,8 +60,7 @@ class Architecture:
         name: llama.cpp's name, and the prefix of the metadata keys.
         hf_class: transformers' class, which a config.json names.
         model_type: mlx-lm's name; "" = the same as llama.cpp's.
-        keys: the config key and its type by metadata key, with `FEED_FORWARD`, beside
-            those that `config` has for all models.
+        keys: the config key and its type by metadata key, with those of all models.
         epsilon: metadata key and config key of the norms' epsilon.
         rope: the pairs that llama.cpp rotates. `halves`: as Hugging Face. `permuted`:
             adjacent rows, so that the rows of q and k are reordered. `adjacent`:
@@ -95,7 +102,9 @@ class Architecture:
 
     def __post_init__(self):
         object.__setattr__(self, "model_type", self.model_type or self.name)
-        object.__setattr__(self, "keys", FEED_FORWARD | self.keys)
+        epsilon, key = self.epsilon
+        common = SIZES | {epsilon: (key, float)} | ROPE_BASE
+        object.__setattr__(self, "keys", FEED_FORWARD | self.keys | common)
 
 
 def gemma_scale(largest: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
