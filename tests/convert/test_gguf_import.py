@@ -13,6 +13,7 @@ from gguf_models import interleave_rows
 from lmx.cli import main
 from lmx.convert.gguf import reader
 from lmx.convert.gguf import tokenizer as gguf_tokenizer
+from lmx.convert.gguf.writer import write
 from lmx.convert.importers import load_model, resolve_checkpoint
 from lmx.convert.importers.convert import convert_checkpoint
 from lmx.errors import UserError
@@ -162,6 +163,19 @@ def test_weights_equal_those_of_the_gguf_package(make_gguf, kind):
     path, expected, _ = make_gguf(kind)
     weights = dequantized_weights(resolve_checkpoint(path))
     assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(weights[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_the_export_of_an_import_has_the_same_blocks(make_gguf, tmp_path, kind):
+    path, expected, _ = make_gguf(kind)
+    write(tmp_path / "again.gguf", load_model(path, compute="stored"), name="again")
+    for file in (path, tmp_path / "again.gguf"):
+        _, tensors = reader.read(file)
+        kinds = {t.ggml_type for t in tensors.values() if len(t.shape) > 1}
+        assert kinds == {kind}
+    weights = dequantized_weights(resolve_checkpoint(tmp_path / "again.gguf"))
     for name, value in expected.items():
         assert np.array_equal(weights[name], value), name
 

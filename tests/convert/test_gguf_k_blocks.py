@@ -7,15 +7,21 @@ import pytest
 from gguf_samples import awkward_weights
 from lmx.config.quant_spec import GGUF_MODES, QuantSpec
 from lmx.convert.gguf import blocks, k_blocks
-from lmx.quantization.gguf_grid import FORMATS
+from lmx.convert.gguf.reader import GGUFTensor
+from lmx.models import gguf_scales
 from lmx.quantization.packing import dequantize, pack
 
 modes = pytest.mark.parametrize("mode", GGUF_MODES)
 
 
+def factors_of(tensors):
+    stored = {f"layer.{name}": value for name, value in tensors.items()}
+    return k_blocks.of_layer(stored, "layer", tensors["weight"].shape)
+
+
 def encoded(tensors, spec):
     if spec.stored is None:
-        return blocks.from_dense(tensors["weight"])
+        return blocks.from_dense(tensors["weight"], factors_of(tensors))
     return blocks.from_affine_groups(tensors, spec.bits, spec.group_size)
 
 
@@ -36,18 +42,17 @@ def test_blocks_are_read_by_the_gguf_package_without_rounding(mode, size):
 
 
 @pytest.mark.parametrize("mode", ["q3_k", "q6_k"])
-@pytest.mark.parametrize("common", [1, 3, 4, 7])
-def test_common_divisors_of_scales_and_codes(mode, common):
-    """Scales and codes may share a divisor, so that the step is not the greatest."""
-    form, rng = FORMATS[mode], np.random.default_rng(common)
-    steps = rng.uniform(1e-4, 1e-3, 40).astype(np.float16).astype(np.float64)
-    low, high = form.scales
-    scales = rng.integers(-(-low // common), high // common + 1, (40, 16)) * common
-    limit = int(form.middle) // min(common, 2)
-    codes = rng.integers(-limit, limit, (40, 16, 16)) * min(common, 2)
-    values = (steps[:, None, None] * scales[..., None] * codes).astype(np.float32)
-    kind, raw = k_blocks.from_weights(values.reshape(8, -1))
-    assert np.array_equal(decoded(kind, raw), values.reshape(8, -1))
+def test_blocks_keep_their_factors(mode):
+    """The import of a file stores what the quantization stored."""
+    tensors = pack(awkward_weights(seed=3), QuantSpec(mode=mode), mx.float16)
+    kind, raw = encoded(tensors, QuantSpec(mode=mode))
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    shape = tensors["weight"].shape
+    tensor = GGUFTensor(kind, shape, raw.reshape(shape[0], -1, size))
+    factors = k_blocks.stored_factors(tensor)
+    for name in (gguf_scales.STEPS, gguf_scales.SCALES):
+        assert np.array_equal(factors[name], np.array(tensors[name])), name
+    assert k_blocks.of_layer(tensors, "layer", shape) is None
 
 
 @modes
@@ -65,13 +70,18 @@ def test_weights_beside_the_grid_are_no_blocks(mode):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_values_that_are_not_finite_are_no_blocks(bad):
-    values = np.zeros((2, 256), np.float32)
-    assert k_blocks.from_weights(values)[0] == "Q3_K"
+    values, steps, scales = (np.ones((2, n), np.float32) for n in (256, 1, 16))
+    assert k_blocks.from_factors(values, steps, scales)[0] == "Q3_K"
     values[1, 7] = bad
-    assert k_blocks.from_weights(values) is None
+    assert k_blocks.from_factors(values, steps, scales) is None
+    assert k_blocks.factors(values, (0, 63)) is None
 
 
 def test_dense_weights_are_no_blocks():
-    values = np.random.default_rng(0).normal(size=(4, 512)).astype(np.float32)
-    assert k_blocks.from_weights(values) is None
-    assert k_blocks.from_weights(values[:, :96]) is None
+    tensors = pack(awkward_weights(seed=4), QuantSpec(mode="q6_k"), mx.float16)
+    dense = awkward_weights(seed=5)
+    factors = factors_of(tensors)
+    assert blocks.from_dense(tensors["weight"], factors)[0] == "Q6_K"
+    assert blocks.from_dense(tensors["weight"])[0] == "F16"
+    assert blocks.from_dense(dense, factors)[0] == "F16"
+    assert factors_of(tensors | {"weight": dense[:, :256]}) is None

@@ -24,11 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory, tokenizer_folder) -> dict[str, str]:
     """A model, adapters of it in every format, and drafters, all sound."""
+    import mlx.core as mx
+    from lmx.models import gguf_scales
     from test_fuzz_adapters import SMALL, write_adapters, write_drafters
     from test_fuzz_model_folders import write_folder
 
     root = tmp_path_factory.mktemp("folders")
     write_folder(root / "base", SMALL, tokenizer_folder, None)
+    layer, rows = "model.layers.0.self_attn.q_proj", mx.ones((64, 4))
+    names = [f"{layer}.{name}" for name in (gguf_scales.STEPS, gguf_scales.SCALES)]
+    gguf_scales.write(root / "base", dict.fromkeys(names, rows))
     write_adapters(root / "adapters", root / "base")
     write_drafters(root / "drafters", root / "base")
     return {name: str(root / name) for name in ("base", "adapters", "drafters")}

@@ -271,7 +271,7 @@ READERS: list[tuple[Callable[[Path], None], str]] = [
     *5 * [(read_alone, "adapters/lora/adapters.safetensors")],
     *2 * [(generate, "base/model-1.safetensors")],
     (check_weights, "base/model-2.safetensors"),
-    (count_blocks, "base/model-1.safetensors"),
+    (count_blocks, "base/gguf_scales.safetensors"),
     (dry_run, "base/model-2.safetensors"),
     *2 * [(load_adapter, "adapters/lora/adapters.safetensors")],
     (import_peft, "adapters/peft/adapter_model.safetensors"),

@@ -8,6 +8,7 @@ import pytest
 from lmx.config.quant_spec import QuantSpec
 from lmx.convert.gguf import k_blocks
 from lmx.convert.gguf.writer import write
+from lmx.models import gguf_scales
 from lmx.models.loader import load
 from lmx.quantization.packing import pack
 from tiny_runs import TRAIN, Run
@@ -41,7 +42,10 @@ def test_a_stage_warns_of_a_model_in_dense_blocks(make_checkpoint, tmp_path, mod
     spec = QuantSpec(mode=mode)
     matrices = {name for name, value in weights.items() if value.ndim == 2}
     for name in matrices:
-        weights[name] = pack(weights[name], spec, mx.float16)["weight"]
+        packed = pack(weights[name], spec, mx.float16)
+        path = name.removesuffix("weight")
+        weights |= {f"{path}{leaf}": value for leaf, value in packed.items()}
+    gguf_scales.write(folder, gguf_scales.take(weights))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     assert k_blocks.count_layers(folder) == {mode.upper(): len(matrices)}
     run = Run(tmp_path, {"quantize": {"method": "rtn", "bits": 4}}, model=folder)

@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import GGUF_MODES, QuantSpec
-from lmx.convert.gguf import blocks
+from lmx.convert.gguf import blocks, k_blocks
 from lmx.quantization.packing import dequantize
 from lmx.quantization.target_layers import QuantizationPlan
 from test_fake_quant import Run
@@ -16,7 +16,10 @@ SMALL = "model.layers.0.mlp.down_proj"
 
 def file_values(tensors, spec):
     if spec.stored is None:
-        kind, raw = blocks.from_dense(tensors["weight"])
+        stored = {f"layer.{name}": value for name, value in tensors.items()}
+        shape = tensors["weight"].shape
+        factors = k_blocks.of_layer(stored, "layer", shape)
+        kind, raw = blocks.from_dense(tensors["weight"], factors)
     else:
         kind, raw = blocks.from_affine_groups(tensors, spec.bits, spec.group_size)
     assert kind == spec.mode.upper()

@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..files.atomic import PARTIAL, atomic_folder, remove, write_atomic
 from ..files.hashes import read_index, write_index
 from ..interfaces import SINGLE_PROCESS, Communicator
-from ..models import checkpoint_writer, from_scratch
+from ..models import checkpoint_writer, from_scratch, gguf_scales
 from ..models.drafters.mtp import copy_mtp
 from ..models.loader import LoadedModel, load
 from ..models.safetensors_io import require_finite
@@ -139,6 +139,8 @@ def write_model(
     if packed:
         weights |= packed
         packed.clear()
+    factors = gguf_scales.of_dense_layers(loaded.path, weights)
+    factors |= gguf_scales.take(weights)
     # Layers on grids that MLX lacks are dense in the checkpoint.
     stored = {path: spec.stored for path, spec in specs.items()}
     dense = [path for path, spec in stored.items() if spec is None]
@@ -152,6 +154,7 @@ def write_model(
             kept=[*(selection.skipped if selection else []), *dense],
             quantize_activations=bool(selection and selection.quantize_activations),
         )
+        gguf_scales.write(partial, factors)
         if keeps_mtp:
             copy_mtp(loaded.path, partial, loaded.config)
 

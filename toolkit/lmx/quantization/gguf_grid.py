@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 import mlx.core as mx
 
 from ..config.quant_spec import GGUF_MODES, K_BLOCK, QuantSpec
+from ..models import gguf_scales
 from .affine_grid import AffineGrid, safe_scale
 from .backend import FLOAT16_MAX, library, round_to_dtype
 
@@ -125,10 +126,14 @@ class GGUFGrid:
         return GGUFGrid(*merged, self.middle)
 
     def tensors(self, spec: QuantSpec) -> dict[str, mx.array]:
-        """The stored tensors: affine groups, or the dense weight; see
-        `QuantSpec.stored`."""
+        """The stored tensors: affine groups, or the dense weight and the factors of its
+        groups; see `QuantSpec.stored`."""
         if spec.stored is None:
-            return {"weight": self.weight()}
+            return {
+                "weight": self.weight(),
+                gguf_scales.STEPS: self.steps.astype(mx.float16),
+                gguf_scales.SCALES: self.scales.astype(mx.int8),
+            }
         return self.affine.tensors(spec)
 
     def _arrays(self) -> list[mx.array]:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..config.quant_spec import QuantSpec
+from ..config.quant_spec import K_BLOCK, QuantSpec
 from ..errors import UserError
 from ..models import global_scale, quantized_layers
 from ..models.loader import LoadedModel, build_model
@@ -46,7 +46,9 @@ def packed_bytes(
         num_experts: experts that have a global scale, if the grid has it.
     """
     if spec.stored is None:
-        return size * mx.float32.size
+        # The factors of a block: see `models.gguf_scales`.
+        factors = mx.float16.size + K_BLOCK // spec.group_size
+        return size * mx.float32.size + size // K_BLOCK * factors
     scale = mx.float32 if spec.is_gguf else dtype
     group_bytes = 2 * scale.size if spec.stored.mode == "affine" else 1
     global_bytes = num_experts * mx.float32.size if spec.global_scale else 0

@@ -1,50 +1,21 @@
-"""What the entries of `architectures` are made of: names, keys and fixed values."""
+"""What the entries of `architectures` are made of: keys and fixed values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# mlx-lm's module paths by llama.cpp's names; those of a block are relative to it.
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-OUTER |= {"output": "lm_head"}
-ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
-# DeepSeek's multi-head latent attention (arXiv 2405.04434).
-LATENT_ATTENTION = {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_k_b": "self_attn.embed_q",
-    "attn_v_b": "self_attn.unembed_out",
-    "attn_output": "self_attn.o_proj",
-}
-QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-# The same under the names of norms after attention.
-NORMS_OF_INPUTS = {"attn_norm": "input_layernorm"}
-NORMS_OF_INPUTS |= {"post_attention_norm": "post_attention_layernorm"}
-PROJECTIONS = ("gate", "up", "down")
-MLP = {f"ffn_{name}": f"mlp.{name}_proj" for name in PROJECTIONS}
-GATE_UP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
-# Norms before and after attention and MLP.
-FOUR_NORMS = {
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-AFTER_NORMS = {name: FOUR_NORMS[name] for name in FOUR_NORMS if "post" in name}
-
 Keys = dict[str, tuple[str, type]]
 RMS_EPSILON = "attention.layer_norm_rms_epsilon"
 LAYER_EPSILON = "attention.layer_norm_epsilon"
 FEED_FORWARD: Keys = {"feed_forward_length": ("intermediate_size", int)}
+SIZES: Keys = {
+    "context_length": ("max_position_embeddings", int),
+    "embedding_length": ("hidden_size", int),
+    "block_count": ("num_hidden_layers", int),
+    "attention.head_count": ("num_attention_heads", int),
+    "attention.head_count_kv": ("num_key_value_heads", int),
+}
+ROPE_BASE: Keys = {"rope.freq_base": ("rope_theta", float)}
 BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 WINDOW: Keys = {"attention.sliding_window": ("sliding_window", int)}
 GRANITE: Keys = {
@@ -77,8 +48,6 @@ ONE_GROUP = {
 YARN = ("linear", "yarn")
 # Every layer has experts.
 ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-# Parameters that are no weight or bias of a layer, and what llama.cpp calls them.
-PARAMETERS = {"attn_sinks": "weight", "exp_probs_b": "bias"}
 # Matrices of one row, which llama.cpp stores as vectors.
 ONE_ROW = ("ffn_gate_inp_shexp",)
 
@@ -90,10 +59,8 @@ class Architecture:
     Attributes:
         name: llama.cpp's name, and the prefix of the metadata keys.
         hf_class: transformers' class, which a config.json names.
-        modules: mlx-lm's paths by llama.cpp's names, with those of `OUTER`.
         model_type: mlx-lm's name; "" = the same as llama.cpp's.
-        keys: the config key and its type by metadata key, with `FEED_FORWARD`, beside
-            those that `config` has for all models.
+        keys: the config key and its type by metadata key, with those of all models.
         epsilon: metadata key and config key of the norms' epsilon.
         rope: the pairs that llama.cpp rotates. `halves`: as Hugging Face. `permuted`:
             adjacent rows, so that the rows of q and k are reordered. `adjacent`:
@@ -109,13 +76,13 @@ class Architecture:
         has_partial_rope: whether a part of a head may be left unrotated.
         has_latent_attention: whether keys and values come from a latent vector.
         constants: metadata of all models.
+        own_names: llama.cpp's names of modules that the package `gguf` does not know.
         fixed: config keys that llama.cpp does not read, and the values that it assumes,
             computed from the other keys.
     """
 
     name: str
     hf_class: str
-    modules: dict[str, str]
     model_type: str = ""
     keys: Keys = field(default_factory=dict)
     epsilon: tuple[str, str] = (RMS_EPSILON, "rms_norm_eps")
@@ -130,17 +97,14 @@ class Architecture:
     has_partial_rope: bool = False
     has_latent_attention: bool = False
     constants: dict[str, Any] = field(default_factory=dict)
+    own_names: dict[str, str] = field(default_factory=dict)
     fixed: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
 
     def __post_init__(self):
         object.__setattr__(self, "model_type", self.model_type or self.name)
-        object.__setattr__(self, "modules", OUTER | self.modules)
-        object.__setattr__(self, "keys", FEED_FORWARD | self.keys)
-
-    @property
-    def paths(self) -> dict[str, str]:
-        """llama.cpp's names by mlx-lm's paths."""
-        return {path: name for name, path in self.modules.items()}
+        epsilon, key = self.epsilon
+        common = SIZES | {epsilon: (key, float)} | ROPE_BASE
+        object.__setattr__(self, "keys", FEED_FORWARD | self.keys | common)
 
 
 def gemma_scale(largest: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -182,11 +146,3 @@ def exaone4(config: dict[str, Any]) -> dict[str, Any]:
     window = config.get("sliding_window", 4096)
     windows = {"sliding_window_pattern": "LLLG", "sliding_window": window}
     return windows | layer_types(4)(config)
-
-
-def experts(
-    block: str, router: str = "gate", experts: str = "switch_mlp"
-) -> dict[str, str]:
-    """The router and the stacked experts of a block."""
-    layers = {f"ffn_{n}_exps": f"{block}.{experts}.{n}_proj" for n in PROJECTIONS}
-    return {"ffn_gate_inp": f"{block}.{router}"} | layers

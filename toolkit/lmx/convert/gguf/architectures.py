@@ -1,4 +1,4 @@
-"""llama.cpp's architectures: tensor names, metadata keys, and what its code fixes.
+"""llama.cpp's architectures: metadata keys, and what its code fixes.
 
 Both directions use one entry per architecture. Every entry was run in llama.cpp with
 random weights and gave MLX's logits; see tests/convert/test_gguf_llama_cpp.py.
@@ -7,52 +7,33 @@ random weights and gave MLX's logits; see tests/convert/test_gguf_llama_cpp.py.
 from typing import Any
 
 from .architecture import (
-    AFTER_NORMS,
     ALL_SPARSE,
-    ATTENTION,
     DEEPSEEK_EXPERTS,
     EXPERTS,
-    FOUR_NORMS,
-    GATE_UP,
     GRANITE,
-    LATENT_ATTENTION,
     LAYER_EPSILON,
-    MLP,
-    NORMS,
-    NORMS_OF_INPUTS,
     ONE_GROUP,
-    PROJECTIONS,
-    QK_NORMS,
     SIGMOID_ROUTER,
     WINDOW,
     YARN,
     Architecture,
     exaone4,
-    experts,
     gemma3,
     gemma_scale,
     layer_types,
     smollm3,
 )
 
-_LLAMA = NORMS | ATTENTION | MLP
-_OLMO2 = AFTER_NORMS | ATTENTION | QK_NORMS | MLP
-_SHARED_EXPERTS = {
-    f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in PROJECTIONS
-}
-_NO_MLP = NORMS | ATTENTION
 _ALL = (
     Architecture(
         "llama",
         "LlamaForCausalLM",
-        _LLAMA,
         rope="permuted",
         rope_scalings=(*YARN, "llama3"),
     ),
     Architecture(
         "mistral3",
         "Ministral3ForCausalLM",
-        _LLAMA,
         model_type="ministral3",
         keys={"attention.temperature_scale": ("llama_4_scaling_beta", float)},
         rope="permuted",
@@ -66,24 +47,22 @@ _ALL = (
     ),
     # Only files have this name: older readers know Mistral models as Llama models.
     Architecture(
-        "mistral3", "MistralForCausalLM", _LLAMA, model_type="mistral", rope="permuted"
+        "mistral3", "MistralForCausalLM", model_type="mistral", rope="permuted"
     ),
     Architecture(
         "llama",
         "MixtralForCausalLM",
-        _NO_MLP | experts("block_sparse_moe"),
         model_type="mixtral",
         keys=EXPERTS | {"expert_count": ("num_local_experts", int)},
         rope="permuted",
         rope_scalings=(),
         marker="expert_count",
     ),
-    Architecture("qwen2", "Qwen2ForCausalLM", _LLAMA, rope_scalings=YARN),
-    Architecture("qwen3", "Qwen3ForCausalLM", _LLAMA | QK_NORMS, rope_scalings=YARN),
+    Architecture("qwen2", "Qwen2ForCausalLM", rope_scalings=YARN),
+    Architecture("qwen3", "Qwen3ForCausalLM", rope_scalings=YARN),
     Architecture(
         "qwen3moe",
         "Qwen3MoeForCausalLM",
-        _NO_MLP | QK_NORMS | experts("mlp"),
         model_type="qwen3_moe",
         keys=EXPERTS | {"expert_feed_forward_length": ("moe_intermediate_size", int)},
         rope_scalings=(),
@@ -92,10 +71,6 @@ _ALL = (
     Architecture(
         "qwen2moe",
         "Qwen2MoeForCausalLM",
-        _NO_MLP
-        | experts("mlp")
-        | {f"ffn_{n}_shexp": f"mlp.shared_expert.{n}_proj" for n in PROJECTIONS}
-        | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
         model_type="qwen2_moe",
         keys=EXPERTS
         | {
@@ -108,11 +83,10 @@ _ALL = (
         rope_scalings=(),
         fixed=lambda _: {"norm_topk_prob": False} | ALL_SPARSE,
     ),
-    Architecture("gemma", "GemmaForCausalLM", _LLAMA, norm_offset=1),
+    Architecture("gemma", "GemmaForCausalLM", norm_offset=1),
     Architecture(
         "gemma2",
         "Gemma2ForCausalLM",
-        FOUR_NORMS | ATTENTION | MLP,
         keys=WINDOW
         | {
             "attn_logit_softcapping": ("attn_logit_softcapping", float),
@@ -124,7 +98,6 @@ _ALL = (
     Architecture(
         "gemma3",
         "Gemma3ForCausalLM",
-        FOUR_NORMS | ATTENTION | QK_NORMS | MLP,
         model_type="gemma3_text",
         keys=WINDOW | {"rope.freq_base_swa": ("rope_local_base_freq", float)},
         norm_offset=1,
@@ -135,30 +108,21 @@ _ALL = (
     Architecture(
         "phi3",
         "Phi3ForCausalLM",
-        NORMS
-        | GATE_UP
-        | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"},
         has_partial_rope=True,
         rope_scalings=("longrope",),
     ),
-    Architecture(
-        "granite", "GraniteForCausalLM", _LLAMA, keys=GRANITE, rope="permuted"
-    ),
+    Architecture("granite", "GraniteForCausalLM", keys=GRANITE, rope="permuted"),
     Architecture(
         "granitemoe",
         "GraniteMoeForCausalLM",
-        _NO_MLP | experts("block_sparse_moe", "router.layer"),
         keys=GRANITE | EXPERTS | {"expert_count": ("num_local_experts", int)},
         rope="permuted",
     ),
-    Architecture(
-        "smollm3", "SmolLM3ForCausalLM", _LLAMA, rope="permuted", fixed=smollm3
-    ),
-    Architecture("olmo2", "Olmo2ForCausalLM", _OLMO2),
+    Architecture("smollm3", "SmolLM3ForCausalLM", rope="permuted", fixed=smollm3),
+    Architecture("olmo2", "Olmo2ForCausalLM"),
     Architecture(
         "olmo2",
         "Olmo3ForCausalLM",
-        _OLMO2,
         model_type="olmo3",
         keys=WINDOW,
         # In both, only for layers without a window.
@@ -169,7 +133,6 @@ _ALL = (
     Architecture(
         "olmoe",
         "OlmoeForCausalLM",
-        _NO_MLP | QK_NORMS | experts("mlp"),
         keys=EXPERTS,
         fixed=lambda config: {
             "norm_topk_prob": False,
@@ -179,28 +142,18 @@ _ALL = (
     Architecture(
         "glm4",
         "Glm4ForCausalLM",
-        ATTENTION
-        | GATE_UP
-        | {
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_self_attn_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-        },
         rope="adjacent",
         has_partial_rope=True,
     ),
     Architecture(
         "ernie4_5",
         "Ernie4_5ForCausalLM",
-        _LLAMA,
         rope="adjacent",
         switches={"use_bias": "attn_q.bias"},
     ),
     Architecture(
         "seed_oss",
         "SeedOssForCausalLM",
-        ATTENTION | MLP | NORMS_OF_INPUTS,
         switches={
             "attention_bias": "attn_q.bias",
             "attention_out_bias": "attn_output.bias",
@@ -209,13 +162,11 @@ _ALL = (
     Architecture(
         "starcoder2",
         "Starcoder2ForCausalLM",
-        NORMS | ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         epsilon=(LAYER_EPSILON, "norm_epsilon"),
     ),
     Architecture(
         "cohere2",
         "Cohere2ForCausalLM",
-        {"attn_norm": "input_layernorm"} | ATTENTION | MLP,
         keys=WINDOW | {"logit_scale": ("logit_scale", float)},
         epsilon=(LAYER_EPSILON, "layer_norm_eps"),
         rope="adjacent",
@@ -224,7 +175,6 @@ _ALL = (
     Architecture(
         "command-r",
         "CohereForCausalLM",
-        {"attn_norm": "input_layernorm"} | ATTENTION | MLP,
         model_type="cohere",
         keys={"logit_scale": ("logit_scale", float)},
         epsilon=(LAYER_EPSILON, "layer_norm_eps"),
@@ -235,14 +185,6 @@ _ALL = (
     Architecture(
         "phi2",
         "PhiForCausalLM",
-        ATTENTION
-        | {
-            "output_norm": "model.final_layernorm",
-            "attn_norm": "input_layernorm",
-            "attn_output": "self_attn.dense",
-            "ffn_up": "mlp.fc1",
-            "ffn_down": "mlp.fc2",
-        },
         model_type="phi",
         epsilon=(LAYER_EPSILON, "layer_norm_eps"),
         has_partial_rope=True,
@@ -250,7 +192,6 @@ _ALL = (
     Architecture(
         "nemotron",
         "NemotronForCausalLM",
-        NORMS | ATTENTION | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
         epsilon=(LAYER_EPSILON, "norm_eps"),
         norm_offset=1,
         has_partial_rope=True,
@@ -259,7 +200,6 @@ _ALL = (
     Architecture(
         "exaone4",
         "Exaone4ForCausalLM",
-        _OLMO2,
         keys=WINDOW,
         rope_scalings=("linear", "llama3"),
         optional=("attention.sliding_window",),
@@ -268,7 +208,6 @@ _ALL = (
     Architecture(
         "stablelm",
         "StableLmForCausalLM",
-        _LLAMA,
         epsilon=(LAYER_EPSILON, "layer_norm_eps"),
         switches={"use_qkv_bias": "attn_q.bias"},
         has_partial_rope=True,
@@ -278,11 +217,6 @@ _ALL = (
     Architecture(
         "hunyuan-dense",
         "HunYuanDenseV1ForCausalLM",
-        _LLAMA
-        | {
-            "attn_q_norm": "self_attn.query_layernorm",
-            "attn_k_norm": "self_attn.key_layernorm",
-        },
         model_type="hunyuan_v1_dense",
         # mlx-lm computes only the factor of the base.
         rope_scalings=("dynamic",),
@@ -291,10 +225,6 @@ _ALL = (
     Architecture(
         "gpt-oss",
         "GptOssForCausalLM",
-        ATTENTION
-        | experts("mlp", "router", "experts")
-        | NORMS_OF_INPUTS
-        | {"attn_sinks": "self_attn.sinks"},
         model_type="gpt_oss",
         keys=EXPERTS
         | WINDOW
@@ -308,13 +238,6 @@ _ALL = (
     Architecture(
         "glm4moe",
         "Glm4MoeForCausalLM",
-        ATTENTION
-        | QK_NORMS
-        | MLP
-        | experts("mlp")
-        | _SHARED_EXPERTS
-        | NORMS_OF_INPUTS
-        | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
         model_type="glm4_moe",
         keys=DEEPSEEK_EXPERTS,
         rope_scalings=(),
@@ -326,18 +249,6 @@ _ALL = (
     Architecture(
         "afmoe",
         "AfmoeForCausalLM",
-        NORMS_OF_INPUTS
-        | ATTENTION
-        | QK_NORMS
-        | MLP
-        | experts("mlp", "router.gate", "experts")
-        | _SHARED_EXPERTS
-        | {
-            "ffn_norm": "pre_mlp_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-            "attn_gate": "self_attn.gate_proj",
-            "exp_probs_b": "mlp.expert_bias",
-        },
         keys=WINDOW
         | EXPERTS
         | {
@@ -358,12 +269,6 @@ _ALL = (
     Architecture(
         "deepseek2",
         "Glm4MoeLiteForCausalLM",
-        NORMS
-        | LATENT_ATTENTION
-        | MLP
-        | experts("mlp")
-        | _SHARED_EXPERTS
-        | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
         model_type="glm4_moe_lite",
         keys=DEEPSEEK_EXPERTS
         | {

@@ -140,20 +140,20 @@ def from_affine_groups(
     return ggml_type, blocks.reshape(*experts, rows, -1)
 
 
-def from_dense(value: mx.array) -> tuple[str, np.ndarray]:
+def from_dense(
+    value: mx.array, factors: k_blocks.Factors | None = None
+) -> tuple[str, np.ndarray]:
     """ggml's type of an unquantized tensor, and its values in that type.
 
     float32 for vectors, as llama.cpp requires, and for values beyond float16; K blocks
-    for float32 matrices on their grids; else float16, or bfloat16 if only that holds
+    if the factors are those of the values; else float16, or bfloat16 if only that holds
     the values exactly.
     """
     wide = np.array(value.astype(mx.float32))
     if wide.ndim < 2:
         return "F32", wide
-    if value.dtype == mx.float32:
-        rows = wide.reshape(-1, wide.shape[-1])
-        if in_blocks := k_blocks.from_weights(rows):
-            return in_blocks[0], in_blocks[1].reshape(*wide.shape[:-1], -1)
+    if factors and (in_blocks := k_blocks.from_factors(wide, *factors)):
+        return in_blocks
     with np.errstate(over="ignore"):
         half = wide.astype(np.float16)
     if not np.isfinite(half).all():

@@ -49,32 +49,22 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
     def value(name: str, default: int | None = None) -> int:
         return _number(metadata, f"{kind}.{name}", int, default)
 
-    def fraction(name: str, default: float | None = None) -> float:
-        return _number(metadata, f"{kind}.{name}", float, default)
-
-    hidden_size, heads = value("embedding_length"), value("attention.head_count")
-    layers = value("block_count")
+    heads, layers = value("attention.head_count"), value("block_count")
     if layers > len(tensors):
         raise UserError(f"the file has {len(tensors):,} tensors for {layers:,} blocks")
-    epsilon, epsilon_key = architecture.epsilon
+    defaults = {"rope.freq_base": 10000.0, "attention.head_count_kv": heads}
     config = {
         "model_type": architecture.model_type,
         "architectures": [architecture.hf_class],
-        "hidden_size": hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": value("attention.head_count_kv", heads),
-        "max_position_embeddings": value("context_length"),
-        epsilon_key: fraction(epsilon),
-        "rope_theta": fraction("rope.freq_base", 10000.0),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_scaling": None,
     }
-    config |= _heads(value, architecture, hidden_size // heads, heads)
     for name, (key, number) in architecture.keys.items():
-        if name not in architecture.optional or f"{kind}.{name}" in metadata:
-            config[key] = _number(metadata, f"{kind}.{name}", number, None)
+        stored = f"{kind}.{name}"
+        if name not in architecture.optional or stored in metadata:
+            config[key] = _number(metadata, stored, number, defaults.get(name))
+    config |= _heads(value, architecture, config["hidden_size"] // heads, heads)
     for name, constant in architecture.constants.items():
         if metadata.get(f"{kind}.{name}", constant) != constant:
             raise UserError(f"{kind}.{name} is not {constant}, as mlx-lm assumes")
@@ -197,17 +187,7 @@ def to_metadata(
     known = _known_values(config)
     _check_computed_alike(architecture, known)
     head = head_size(config)
-    epsilon, epsilon_key = architecture.epsilon
-    keys = architecture.keys | {
-        "context_length": ("max_position_embeddings", int),
-        "embedding_length": ("hidden_size", int),
-        "block_count": ("num_hidden_layers", int),
-        "attention.head_count": ("num_attention_heads", int),
-        "attention.head_count_kv": ("num_key_value_heads", int),
-        epsilon: (epsilon_key, float),
-        "rope.freq_base": ("rope_theta", float),
-        "vocab_size": ("vocab_size", int),
-    }
+    keys = architecture.keys | {"vocab_size": ("vocab_size", int)}
     keys = {
         name: (key, number)
         for name, (key, number) in keys.items()

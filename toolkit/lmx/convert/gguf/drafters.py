@@ -25,13 +25,13 @@ from ...models.hooks import require_hidden_states
 from ...models.loader import LoadedModel, model_arguments
 from ..importers import gguf as gguf_importer
 from . import blocks, config, reader, tokenizer
-from .architecture import ATTENTION, MLP, NORMS, QK_NORMS, YARN, Architecture
+from .architecture import YARN, Architecture
+from .tensor_names import stored_name
 from .writer import (
     StoredTensor,
     differing_tokenizer,
     embedding_rows,
     equals,
-    gguf_name,
     require_equal,
     row_order,
     write_file,
@@ -39,22 +39,23 @@ from .writer import (
 
 # llama.cpp's targets that keep the inputs of their blocks for a drafter.
 TARGETS = ("llama", "qwen3", "qwen3moe", "gpt-oss", "hunyuan-dense")
-LAYERS = NORMS | ATTENTION | MLP
 SCALINGS = (*YARN, "llama3")
 EAGLE3 = Architecture(
     "eagle3",
     "Eagle3Speculator",
-    LAYERS
-    | {"fc": "fc", "enc.output_norm": "input_norm"}
-    | {"attn_norm_2": "hidden_norm"},
     rope="permuted",
     rope_scalings=SCALINGS,
+    own_names={
+        "fc": "fc",
+        "input_norm": "enc.output_norm",
+        "model.layers.0.hidden_norm": "blk.0.attn_norm_2",
+    },
 )
 DFLASH = Architecture(
     "dflash",
     "DFlashDraftModel",
-    LAYERS | QK_NORMS | {"fc": "fc", "enc.output_norm": "hidden_norm"},
     rope_scalings=SCALINGS,
+    own_names={"fc": "fc", "hidden_norm": "enc.output_norm"},
 )
 # Hidden states of an EAGLE-3 drafter in llama.cpp.
 EAGLE3_STATES = 3
@@ -174,7 +175,7 @@ def _tensors(drafter: Drafter, vocab_size: int) -> Iterator[StoredTensor]:
         ggml_type, stored = blocks.from_dense(value)
         path = name.rpartition(".")[0]
         rows = row_order(path, stored, head, architecture)
-        yield gguf_name(name, architecture), ggml_type, rows, None
+        yield stored_name(name, architecture), ggml_type, rows, None
     tokens = _draft_tokens(drafter, vocab_size)
     if tokens is not None:
         yield DRAFT_TOKENS, "I64", tokens, None
@@ -209,10 +210,10 @@ def _verify(file: Path, drafter: Drafter, target: LoadedModel) -> None:
     expected = {name: mx.array(value) for name, value in factors.items()}
     orders = {}
     for name, value in _parameters(drafter).items():
-        path, stored_name = name.rpartition(".")[0], gguf_name(name, architecture)
-        expected[stored_name] = value
+        path, key = name.rpartition(".")[0], stored_name(name, architecture)
+        expected[key] = value
         order = gguf_importer.row_order(path, len(value), head, architecture)
-        orders[stored_name] = slice(None) if order is None else mx.array(order)
+        orders[key] = slice(None) if order is None else mx.array(order)
     tokens = _draft_tokens(drafter, embedding_rows(target))
     read_tokens = stored.pop(DRAFT_TOKENS, None)
     read_tokens = read_tokens and read_tokens.blocks.view(np.int64).reshape(-1)

@@ -1,26 +1,32 @@
 """ggml's K blocks of 256 weights as codes, and back to bytes.
 
 Q4_K and Q5_K have eight groups of 32, Q3_K and Q6_K have sixteen groups of 16 without
-minima; see `quantization/gguf_grid`. A checkpoint of MLX holds products of a step and
-an integer, `factors` finds both again. Any pair of factors gives the same weights.
+minima; see `quantization/gguf_grid`. A checkpoint of MLX holds the scales of Q4_K and
+Q5_K as products of a step and an integer, `factors` finds both again: any pair gives
+the same weights. Those of Q3_K and Q6_K are beside it; see `models.gguf_scales`.
 """
 
 from collections import Counter
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 
-from ...models.safetensors_io import read_header
-from ...quantization.gguf_grid import FORMATS, BlockFormat
+from ...models import gguf_scales
+from ...models.safetensors_io import read_tensors
+from ...quantization.gguf_grid import FORMATS
+from .reader import GGUFTensor
 
 BLOCK = 256
+# Weights of a group in Q3_K and Q6_K.
+GROUP = 16
 # Rows of a matrix that decide its type. Rows of zeros fit every type.
 ROWS = 4
-# Weights whose factors are found at once.
+# Weights that are encoded at once.
 CHUNK = 1 << 22
-# The exponent of a row of zeros, and bits of the products in a block at most.
-EMPTY, MAX_BITS = 1 << 20, 40
 Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
+# Steps of blocks, and integer scales of groups.
+Factors = tuple[np.ndarray, np.ndarray]
 
 
 def float16_at(blocks: np.ndarray, start: int) -> np.ndarray:
@@ -102,27 +108,69 @@ def from_groups(
     return f"Q{bits}_K", np.concatenate(packed, axis=-1).reshape(rows, -1)
 
 
-def from_weights(weight: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Q3_K or Q6_K, and the bytes [rows, bytes of a row], of float32 [rows, K].
+def of_layer(
+    stored: dict[str, mx.array], path: str, shape: tuple[int, ...]
+) -> Factors | None:
+    """The factors, float32, of a weight of this shape, if a checkpoint has them; see
+    `models.gguf_scales`."""
+    names = [f"{path}.{name}" for name in (gguf_scales.STEPS, gguf_scales.SCALES)]
+    if not all(name in stored for name in names):
+        return None
+    *rows, width = shape
+    steps, scales = (np.array(stored[name].astype(mx.float32)) for name in names)
+    is_same = steps.shape == (*rows, width / BLOCK)
+    is_same &= scales.shape == (*rows, width / GROUP)
+    return (steps, scales) if is_same else None
+
+
+def stored_factors(tensor: GGUFTensor) -> dict[str, np.ndarray]:
+    """Steps and integer scales of Q3_K and Q6_K by their names in a checkpoint; none of
+    other types."""
+    blocks = tensor.blocks
+    if tensor.ggml_type == "Q6_K":
+        start, scales = 208, np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
+    elif tensor.ggml_type == "Q3_K":
+        start, low = 108, nibbles(blocks[..., 96:104])
+        shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+        high = (blocks[..., None, 104:108] >> shifts) & 3
+        scales = (low | high.reshape(low.shape) << 4).astype(np.int8) - np.int8(32)
+    else:
+        return {}
+    rows = tensor.shape[:-1]
+    return {
+        gguf_scales.STEPS: float16_at(blocks, start).reshape(*rows, -1),
+        gguf_scales.SCALES: scales.reshape(*rows, -1),
+    }
+
+
+def from_factors(
+    weight: np.ndarray, steps: np.ndarray, scales: np.ndarray
+) -> tuple[str, np.ndarray] | None:
+    """Q3_K or Q6_K, and the bytes [..., bytes of a row], of float32 [..., K].
+
+    Args:
+        steps, scales: float32 [..., blocks] and [..., groups].
 
     Returns:
-        None if neither type holds these weights exactly.
+        None if the factors are not those of the weight, which has changed.
     """
-    rows, width = weight.shape
-    if width % BLOCK:
-        return None
-    blocks = weight.reshape(-1, 16, 16)
+    rows, steps = weight.shape[:-1], steps.reshape(-1)
+    weight, scales = weight.reshape(-1, 16, GROUP), scales.reshape(-1, 16)
     for mode, encode in (("q3_k", _q3_k_bytes), ("q6_k", _q6_k_bytes)):
-        form, encoded = FORMATS[mode], []
-        # Most weights are on no grid: the first block tells.
-        starts = [0, *range(1, len(blocks), CHUNK // BLOCK)]
-        for start, end in zip(starts, [*starts[1:], len(blocks)], strict=True):
-            parts = group_factors(blocks[start:end], form)
-            if parts is None:
+        middle, (low, high) = int(FORMATS[mode].middle), FORMATS[mode].scales
+        if scales.min() < low or scales.max() > high:
+            continue
+        encoded = []
+        for start in range(0, len(weight), CHUNK // BLOCK):
+            part = slice(start, start + CHUNK // BLOCK)
+            products = (steps[part, None] * scales[part])[..., None]
+            codes = np.rint(weight[part] / np.where(products == 0, 1, products))
+            is_known = (codes * products == weight[part]).all()
+            if not is_known or codes.min() < -middle or codes.max() >= middle:
                 break
-            encoded.append(encode(*parts))
+            encoded.append(encode(steps[part], scales[part], codes + middle))
         else:
-            return mode.upper(), np.concatenate(encoded).reshape(rows, -1)
+            return mode.upper(), np.concatenate(encoded).reshape(*rows, -1)
     return None
 
 
@@ -167,110 +215,21 @@ def factors(
     Returns:
         Steps [rows], float64, and integers [rows, n]; None if a row has no factors.
     """
-    whole = _as_integers(values)
-    if whole is None:
-        return None
-    integers, unit = whole
-    common = np.gcd.reduce(integers, axis=-1)
-    # The limits of minima and scales begin at 0: their common sign is the step's.
-    common = np.where(integers.max(axis=-1) > 0, common, -common)
-    steps, left = np.zeros(len(values)), common != 0
-    for divisor in range(1, limits[1] + 1):
-        step = common[left] * unit[left] / divisor
-        scales = values[left] / np.where(step == 0, 1.0, step)[:, None]
-        fits = _is_float16(step) & _within(scales, *limits)
-        rows = np.flatnonzero(left)[fits]
-        steps[rows], left[rows] = step[fits], False
-        if not left.any():
-            safe = np.where(steps == 0, 1.0, steps)[:, None]
-            return steps, np.rint(values / safe).astype(np.int64)
-    return None
-
-
-def group_factors(
-    values: np.ndarray, form: BlockFormat
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """A step of every block, scales of its groups, and codes, whose products
-    step * scale * (code - middle) are the values, float32 [blocks, groups, n].
-
-    Returns:
-        Steps [blocks], float64, integer scales [blocks, groups] and codes; None if a
-        block has no factors.
-    """
-    whole = _as_integers(values.reshape(len(values), -1))
-    if whole is None:
-        return None
-    integers, unit = whole[0].reshape(values.shape), whole[1]
-    by_group = np.gcd.reduce(integers, axis=-1)
-    common = np.gcd.reduce(by_group, axis=-1)
-    middle = int(form.middle)
-    codes = integers // np.where(by_group == 0, 1, by_group)[..., None]
-    multiples = by_group // np.where(common == 0, 1, common)[:, None]
-    steps, scales = np.zeros(len(values)), np.zeros(by_group.shape, np.int64)
-    left = common != 0
-    # The common divisor may be the step times a divisor of all scales and codes.
-    for divisor in range(1, middle * -form.scales[0] + 1):
-        rows = np.flatnonzero(left)
-        if not len(rows):
-            break
-        step = common[rows] * unit[rows] / divisor
-        rows, step = rows[_is_float16(step)], step[_is_float16(step)]
-        if not len(rows):
-            continue
-        chosen = _group_scales(multiples[rows] * divisor, codes[rows], form)
-        fits = ((chosen != 0) | (by_group[rows] == 0)).all(axis=-1)
-        rows = rows[fits]
-        steps[rows], scales[rows], left[rows] = step[fits], chosen[fits], False
-    if left.any():
-        return None
-    products = (steps[:, None] * scales)[..., None]
-    codes = values / np.where(products == 0, 1.0, products) + middle
-    return steps, scales, np.rint(codes).astype(np.int64)
-
-
-def _group_scales(
-    products: np.ndarray, codes: np.ndarray, form: BlockFormat
-) -> np.ndarray:
-    """Scales [blocks, groups] that divide the products of scale and code multiple; 0
-    where none has codes in the range.
-
-    Args:
-        codes: [blocks, groups, n], around 0, to multiply by a whole number.
-    """
-    middle, (lowest, highest) = int(form.middle), form.scales
-    low, high = codes.min(axis=-1), codes.max(axis=-1)
-    scales = np.zeros(products.shape, np.int64)
-    for multiple in range(1, middle + 1):
-        for sign in (1, -1):
-            ends = (
-                np.minimum(sign * low, sign * high),
-                np.maximum(sign * low, sign * high),
-            )
-            scale = sign * (products // multiple)
-            fits = (products % multiple == 0) & (scale >= lowest) & (scale <= highest)
-            fits &= (ends[0] * multiple >= -middle) & (ends[1] * multiple < middle)
-            scales = np.where((scales == 0) & fits, scale, scales)
-    return scales
-
-
-def _as_integers(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Rows as whole multiples of a power of two: int64 [rows, n] and float64 [rows].
-
-    None if a value is not finite, or a row has too wide a range for a block.
-    """
     if not np.isfinite(values).all():
         return None
-    mantissas, exponents = np.frexp(values.astype(np.float64))
-    whole = (mantissas * 2.0**24).astype(np.int64)
-    lowest = np.where(whole == 0, 0, whole & -whole)
-    zeros = np.where(whole == 0, 0, np.log2(np.maximum(lowest, 1)).astype(np.int64))
-    places = np.where(whole == 0, EMPTY, exponents - 24 + zeros)
-    place = places.min(axis=-1)
-    spread = np.where(whole == 0, 0, exponents - place[:, None]).max(axis=-1)
-    if (spread > MAX_BITS).any():
+    values = values.astype(np.float64)
+    extremes = np.abs(values).argmax(axis=-1, keepdims=True)
+    extremes = np.take_along_axis(values, extremes, axis=-1)[:, 0]
+    steps, left = np.zeros(len(values)), extremes != 0
+    for largest in range(1, limits[1] + 1):
+        step = extremes[left] / largest
+        fits = _is_float16(step) & _within(values[left] / step[:, None], *limits)
+        rows = np.flatnonzero(left)[fits]
+        steps[rows], left[rows] = step[fits], False
+    if left.any():
         return None
-    unit = np.exp2(np.where(place == EMPTY, 0, place).astype(np.float64))
-    return np.rint(values / unit[:, None]).astype(np.int64), unit
+    safe = np.where(steps == 0, 1.0, steps)[:, None]
+    return steps, np.rint(values / safe).astype(np.int64)
 
 
 def _is_float16(values: np.ndarray) -> np.ndarray:
@@ -287,8 +246,7 @@ def _within(values: np.ndarray, low: int, high: int) -> np.ndarray:
 def count_layers(folder: Path) -> Counter[str]:
     """Number of dense layers whose weights are those of Q3_K or Q6_K, by type.
 
-    MLX has no groups of 16, so a checkpoint holds such weights in float32. Its config
-    does not tell them from unquantized ones; the first rows of every matrix do.
+    The first rows of every layer tell whether the factors are still those of it.
 
     Args:
         folder: of safetensors files in MLX's format.
@@ -296,16 +254,15 @@ def count_layers(folder: Path) -> Counter[str]:
     Raises:
         UserError: a file is damaged.
     """
-    from safetensors import safe_open
-
-    types: Counter[str] = Counter()
-    for file in sorted(folder.glob("model*.safetensors")):
-        header = read_header(file)
-        with safe_open(file, "numpy") as tensors:
-            for name, (dtype, shape) in header.items():
-                if dtype != "F32" or len(shape) != 2:
-                    continue
-                rows = tensors.get_slice(name)[: min(ROWS, shape[0])]
-                blocks = from_weights(rows) if rows.any() else None
-                types.update([blocks[0]] if blocks else [])
+    stored, types = gguf_scales.read(folder), Counter[str]()
+    for file in sorted(folder.glob("model*.safetensors")) if stored else ():
+        for name, weight in read_tensors(file).items():
+            path, _, leaf = name.rpartition(".")
+            factors = of_layer(stored, path, weight.shape)
+            if leaf != "weight" or weight.dtype != mx.float32 or not factors:
+                continue
+            parts = np.array(weight), *factors
+            rows, *factors = (v.reshape(-1, v.shape[-1])[:ROWS] for v in parts)
+            blocks = from_factors(rows, *factors) if rows.any() else None
+            types.update([blocks[0]] if blocks else [])
     return types

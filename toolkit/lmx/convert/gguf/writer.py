@@ -10,13 +10,14 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ...errors import FAILED, UserError
-from ...models import quantized_layers
+from ...models import gguf_scales, quantized_layers
 from ...models.loader import LoadedModel
 from ..exporters.hf import dequantized_weights
 from ..importers import gguf as gguf_importer
-from . import blocks, config, tokenizer
-from .architecture import ONE_ROW, PARAMETERS, Architecture
+from . import blocks, config, k_blocks, tokenizer
+from .architecture import ONE_ROW, Architecture
 from .architectures import BY_MODEL_TYPE, TEXT_PART
+from .tensor_names import stored_name
 
 # llama.cpp's name of a tensor, ggml's type, its values or blocks, and the bits of its
 # codes in the model.
@@ -149,6 +150,7 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
     for name, factors in config.rope_tensors(settings).items():
         yield name, "F32", factors, None
     tensors = dict(tree_flatten(model.parameters()))
+    factors = gguf_scales.read(loaded.path)
     for path, module in model.named_modules():
         if quantized_layers.is_quantized(module):
             leaves = quantized_layers.TENSORS
@@ -162,7 +164,7 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
             ggml_type, value = grouped or blocks.from_dense(
                 quantized_layers.dequantize(module, parts)
             )
-            stored = gguf_name(f"{path}.weight", architecture)
+            stored = stored_name(f"{path}.weight", architecture)
             rows = row_order(path, value, head, architecture)
             yield stored, ggml_type, rows, module.bits
     for name in list(tensors):
@@ -170,11 +172,12 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
         path, _, leaf = name.rpartition(".")
         if gguf_importer.is_norm(leaf, value.shape):
             value = value.astype(mx.float32) + architecture.norm_offset
-        stored = gguf_name(name, architecture)
+        stored = stored_name(name, architecture)
         shape = value.shape
         if leaf == "bias" or stored.split(".")[-2] in ONE_ROW:
             value = value.reshape(-1)
-        ggml_type, value = blocks.from_dense(value)
+        own = k_blocks.of_layer(factors, path, shape)
+        ggml_type, value = blocks.from_dense(value, own)
         if leaf == "bias":
             # Experts have their biases in rows.
             value = value.reshape(shape)
@@ -185,20 +188,6 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
 def _without_prefix(name: str) -> str:
     """A name without that of the text part of a model with images."""
     return name.removeprefix(TEXT_PART)
-
-
-def gguf_name(name: str, architecture: Architecture) -> str:
-    """llama.cpp's name of a tensor."""
-    path, _, leaf = _without_prefix(name).rpartition(".")
-    layer, _, inner = path.removeprefix("model.layers.").partition(".")
-    names = architecture.paths
-    if parameter := names.get(f"{inner}.{leaf}"):
-        return f"blk.{layer}.{parameter}.{PARAMETERS[parameter]}"
-    if path.startswith("model.layers.") and inner in names:
-        return f"blk.{layer}.{names[inner]}.{leaf}"
-    if path in names:
-        return f"{names[path]}.{leaf}"
-    raise UserError(f"GGUF has no name for the tensor {name}", code=FAILED)
 
 
 def row_order(

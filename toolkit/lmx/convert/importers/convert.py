@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from ...config.quant_spec import FLOAT_MODES, QuantSpec
 from ...errors import UserError, library_errors
-from ...models import checkpoint_writer
+from ...models import checkpoint_writer, gguf_scales
 from ...models.blockwise import cast
 from ...models.checkpoint import head_config
 from ...models.drafters.mtp import MODEL_TYPES, MTP_FILE, PREFIX, as_mlx, dequantize
@@ -61,6 +61,7 @@ def convert_checkpoint(
             specs=specs,
             kept=unquantized,
         )
+        gguf_scales.write(target, gguf_scales.read(companions))
         if mtp:
             write_safetensors(target / MTP_FILE, mtp)
 

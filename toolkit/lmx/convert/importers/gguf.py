@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,19 +13,19 @@ import numpy as np
 
 from ...config.quant_spec import QuantSpec
 from ...errors import UserError, library_errors
-from ...models import loader
+from ...models import gguf_scales, loader
 from ...models.checkpoint_writer import quantization_block
 from ...models.config_check import check_config, check_sizes
-from ..gguf import blocks, config, reader, tokenizer
-from ..gguf.architecture import ONE_ROW, PARAMETERS, Architecture
+from ..gguf import blocks, config, k_blocks, reader, tokenizer
+from ..gguf.architecture import ONE_ROW, Architecture
 from ..gguf.architectures import BY_MODEL_TYPE
 from ..gguf.blocks import FloatGroups
 from ..gguf.reader import GGUFTensor
+from ..gguf.tensor_names import mlx_names
 from .affine_repack import AffineGroups
 
 # Types that the import keeps in 16 bits. Norms in F32 are few.
 HALF = ("F32", "F16", "BF16")
-TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
 def read(
@@ -35,7 +34,8 @@ def read(
     """Config, dense tensors and quantized layers of a file, by mlx-lm's names.
 
     Args:
-        companions: an empty folder, into which the tokenizer is written.
+        companions: an empty folder, into which the tokenizer is written, and the scales
+            of blocks that MLX has dense.
 
     Raises:
         UserError: the file is damaged, or its architecture, a type or the tokenizer is
@@ -45,7 +45,9 @@ def read(
     with _errors(path):
         settings = _config(path, metadata, tensors)
         _write_tokenizer(path, metadata, companions, settings)
-        return settings, *_weights(tensors, settings)
+        dense, layers, factors = _weights(tensors, settings)
+        gguf_scales.write(companions, factors)
+        return settings, dense, layers
 
 
 def outline(path: Path) -> tuple[dict, int]:
@@ -61,11 +63,11 @@ def outline(path: Path) -> tuple[dict, int]:
     specs, kept, size = {}, [], 0.0
     with _errors(path):
         settings = _config(path, metadata, tensors)
-        architecture = BY_MODEL_TYPE[settings["model_type"]]
+        names = mlx_names(settings, BY_MODEL_TYPE[settings["model_type"]])
         for name, tensor in tensors.items():
             if name in config.ROPE_TENSORS:
                 continue
-            module, _ = _module_path(name, architecture)
+            module, _ = _module_path(name, names)
             bits = 16 if tensor.ggml_type in HALF else 32
             if tensor.ggml_type in blocks.GROUPED_TYPES:
                 width = blocks.GROUPED_TYPES[tensor.ggml_type]
@@ -139,13 +141,15 @@ def _write_tokenizer(
 
 def _weights(
     tensors: dict[str, GGUFTensor], settings: dict
-) -> tuple[dict[str, mx.array], dict[str, AffineGroups | FloatGroups]]:
-    dense, layers = {}, {}
+) -> tuple[dict, dict[str, AffineGroups | FloatGroups], dict[str, mx.array]]:
+    """Dense tensors, quantized layers, and the factors of dense blocks."""
+    dense, layers, factors = {}, {}, {}
     architecture = BY_MODEL_TYPE[settings["model_type"]]
+    names = mlx_names(settings, architecture)
     for name, tensor in tensors.items():
         if name in config.ROPE_TENSORS:
             continue
-        path, leaf = _module_path(name, architecture)
+        path, leaf = _module_path(name, names)
         head = settings.get("head_dim", 0)
         order = row_order(path, tensor.shape[0], head, architecture)
         is_grouped = tensor.ggml_type in {**blocks.GROUPED_TYPES, **blocks.FLOAT_TYPES}
@@ -157,11 +161,14 @@ def _weights(
             continue
         offset = architecture.norm_offset if is_norm(leaf, tensor.shape) else 0
         value = blocks.to_dense(tensor, offset)
-        value = value if order is None else value[mx.array(order)]
+        rows = slice(None) if order is None else mx.array(order)
+        value = value[rows]
+        for factor, values in k_blocks.stored_factors(tensor).items():
+            factors[f"{path}.{factor}"] = mx.array(values)[rows]
         if name.split(".")[-2] in ONE_ROW:
             value = value.reshape(1, -1)
         dense[f"{path}.{leaf}"] = value
-    return dense, layers
+    return dense, layers, factors
 
 
 def is_norm(leaf: str, shape: tuple[int, ...]) -> bool:
@@ -169,15 +176,11 @@ def is_norm(leaf: str, shape: tuple[int, ...]) -> bool:
     return leaf == "weight" and len(shape) == 1
 
 
-def _module_path(name: str, architecture: Architecture) -> tuple[str, str]:
-    """mlx-lm's path of the module, and weight or bias."""
-    match = TENSOR_NAME.fullmatch(name)
-    if not match or match[2] not in architecture.modules:
+def _module_path(name: str, names: dict[str, str]) -> tuple[str, str]:
+    """mlx-lm's path of a module, and the tensor's name in it."""
+    if name not in names:
         raise UserError(f"mlx-lm's model has no tensor {name}")
-    block = f"model.layers.{match[1]}." if match[1] else ""
-    path, leaf = block + architecture.modules[match[2]], match[3]
-    if match[2] in PARAMETERS:
-        path, _, leaf = path.rpartition(".")
+    path, _, leaf = names[name].rpartition(".")
     return path, leaf
 
 

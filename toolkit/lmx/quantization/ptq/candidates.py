@@ -89,8 +89,12 @@ class CandidateModel:
         }
 
     def set_tensors(self, tensors: dict[str, mx.array]) -> None:
-        """Set tensors by name, given in the dtypes of the checkpoint."""
-        cast = {k: v.astype(self._dtypes[k]) for k, v in tensors.items()}
+        """Set tensors by name, given in the dtypes of the checkpoint.
+
+        The factors of GGUF's blocks are none of the model.
+        """
+        known = tensors.keys() & self._dtypes
+        cast = {k: tensors[k].astype(self._dtypes[k]) for k in known}
         self.model.update(tree_unflatten(list(cast.items())))
 
     def forward_values(self, masters: dict[str, mx.array]) -> dict[str, mx.array]:
