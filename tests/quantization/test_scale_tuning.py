@@ -8,6 +8,7 @@ import pytest
 from folder_damages import DAMAGES
 from lmx.config import quantize
 from lmx.config.quantize import ScaleTuningConfig
+from lmx.files.artifacts import ArtifactStore
 from lmx.interfaces import Logger
 from lmx.models.loader import load
 from lmx.quantization.ptq import candidates
@@ -38,8 +39,9 @@ def case(request, make_checkpoint, tmp_path_factory):
     quantize("rtn", source, folder / "q", bits=3)
     teacher = load(source).model
     settings = {"digest": "a", "top_k": 320, "logger": Logger()}
-    training = cache_part_targets(folder / "t", parts_of(1, 6), teacher, **settings)
-    held_out = cache_part_targets(folder / "h", parts_of(2, 3), teacher, **settings)
+    store = ArtifactStore(folder, print)
+    training = cache_part_targets(store, "t", parts_of(1, 6), teacher, **settings)
+    held_out = cache_part_targets(store, "h", parts_of(2, 3), teacher, **settings)
     return folder / "q", training, held_out
 
 
@@ -184,7 +186,12 @@ def test_step_does_not_depend_on_its_parts(case, tmp_path):
         settings = {"digest": "b", "top_k": 320, "logger": Logger()}
         folder = tmp_path / name
         targets = cache_part_targets(
-            folder, tokens, lambda x: 2 * teacher(x), counted=count, **settings
+            ArtifactStore(folder, print),
+            "targets",
+            tokens,
+            lambda x: 2 * teacher(x),
+            counted=count,
+            **settings,
         )
         tuner = tuner_of((path, targets, held_out), folder, batch_tokens=128)
         losses = [tuner._train_step(step, 3, 1e-2).item() for step in range(3)]

@@ -17,6 +17,7 @@ from ..config.model import ModelConfig
 from ..convert.importers import resolve_checkpoint
 from ..data.splits import Splits
 from ..errors import UserError
+from ..files.artifacts import ArtifactStore
 from ..files.atomic import PARTIAL, atomic_folder, remove, write_atomic
 from ..files.hashes import read_index, write_index
 from ..interfaces import SINGLE_PROCESS, Communicator
@@ -210,6 +211,12 @@ class StageContext:
     def ranks(self) -> Communicator:
         """All processes of the run; only rank 0 writes files that all of them see."""
         return self.parallel.world
+
+    @property
+    def artifacts(self) -> ArtifactStore:
+        """What the stage keeps for its own resume."""
+        place = self.folder / "artifacts"
+        return ArtifactStore(place, self.logger.warning, self.ranks)
 
     def load(
         self,
