@@ -114,7 +114,7 @@ def test_damaged_artifact_is_made_again_with_a_warning(store, damage):
     again = store.get_or_make("kind", "key", make)
     assert again.made
     assert again.facts == {"pair": [1, 2]}
-    assert store.warnings == [f"{folder}: damaged, created again"]
+    assert store.warnings == [f"{folder}: damaged, made again"]
     assert (folder / "first").read_text() == "first" * 10
     assert not folder.is_symlink()
     assert store.find("kind", "key")

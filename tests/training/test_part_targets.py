@@ -158,6 +158,6 @@ def test_damaged_part_is_computed_again(tmp_path, monkeypatch):
     monkeypatch.setattr(logger, "warning", warnings.append)
     result = part_targets(tmp_path, teacher, logger=logger)
     assert teacher.calls == 1
-    assert warnings == [f"{damaged}: damaged, created again"]
+    assert warnings == [f"{damaged}: damaged, made again"]
     for one, other in zip(result, whole, strict=True):
         assert all(mx.array_equal(a, b) for a, b in zip(one, other, strict=True))

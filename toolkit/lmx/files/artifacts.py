@@ -87,13 +87,17 @@ class ArtifactStore:
     def find_on_first(self, kind: str, key: str) -> Artifact | None:
         """What `find` returns on rank 0. Other ranks may not see the files.
 
-        All ranks call this.
+        All ranks call this, and make a damaged artifact again.
         """
-        known = self.find(kind, key) if self.ranks.is_first else None
+        known, folder = None, self.folder(kind, key)
+        if self.ranks.is_first:
+            known = self.find(kind, key)
+            if known is None and os.path.lexists(folder):
+                self.warning(f"{folder}: damaged, made again")
         facts = self.ranks.broadcast_object(known and known.facts)
         if facts is None:
             return None
-        return known or Artifact(self.folder(kind, key), facts, made=False)
+        return known or Artifact(folder, facts, made=False)
 
     def get_or_make(
         self,
@@ -119,7 +123,7 @@ class ArtifactStore:
                 return known
             folder = self.folder(kind, key)
             if os.path.lexists(folder):
-                self.warning(f"{folder}: damaged, created again")
+                self.warning(f"{folder}: damaged, made again")
             require_space(folder.parent, space)
             return self._make(kind, key, make)
 
@@ -211,7 +215,8 @@ class ArtifactStore:
             with disk_errors(folder):
                 yield target
             # Another machine may not list the newest files of this one yet.
-            listed = ranks.gather_objects([path.name for path in target.iterdir()])
+            files = [path.name for path in target.iterdir() if path.is_file()]
+            listed = ranks.gather_objects(files)
             names = sorted({name for each in listed for name in each})
             own = {name: hash_file(target / name) for name in ranks.shard(names)}
             hashes = ranks.gather_objects(own)

@@ -252,7 +252,7 @@ class PostQuantRefinement:
                 model,
                 train_targets,
                 eval_targets,
-                folder=self.context.folder / "tuning",
+                store=self.context.artifacts,
                 seed=self.context.seed,
                 logger=self.context.logger,
             )
