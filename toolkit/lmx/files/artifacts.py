@@ -8,6 +8,7 @@ Processes of a run share the work, and send what a machine lacks.
 import fcntl
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class ArtifactStore:
     def __init__(
         self,
         root: Path,
-        warning: Callable[[str], None],
+        warning: Callable[[str], None] = warnings.warn,
         ranks: Communicator = SINGLE_PROCESS,
         other_folder: str = OTHER_FOLDER,
     ):
