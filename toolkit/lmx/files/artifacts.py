@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -226,19 +226,11 @@ class ArtifactStore:
                 write_index(target, f"{kind} {key}", {}, files=files)
         ranks.wait_for_all()
 
-    def remove_others(self, kind: str, keys: Sequence[str] = ()) -> bool:
-        """Delete the artifacts of a kind whose keys are not among these.
-
-        Returns:
-            Whether there were any.
-        """
-        place = self.root / kind
-        others = [place] if os.path.lexists(place) else []
-        if place.is_dir() and not place.is_symlink():
-            others = [path for path in place.iterdir() if path.name not in keys]
-        for path in others:
-            remove(path)
-        return bool(others)
+    def remove_others(self, kind: str, keys: Collection[str] = ()) -> None:
+        """Delete the artifacts of a kind whose keys are not among these."""
+        for path in (self.root / kind).glob("*"):
+            if path.name not in keys:
+                remove(path)
 
     def _make(
         self, kind: str, key: str, make: Callable[[Path], dict | None]
