@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from folder_damages import DAMAGES
 from lmx.errors import UserError
-from lmx.files.artifacts import ArtifactStore
+from lmx.files.artifacts import INDEX, ArtifactStore
 from lmx.files.atomic import remove
-from lmx.files.hashes import INDEX, hash_file, key_of
+from lmx.files.hashes import hash_file, key_of
 from processes import WRONG_SHARD, in_ring
 
 # Makes an artifact slowly. With "die", it kills itself before the artifact is whole.
 WORKER = """
 import os, sys, time
 from pathlib import Path
-from lmx.files.artifacts import ArtifactStore
+from lmx.files.artifacts import INDEX, ArtifactStore
 
 def make(folder):
     print("making", flush=True)
@@ -220,7 +220,7 @@ def test_all_artifacts_are_made_in_order_and_once_per_key(store):
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from lmx.files.artifacts import ArtifactStore
+from lmx.files.artifacts import INDEX, ArtifactStore
 from lmx.run.distributed import join
 
 case, folder = sys.argv[1:]

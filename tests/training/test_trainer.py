@@ -241,7 +241,7 @@ MOMENTS = {
     "while saving the first": (mx, "save_safetensors", 1),
     "while saving the second": (mx, "save_safetensors", 2),
     "while saving the last": (mx, "save_safetensors", 3),
-    "with the weights saved": (artifacts, "write_index", 2),
+    "with the weights saved": (artifacts, "_write_index", 2),
     "before deleting the oldest": (artifacts, "remove", 1),
 }
 

@@ -29,9 +29,13 @@ from .atomic import (
     remove,
     remove_partial_files,
     require_space,
+    write_atomic,
 )
-from .hashes import INDEX, hash_file, key_of, read_index, write_index
-from .json_files import read_json
+from .hashes import hash_file, hash_folder, key_of
+from .json_files import object_in, read_json
+
+# In the folder of an artifact: hashes of its files, its kind and key, and its facts.
+INDEX = "index.json"
 
 Origin = Literal["made", "made elsewhere", "found"]
 """Who made an artifact: this process, another one of the run, an earlier run."""
@@ -82,7 +86,7 @@ class ArtifactStore:
     def find(self, kind: str, key: str) -> Artifact | None:
         """The artifact; None if there is none, or if it is damaged."""
         folder = self.folder(kind, key)
-        facts = read_index(folder, f"{kind} {key}")
+        facts = _read_index(folder, f"{kind} {key}")
         return None if facts is None else Artifact(folder, facts, made=False)
 
     def find_on_first(self, kind: str, key: str) -> Artifact | None:
@@ -223,7 +227,7 @@ class ArtifactStore:
             hashes = ranks.gather_objects(own)
             if ranks.is_first:
                 files = {k: v for each in hashes for k, v in each.items()}
-                write_index(target, f"{kind} {key}", {}, files=files)
+                _write_index(target, f"{kind} {key}", {}, files)
         ranks.wait_for_all()
 
     def remove_others(self, kind: str, keys: Collection[str] = ()) -> None:
@@ -239,7 +243,7 @@ class ArtifactStore:
         with atomic_folder(folder) as target:
             # Through JSON, so that a new artifact and a found one have the same facts.
             facts = json.loads(json.dumps(make(target) or {}))
-            write_index(target, f"{kind} {key}", facts)
+            _write_index(target, f"{kind} {key}", facts, hash_folder(target))
         return Artifact(folder, facts, made=True)
 
     def _send_missing(
@@ -303,6 +307,30 @@ class ArtifactStore:
             raise UserError(
                 error.message, place=error.place, hint=hint, code=error.code
             ) from error
+
+
+def _write_index(folder: Path, name: str, facts: dict, files: dict[str, str]) -> None:
+    index = {"files": files, "key": name, "facts": facts}
+    index["sha256"] = key_of(index)
+    write_atomic(folder / INDEX, json.dumps(index))
+
+
+def _read_index(folder: Path, name: str) -> dict | None:
+    """The facts of a folder; None if it is of another name, or if a file was changed.
+
+    Hashing reads every file, about 1 GB per second: another model would otherwise be
+    trained without a word.
+    """
+    index = object_in(folder / INDEX)
+    digest = index.pop("sha256", None)
+    if digest != key_of(index) or index.get("key") != name or folder.is_symlink():
+        return None
+    try:
+        hashes = hash_folder(folder)
+    except OSError:
+        return None
+    hashes.pop(INDEX)
+    return index["facts"] if hashes == index["files"] else None
 
 
 def _pack(folder: Path) -> bytes:
