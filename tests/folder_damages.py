@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from lmx.files.hashes import INDEX
+from lmx.files.artifacts import INDEX
 
 
 def cut(folder: Path) -> None:

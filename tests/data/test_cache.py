@@ -1,8 +1,7 @@
-"""Cache entries are complete, created once, and created again after damage."""
+"""The place of the cache, errors of its disk, and hashes of files in it."""
 
 import ast
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,31 +9,6 @@ from pathlib import Path
 import pytest
 from lmx.data import cache, fingerprint
 from lmx.errors import UserError
-from lmx.files.atomic import remove
-from lmx.files.hashes import INDEX
-
-# Fills an entry slowly. With "die", it kills itself before the entry is complete.
-WORKER = """
-import os, sys, time
-from lmx.data import cache
-
-def fill(folder):
-    print("filling", flush=True)
-    (folder / "first").write_text("a")
-    time.sleep(float(sys.argv[1]))
-    if sys.argv[2] == "die":
-        os.kill(os.getpid(), 9)
-    (folder / "second").write_text("b")
-    return {"by": os.getpid()}
-
-entry = cache.get_or_create("test", "key", fill, warning=print)
-print(entry.facts["by"], sorted(os.listdir(entry.folder)))
-"""
-
-
-def start_worker(seconds, end="live"):
-    command = [sys.executable, "-c", WORKER, str(seconds), end]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def fill(folder):
@@ -60,76 +34,10 @@ def test_root_follows_the_environment(monkeypatch, tmp_path):
     assert "LMX_CACHE" in caught.value.hint
 
 
-def test_entry_is_created_once(cache_folder):
+def test_size_is_that_of_the_artifacts(cache_folder):
     assert cache.size() == 0
-    first = cache.get_or_create("test", "key", fill, warning=print)
-    second = cache.get_or_create("test", "key", None, warning=print)
-    assert (first.made, second.made) == (True, False)
-    assert first.folder == second.folder
-    # A new entry and a cached entry have the same facts.
-    assert first.facts == second.facts == {"pair": [1, 2]}
+    cache.store(print).get_or_make("test", "key", fill)
     assert cache.size() > len("content")
-    assert cache.get_or_create("test", "other", fill, warning=print).made
-
-
-INDEXES = ['{"sha256"', "[1, 2]", "{}", '{"facts": {"pair": [3, 4]}}', "null"]
-
-
-@pytest.mark.parametrize(
-    "damage", ["shorten", "change", "remove", "folder", "facts", *INDEXES]
-)
-def test_damaged_entry_is_created_again_with_a_warning(cache_folder, damage):
-    folder = cache.get_or_create("test", "key", fill, warning=print).folder
-    if damage == "shorten":
-        (folder / "rows").write_text("cont")
-    elif damage == "change":
-        (folder / "rows").write_text("CONTENT")
-    elif damage == "remove":
-        (folder / "rows").unlink()
-    elif damage == "facts":
-        # The hash of an index covers all of it.
-        index = folder / INDEX
-        index.write_text(index.read_text().replace("[1, 2]", "[1, 3]"))
-    elif damage == "folder":
-        (folder / INDEX).unlink()
-        (folder / INDEX).mkdir()
-    else:
-        (folder / INDEX).write_text(damage)
-    messages = []
-    again = cache.get_or_create("test", "key", fill, warning=messages.append)
-    assert again.made
-    assert again.facts == {"pair": [1, 2]}
-    assert messages == [f"{folder}: damaged, created again"]
-    assert (folder / "rows").read_text() == "content"
-
-
-def test_failed_fill_leaves_no_entry(cache_folder):
-    def fail(folder):
-        fill(folder)
-        raise UserError("bad row")
-
-    with pytest.raises(UserError, match="bad row"):
-        cache.get_or_create("test", "key", fail, warning=print)
-    assert [p.name for p in cache_folder.rglob("*") if p.is_file()] == ["lock"]
-    assert cache.get_or_create("test", "key", fill, warning=print).made
-
-
-def test_killed_process_leaves_no_entry(cache_folder):
-    killed = start_worker(0, "die")
-    assert killed.wait(30) == -9
-    killed.stdout.close()
-    assert [*cache_folder.rglob("first")]
-    entry = cache.get_or_create("test", "key", fill, warning=pytest.fail)
-    assert entry.made
-    assert not [*cache_folder.rglob("first")]
-
-
-def test_two_processes_create_one_entry(cache_folder):
-    processes = [start_worker(1.0), start_worker(1.0)]
-    lines = [p.communicate(timeout=30)[0].splitlines() for p in processes]
-    assert sorted(map(len, lines)) == [1, 2]
-    assert lines[0][-1] == lines[1][-1]
-    assert lines[0][-1].endswith("['first', 'index.json', 'second']")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +59,7 @@ def test_unwritable_home_is_refused(monkeypatch, tmp_path, home):
     file.write_text("row")
     os.utime(file, (1e9, 1e9))
     with pytest.raises(UserError, match="cannot write") as caught:
-        cache.get_or_create("test", "key", fill, warning=print)
+        cache.store(print).get_or_make("test", "key", fill)
     assert caught.value.hint == "set LMX_CACHE to another folder"
     assert home in caught.value.place
     assert caught.value.code == 1
@@ -164,13 +72,13 @@ def test_unwritable_cache_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LMX_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="cannot write") as error:
-        cache.get_or_create("test", "key", fill, warning=print)
+        cache.store(print).get_or_make("test", "key", fill)
     assert "LMX_CACHE" in error.value.hint
 
 
 def test_missing_disk_space_is_refused(cache_folder):
     with pytest.raises(UserError, match="this needs") as error:
-        cache.get_or_create("test", "key", fill, warning=print, space=10**18)
+        cache.store(print).get_or_make("test", "key", fill, space=10**18)
     expected = "free some space, or set LMX_CACHE to another folder"
     assert error.value.hint == expected
 
@@ -238,7 +146,7 @@ def test_tokenizer_fingerprint_changes_with_its_files(tokenizer_folder, tmp_path
 def test_message_shows_a_part_of_a_long_path(monkeypatch):
     monkeypatch.setenv("LMX_CACHE", f"/tmp/{'x' * 5000}")
     with pytest.raises(UserError) as error:
-        cache.get_or_create("tokens", cache.key_of([1]), dict, warning=print)
+        cache.store(print).get_or_make("tokens", cache.key_of([1]), fill)
     assert "LMX_CACHE" in str(error.value)
     assert len(str(error.value)) < 1000
 
@@ -262,28 +170,6 @@ def test_damaged_note_of_a_hash_is_written_again(
         path.write_bytes(note if isinstance(note, bytes) else note.encode())
     assert cache.file_hash(file) == digest
     assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("place", ["content", "lock", ".", ".."])
-@pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_other_entries_in_place_of_the_cache_are_replaced(
-    cache_folder, tmp_path, place, kind
-):
-    entry = cache.get_or_create("test", "key", fill, warning=print).folder.parent
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "mine").write_text("mine")
-    path = Path(os.path.normpath(entry / place))
-    remove(path)
-    if kind == "file":
-        path.write_text("file")
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to(other)
-    again = cache.get_or_create("test", "key", fill, warning=print)
-    assert (again.folder / "rows").read_text() == "content"
-    assert [p.name for p in other.iterdir()] == ["mine"]
 
 
 def test_code_covers_every_module_that_decides_on_tokens():

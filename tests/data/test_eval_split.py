@@ -104,7 +104,7 @@ def test_records_survive_the_cache(cache_folder):
         [DataRecord("f:1", messages=turns, skill="s"), DataRecord("f:2", text="b\n")],
         2**64 - 1,
     )
-    entry = cache.get_or_create(
-        "test", "k", lambda f: splits.write_eval_split(f, split), warning=print
+    entry = cache.store(print).get_or_make(
+        "test", "k", lambda f: splits.write_eval_split(f, split)
     )
     assert splits.read_eval_split(entry) == split

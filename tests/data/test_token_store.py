@@ -33,7 +33,7 @@ def write_store(make_records, tokenizer, key="key", info=print, **settings):
             folder, make_records, tokenizer, **SETTINGS | settings, info=info
         )
 
-    return cache.get_or_create("tokens", key, fill, warning=print)
+    return cache.store(print).get_or_make("tokens", key, fill)
 
 
 def test_stored_examples_equal_encoded_records(cache_folder, tokenizer, monkeypatch):

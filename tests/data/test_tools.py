@@ -219,11 +219,10 @@ def test_prompts_of_drafts_and_evaluations_have_tools(write, tokenizer):
 
 def test_tools_survive_the_cache_and_reach_metric_functions(write, cache_folder):
     record = read(write([CHAT]))
-    entry = cache.get_or_create(
+    entry = cache.store(print).get_or_make(
         "test",
         "key",
         lambda folder: splits.write_eval_split(folder, splits.EvalSplit([record], 0)),
-        warning=print,
     )
     assert splits.read_eval_split(entry).records == [record]
     seen = []

@@ -183,8 +183,8 @@ def files(output: Path) -> dict:
 def content(file: Path, name: str):
     if name in UNSTABLE:
         return None
-    if file.parent.parent.name == "checkpoints":
-        # The metadata has the seconds of the training, and state.json a hash of it.
+    if "checkpoints" in file.parts:
+        # The index has the seconds of the training.
         is_state = file.suffix == ".safetensors"
         return (read_header(file), tensor_bytes(file)) if is_state else None
     if file.suffix == ".jsonl":

@@ -143,7 +143,7 @@ def test_changed_unfinished_training_starts_anew(tmp_path, base):
     assert ran == ["1-train"]
     assert "kept: nothing; to run: 1-train" in note
     assert "its checkpoints are now in stages/1-train.old-1" in note
-    aside = run.output / "stages/1-train.old-1/checkpoints"
+    aside = run.output / "stages/1-train.old-1/checkpoints/steps"
     assert sorted(p.name for p in aside.iterdir()) == ["0000002", "0000003"]
     assert "resuming" not in run.log
     (tmp_path / "new").mkdir()

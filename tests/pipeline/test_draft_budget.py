@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from lmx.config.draft import DraftConfig
-from lmx.interfaces import SINGLE_PROCESS
+from lmx.files.artifacts import ArtifactStore
 from lmx.pipeline.draft.budget import steps_within
 from test_draft_stage import DATA_GENERATION, DRAFT, make_run
 
@@ -42,9 +42,9 @@ def test_steps_fit_into_the_time_and_stay_the_same(tmp_path):
 
     def count(*seconds, minutes=1.0):
         parts = [Times(each) for each in seconds]
-        folder = tmp_path / "budget"
+        store = ArtifactStore(tmp_path, print)
         make_step = lambda: SlowStep(model)  # noqa: E731
-        return steps_within(60 * minutes, make_step, parts, folder, SINGLE_PROCESS)
+        return steps_within(60 * minutes, make_step, parts, store)
 
     # Text of .01 s and completions of .03 s, half of the steps each.
     first = count(0.01, 0.03)

@@ -200,10 +200,10 @@ def test_run_recovers_from_full_disk_in_training(run, full_run, capsys):
     with limit_file_size(500_000):
         error = error_of(run, capsys, 1)
     assert "cannot write" in error
-    assert "checkpoints/0000002" in error
+    assert "checkpoints/steps/0000002" in error
     assert "free some space" in error
     assert run.json("manifest.json")["status"] == "failed"
-    assert list((run.output / "stages/1-train").glob("checkpoints/*")) == []
+    assert list((run.output / "stages/1-train").glob("checkpoints/*/*/content")) == []
     assert run() == 0
 
 

@@ -172,14 +172,14 @@ def test_closed_pipe_does_not_end_a_run(tmp_path, base):
 @pytest.mark.parametrize("damage", ["flipped", "cut", "both lost"])
 def test_damaged_checkpoints_are_skipped(tmp_path, base, finished, capsys, damage):
     run = finished("full").copy(tmp_path)
-    checkpoints = sorted((run.output / "stages/1-train/checkpoints").iterdir())
+    checkpoints = sorted((run.output / "stages/1-train/checkpoints/steps").iterdir())
     assert [p.name for p in checkpoints] == ["0000010", "0000012"]
-    weights = checkpoints[1] / "state.safetensors"
+    weights = checkpoints[1] / "content/state.safetensors"
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 16
     if damage == "both lost":
         for checkpoint in checkpoints:
-            (checkpoint / "index.json").unlink()
+            (checkpoint / "content/index.json").unlink()
     else:
         weights.write_bytes(data if damage == "flipped" else data[:-100])
     (run.output / "stages/1-train/dense/model.safetensors").unlink()

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from lmx.files.artifacts import ArtifactStore
 from lmx.interfaces import Logger
 from lmx.models.blockwise import TrunkHeadSplit
 from lmx.models.loader import load
@@ -20,7 +21,8 @@ def case(make_checkpoint, tmp_path_factory):
     source = make_checkpoint()
     _, tensors, _ = quantize("rtn", source, folder / "q")
     targets = cache_part_targets(
-        folder / "targets",
+        ArtifactStore(folder, print),
+        "targets",
         TOKENS,
         load(source).model,
         digest="a",

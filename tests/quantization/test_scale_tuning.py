@@ -8,11 +8,12 @@ import pytest
 from folder_damages import DAMAGES
 from lmx.config import quantize
 from lmx.config.quantize import ScaleTuningConfig
+from lmx.files.artifacts import ArtifactStore
 from lmx.interfaces import Logger
 from lmx.models.loader import load
 from lmx.quantization.ptq import candidates
 from lmx.quantization.ptq.candidates import CandidateModel
-from lmx.quantization.ptq.scale_tuning import KINDS, ScaleTuner
+from lmx.quantization.ptq.scale_tuning import KIND, KINDS, ScaleTuner
 from lmx.run.logger import RunLogger
 from lmx.training.teacher_cache import cache_part_targets
 from mlx.utils import tree_flatten
@@ -38,8 +39,9 @@ def case(request, make_checkpoint, tmp_path_factory):
     quantize("rtn", source, folder / "q", bits=3)
     teacher = load(source).model
     settings = {"digest": "a", "top_k": 320, "logger": Logger()}
-    training = cache_part_targets(folder / "t", parts_of(1, 6), teacher, **settings)
-    held_out = cache_part_targets(folder / "h", parts_of(2, 3), teacher, **settings)
+    store = ArtifactStore(folder, print)
+    training = cache_part_targets(store, "t", parts_of(1, 6), teacher, **settings)
+    held_out = cache_part_targets(store, "h", parts_of(2, 3), teacher, **settings)
     return folder / "q", training, held_out
 
 
@@ -51,7 +53,7 @@ def tuner_of(case, folder, config=CONFIG, logger=None, **changes):
         model,
         training,
         held_out,
-        folder=folder / "state",
+        store=ArtifactStore(folder, (logger or Logger()).warning),
         seed=3,
         logger=logger or RunLogger(None, quiet=True),
     )
@@ -184,7 +186,12 @@ def test_step_does_not_depend_on_its_parts(case, tmp_path):
         settings = {"digest": "b", "top_k": 320, "logger": Logger()}
         folder = tmp_path / name
         targets = cache_part_targets(
-            folder, tokens, lambda x: 2 * teacher(x), counted=count, **settings
+            ArtifactStore(folder, print),
+            "targets",
+            tokens,
+            lambda x: 2 * teacher(x),
+            counted=count,
+            **settings,
         )
         tuner = tuner_of((path, targets, held_out), folder, batch_tokens=128)
         losses = [tuner._train_step(step, 3, 1e-2).item() for step in range(3)]
@@ -228,18 +235,16 @@ def test_other_settings_start_a_new_run(case, tuned, tmp_path):
 
 
 @OF_LLAMA
-# `test_folder_index.py` has all kinds of damage.
-@pytest.mark.parametrize("damage", ["flip", "become_file"])
-def test_damaged_state_starts_a_new_run(case, tuned, tmp_path, damage, monkeypatch):
-    shutil.copytree(tuned[1] / "state", tmp_path / "copy/state")
-    tuner, warnings = tuner_of(case, tmp_path / "copy"), []
-    monkeypatch.setattr(tuner.logger, "warning", warnings.append)
+def test_damaged_state_starts_a_new_run(case, tuned, tmp_path):
+    shutil.copytree(tuned[1] / KIND, tmp_path / KIND)
+    logger, warnings = Logger(), []
+    logger.warning = warnings.append
+    tuner = tuner_of(case, tmp_path, logger=logger)
     assert tuner._load()["step"] == CONFIG.steps
-    DAMAGES[damage](tmp_path / "copy/state")
+    [state] = (tmp_path / KIND).glob("*/content")
+    DAMAGES["flip"](state)
     assert tuner._load() is None
-    assert not (tmp_path / "copy/state").exists()
-    place = tmp_path / "copy/state"
-    assert warnings == [f"{place}: damaged or of other settings, tuned again"]
+    assert warnings == [f"{state}: damaged, made again"]
 
 
 def test_scale_tuning_needs_an_affine_grid():

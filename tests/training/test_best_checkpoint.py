@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from lmx.files import artifacts
 from lmx.files.atomic import remove_partial_files
 from lmx.run.logger import RunLogger
 from lmx.training import checkpoint
@@ -32,9 +33,7 @@ def valid_losses(folder):
 
 
 def names(folder):
-    return [
-        int(path.name) for path in checkpoint.list_checkpoints(folder / "checkpoints")
-    ]
+    return checkpoint.list_checkpoints(folder / "checkpoints")
 
 
 def test_load_best_at_end_selects_the_lowest_loss(tmp_path, capsys):
@@ -115,7 +114,7 @@ def test_damaged_best_checkpoint_falls_back_to_the_last(tmp_path, capsys):
 MOMENTS = {
     "in the first save, of step 0": (mx, "save_safetensors", 1),
     "after the best evaluation, before its save": (mx, "save_safetensors", 4),
-    "before the last best is deleted": (checkpoint.shutil, "rmtree", 4),
+    "before the last best is deleted": (artifacts, "remove", 1),
     "after the best step": (TrainStep, "__call__", 8),
     "in the last evaluation": (RunLogger, "sample", 6),
     "before the best is loaded": (checkpoint, "load_weights", 1),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from lmx.data.batching import Batch
 from lmx.errors import UserError
+from lmx.files.artifacts import ArtifactStore
 from lmx.interfaces import SINGLE_PROCESS
 from lmx.models.safetensors_io import stream_safetensors
 from lmx.training import checkpoint
@@ -216,8 +217,10 @@ def resume_and_save(ranks, folder) -> None:
     assert checkpoint.restore(folder / "none", other, print) == TrainingProgress()
 
 
-def loaded(folder):
-    return mx.load(str(folder / "state.safetensors"), return_metadata=True)
+def loaded(folder, number):
+    """The tensors and facts of a checkpoint."""
+    saved = ArtifactStore(folder).find(checkpoint.KIND, f"{number:07d}")
+    return mx.load(str(saved.folder / "state.safetensors")), saved.facts
 
 
 def assert_equal(result: dict, expected: dict) -> None:
@@ -263,20 +266,20 @@ def test_fsdp_checkpoints_equal_those_of_one_process(saved, tmp_path):
     progress = checkpoint.restore(folder / "two", step, pytest.fail)
     assert progress.step == 4
     checkpoint.save(tmp_path / "again", step, progress)
-    tensors, metadata = loaded(folder / "two/0000004")
-    same, same_metadata = loaded(tmp_path / "again/0000004")
+    tensors, facts = loaded(folder / "two", 4)
+    same, same_facts = loaded(tmp_path / "again", 4)
     assert_equal(same, tensors)
-    assert same_metadata == metadata
-    assert json.loads(metadata["progress"])["best_step"] == 2
-    assert_close(tensors, loaded(folder / "one/0000004")[0])
+    assert same_facts == facts
+    assert facts["progress"]["best_step"] == 2
+    assert_close(tensors, loaded(folder / "one", 4)[0])
     # Two ranks that resume from one process train like one process.
     train(whole, 4, 6)
     checkpoint.save(tmp_path / "one", whole, TrainingProgress(6))
-    paths = (folder / "from one/0000006", tmp_path / "one/0000006")
-    assert_close(*(loaded(path)[0] for path in paths))
+    paths = (folder / "from one", tmp_path / "one")
+    assert_close(*(loaded(path, 6)[0] for path in paths))
     # The best weights belong to their step.
-    paths = ("two/0000002", "recalled/0000002")
-    best, recalled = (loaded(folder / path)[0] for path in paths)
+    paths = (folder / "two", folder / "recalled")
+    best, recalled = (loaded(path, 2)[0] for path in paths)
     parameters = {k: v for k, v in best.items() if k.startswith("parameters:")}
     assert_equal({k: recalled[k] for k in parameters}, parameters)
 
@@ -371,7 +374,7 @@ def fail_in_the_middle(ranks, folder) -> None:
 
 
 def test_full_disk_stops_all_ranks(saved):
-    assert [path.name for path in (saved[1] / "it").iterdir()] == ["0000002"]
+    assert checkpoint.list_checkpoints(saved[1] / "it") == [2]
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -1,12 +1,11 @@
 """Targets on disk: compressed distributions of one teacher and its tokens."""
 
-import shutil
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from folder_damages import DAMAGES
 from lmx.errors import UserError
+from lmx.files.artifacts import ArtifactStore
 from lmx.interfaces import Logger
 from lmx.models.loader import build_model
 from lmx.training import teacher_cache
@@ -36,14 +35,16 @@ class Teacher:
 def part_targets(
     folder, teacher, *, parts=PARTS, top_k=8, digest="a", temperature=1.0, logger=None
 ):
+    logger = logger or Logger()
     return cache_part_targets(
-        folder,
+        ArtifactStore(folder, logger.warning),
+        "parts",
         parts,
         teacher,
         digest=digest,
         top_k=top_k,
         temperature=temperature,
-        logger=logger or Logger(),
+        logger=logger,
     )
 
 
@@ -141,50 +142,22 @@ def test_part_targets_resume(tmp_path):
     [{"digest": "b"}, {"top_k": 9}, {"temperature": 2.0}, {"parts": PARTS[::-1]}],
     ids=lambda change: next(iter(change)),
 )
-def test_part_targets_of_other_settings_are_replaced(tmp_path, change):
+def test_other_settings_have_other_targets(tmp_path, change):
     part_targets(tmp_path, Teacher())
     teacher = Teacher()
     part_targets(tmp_path, teacher, **change)
     assert teacher.calls == 2
 
 
-# `test_folder_index.py` has all kinds of damage.
-@pytest.mark.parametrize("damage", ["flip", "nest_index", "hold_folder"])
-def test_damaged_part_is_computed_again(tmp_path, damage, monkeypatch):
+def test_damaged_part_is_computed_again(tmp_path, monkeypatch):
     whole = part_targets(tmp_path / "whole", Teacher())
-    part_targets(tmp_path / "targets", Teacher())
-    DAMAGES[damage](tmp_path / "targets/00001")
-    assert_computed_again(tmp_path / "targets", whole, monkeypatch)
-
-
-def test_part_of_other_targets_is_computed_again(tmp_path, monkeypatch):
-    """Copied from another run, or from another place of the same text."""
-    whole = part_targets(tmp_path / "whole", Teacher())
-    part_targets(tmp_path / "targets", Teacher())
-    part_targets(tmp_path / "other", Teacher(), digest="b")
-    for source in ("other/00001", "whole/00000"):
-        shutil.rmtree(tmp_path / "targets/00001")
-        shutil.copytree(tmp_path / source, tmp_path / "targets/00001")
-        assert_computed_again(tmp_path / "targets", whole, monkeypatch)
-
-
-@pytest.mark.parametrize("kind", ["file", "link", "broken link"])
-def test_folder_that_is_something_else_is_replaced(tmp_path, kind, monkeypatch):
-    whole = part_targets(tmp_path / "whole", Teacher())
-    if kind == "file":
-        (tmp_path / "targets").write_text("a file")
-    else:
-        other = tmp_path / ("none" if kind == "broken link" else "whole")
-        (tmp_path / "targets").symlink_to(other)
-    assert_computed_again(tmp_path / "targets", whole, monkeypatch, calls=2)
-    assert part_targets(tmp_path / "whole", Teacher()).key == whole.key
-
-
-def assert_computed_again(folder, whole, monkeypatch, calls=1):
+    part_targets(tmp_path, Teacher())
+    [_, damaged] = sorted((tmp_path / "parts").glob("*/content"))
+    DAMAGES["flip"](damaged)
     teacher, logger, warnings = Teacher(), Logger(), []
     monkeypatch.setattr(logger, "warning", warnings.append)
-    result = part_targets(folder, teacher, logger=logger)
-    assert teacher.calls == calls
-    assert warnings == [f"{folder}: damaged or of other settings, computed again"]
+    result = part_targets(tmp_path, teacher, logger=logger)
+    assert teacher.calls == 1
+    assert warnings == [f"{damaged}: damaged, made again"]
     for one, other in zip(result, whole, strict=True):
         assert all(mx.array_equal(a, b) for a, b in zip(one, other, strict=True))

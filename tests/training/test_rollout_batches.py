@@ -1,7 +1,6 @@
 """Rollouts in batches of similar length: the same update as one batch of all."""
 
 import itertools
-import json
 from dataclasses import asdict
 from hashlib import sha256
 from types import SimpleNamespace
@@ -11,11 +10,17 @@ import numpy as np
 import pytest
 from lmx.config.train import TrainConfig
 from lmx.data.batching import Batch, bucket_lengths
+from lmx.files.artifacts import ArtifactStore
 from lmx.generation.rollouts import Completion
 from lmx.run.logger import RunLogger
 from lmx.training.grpo_loss import GRPOLoss, group_advantages
 from lmx.training.rewards import RewardSample
-from lmx.training.rollout_batches import Policy, RewardedCompletion, RolloutBatches
+from lmx.training.rollout_batches import (
+    KIND,
+    Policy,
+    RewardedCompletion,
+    RolloutBatches,
+)
 from tiny_llamas import VOCABULARY, llama
 from tiny_steps import make_step
 
@@ -52,18 +57,17 @@ def make_batches(folder, loss: GRPOLoss, step) -> RolloutBatches:
         )
         for row in range(COUNT)
     ]
-    record = {
-        "digest": sha256(b"examples ").hexdigest(),
-        "completions": [*map(asdict, completions)],
-    }
+    record = {"completions": [*map(asdict, completions)]}
+    store = ArtifactStore(folder)
     # Not the first one, which compares log-probabilities.
-    (folder / "00000001.json").write_text(json.dumps(record))
+    key = f"{1:08}-{sha256(b'examples ').hexdigest()}"
+    store.put(KIND, key, lambda _: record)
     rollouts = {"num_generations": GROUP}
     return RolloutBatches(
         step,
         SimpleNamespace(indices=lambda step: [step], digest="examples"),
         TrainConfig(steps=1, batch_size=1, loss=loss.config, rollouts=rollouts),
-        folder,
+        store,
         None,
         RunLogger(None, quiet=True),
         policy=Policy(loss, ()),

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from lmx.data.batching import BucketBatchSampler
 from lmx.errors import Interrupted, UserError
+from lmx.files import artifacts
 from lmx.files.atomic import remove_partial_files
 from lmx.run.callbacks import Callback, CallbackList
 from lmx.run.logger import RunLogger
@@ -192,8 +193,7 @@ def test_gradient_accumulation_counts_one_step(tmp_path):
     assert [record["trained_tokens"] for record in result] == [
         sum(trained[:count]) for count in (3, 6, 9, 10)
     ]
-    saved = checkpoint.list_checkpoints(tmp_path / "checkpoints")
-    assert [path.name for path in saved] == ["0000002", "0000004"]
+    assert checkpoint.list_checkpoints(tmp_path / "checkpoints") == [2, 4]
 
 
 def test_callbacks_get_the_logged_loss_of_completions(tmp_path):
@@ -241,8 +241,8 @@ MOMENTS = {
     "while saving the first": (mx, "save_safetensors", 1),
     "while saving the second": (mx, "save_safetensors", 2),
     "while saving the last": (mx, "save_safetensors", 3),
-    "with the weights saved": (checkpoint, "write_index", 2),
-    "before deleting the oldest": (checkpoint.shutil, "rmtree", 4),
+    "with the weights saved": (artifacts, "_write_index", 2),
+    "before deleting the oldest": (artifacts, "remove", 1),
 }
 
 
@@ -322,17 +322,15 @@ def test_signal_saves_after_the_running_step(tmp_path, expected, kind, at):
     with pytest.raises(Interrupted, match=f"stopped after step {at + 1}; saved"):
         make_trainer(tmp_path, learning_rate=rate).train()
     assert signal.getsignal(kind) is before
-    assert checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1].name.endswith(
-        str(at + 1)
-    )
+    assert checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1] == at + 1
     trainer = make_trainer(tmp_path)
     assert outcome(tmp_path, trainer, trainer.train()) == expected
 
 
 def test_resume_skips_a_damaged_checkpoint(tmp_path, expected, capsys):
     make_trainer(tmp_path).train()
-    *_, newest = checkpoint.list_checkpoints(tmp_path / "checkpoints")
-    (newest / "state.safetensors").write_bytes(b"gone")
+    newest = max((tmp_path / "checkpoints" / checkpoint.KIND).iterdir())
+    (newest / "content/state.safetensors").write_bytes(b"gone")
     trainer = make_trainer(tmp_path)
     assert outcome(tmp_path, trainer, trainer.train()) == expected
     assert f"{newest} is damaged" in capsys.readouterr().err
@@ -355,7 +353,7 @@ def test_nan_loss_stops_training(tmp_path, rate):
     assert record["tokens"] == batch(step - 1).tokens.tolist()
     assert "nan_batch.json" in caught.value.hint
     # The earlier checkpoint is valid: with a finite learning rate the run ends.
-    assert checkpoint.list_checkpoints(tmp_path / "checkpoints")[0].name == "0000003"
+    assert checkpoint.list_checkpoints(tmp_path / "checkpoints")[0] == 3
     assert math.isfinite(make_trainer(tmp_path).train())
 
 

@@ -90,14 +90,13 @@ def packed(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The result of `pack` for these examples, from the cache after the first call."""
 
-    def fill(folder: Path) -> dict:
+    def make(folder: Path) -> None:
         order, starts = pack(examples.lengths, capacity)
         np.save(folder / ORDER, order)
         np.save(folder / STARTS, starts)
-        return {}
 
     key = f"{examples.digest}-{capacity}"
-    entry = cache.get_or_create("packed", key, fill, warning=warning)
+    entry = cache.store(warning).get_or_make("packed", key, make)
     return np.load(entry.folder / ORDER), np.load(entry.folder / STARTS)
 
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from ..config.data import DataConfig
 from ..errors import UserError
+from ..files.artifacts import Artifact
 from . import cache, fingerprint
-from .cache import CacheEntry
 from .dataset import ReadStats, RecordReader, has_split, source_fingerprint, source_size
 from .record_formats import DataRecord
 
@@ -98,12 +98,12 @@ def write_eval_split(folder: Path, held: EvalSplit) -> dict:
     return {"threshold": held.threshold}
 
 
-def read_eval_split(entry: CacheEntry) -> EvalSplit:
+def read_eval_split(artifact: Artifact) -> EvalSplit:
     """The split that `write_eval_split` wrote."""
-    with (entry.folder / EVAL_FILE).open(encoding="utf-8") as stream:
+    with (artifact.folder / EVAL_FILE).open(encoding="utf-8") as stream:
         records = [DataRecord(**json.loads(line)) for line in stream]
     records = [replace(r, **_tuples(r)) for r in records]
-    return EvalSplit(records, entry.facts["threshold"])
+    return EvalSplit(records, artifact.facts["threshold"])
 
 
 def _tuples(record: DataRecord) -> dict[str, tuple]:
@@ -262,13 +262,12 @@ class Splits:
             EVAL_SHARE,
             self._eval_limit,
         ]
-        entry = cache.get_or_create(
+        artifact = cache.store(self.warning).get_or_make(
             "held-out",
             cache.key_of([self._contents[source], settings, fingerprint.code()]),
             lambda folder: write_eval_split(folder, self._choose(source)),
-            warning=self.warning,
         )
-        return read_eval_split(entry)
+        return read_eval_split(artifact)
 
     def _choose(self, source: str) -> EvalSplit:
         self.info(f"valid: holding out examples of {source}")

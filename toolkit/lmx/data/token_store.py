@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from .cache import CacheEntry
+from ..files.artifacts import Artifact
 from .record_formats import DataRecord
 from .tokenization import (
     COUNTS,
@@ -72,14 +72,14 @@ class TokenStore:
         digest: a hash of all tokens, masks and labels.
     """
 
-    def __init__(self, entry: CacheEntry):
+    def __init__(self, artifact: Artifact):
         # The highest bit of a word is set if the token is trained.
-        self._tokens = RaggedArray(entry.folder, "tokens", np.uint32)
-        self._places = RaggedArray(entry.folder, "places", np.uint8)
+        self._tokens = RaggedArray(artifact.folder, "tokens", np.uint32)
+        self._places = RaggedArray(artifact.folder, "places", np.uint8)
         self.lengths = np.diff(self._tokens.starts).astype(np.int32)
-        labels = entry.folder / LABELS
+        labels = artifact.folder / LABELS
         self.labels = np.fromfile(labels, np.bool_) if labels.stat().st_size else None
-        self.digest: str = entry.facts["digest"]
+        self.digest: str = artifact.facts["digest"]
 
     def __len__(self) -> int:
         return len(self.lengths)

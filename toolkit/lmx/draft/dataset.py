@@ -218,7 +218,7 @@ class DistillationBatches:
         self._batches = list(batches.in_order())
         self._teacher = teacher
         self._top_k, self._vocab_size = top_k, vocab_size
-        self._facts, self._key, self._logger = facts, key, logger
+        self._key, self._logger = key, logger
         self._cached_targets: PartTargets | None = None
 
     def __len__(self) -> int:
@@ -259,21 +259,16 @@ class DistillationBatches:
         """
         if self._top_k is None or self._cached_targets:
             return
-        entry = cache.key_of(self._facts)
-        with cache.locked_folder("draft_targets", entry, self.ranks) as folder:
-            self._cached_targets = cache_part_targets(
-                folder,
-                [
-                    mx.contiguous(self.tokens_of(index))
-                    for index in range(len(self._batches))
-                ],
-                self._teacher,
-                digest=self._key,
-                top_k=self._top_k,
-                vocab_size=self._vocab_size,
-                logger=self._logger,
-                ranks=self.ranks,
-            )
+        self._cached_targets = cache_part_targets(
+            cache.store(self._logger.warning, self.ranks),
+            "draft_targets",
+            [mx.contiguous(self.tokens_of(n)) for n in range(len(self._batches))],
+            self._teacher,
+            digest=self._key,
+            top_k=self._top_k,
+            vocab_size=self._vocab_size,
+            logger=self._logger,
+        )
 
     def _target(self, index: int) -> TeacherTarget:
         self.cache_targets()

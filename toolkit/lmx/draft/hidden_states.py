@@ -9,14 +9,13 @@ import mlx.nn as nn
 
 from ..data import cache
 from ..data.batching import Batch
-from ..files.atomic import atomic_folder, remove, require_space
-from ..files.divided_folders import make_folders
-from ..files.hashes import read_index, write_index
+from ..files.artifacts import Origin
+from ..files.atomic import require_space
 from ..interfaces import Logger
 from ..models.hooks import forward_with_hidden_states
 from .dataset import DistillationBatches
 
-FILE, NAME = "states.safetensors", "states"
+KIND, FILE, NAME = "hidden_states", "states.safetensors", "states"
 # The largest value that is stored as float16, which is more exact than bfloat16.
 MAX_FLOAT16 = 6e4
 BYTES_PER_VALUE = 2
@@ -78,17 +77,16 @@ class HiddenStateBatches:
         self._target = target
         self._key = cache.key_of([key, target.layer_ids])
         self.digest = cache.key_of([batches.digest, target.layer_ids])
-        self._folder: Path | None = None
+        self._store = cache.store(logger.warning, batches.ranks)
         # Those of the last forward pass, without a cache.
         self._states: mx.array | None = None
         tokens = sum(batches.tokens_of(index).size for index in range(len(batches)))
         size = tokens * len(target.layer_ids) * width * BYTES_PER_VALUE
-        place = "cached on disk" if size <= max_bytes else "computed in every step"
+        self._is_cached = size <= max_bytes
+        place = "cached on disk" if self._is_cached else "computed in every step"
         logger.info(f"hidden states of {tokens:,} tokens: {size / 1e9:.2f} GB, {place}")
-        if size <= max_bytes:
-            entry = cache.key_of([key, self.digest])
-            with cache.locked_folder("hidden_states", entry, batches.ranks) as folder:
-                self._fill(folder, size, logger)
+        if self._is_cached:
+            self._fill(size, logger)
         else:
             # Their forward passes would give the states of other batches.
             batches.cache_targets()
@@ -101,7 +99,7 @@ class HiddenStateBatches:
         return self[self._batches.index_of(step)]
 
     def __getitem__(self, index: int) -> Batch:
-        if self._folder:
+        if self._is_cached:
             batch, states = self._batches[index], self._load(index)
         else:
             batch, states = self._computed(index)
@@ -125,58 +123,39 @@ class HiddenStateBatches:
         self._states = states
 
     def _load(self, index: int) -> mx.array:
-        place = self._place(self._batches.tokens_of(index))
-        return mx.load(str(place / FILE))[NAME].astype(mx.float32)
+        folder = self._store.folder(KIND, self._key_of(self._batches.tokens_of(index)))
+        return mx.load(str(folder / FILE))[NAME].astype(mx.float32)
 
-    def _fill(self, folder: Path, size: int, logger: Logger) -> None:
-        """Compute the batches whose files are missing or damaged."""
-        require_space(folder, size)
-        self._folder = folder
+    def _fill(self, size: int, logger: Logger) -> None:
+        """Compute the states that are missing or damaged."""
+        require_space(self._store.root, size)
         # Predictions that are missing are computed in the same forward passes.
-        self._target.on_states = self._write
+        self._target.on_states = self._keep_on_disk
         self._batches.cache_targets()
         self._target.on_states = None
         all_tokens = map(self._batches.tokens_of, range(len(self)))
-        tokens_of = {self._place(tokens): tokens for tokens in all_tokens}
-        places, whole = list(tokens_of), set()
+        tokens_by_key = {self._key_of(tokens): tokens for tokens in all_tokens}
+        keys = list(tokens_by_key)
 
-        def is_whole(number: int) -> bool:
-            place = places[number]
-            if place not in whole:
-                if read_index(place, self._index_key(place)) is None:
-                    return False
-                whole.add(place)
-                progress.skip(1)
-            return True
+        def make(number: int, folder: Path) -> None:
+            _save(folder / FILE, self._target.states(tokens_by_key[keys[number]]))
 
-        def make(number: int) -> None:
-            tokens = tokens_of[places[number]]
-            self._write(tokens, self._target.states(tokens))
-            progress.advance()
+        with logger.progress(len(keys), "hidden states") as progress:
 
-        with logger.progress(len(places), "hidden states") as progress:
-            make_folders(
-                places,
-                self._batches.ranks,
-                key=self.digest,
-                is_whole=is_whole,
-                make=make,
-                made_elsewhere=lambda number: progress.advance(),
-            )
+            def count(number: int, origin: Origin) -> None:
+                counter = progress.skip if origin == "found" else progress.advance
+                counter(1)
 
-    def _write(self, tokens: mx.array, states: mx.array) -> None:
-        place = self._place(tokens)
-        remove(place)
-        with atomic_folder(place) as partial:
-            _save(partial / FILE, states)
-            write_index(partial, self._index_key(place), {})
+            self._store.get_or_make_all(KIND, keys, make, on_entry=count)
 
-    def _place(self, tokens: mx.array) -> Path:
-        """Where the hidden states of a batch are."""
-        return self._folder / cache.key_of(tokens.tolist())
+    def _keep_on_disk(self, tokens: mx.array, states: mx.array) -> None:
+        self._store.get_or_make(
+            KIND, self._key_of(tokens), lambda folder: _save(folder / FILE, states)
+        )
 
-    def _index_key(self, place: Path) -> str:
-        return f"{self._key} {place.name}"
+    def _key_of(self, tokens: mx.array) -> str:
+        """The key of the hidden states of a batch."""
+        return cache.key_of([self._key, tokens.tolist()])
 
 
 def _save(file: Path, states: mx.array) -> None:

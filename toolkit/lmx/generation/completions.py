@@ -10,9 +10,9 @@ import numpy as np
 
 from ..data import cache
 from ..data.batching import ExampleDataset, InMemoryExamples
-from ..data.divided_cache import Origin, get_or_create_all
 from ..data.tokenization import Example
 from ..errors import UserError
+from ..files.artifacts import Origin
 from ..interfaces import SINGLE_PROCESS, Communicator, Logger, Progress
 from .engine import Engine
 from .sampling import Sampling
@@ -61,7 +61,7 @@ class CachedGenerator:
         logger = self.logger
         with logger.progress(sum(tokens), "completions", percent=True) as progress:
 
-            def fill(number: int, _: Path) -> dict:
+            def make(number: int, _: Path) -> dict:
                 model = self.load_model()
                 block = blocks[number]
                 return {"completions": generate_batch(model, block, progress)}
@@ -75,15 +75,13 @@ class CachedGenerator:
                 done = starts[number] + len(blocks[number])
                 logger.info(f"generated {done:,} of {len(requests):,} completions")
 
-            entries = get_or_create_all(
+            artifacts = cache.store(logger.warning, self.ranks).get_or_make_all(
                 "completions",
                 [self._key(block) for block in blocks],
-                fill,
-                ranks=self.ranks,
-                warning=logger.warning,
+                make,
                 on_entry=count,
             )
-        completions = [each for e in entries for each in e.facts["completions"]]
+        completions = [each for a in artifacts for each in a.facts["completions"]]
         # Another machine may have them from an earlier run, with other rounding.
         return self.ranks.broadcast_object(completions)
 

@@ -1,7 +1,6 @@
 """What a stage works with: its folder, the current model, data, logger and ranks."""
 
 import json
-import os
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,8 +16,8 @@ from ..config.model import ModelConfig
 from ..convert.importers import resolve_checkpoint
 from ..data.splits import Splits
 from ..errors import UserError
-from ..files.atomic import PARTIAL, atomic_folder, remove, write_atomic
-from ..files.hashes import read_index, write_index
+from ..files.artifacts import ArtifactStore
+from ..files.atomic import PARTIAL, atomic_folder, write_atomic
 from ..interfaces import SINGLE_PROCESS, Communicator
 from ..models import checkpoint_writer, from_scratch, gguf_scales
 from ..models.drafters.mtp import copy_mtp
@@ -38,6 +37,8 @@ STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again: at once, 
 VISIBLE_HINT = "put the run directory where all machines see it, with output=..."
 PATHS = ("model", "reference", "adapters", "draft", "rounded")
 
+# Artifacts of a stage: models that it begins with.
+MODELS, FROM_SCRATCH = "models", "from_scratch"
 # The folder of the draft model in the run directory.
 DRAFT_FOLDER = "draft"
 
@@ -159,28 +160,6 @@ def write_model(
             copy_mtp(loaded.path, partial, loaded.config)
 
 
-def mark_complete(folder: Path) -> None:
-    """Record the hashes of an intermediate model, beside it."""
-    write_index(folder, folder.name, {}, place=_index_of(folder))
-
-
-def is_complete(folder: Path, warning: Callable[[str], None]) -> bool:
-    """Whether an intermediate model is as `mark_complete` left it.
-
-    If not, nothing is left of it.
-    """
-    if read_index(folder, folder.name, place=_index_of(folder)) is not None:
-        return True
-    if os.path.lexists(folder):
-        warning(f"{folder}: damaged or incomplete, made again")
-        remove(folder)
-    return False
-
-
-def _index_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.json")
-
-
 @dataclass(frozen=True)
 class StageContext:
     """The surroundings of a stage.
@@ -213,6 +192,12 @@ class StageContext:
     def ranks(self) -> Communicator:
         """All processes of the run; only rank 0 writes files that all of them see."""
         return self.parallel.world
+
+    @property
+    def artifacts(self) -> ArtifactStore:
+        """What the stage keeps for its own resume."""
+        place = self.folder / "artifacts"
+        return ArtifactStore(place, self.logger.warning, self.ranks)
 
     def load(
         self,
@@ -277,7 +262,8 @@ class StageContext:
     @property
     def initial_model(self) -> Path:
         """The checkpoint that a train stage begins with; see `create_from_scratch`."""
-        return self.current.model if self.current else self.folder / "from_scratch"
+        made = self.artifacts.folder(MODELS, FROM_SCRATCH)
+        return self.current.model if self.current else made
 
     def write_report(self, report: dict) -> None:
         """Write the report of this stage, which is that of the run for now."""
@@ -346,17 +332,18 @@ class StageContext:
 
 def create_from_scratch(context: StageContext) -> None:
     """Write a model from scratch: a tokenizer trained on the data, random weights."""
-    target = context.initial_model
-    if context.current or is_complete(target, context.logger.warning):
-        return
-    config = from_scratch.llama_config(context.source.from_scratch)
-    weights = from_scratch.initial_weights(config, context.seed)
-    context.logger.info("training the tokenizer")
-    with TemporaryDirectory() as scratch, atomic_folder(target) as partial:
-        texts = (row.as_text() for row in context.rows.train)
-        size = context.source.from_scratch.vocab_size
-        from_scratch.train_tokenizer(texts, size, Path(scratch))
-        checkpoint_writer.write_checkpoint(
-            partial, weights, config, companions=Path(scratch)
-        )
-    mark_complete(target)
+
+    def make(folder: Path) -> None:
+        config = from_scratch.llama_config(context.source.from_scratch)
+        weights = from_scratch.initial_weights(config, context.seed)
+        context.logger.info("training the tokenizer")
+        with TemporaryDirectory() as scratch:
+            texts = (row.as_text() for row in context.rows.train)
+            size = context.source.from_scratch.vocab_size
+            from_scratch.train_tokenizer(texts, size, Path(scratch))
+            checkpoint_writer.write_checkpoint(
+                folder, weights, config, companions=Path(scratch)
+            )
+
+    if not context.current:
+        context.artifacts.get_or_make(MODELS, FROM_SCRATCH, make)

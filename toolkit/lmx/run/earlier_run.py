@@ -113,7 +113,7 @@ class EarlierRun:
             folder = self.path / STAGES / name
             checkpoints = folder / "checkpoints"
             is_finished = name in self._finished
-            if not is_finished and checkpoints.is_dir() and any(checkpoints.iterdir()):
+            if not is_finished and any(checkpoints.glob("*/*/content")):
                 target = old_name(folder)
                 os.rename(folder, target)
                 notes.append(

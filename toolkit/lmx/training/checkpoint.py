@@ -1,21 +1,19 @@
 """Checkpoints of a running training: whole or absent, exact to resume."""
 
-import json
 import math
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..files.atomic import atomic_folder, require_space
-from ..files.hashes import key_of, read_index, write_index
+from ..files.artifacts import Artifact, ArtifactStore
+from ..files.atomic import require_space
 from ..models.safetensors_io import stream_safetensors
 from .step import TrainStep
 
-WEIGHTS = "state.safetensors"
+KIND, WEIGHTS = "steps", "state.safetensors"
 # Free bytes required beyond the new checkpoint, for logs and metrics.
 DISK_SLACK = 16 << 20
 
@@ -72,7 +70,7 @@ def save(
     save_total_limit: int = 2,
     best_step: int | None = None,
 ) -> Path | None:
-    """Write `folder/<step>` atomically and delete old checkpoints.
+    """Write a checkpoint into a folder and delete old ones.
 
     All ranks call this; only the first one writes, and gets the path.
 
@@ -89,9 +87,26 @@ def save(
         for _ in tensors:
             pass
         return None
-    target = _write(folder, step, progress, tensors)
-    _delete_old(folder, target, save_total_limit, best_step)
-    return target
+    layout = _layout(step)
+    size = sum(dtype.size * math.prod(shape) for dtype, shape in layout.values())
+    require_space(folder, size + DISK_SLACK)
+
+    def write(target: Path) -> dict:
+        if step.sharding:
+            stream_safetensors(target / WEIGHTS, layout, tensors, {})
+        else:
+            mx.save_safetensors(str(target / WEIGHTS), _state_tensors(step))
+        return {"progress": vars(progress), "shapes": _shapes(layout)}
+
+    store = ArtifactStore(folder)
+    saved = store.put(KIND, _key(progress.step), write)
+    # Newer checkpoints than this one are damaged: `restore` skipped them.
+    kept = [n for n in list_checkpoints(folder) if n <= progress.step]
+    kept = kept[-save_total_limit:]
+    if best_step is not None:
+        kept.append(best_step)
+    store.remove_others(KIND, [_key(number) for number in kept])
+    return saved.folder
 
 
 def restore(
@@ -121,29 +136,28 @@ def load_weights(folder: Path, step: TrainStep, number: int) -> bool:
     The optimizer state is not loaded: training does not continue. All ranks call this.
     """
     tensors = None
-    checkpoint = _path(folder, number)
-    if step.ranks.is_first and _is_undamaged(checkpoint, step):
-        tensors = mx.load(str(checkpoint / WEIGHTS))
+    if step.ranks.is_first and (saved := _find(folder, step, number)):
+        tensors = mx.load(str(saved.folder / WEIGHTS))
     if not step.ranks.broadcast_object(tensors is not None):
         return False
     _load_in_place(step, step.parameters, tensors or {}, "parameters:")
     return True
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if p.name.isdecimal())
+def list_checkpoints(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, oldest first."""
+    names = (path.parent.name for path in (folder / KIND).glob("*/content"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _path(folder: Path, number: int) -> Path:
-    return folder / f"{number:07d}"
+def _key(number: int) -> str:
+    return f"{number:07d}"
 
 
-def _is_undamaged(checkpoint: Path, step: TrainStep) -> bool:
-    """Whether it has the bytes that were written, for a model of this layout."""
-    return read_index(checkpoint, _key(_layout(step), int(checkpoint.name))) is not None
+def _find(folder: Path, step: TrainStep, number: int) -> Artifact | None:
+    """The checkpoint after `number` steps, if it has the layout of this model."""
+    saved = ArtifactStore(folder).find(KIND, _key(number))
+    return saved if saved and saved.facts["shapes"] == _shapes(_layout(step)) else None
 
 
 def _layout(step: TrainStep) -> dict[str, tuple[mx.Dtype, tuple[int, ...]]]:
@@ -154,55 +168,19 @@ def _layout(step: TrainStep) -> dict[str, tuple[mx.Dtype, tuple[int, ...]]]:
     }
 
 
-def _key(layout: dict, number: int) -> str:
-    shapes = {name: list(shape) for name, (_, shape) in layout.items()}
-    return key_of(["checkpoint", number, shapes])
-
-
-def _write(
-    folder: Path,
-    step: TrainStep,
-    progress: TrainingProgress,
-    tensors: Iterator[mx.array],
-) -> Path:
-    layout = _layout(step)
-    size = sum(dtype.size * math.prod(shape) for dtype, shape in layout.values())
-    require_space(folder, size + DISK_SLACK)
-    target = _path(folder, progress.step)
-    with atomic_folder(target) as partial:
-        weights = partial / WEIGHTS
-        # In the file's metadata, so that the hash covers it.
-        metadata = {"progress": json.dumps(vars(progress))}
-        if step.sharding:
-            stream_safetensors(weights, layout, tensors, metadata)
-        else:
-            mx.save_safetensors(str(weights), _state_tensors(step), metadata=metadata)
-        write_index(partial, _key(layout, progress.step), {})
-    return target
-
-
-def _delete_old(
-    folder: Path, target: Path, save_total_limit: int, best_step: int | None
-) -> None:
-    # Newer checkpoints than the target are damaged: `restore` skipped them.
-    kept = [p for p in list_checkpoints(folder) if p.name <= target.name]
-    kept = kept[-save_total_limit:]
-    if best_step is not None:
-        kept.append(_path(folder, best_step))
-    for other in set(list_checkpoints(folder)) - set(kept):
-        shutil.rmtree(other)
+def _shapes(layout: dict) -> dict[str, list[int]]:
+    return {name: list(shape) for name, (_, shape) in layout.items()}
 
 
 def _load_newest(
     folder: Path, step: TrainStep, warning: Callable[[str], None]
 ) -> tuple[dict[str, mx.array] | None, TrainingProgress]:
-    for checkpoint in reversed(list_checkpoints(folder)):
-        if not _is_undamaged(checkpoint, step):
-            warning(f"checkpoint {checkpoint} is damaged; using the one before it")
-            continue
-        path = str(checkpoint / WEIGHTS)
-        tensors, metadata = mx.load(path, return_metadata=True)
-        return tensors, TrainingProgress(**json.loads(metadata["progress"]))
+    for number in reversed(list_checkpoints(folder)):
+        if saved := _find(folder, step, number):
+            tensors = mx.load(str(saved.folder / WEIGHTS))
+            return tensors, TrainingProgress(**saved.facts["progress"])
+        place = folder / KIND / _key(number)
+        warning(f"checkpoint {place} is damaged; using the one before it")
     return None, TrainingProgress()
 
 

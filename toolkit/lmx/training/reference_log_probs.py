@@ -14,8 +14,8 @@ import numpy as np
 
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
-from ..data.divided_cache import Origin, get_or_create_all
 from ..errors import nan_predictions
+from ..files.artifacts import Origin
 from ..interfaces import SINGLE_PROCESS, Communicator, Logger
 from .chunked_loss import ChunkedLoss
 from .losses import token_log_probs
@@ -81,31 +81,29 @@ def reference_log_probs(
         def sequences(number: int) -> InMemoryExamples:
             return InMemoryExamples(examples[index] for index in blocks[number])
 
-        def fill(number: int, folder: Path) -> dict:
-            return _fill(sequences(number), reference, bar, folder)
+        def make(number: int, folder: Path) -> None:
+            _write(sequences(number), reference, bar, folder)
 
         def count(number: int, origin: Origin) -> None:
             if origin != "made":
                 counter = bar.skip if origin == "found" else bar.advance
                 counter(len(blocks[number]))
 
-        entries = get_or_create_all(
+        artifacts = cache.store(logger.warning, reference.ranks).get_or_make_all(
             "reference-log-probs",
             [
                 cache.key_of([reference.digest, sequences(number).digest])
                 for number in range(len(blocks))
             ],
-            fill,
-            ranks=reference.ranks,
-            warning=logger.warning,
+            make,
             on_entry=count,
         )
-    for block, entry in zip(blocks, entries, strict=True):
-        result[block] = np.load(entry.folder / FILE, allow_pickle=False)
+    for block, artifact in zip(blocks, artifacts, strict=True):
+        result[block] = np.load(artifact.folder / FILE, allow_pickle=False)
     return result
 
 
-def _fill(sequences: InMemoryExamples, reference: Reference, bar, folder: Path) -> dict:
+def _write(sequences: InMemoryExamples, reference: Reference, bar, folder: Path):
     model, chunked = reference.load()
     longest = int(sequences.lengths.max())
     batches = BucketBatchSampler(
@@ -120,7 +118,6 @@ def _fill(sequences: InMemoryExamples, reference: Reference, bar, folder: Path) 
     if np.isnan(sums).any():
         raise nan_predictions("the reference")
     np.save(folder / FILE, sums)
-    return {"sequences": len(sequences)}
 
 
 def _sums(batch: Batch, model: nn.Module, chunked: ChunkedLoss | None) -> mx.array:

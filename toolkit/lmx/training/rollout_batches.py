@@ -1,16 +1,14 @@
 """Training batches of the model's own completions.
 
 The model samples completions for the prompts of a batch of examples when the first of
-them is needed. They are kept in a file, so that a killed run goes on with the same
+them is needed. They are kept on disk, so that a killed run goes on with the same
 ones. Other examples or reward functions make other completions. A batch has as many of
 them as there are prompts, of similar length.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +18,7 @@ from ..cpu import multiplies_exactly
 from ..data.batching import Batch, BucketBatchSampler, bucket_lengths
 from ..data.tokenization import Example
 from ..errors import UserError
-from ..files.atomic import make_folder, write_atomic
+from ..files.artifacts import ArtifactStore
 from ..generation.completions import prompt_tokens
 from ..generation.rollouts import Completion, sample_completions
 from ..interfaces import Logger
@@ -36,8 +34,10 @@ CHECK_INTERVAL = 8
 HEAD_FRACTIONS = 4
 # Validation prompts that are decoded together.
 EVAL_BATCH_SIZE = 64
-# Digest of the reward functions that failed; see `RolloutBatches.digest`.
-FAILED_REWARDS = "failed_rewards"
+# Artifacts: the completions of a batch, and the digest of the reward functions that
+# failed first; see `RolloutBatches.digest`.
+KIND = "rollouts"
+FAILED_REWARDS = "failed_rewards", "first"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RolloutBatches:
         step: the training step, whose current weights generate.
         examples: batches of the examples with the prompts.
         config: of the stage. A batch of prompts makes `num_generations` batches.
-        folder: keeps the completions.
+        store: keeps the completions, on rank 0.
         tokenizer: mlx-lm's TokenizerWrapper.
         policy: makes a policy gradient of them; None = only completions, as for
             distillation.
@@ -102,7 +102,7 @@ class RolloutBatches:
         step: TrainStep,
         examples: BucketBatchSampler,
         config: TrainConfig,
-        folder: Path,
+        store: ArtifactStore,
         tokenizer,
         logger: Logger,
         *,
@@ -113,7 +113,7 @@ class RolloutBatches:
         self.step = step
         self.batches = examples
         self.config = config.rollouts
-        self.folder = folder
+        self.store = store
         self.tokenizer = tokenizer
         self.logger = logger
         self.policy = policy
@@ -147,10 +147,8 @@ class RolloutBatches:
 
     def _rewards_of_failure(self) -> str | None:
         """The digest of the reward functions that failed in this run."""
-        failed, file = None, self.folder / FAILED_REWARDS
-        if self.step.ranks.is_first and file.is_file():
-            failed = file.read_text()
-        return self.step.ranks.broadcast_object(failed)
+        known = self.store.find_on_first(*FAILED_REWARDS)
+        return known and known.facts["digest"]
 
     def indices(self, step: int) -> range:
         """The indices of the batches of a step, counted from 0."""
@@ -176,13 +174,12 @@ class RolloutBatches:
     def _rollout(
         self, number: int, step: int, *, is_first_use: bool
     ) -> list[RewardedCompletion]:
-        """The completions of a batch, from their file or from the model."""
-        ranks, records = self.step.ranks, None
-        if ranks.is_first:
-            records = self._read(number)
-        if ranks.broadcast_object(records is None):
-            completions = self._generate(number)
-            records = [asdict(each) for each in completions]
+        """The completions of a batch, from the store or from the model."""
+        ranks = self.step.ranks
+        if known := self.store.find_on_first(KIND, self._key(number)):
+            records = known.facts["completions"]
+        else:
+            records = [asdict(each) for each in self._generate(number)]
             if ranks.is_first:
                 self._write(number, records)
         if is_first_use and ranks.is_first:
@@ -194,24 +191,15 @@ class RolloutBatches:
         records = ranks.broadcast_object(records)
         return [RewardedCompletion.from_json(record) for record in records]
 
-    def _place(self, number: int) -> Path:
-        return self.folder / f"{number:08}.json"
-
-    def _read(self, number: int) -> list[dict] | None:
-        """The completions in the file of a batch; None if they are of others."""
-        file = self._place(number)
-        if not file.is_file():
-            return None
-        saved = json.loads(file.read_text())
-        is_same = saved["digest"] == self._hash(self._rewards)
-        return saved["completions"] if is_same else None
+    def _key(self, number: int) -> str:
+        return f"{number:08}-{self._hash(self._rewards)}"
 
     def _write(self, number: int, completions: list[dict]) -> None:
-        make_folder(self.folder)
-        saved = {"digest": self._hash(self._rewards), "completions": completions}
-        write_atomic(self._place(number), json.dumps(saved) + "\n")
-        old = number - self.kept * self.accumulation
-        self._place(old).unlink(missing_ok=True)
+        facts = {"completions": completions}
+        self.store.put(KIND, self._key(number), lambda _: facts)
+        kept = self.kept * self.accumulation
+        near = range(number - kept + 1, number + kept)
+        self.store.remove_others(KIND, {self._key(each) for each in near})
 
     def _generate(self, number: int) -> list[RewardedCompletion]:
         config = self.config
@@ -277,10 +265,8 @@ class RolloutBatches:
         try:
             return {reward.name: reward(sample) for reward in rewards}
         except UserError:
-            file = self.folder / FAILED_REWARDS
-            if not file.is_file():
-                make_folder(self.folder)
-                write_atomic(file, self._rewards)
+            # Of several failures, the first one counts.
+            self.store.get_or_make(*FAILED_REWARDS, lambda _: {"digest": self._rewards})
             raise
 
     def _text(self, tokens: list[int]) -> str:

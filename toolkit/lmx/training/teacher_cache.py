@@ -9,7 +9,6 @@ teacher's logits, so neither index can serve the other's readers with the same b
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,10 +21,8 @@ import numpy as np
 from ..cpu import on_cpu
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
-from ..data.divided_cache import Origin, get_or_create_all
-from ..files.atomic import atomic_folder, remove, require_space
-from ..files.divided_folders import make_folders
-from ..files.hashes import read_index, write_index
+from ..files.artifacts import ArtifactStore, Origin
+from ..files.atomic import require_space
 from ..interfaces import SINGLE_PROCESS, Communicator, Logger, Progress
 from .distillation import OnlineTeacher
 from .mapped_targets import MappedTeacher
@@ -139,17 +136,18 @@ def cache_teacher_targets(
 
     with teacher.logger.progress(total, "teacher predictions", percent=True) as bar:
 
-        def fill(number: int, folder: Path) -> dict:
+        def make(number: int, folder: Path) -> None:
             block = block_examples(number)
             targets = _targets(block, blocks[number], teacher, top_k, temperature)
-            return _fill_block(block, targets, teacher, top_k, bar, folder)
+            _write_block(block, targets, teacher, top_k, bar, folder)
 
         def count(number: int, origin: Origin) -> None:
             if origin != "made":
                 counter = bar.skip if origin == "found" else bar.advance
                 counter(sizes[number])
 
-        entries = get_or_create_all(
+        store = cache.store(teacher.logger.warning, teacher.ranks)
+        artifacts = store.get_or_make_all(
             "targets",
             [
                 cache.key_of(
@@ -157,13 +155,11 @@ def cache_teacher_targets(
                 )
                 for n, more in enumerate(map(teacher.digests_of, blocks))
             ],
-            fill,
-            ranks=teacher.ranks,
-            warning=teacher.logger.warning,
+            make,
             space=lambda number: sum(sizes[number:]) * token_bytes,
             on_entry=count,
         )
-    return CachedTargets([entry.folder for entry in entries], blocks, counts)
+    return CachedTargets([artifact.folder for artifact in artifacts], blocks, counts)
 
 
 def _num_trained(example) -> int:
@@ -212,14 +208,14 @@ def _predictions(
             yield numbers[start : start + size], target
 
 
-def _fill_block(
+def _write_block(
     examples: InMemoryExamples,
     targets: Iterable[tuple[np.ndarray, TeacherTarget]],
     teacher: TeacherClient,
     top_k: int,
     progress: Progress,
     folder: Path,
-) -> dict:
+) -> None:
     """Write the predictions of a block's trained tokens, in the examples' order.
 
     Args:
@@ -236,7 +232,6 @@ def _fill_block(
             array[numbers] = np.array(values)
         progress.advance(len(numbers))
     save_targets(folder, block, teacher.vocab_size)
-    return {}
 
 
 class PartTargets(Sequence):
@@ -250,7 +245,7 @@ class PartTargets(Sequence):
 
     def __init__(
         self,
-        folder: Path,
+        folders: Sequence[Path],
         tokens: Sequence[mx.array],
         counted: Sequence[mx.array],
         key: str,
@@ -258,19 +253,19 @@ class PartTargets(Sequence):
         self.tokens = tokens
         self.counted = counted
         self.key = key
-        self._folder = folder
+        self._folders = folders
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, part: int) -> TeacherTarget:
         """The target of every position of a part; its probabilities sum to one."""
-        folder = _part_folder(self._folder, range(len(self.tokens))[part])
-        return decompress_targets(*map(mx.array, load_targets(folder)))
+        return decompress_targets(*map(mx.array, load_targets(self._folders[part])))
 
 
 def cache_part_targets(
-    folder: Path,
+    store: ArtifactStore,
+    kind: str,
     parts: Sequence[mx.array],
     teacher: Callable[[mx.array], mx.array],
     *,
@@ -280,12 +275,12 @@ def cache_part_targets(
     vocab_size: int | None = None,
     temperature: float = 1.0,
     logger: Logger,
-    ranks: Communicator = SINGLE_PROCESS,
 ) -> PartTargets:
-    """Write the teacher's predictions for parts of a text that are not in `folder`.
+    """Make the teacher's predictions for parts of a text that are not in the store.
 
     Args:
-        folder: of these targets only; targets of anything else in it are deleted.
+        store: of all ranks. They have the same parts; each predicts its share of them.
+        kind: of the artifacts.
         parts: int32 [B, L] each, of any B and L.
         teacher: logits [B, L, V] of such tokens. A model computes them a few positions
             at a time.
@@ -295,7 +290,6 @@ def cache_part_targets(
         vocab_size: only the first so many tokens are predicted; None = all.
         temperature: divides the logits.
         logger: shows the size beforehand, and the progress.
-        ranks: have the same parts; each predicts its share of them.
 
     Raises:
         UserError: the disk is too small.
@@ -305,25 +299,38 @@ def cache_part_targets(
     key = _parts_key(parts, counted, [digest, top_k, vocab_size, temperature])
     # Made when it is used: it freezes the model.
     trunk_and_head = lru_cache(lambda: _trunk_and_head(teacher, vocab_size))
+
+    def make(number: int, folder: Path) -> None:
+        hidden, logits = trunk_and_head()
+        states = hidden(parts[number])
+        # Only the shape is used, so nothing is computed.
+        width = logits(states[:1, :1]).shape[-1]
+        require_room(bytes_per_token(top_k, width))
+        target = _part_target(states, logits, top_k, temperature)
+        save_targets(folder, target, width)
+
+    @lru_cache
+    def require_room(token_bytes: int) -> None:
+        positions = sum(part.size for n, part in enumerate(parts) if n not in found)
+        logger.info(
+            f"teacher predictions for {positions:,} tokens: "
+            f"{positions * token_bytes / 1e6:,.1f} MB on disk"
+        )
+        require_space(store.root, positions * token_bytes)
+
+    found: set[int] = set()
     with logger.progress(len(parts), "teacher predictions") as progress:
 
-        def make(number: int) -> None:
-            hidden, logits = trunk_and_head()
-            files.write(number, hidden(parts[number]), logits)
-            progress.advance()
+        def count(number: int, origin: Origin) -> None:
+            if origin == "found":
+                found.add(number)
+                progress.skip(1)
+            else:
+                progress.advance()
 
-        files = _PartFiles(folder, key, parts, top_k, temperature, logger)
-        ranks.in_turn(files.clean)
-        progress.skip(len(files.whole))
-        make_folders(
-            files.folders,
-            ranks,
-            key=key,
-            is_whole=files.is_whole,
-            make=make,
-            made_elsewhere=lambda number: progress.advance(),
-        )
-    return PartTargets(folder, parts, counted, key)
+        keys = [f"{key}-{number:05d}" for number in range(len(parts))]
+        artifacts = store.get_or_make_all(kind, keys, make, on_entry=count)
+    return PartTargets([a.folder for a in artifacts], parts, counted, key)
 
 
 def _trunk_and_head(
@@ -353,80 +360,6 @@ def _part_target(
     joined = map(mx.concatenate, zip(*pieces, strict=True))
     shape = states.shape[:2]
     return TeacherTarget(*(x.reshape(*shape, *x.shape[1:]) for x in joined))
-
-
-class _PartFiles:
-    """The folders of parts; see `cache_part_targets`.
-
-    Attributes:
-        whole: numbers of the undamaged parts.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        key: str,
-        parts: Sequence[mx.array],
-        top_k: int,
-        temperature: float,
-        logger: Logger,
-    ):
-        self.folder = folder
-        self.key = key
-        self.parts = parts
-        self.top_k, self.temperature = top_k, temperature
-        self.logger = logger
-        self.folders = [_part_folder(folder, number) for number in range(len(parts))]
-        self.whole: set[int] = set()
-        self._has_room = False
-
-    def clean(self) -> None:
-        """Delete all that is no undamaged part."""
-        unusable, folder = {self.folder}, self.folder
-        if folder.is_dir() and not folder.is_symlink():
-            usable = {n for n in range(len(self.folders)) if self.is_whole(n)}
-            unusable = set(folder.iterdir()) - {self.folders[n] for n in usable}
-        elif not os.path.lexists(folder):
-            return
-        if unusable:
-            self.logger.warning(
-                f"{folder}: damaged or of other settings, computed again"
-            )
-        for path in unusable:
-            remove(path)
-
-    def is_whole(self, number: int) -> bool:
-        if number not in self.whole:
-            index = read_index(self.folders[number], f"{self.key} {number}")
-            if index is None:
-                return False
-            self.whole.add(number)
-        return True
-
-    def write(self, number: int, states: mx.array, logits: Callable) -> None:
-        """Write a part from its hidden states and the function of their logits."""
-        # Only the shape is used, so nothing is computed.
-        width = logits(states[:1, :1]).shape[-1]
-        if not self._has_room:
-            self._require_room(bytes_per_token(self.top_k, width))
-        target = _part_target(states, logits, self.top_k, self.temperature)
-        with atomic_folder(self.folders[number]) as partial_folder:
-            save_targets(partial_folder, target, width)
-            write_index(partial_folder, f"{self.key} {number}", {})
-
-    def _require_room(self, token_bytes: int) -> None:
-        missing = [p for n, p in enumerate(self.parts) if n not in self.whole]
-        positions = sum(part.size for part in missing)
-        self.logger.info(
-            f"teacher predictions for {positions:,} tokens: "
-            f"{positions * token_bytes / 1e6:,.1f} MB on disk"
-        )
-        require_space(self.folder, positions * token_bytes)
-        self._has_room = True
-
-
-def _part_folder(folder: Path, number: int) -> Path:
-    return folder / f"{number:05d}"
 
 
 def _parts_key(parts, counted, settings: list) -> str:

@@ -178,7 +178,5 @@ def import_cached(source: Path) -> Path:
 
     key = cache.key_of([VERSION, facts])
     # Float32 scales take more space than the published ones.
-    entry = cache.get_or_create(
-        "imports", key, fill, warning=warnings.warn, space=3 * size // 2
-    )
-    return entry.folder
+    store = cache.store(warnings.warn)
+    return store.get_or_make("imports", key, fill, space=3 * size // 2).folder

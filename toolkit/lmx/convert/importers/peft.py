@@ -148,9 +148,8 @@ def resolve_adapter(source: str | Path) -> Path:
 
     key = cache.key_of(["peft", VERSION, facts])
     size = sum(file.stat().st_size for file in files)
-    return cache.get_or_create(
-        "imports", key, fill, warning=warnings.warn, space=2 * size
-    ).folder
+    store = cache.store(warnings.warn)
+    return store.get_or_make("imports", key, fill, space=2 * size).folder
 
 
 def convert_adapter(source: Path, target: Path) -> None:

@@ -2,26 +2,23 @@
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import mlx.core as mx
 
 from ...draft.text_first import Batches
-from ...files.hashes import read_index, write_index
-from ...interfaces import Communicator
+from ...files.artifacts import ArtifactStore
+from ...files.hashes import key_of
 from ...training.step import TrainStep
 
 # The first steps compile kernels.
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
-NUM_STEPS = "num_steps"
 
 
 def steps_within(
     seconds: float,
     make_step: Callable[[], TrainStep],
     parts: Sequence[Batches],
-    folder: Path,
-    ranks: Communicator,
+    store: ArtifactStore,
 ) -> int:
     """How many steps take so long. A resumed training gets the number of the first.
 
@@ -30,22 +27,21 @@ def steps_within(
     Args:
         make_step: makes a step with the weights of its model.
         parts: batches, each of an equal share of the steps.
-        folder: keeps the number.
+        store: keeps the number.
     """
-    key = " ".join([str(seconds), *(batches.digest for batches in parts)])
-    known = read_index(folder, key) if ranks.is_first else None
-    known = ranks.broadcast_object(known)
-    if known is None:
-        # The model keeps its weights.
-        step = make_step()
-        weights = step.model.trainable_parameters()
-        each = sum(_seconds_per_step(step, batches) for batches in parts) / len(parts)
-        step.model.update(weights)
-        known = {NUM_STEPS: max(1, int(seconds / ranks.broadcast_object(each)))}
-        if ranks.is_first:
-            folder.mkdir(exist_ok=True)
-            write_index(folder, key, known)
-    return known[NUM_STEPS]
+    ranks = store.ranks
+    key = key_of([seconds, *(batches.digest for batches in parts)])
+    if known := store.find_on_first("budget", key):
+        return known.facts["steps"]
+    # The model keeps its weights.
+    step = make_step()
+    weights = step.model.trainable_parameters()
+    each = sum(_seconds_per_step(step, batches) for batches in parts) / len(parts)
+    step.model.update(weights)
+    steps = max(1, int(seconds / ranks.broadcast_object(each)))
+    if ranks.is_first:
+        store.put("budget", key, lambda _: {"steps": steps})
+    return steps
 
 
 def _seconds_per_step(step: TrainStep, batches: Batches) -> float:

@@ -188,8 +188,8 @@ class DraftDistillation(ABC):
         config, context = self.config, self.context
         if config.num_steps:
             return config.num_steps
-        seconds, folder = config.budget_seconds, context.folder / "budget"
-        steps = steps_within(seconds, make_step, parts, folder, context.ranks)
+        seconds = config.budget_seconds
+        steps = steps_within(seconds, make_step, parts, context.artifacts)
         context.logger.info(f"{steps:,} steps fit into {config.budget}")
         return steps
 

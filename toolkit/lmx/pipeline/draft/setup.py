@@ -34,11 +34,11 @@ from ...models.checkpoint import config_int, read_config
 from ...models.dtypes import compute_dtype, set_compute_dtype
 from ...models.loader import LoadedModel
 from ...quantization.packing import dequantized_model
-from ..context import StageContext, is_complete, mark_complete, write_model
+from ..context import MODELS, StageContext, write_model
 from ..train.batches import tokenized_examples
 
 # The folder of the initial draft model, in that of the stage.
-INITIAL_FOLDER = "initial"
+INITIAL = "initial"
 
 
 class DraftData:
@@ -266,29 +266,28 @@ def write_initial(
         UserError: the model to prune has another tokenizer than the target, or no
             engine could serve the pruned one.
     """
-    folder = context.folder / INITIAL_FOLDER
-    if is_complete(folder, context.logger.warning):
-        return folder
-    source = _load_source(config.init_from, context, target)
-    weights = dict(tree_flatten(source.model.parameters()))
-    set_compute_dtype(source.model, compute_dtype("auto", source.dtype))
-    layers = config.num_layers
-    if not isinstance(layers, list):
-        count = config.depth(len(source.model.layers))
-        order = rank_layers(source.model, tokens)
-        layers = most_important_blocks(order, count)
-    layers = tuple(sorted(layers))
-    pruned = pruned_config(source.config, layers)
-    pruned["eos_token_id"] = target.config.get("eos_token_id")
-    vocabulary = len(target.tokenizer.get_vocab())
-    require_servable(pruned, target.config, vocabulary, place=str(source.path))
-    # The target's tokenizer and chat template, whatever the model is pruned from.
-    like = replace(source, config=pruned, path=target.path)
-    write_model(folder, like, prune(source.model, weights, layers), keeps_mtp=False)
-    mark_complete(folder)
-    blocks = ", ".join(map(str, layers))
-    context.logger.info(f"initial draft model: blocks {blocks} of {source.path}")
-    return folder
+
+    def make(folder: Path) -> None:
+        source = _load_source(config.init_from, context, target)
+        weights = dict(tree_flatten(source.model.parameters()))
+        set_compute_dtype(source.model, compute_dtype("auto", source.dtype))
+        layers = config.num_layers
+        if not isinstance(layers, list):
+            count = config.depth(len(source.model.layers))
+            order = rank_layers(source.model, tokens)
+            layers = most_important_blocks(order, count)
+        layers = tuple(sorted(layers))
+        pruned = pruned_config(source.config, layers)
+        pruned["eos_token_id"] = target.config.get("eos_token_id")
+        vocabulary = len(target.tokenizer.get_vocab())
+        require_servable(pruned, target.config, vocabulary, place=str(source.path))
+        # The target's tokenizer and chat template, whatever the model is pruned from.
+        like = replace(source, config=pruned, path=target.path)
+        write_model(folder, like, prune(source.model, weights, layers), keeps_mtp=False)
+        blocks = ", ".join(map(str, layers))
+        context.logger.info(f"initial draft model: blocks {blocks} of {source.path}")
+
+    return context.artifacts.get_or_make(MODELS, INITIAL, make).folder
 
 
 def _load_source(

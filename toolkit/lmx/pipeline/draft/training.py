@@ -26,10 +26,10 @@ from ...models.loader import LoadedModel
 from ...run.parallel_dims import ParallelDims
 from ...training.chunked_loss import ChunkedLoss
 from ...training.trainer import Trainer
-from ..context import ModelArtifact, write_model
+from ..context import MODELS, ModelArtifact, write_model
 from ..quantize.stage import QuantizeStage
 from .distillation import DraftDistillation, References
-from .setup import INITIAL_FOLDER, write_initial
+from .setup import INITIAL, write_initial
 
 # Tokens on which the importance of blocks is measured.
 IMPORTANCE_TOKENS = 256
@@ -54,7 +54,7 @@ class DraftModelDistillation(DraftDistillation):
 
     def make_trainer(self) -> Trainer:
         context = self.context
-        initial = context.require_visible(context.folder / INITIAL_FOLDER)
+        initial = context.require_visible(context.artifacts.folder(MODELS, INITIAL))
         self._initial = loaded = context.load(initial, compute="stored")
         make_step = partial(
             self.make_step,

@@ -252,7 +252,7 @@ class PostQuantRefinement:
                 model,
                 train_targets,
                 eval_targets,
-                folder=self.context.folder / "tuning",
+                store=self.context.artifacts,
                 seed=self.context.seed,
                 logger=self.context.logger,
             )
@@ -275,7 +275,8 @@ class PostQuantRefinement:
         ) -> PartTargets:
             parts = sequences.parts(at_once)
             return cache_part_targets(
-                self.context.folder / name,
+                self.context.artifacts,
+                name,
                 [mx.array(part.tokens) for part in parts],
                 reference.model,
                 counted=[mx.array(part.counted) for part in parts],
@@ -283,7 +284,6 @@ class PostQuantRefinement:
                 top_k=TUNING_TOP_K,
                 temperature=temperature,
                 logger=self.context.logger,
-                ranks=ranks,
             )
 
         held_out = self.calibration.eval_sequences

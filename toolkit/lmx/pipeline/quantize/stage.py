@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .refinement import CalibrationData
 
 # Folders of intermediate results, which the finished checkpoint replaces.
-INTERMEDIATE = ("scratch", "candidate", "eval-targets", "train-targets", "tuning")
+INTERMEDIATE = ("scratch", "candidate", "artifacts")
 
 
 class QuantizeStage(Stage):

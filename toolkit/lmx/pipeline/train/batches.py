@@ -175,25 +175,26 @@ def tokenized_examples(
         fingerprint.versions(),
         fingerprint.code(),
     ]
-    entry = cache.get_or_create(
+    artifact = cache.store(logger.warning).get_or_make(
         "tokens",
         cache.key_of(
             [rows.fingerprint, tokenizer, settings, encode and encode.__name__]
         ),
         fill,
-        warning=logger.warning,
         # A token has four bytes, and about four characters.
         space=rows.size,
     )
-    facts = entry.facts
+    facts = artifact.facts
     for stats in facts["sources"]:
         log_read_stats("train", ReadStats(**stats), logger.info, logger.warning)
     _log_changed(context, "train", facts, facts["first_dropped"])
-    origin = f"tokenized into {entry.folder}" if entry.made else "read from the cache"
+    origin = (
+        f"tokenized into {artifact.folder}" if artifact.made else "read from the cache"
+    )
     logger.info(
         f"train: {facts['records']:,} examples, {facts['tokens']:,} tokens, {origin}"
     )
-    return token_store.TokenStore(entry)
+    return token_store.TokenStore(artifact)
 
 
 def _log_changed(context: StageContext, split: str, counts: dict, named) -> None:

@@ -14,6 +14,7 @@ from ...evaluation.gap_recovery import (
     gap_recovered,
     measure_per_sequence,
 )
+from ...files.hashes import hash_folder
 from ...models.checkpoint import read_config
 from ...quantization.packing import pack
 from ...quantization.target_layers import QuantizationPlan
@@ -21,13 +22,13 @@ from ...run.tables import recovery_table
 from ..context import (
     ModelArtifact,
     StageContext,
-    is_complete,
-    mark_complete,
     write_model,
 )
 from .run import TrainRun
 
 BASELINE_FOLDER = "fp_baseline"
+# Artifacts: the hashes of a model that is whole.
+HASHES = "hashes"
 
 
 class FullPrecisionBaseline:
@@ -70,11 +71,15 @@ class FullPrecisionBaseline:
         """Train the baseline if it is not complete. An interrupted training resumes."""
         ranks, logger = self.context.ranks, self.context.logger
         # If the model is its own teacher, it is the baseline.
+        artifacts = self.context.artifacts
+        known = artifacts.find_on_first(HASHES, self.model.name)
         is_done = self.model == self.context.current.model or (
-            ranks.is_first and is_complete(self.model, logger.warning)
+            ranks.is_first and known and known.facts == hash_folder(self.model)
         )
-        if ranks.broadcast_object(is_done):
+        if ranks.broadcast_object(bool(is_done)):
             return
+        if known and ranks.is_first:
+            logger.warning(f"{self.model}: damaged, made again")
         stage, logger.stage = logger.stage, f"{logger.stage}, {BASELINE_FOLDER}"
         try:
             logger.info("the same training in full precision, to compare with")
@@ -82,7 +87,8 @@ class FullPrecisionBaseline:
             training.run()
             training.finish()
             if ranks.is_first:
-                mark_complete(self.model)
+                hashes = hash_folder(self.model)
+                artifacts.put(HASHES, self.model.name, lambda _: hashes)
             ranks.wait_for_all()
         finally:
             logger.stage = stage

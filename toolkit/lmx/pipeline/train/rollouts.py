@@ -10,8 +10,6 @@ from ...training.rollout_batches import Policy, RewardEvaluator, RolloutBatches
 from ...training.step import TrainStep
 from ..context import StageContext
 
-FOLDER = "rollouts"
-
 
 class RolloutSetup:
     """What a train stage with a `rollouts` block trains on.
@@ -47,7 +45,7 @@ class RolloutSetup:
             step,
             batches,
             self.config,
-            context.folder / FOLDER,
+            context.artifacts,
             self.loaded.tokenizer,
             context.logger,
             policy=self.policy,

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,7 +22,7 @@ from mlx.utils import tree_flatten
 
 from ...config.quant_spec import QuantSpec
 from ...config.quantize import MixedPrecisionConfig, PTQConfig
-from ...data.cache import file_hash, find, get_or_create, key_of
+from ...data import cache
 from ...errors import UserError
 from ...files.atomic import PARTIAL, write_atomic
 from ...interfaces import SINGLE_PROCESS, Communicator
@@ -243,32 +242,29 @@ def _sensitivities(
     They are cached by model, tokens and grids, on the machine of rank 0.
     """
     options, ranks = sizes.options, task.ranks
-    measure = cache(partial(_measure, model, sizes, tokens, task, scratch))
+    store = cache.store(task.logger.warning, ranks)
+    key = _key(source, tokens, options, task) if ranks.is_first else ""
+    known = store.find_on_first("sensitivity", key)
+    if known is None:
+        facts, energies = _measure(model, sizes, tokens, task, scratch)
 
-    def fill(folder: Path) -> dict:
-        facts, energies = measure()
-        mx.save_safetensors(str(folder / ENERGIES_FILE), energies)
-        return facts
+        def write(folder: Path) -> dict:
+            mx.save_safetensors(str(folder / ENERGIES_FILE), energies)
+            return facts
 
-    key, entry = None, None
-    if ranks.is_first:
-        key = _key(source, tokens, options, task)
-        entry = find("sensitivity", key)
-    if ranks.broadcast_object(entry is None) and ranks.size > 1:
-        measure()
-    if ranks.is_first and entry is None:
-        warning = task.logger.warning
-        entry = get_or_create("sensitivity", key, fill, warning=warning)
-    energies = mx.load(str(entry.folder / ENERGIES_FILE)) if entry else {}
-    facts = ranks.broadcast_object(entry and entry.facts)
-    return facts, ranks.exchange(energies)
+        if ranks.is_first:
+            store.get_or_make("sensitivity", key, write)
+        return facts, energies
+    energies = mx.load(str(known.folder / ENERGIES_FILE)) if ranks.is_first else {}
+    return known.facts, ranks.exchange(energies)
 
 
 def _key(source: Path, tokens: mx.array, options: dict, task: PTQContext) -> str:
-    return key_of(
+    files = sorted(source.glob("model*.safetensors"))
+    return cache.key_of(
         {
             "version": VERSION,
-            "model": [file_hash(f) for f in sorted(source.glob("model*.safetensors"))],
+            "model": [cache.file_hash(f) for f in files],
             "tokens": hashlib.sha256(memoryview(tokens)).hexdigest(),
             "options": {p: [s.model_dump() for s in o] for p, o in options.items()},
             "dtype": str(task.dtype),

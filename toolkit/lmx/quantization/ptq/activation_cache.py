@@ -21,28 +21,10 @@ def load(folder: Path, stream: str, shard: int) -> dict[str, mx.array]:
     return mx.load(str(_file(folder, stream, shard)))
 
 
-def drop(folder: Path, streams: str = "", shard: int | None = None) -> None:
-    """Delete streams.
-
-    Args:
-        streams: the start of their names.
-        shard: delete this one only. None = all.
-    """
-    number = "*" if shard is None else f"{shard:04d}.safetensors"
-    for file in folder.glob(f"stream-{streams}*-{number}"):
-        # Another machine may list files that are gone.
-        file.unlink(missing_ok=True)
-
-
-def shard_of(name: str) -> int:
-    """The shard in a file of this name; 0 if it has no stream."""
-    number = name.removesuffix(".safetensors").rpartition("-")[2]
-    return int(number) if is_stream(name) else 0
-
-
-def is_stream(name: str) -> bool:
-    """Whether a file of this name has a stream."""
-    return name.startswith("stream-")
+def drop(folder: Path, streams: str, shard: int) -> None:
+    """Delete one shard of the streams whose names begin so."""
+    for file in folder.glob(f"stream-{streams}*-{shard:04d}.safetensors"):
+        file.unlink()
 
 
 def _file(folder: Path, stream: str, shard: int) -> Path:

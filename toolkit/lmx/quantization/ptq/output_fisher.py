@@ -139,16 +139,6 @@ def gradient_norms(folder: Path, index: int) -> dict[str, mx.array]:
     return _load(folder, index, "norms.")
 
 
-def drop_block_statistics(folder: Path, index: int) -> None:
-    """Delete the statistics of a block that is done."""
-    _file(folder, index).unlink(missing_ok=True)
-
-
-def is_of_block_before(name: str, index: int) -> bool:
-    """Whether a file has the statistics of a block that is done if `index` is next."""
-    return name in {_file(Path(), number).name for number in range(index)}
-
-
 def _load(folder: Path, index: int, prefix: str) -> dict[str, mx.array]:
     file = _file(folder, index)
     tensors = mx.load(str(file)) if file.is_file() else {}

@@ -10,7 +10,6 @@ the same meaning for all bit widths.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
@@ -22,8 +21,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ...config.quantize import ScaleTuningConfig
-from ...files.atomic import atomic_folder, remove
-from ...files.hashes import read_index, write_index
+from ...files.artifacts import ArtifactStore
 from ...interfaces import Logger
 from ...training.schedules import clip_grad_norm, learning_rate_at
 from ...training.teacher_cache import PartTargets
@@ -37,7 +35,7 @@ WARMUP_RATIO = 0.05
 BETAS = [0.9, 0.99]
 MAX_GRAD_NORM = 1.0
 EVALUATIONS = 8
-STATE = "state.safetensors"
+KIND, FILE = "scale_tuning", "state.safetensors"
 KINDS = ("scales", "biases")
 
 
@@ -91,7 +89,7 @@ class ScaleTuner:
 
     Args:
         training, held_out: predictions of the unquantized model.
-        folder: for the state, which rank 0 has. A killed run resumes from it.
+        store: for the state, which rank 0 has. A killed run resumes from it.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class ScaleTuner:
         training: PartTargets,
         held_out: PartTargets,
         *,
-        folder: Path,
+        store: ArtifactStore,
         seed: int,
         logger: Logger,
     ):
@@ -110,7 +108,7 @@ class ScaleTuner:
         self.ranks = model.ranks
         self.training = training
         self.held_out = held_out
-        self.folder = folder
+        self.store = store
         self.seed = seed
         self.logger = logger
         self._initial = self._init_masters()
@@ -307,32 +305,24 @@ class ScaleTuner:
         self._optimizer.init(self._initial)
 
     def _save(self, state: dict) -> None:
+        def write(folder: Path) -> dict:
+            mx.save_safetensors(str(folder / FILE), self._tensors())
+            return state
+
         if self.ranks.is_first:
-            with atomic_folder(self.folder) as partial:
-                mx.save_safetensors(str(partial / STATE), self._tensors())
-                write_index(partial, self._key(), state)
+            self.store.put(KIND, self._key(), write)
 
     def _load(self) -> dict | None:
         """Restore the saved state. None if there is none with this key."""
-        state, tensors = None, {}
+        known = self.store.find_on_first(KIND, self._key())
+        if known is None:
+            return None
+        tensors = {}
         if self.ranks.is_first:
-            state = self._read()
-            tensors = mx.load(str(self.folder / STATE)) if state else {}
-        state = self.ranks.broadcast_object(state)
-        if state is not None:
-            self._restore(self.ranks.exchange(tensors))
-            self.logger.info(f"scale tuning: resuming at step {state['step']}")
-        return state
-
-    def _read(self) -> dict | None:
-        """The facts of the saved state."""
-        state = read_index(self.folder, self._key())
-        if state is None and os.path.lexists(self.folder):
-            self.logger.warning(
-                f"{self.folder}: damaged or of other settings, tuned again"
-            )
-            remove(self.folder)
-        return state
+            tensors = mx.load(str(known.folder / FILE))
+        self._restore(self.ranks.exchange(tensors))
+        self.logger.info(f"scale tuning: resuming at step {known.facts['step']}")
+        return known.facts
 
     def _restore(self, tensors: Mapping[str, mx.array]) -> None:
         loaded: dict[str, dict] = {"masters": {}, "best": {}, "optimizer": {}}

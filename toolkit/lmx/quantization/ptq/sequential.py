@@ -27,7 +27,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...cpu import malloc, on_cpu
-from ...files.atomic import make_folder, remove
+from ...files.artifacts import ArtifactStore
+from ...files.atomic import remove
 from ...interfaces import Progress
 from ...models.blockwise import BlockwiseModel
 from . import activation_cache
@@ -36,18 +37,21 @@ from .block_calibration import FULL, QUANTIZED, BlockCalibration, HeadCalibratio
 from .embeddings import embeddings, replaced_weights
 from .input_statistics import InputStatistics
 from .output_fisher import (
-    drop_block_statistics,
     estimate_output_fisher,
     gradient_norms,
     output_fisher,
     token_weights,
 )
-from .state_folders import EMBEDDINGS, HEAD, StateFolders, block_name
 
 if TYPE_CHECKING:
     from ...data.calibration import CalibrationBatch
 
-TENSORS = "tensors.safetensors"
+# Kinds of artifacts. Streams are the hidden states before a block, and only the newest
+# are kept.
+TENSORS, STREAMS = "tensors", "streams"
+FILE = "tensors.safetensors"
+# Keys of tensors; those of a block have the number of blocks that are then done.
+EMBEDDINGS, HEAD = "embeddings", "head"
 TOKENS_PER_COLUMN = 8
 MIN_TOKENS = 1 << 15
 BATCH_TOKENS = 2048
@@ -66,7 +70,8 @@ class SequentialPipeline:
     Args:
         method: its hooks are called for every block.
         windows: calibration tokens.
-        folder: for the state of the run.
+        folder: for the state of the run, which all its processes see. They write it
+            together, so any number of processes resumes a run.
         key: digest of everything else that the result depends on. A state with another
             key is dropped.
         compute: dtype to run blocks in.
@@ -99,7 +104,8 @@ class SequentialPipeline:
             self.num_compared = min(len(shards), ceil(share * len(shards)))
         self.folder = folder
         self.ranks = context.ranks
-        self.state = StateFolders(folder, key, self.ranks, context.logger)
+        self.key = key
+        self.state = ArtifactStore(folder, context.logger.warning, self.ranks)
         self.compute = compute
         self.blockwise = BlockwiseModel(context.model, context.reread)
         self._block_paths: list[list[str]] = [[] for _ in self.blockwise.blocks]
@@ -161,8 +167,8 @@ class SequentialPipeline:
                 progress.advance(0, f"block {index + 1} of {count}")
                 self._quantize_block(index, progress)
             self._quantize_head()
-        names = [*map(block_name, range(1, count + 1)), EMBEDDINGS, HEAD]
-        files = [self.folder / name / TENSORS for name in names]
+        names = [*range(1, count + 1), EMBEDDINGS, HEAD]
+        files = [self._tensors(name) / FILE for name in names]
         return {k: v for file in files for k, v in mx.load(str(file)).items()}
 
     def _start(self) -> int:
@@ -171,21 +177,18 @@ class SequentialPipeline:
         Returns:
             Number of blocks that are done.
         """
-        done = self.state.num_done()
-        if done is not None:
-            if self.ranks.is_first:
-                for number in range(done):
-                    activation_cache.drop(self.state.before(number))
-            return done
+        done = None
         if self.ranks.is_first:
-            remove(self.folder)
-            make_folder(self.folder)
+            done = self._num_done()
+            if done is None:
+                remove(self.folder)
+        done = self.ranks.broadcast_object(done)
+        if done is not None:
+            return done
         self.blockwise.verify(self.tokens[0][:1, :8])
         self.ranks.wait_for_all()
         quantized = self._quantize_embeddings()
-        with (
-            self.state.written(block_name(0)) as target,
-        ):
+        with self.state.together(STREAMS, self._key(0)) as target:
             self._embed(target, FULL, self.num_compared)
             weights = {path: layer.weight for path, layer in quantized.items()}
             with replaced_weights(self.model, weights):
@@ -193,12 +196,45 @@ class SequentialPipeline:
         self.blockwise.unload()
         return 0
 
+    def _num_done(self) -> int | None:
+        """Number of blocks before the newest streams on disk.
+
+        None if no block can begin, or if anything that is needed is damaged or belongs
+        to another run: the streams that made it are gone.
+        """
+        streams = [*(self.folder / STREAMS).glob("*/content")]
+        for done in range(len(self.blockwise), -1, -1):
+            if self.state.find(STREAMS, self._key(done)):
+                needed = map(self._key, [EMBEDDINGS, *range(1, done + 1)])
+                if all(self.state.find(TENSORS, key) for key in needed):
+                    self.state.remove_others(STREAMS, [self._key(done)])
+                    return done
+                break
+        if streams:
+            self.context.logger.warning(
+                f"{self.folder}: damaged or of other settings, quantizing again from "
+                "the first block"
+            )
+        return None
+
+    def _key(self, name: str | int) -> str:
+        """The key of tensors, or of the streams after so many blocks."""
+        return f"{self.key}-{name}"
+
+    def _tensors(self, name: str | int) -> Path:
+        """The folder of tensors that exist."""
+        return self.state.folder(TENSORS, self._key(name))
+
+    def _streams(self, done: int) -> Path:
+        """The folder of the streams after so many blocks."""
+        return self.state.folder(STREAMS, self._key(done))
+
     def _quantize_embeddings(self) -> dict[str, QuantizedTensor]:
         """Quantize embeddings first, so that the blocks compensate for their errors."""
         quantized: dict[str, QuantizedTensor] = {}
         weights = embeddings(self.model, self._outer_paths)
         no_paths = [[] for _ in self._block_paths]
-        with self.state.written(EMBEDDINGS) as target:
+        with self.state.together(TENSORS, self._key(EMBEDDINGS)) as target:
             statistics = estimate_output_fisher(
                 self.blockwise,
                 list(weights) if self.method.weighs_embeddings else [],
@@ -215,13 +251,18 @@ class SequentialPipeline:
                 quantized |= self.method.quantize_group(
                     {path: weight}, statistics.get(path)
                 )
-            self._save(target, _by_name(quantized))
+            if self.ranks.is_first:
+                mx.save_safetensors(str(target / FILE), _by_name(quantized))
         return quantized
 
-    def _save(self, folder: Path, tensors: dict[str, mx.array]) -> None:
-        """Write the tensors of a folder of the state, which all processes have."""
+    def _save(self, name: str | int, tensors: dict[str, mx.array]) -> None:
+        """Write tensors, which all processes have."""
         if self.ranks.is_first:
-            mx.save_safetensors(str(folder / TENSORS), tensors)
+            self.state.put(
+                TENSORS,
+                self._key(name),
+                lambda folder: mx.save_safetensors(str(folder / FILE), tensors),
+            )
         self.ranks.wait_for_all()
 
     def _embed(self, folder: Path, stream: str, count: int) -> None:
@@ -231,9 +272,9 @@ class SequentialPipeline:
             activation_cache.save(folder, stream, shard, hidden)
 
     def _quantize_block(self, index: int, progress: Progress) -> None:
-        before, tensors = self.state.before(index), {}
+        before, tensors = self._streams(index), {}
         with (
-            self.state.written(block_name(index + 1)) as after,
+            self.state.together(STREAMS, self._key(index + 1)) as after,
             self.blockwise.loaded_block(index, self.compute),
         ):
             calibration = self._calibration(index, before, after)
@@ -251,10 +292,9 @@ class SequentialPipeline:
                 # The passes over the tokens take longer than the solver.
                 progress.advance(1 / len(groups))
             calibration.run_quantized()
-            self._save(after, tensors)
+            self._save(index + 1, tensors)
         if self.ranks.is_first:
-            activation_cache.drop(before)
-            drop_block_statistics(self.folder / EMBEDDINGS, index)
+            self.state.remove_others(STREAMS, [self._key(index + 1)])
         self.context.logger.debug(
             f"block {index + 1} of {len(self.blockwise)} quantized"
         )
@@ -288,7 +328,7 @@ class SequentialPipeline:
         """Statistics of a group's input. None if calibration tokens do not reach it."""
         if group[0] not in called:
             return None
-        prefix, folder = self._prefix(index), self.folder / EMBEDDINGS
+        prefix, folder = self._prefix(index), self._tensors(EMBEDDINGS)
         norms = gradient_norms(folder, index)
         known = [norms[path] for path in group if path in norms]
         weights = token_weights(sum(known) if known else None, self.counted)
@@ -309,7 +349,7 @@ class SequentialPipeline:
 
     def _quantize_head(self) -> None:
         """Quantize the layers outside the blocks that are not done yet."""
-        if self.ranks.broadcast_object((self.folder / HEAD).is_dir()):
+        if self.state.find_on_first(TENSORS, self._key(HEAD)):
             return
         modules = dict(self.model.named_modules())
         done = embeddings(self.model, self._outer_paths)
@@ -319,7 +359,7 @@ class SequentialPipeline:
             paths,
             self.tokens,
             self.counted,
-            self.state.before(len(self.blockwise)),
+            self._streams(len(self.blockwise)),
             num_compared=self.num_compared,
             ranks=self.ranks,
         )
@@ -336,8 +376,7 @@ class SequentialPipeline:
                 quantized |= self.method.quantize_group(
                     {path: modules[path].weight}, None
                 )
-        with self.state.written(HEAD) as folder:
-            self._save(folder, _by_name(quantized))
+        self._save(HEAD, _by_name(quantized))
         self.blockwise.unload()
 
 

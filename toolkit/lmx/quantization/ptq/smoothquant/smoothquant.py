@@ -23,8 +23,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ....config.quantize import PTQConfig
 from ....errors import UserError
-from ....files.atomic import atomic_folder
-from ....files.hashes import read_index, write_index
+from ....files.artifacts import ArtifactStore
 from ....interfaces import Progress
 from ....models.blockwise import BlockwiseModel, cast
 from ....models.hooks import capture_inputs
@@ -144,9 +143,12 @@ def _smooth(context: PTQContext, config: PTQConfig) -> Smoothing:
     batch = context.windows(config.calibration.num_tokens or NUM_TOKENS)
     key = hashlib.sha256(batch.tokens.tobytes() + batch.counted.tobytes())
     key.update(repr((strength, sorted(context.specs.items()))).encode())
-    folder, digest = context.folder / "smoothquant", key.hexdigest()
-    smoothing = _read(folder, digest)
-    if smoothing is None:
+    store = ArtifactStore(context.folder, context.logger.warning)
+    known = store.find("smoothquant", key.hexdigest())
+    if known:
+        scales = mx.load(str(known.folder / SCALES))
+        smoothing = _from_tensors(known.facts["mappings"], scales)
+    else:
         try:
             smoothing = Smoothing(_search(context, strength, batch))
         except UserError as error:
@@ -154,7 +156,12 @@ def _smooth(context: PTQContext, config: PTQConfig) -> Smoothing:
                 raise
             context.logger.info(f"SmoothQuant is not used: {error.message}")
             return Smoothing([])
-        _write(folder, digest, smoothing)
+
+        def write(folder: Path) -> dict:
+            mx.save_safetensors(str(folder / SCALES), smoothing.scales)
+            return {"mappings": smoothing.mappings}
+
+        store.put("smoothquant", key.hexdigest(), write)
     count = len(smoothing.places)
     context.logger.info(f"smoothing_strength {strength:g}: {count} scales")
     return smoothing
@@ -293,19 +300,6 @@ def _in_model(mapping: ScaleMapping, prefix: str) -> ScaleMapping:
     """The mapping with paths of the model instead of the block."""
     consumers = tuple(prefix + path for path in mapping.consumers)
     return replace(mapping, producer=prefix + mapping.producer, consumers=consumers)
-
-
-def _write(folder: Path, key: str, smoothing: Smoothing) -> None:
-    with atomic_folder(folder) as target:
-        mx.save_safetensors(str(target / SCALES), smoothing.scales)
-        write_index(target, key, {"mappings": smoothing.mappings})
-
-
-def _read(folder: Path, key: str) -> Smoothing | None:
-    facts = read_index(folder, key)
-    if facts is None:
-        return None
-    return _from_tensors(facts["mappings"], mx.load(str(folder / SCALES)))
 
 
 def _from_tensors(mappings: list[dict], scales: Weights) -> Smoothing:
