@@ -13,6 +13,7 @@ from lmx.generation.completions import (
 )
 from lmx.generation.generator import Generator
 from lmx.interfaces import Logger
+from lmx.run.logger import RunLogger
 from tiny_generators import VOCABULARY, byte_tokenizer, tiny
 
 STOP_TOKENS = frozenset(range(40))
@@ -136,7 +137,7 @@ def test_replace_completions_skips_prompts_without_room(model):
 
 def test_progress_counts_all_tokens(model, monkeypatch):
     """Also those after a stop token, and those of cached completions."""
-    logger, lines = Logger(), []
+    logger, lines = RunLogger(None, quiet=True), []
     monkeypatch.setattr(logger, "close_progress", lambda bar: lines.append(bar.line()))
     replaced(CountingLoader(model), logger=logger)
     replaced(CountingLoader(model), logger=logger)

@@ -11,7 +11,6 @@ from folder_damages import DAMAGES
 from lmx.config.quant_spec import QuantizationConfig
 from lmx.config.quantize import GPTQConfig
 from lmx.errors import UserError
-from lmx.interfaces import Logger
 from lmx.models.loader import load
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.ptq.base import PTQContext, PTQMethod, QuantizedTensor
@@ -134,7 +133,7 @@ def plain(tmp_path_factory):
 def test_progress_reaches_the_end_block_by_block(tmp_path):
     bars, model = {}, model_of()
 
-    class Recorder(Logger):
+    class Recorder(RunLogger):
         def close_progress(self, progress):
             super().close_progress(progress)
             bars[progress.line().partition("  ")[0]] = notes[:]
@@ -147,7 +146,7 @@ def test_progress_reaches_the_end_block_by_block(tmp_path):
         advance(bar, amount, note)
 
     config = GPTQConfig(bits=3)
-    context = task(model, tmp_path, logger=Recorder())
+    context = task(model, tmp_path, logger=Recorder(None, quiet=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProgressBar, "advance", record)
         GPTQ(config, context).quantize()

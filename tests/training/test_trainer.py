@@ -16,6 +16,7 @@ from lmx.files.atomic import remove_partial_files
 from lmx.run.callbacks import Callback, CallbackList
 from lmx.run.logger import RunLogger
 from lmx.run.progress import ProgressBar
+from lmx.run.signals import stop_requested
 from lmx.training import checkpoint
 from lmx.training.step import TrainStep
 from lmx.training.trainer import Trainer, TrainerConfig
@@ -211,7 +212,7 @@ def test_callbacks_get_the_logged_loss_of_completions(tmp_path):
 
     trainer = make_trainer(tmp_path, logging_steps=1)
     trainer.step = make_step(Tiny(), Completions)
-    trainer.callbacks = CallbackList([record := Record()])
+    trainer.on_event = CallbackList([record := Record()]).call
     trainer.train()
     logged = [r["loss"] for r in records(tmp_path) if r["kind"] == "train"]
     assert list(record.losses) == pytest.approx(logged)
@@ -318,10 +319,11 @@ def test_signal_saves_after_the_running_step(tmp_path, expected, kind, at):
             signal.raise_signal(kind)
         return 1e-2
 
-    before = signal.getsignal(kind)
-    with pytest.raises(Interrupted, match=f"stopped after step {at + 1}; saved"):
-        make_trainer(tmp_path, learning_rate=rate).train()
-    assert signal.getsignal(kind) is before
+    with (
+        pytest.raises(Interrupted, match=f"stopped after step {at + 1}; saved"),
+        stop_requested() as stopping,
+    ):
+        make_trainer(tmp_path, learning_rate=rate).train(stopping)
     assert checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1] == at + 1
     trainer = make_trainer(tmp_path)
     assert outcome(tmp_path, trainer, trainer.train()) == expected

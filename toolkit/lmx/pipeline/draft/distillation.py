@@ -178,7 +178,7 @@ class DraftDistillation(ABC):
             logger=logger,
             on_evaluate=accepted_length,
             score_name="accepted length",
-            callbacks=self.context.extensions.callbacks,
+            on_event=self.context.extensions.callbacks.call,
         )
 
     def _num_steps(
