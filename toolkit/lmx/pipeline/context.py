@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -28,8 +29,10 @@ from ..run.logger import RunLogger
 from ..run.parallel_dims import ParallelDims
 from ..run.report import REPORT
 from ..run.signals import exit_if_stuck, stop_requested
-from ..training.trainer import Trainer
 from .extensions import Extensions
+
+if TYPE_CHECKING:
+    from ..training.trainer import Trainer
 
 # Seconds that a step and a checkpoint of several processes may take after SIGTERM.
 SHUTDOWN_SECONDS = 300
@@ -280,7 +283,7 @@ class StageContext:
         is_on_hub = model == self.base and self.find(self.source.path) is None
         return self.source.path if is_on_hub else str(model.absolute())
 
-    def train(self, trainer: Trainer) -> float:
+    def train(self, trainer: "Trainer") -> float:
         """Train to the end; see `Trainer.train`. Signals and callbacks may stop it."""
         callbacks, several = self.extensions.callbacks, self.ranks.size > 1
         guard = exit_if_stuck(SHUTDOWN_SECONDS) if several else nullcontext()
