@@ -8,6 +8,7 @@ from tiny_runs import TRAIN, Run
 STEPS = TRAIN | {"steps": 2, "eval_steps": 2}
 QAT = {"qat": {"bits": 4, "group_size": 32}, "compare_full_precision": True}
 BASELINE = "train.fp_baseline.FullPrecisionBaseline.compare"
+FROM_SCRATCH = "artifacts/models/from_scratch/content"
 DISTILLATION = "draft.training.DraftModelDistillation.make_trainer"
 
 
@@ -19,17 +20,17 @@ def stop(*_):
 @pytest.mark.parametrize(
     ("stage", "place", "name", "damage"),
     [
-        ({"train": STEPS}, "train.run.TrainRun.run", "from_scratch", "flip"),
-        ({"train": STEPS}, "train.run.TrainRun.run", "from_scratch", "lose_file"),
-        ({"train": STEPS}, "train.run.TrainRun.run", "from_scratch", "become_file"),
+        ({"train": STEPS}, "train.run.TrainRun.run", FROM_SCRATCH, "flip"),
+        ({"train": STEPS}, "train.run.TrainRun.run", FROM_SCRATCH, "lose_file"),
+        ({"train": STEPS}, "train.run.TrainRun.run", FROM_SCRATCH, "become_file"),
         ({"train": STEPS | QAT}, BASELINE, "fp_baseline/dense", "flip"),
-        ({"draft": DRAFT}, DISTILLATION, "initial", "flip"),
+        ({"draft": DRAFT}, DISTILLATION, "artifacts/models/initial/content", "flip"),
     ],
 )
 def test_damaged_model_is_made_again(
     stage, place, name, damage, base, tmp_path, monkeypatch, capsys
 ):
-    model = "" if name == "from_scratch" else base
+    model = "" if name == FROM_SCRATCH else base
     run = (make_run if "draft" in stage else Run)(tmp_path, stage, model=model)
     monkeypatch.setattr(f"lmx.pipeline.{place}", stop)
     assert run("--quiet") == 130
@@ -40,6 +41,6 @@ def test_damaged_model_is_made_again(
     assert "made again" not in capsys.readouterr().err
     DAMAGES[damage](model)
     assert run("--quiet") == 130
-    warning = f"{model}: damaged or incomplete, made again"
+    warning = f"{model}: damaged, made again"
     assert capsys.readouterr().err.count(warning) == 1
     assert (model / "model.safetensors").read_bytes() == weights
