@@ -116,7 +116,8 @@ FAMILIES = {
     "qwen2": {},
     "qwen3": {},
     "qwen3_moe": EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen2_moe": EXPERTS
+    | {"shared_expert_intermediate_size": 16, "norm_topk_prob": False},
     "qwen3_next": EXPERTS
     | GATED_DELTA
     | {
@@ -175,7 +176,10 @@ FAMILIES = {
     },
     "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2} | LOCAL_AND_GLOBAL,
-    "deepseek_v2": DEEPSEEK_EXPERTS | LATENT_ATTENTION | YARN,
+    "deepseek_v2": DEEPSEEK_EXPERTS
+    | LATENT_ATTENTION
+    | YARN
+    | {"norm_topk_prob": False},
     "deepseek_v3": DEEPSEEK_EXPERTS | LATENT_ATTENTION,
     "deepseek_v32": DEEPSEEK_EXPERTS
     | LATENT_ATTENTION
@@ -268,7 +272,8 @@ FAMILIES = {
         "decay_low_rank_dim": 8,
     },
     "recurrent_gemma": {
-        "conv1d_width": 3,
+        "conv1d_width": 4,
+        "rms_norm_eps": 1e-6,
         "logits_soft_cap": 30.0,
         "attention_window_size": WINDOW,
         "block_types": ["recurrent", "attention"],

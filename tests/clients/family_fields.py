@@ -91,10 +91,8 @@ def families() -> list[str]:
 
 
 # A language part in a model of images: what the names of its tensors begin with.
-WRAPPED = dict.fromkeys(
-    ("gemma4", "qwen3_5", "qwen3_5_moe", "llama4"), "model.language_"
-)
-WRAPPED["gemma3"] = "language_model."
+WRAPPED = dict.fromkeys(("gemma4", "qwen3_5", "qwen3_5_moe"), "model.language_")
+WRAPPED |= dict.fromkeys(("gemma3", "llama4"), "language_model.")
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "minicpm3")
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 ALTERNATING = ("gemma3_text", "cohere2", "gemma3", "olmo3", "afmoe", "exaone4")
@@ -107,6 +105,8 @@ OWN = {
             "num_local_experts": 16,
             "num_experts_per_tok": 1,
             "interleave_moe_layer_step": 8,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": name == "llama4_text",
         }
         for name in ("llama4", "llama4_text")
     },
@@ -156,7 +156,7 @@ NOT_COMPARED = {
 ROUGH = dict.fromkeys(
     (
         *("gemma", "gemma3", "gemma3_text", "gpt_bigcode", "gpt_neox", "starcoder2"),
-        *("recurrent_gemma", "nemotron_h"),
+        *("recurrent_gemma", "gemma4", "gemma4_text", "llama4", "nemotron_h"),
     ),
     4e-3,
 )
@@ -210,6 +210,7 @@ NO_TRIALS = {field.name for field in dataclasses.fields(PreTrainedConfig)} | {
     *("vocab_size", "initializer_range", "use_cache", "output_router_logits"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
     *("time_step_min", "time_step_max", "use_mamba_kernels", "chunk_size"),
+    "nemotron_h.time_step_limit",
 }
 
 
@@ -230,8 +231,9 @@ def variants(family: str) -> Iterator[tuple[str, dict]]:
     settings = base(family)
     defaults = text_class(family)(**settings)
     for field in dataclasses.fields(text_class(family)):
-        name, value = field.name, getattr(defaults, field.name, None)
-        if name in NO_TRIALS:
+        # Gemma 4 refuses to give one value for layers of several kinds.
+        name, value = field.name, vars(defaults).get(field.name)
+        if {name, f"{family}.{name}"} & NO_TRIALS:
             continue
         if name == "rope_parameters":
             for rope, changes in ROPES.items() if value else ():
@@ -252,7 +254,7 @@ def _others(name: str, value) -> list:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return [2 * value, value // 2, value + 1]
+        return [2 * value, value + 1, *([value // 2] * (value > 3))]
     if isinstance(value, float):
         return [value / 2 + 0.01]
     if isinstance(value, list | tuple):

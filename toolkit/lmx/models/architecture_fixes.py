@@ -162,6 +162,9 @@ VALUES = {
     ("granitemoehybrid", "GraniteMoeHybridRMSNormGated"): lambda _, config: {
         "groups": config["mamba_n_groups"]
     },
+    ("llama4_text", "Attention"): lambda module, _: {
+        "use_qk_norm": module.use_qk_norm and module.use_rope
+    },
     # The norms of latents have an epsilon of their own.
     ("glm4_moe_lite", "Glm4MoeLiteAttention"): lambda _, config: {
         f"{name}_a_layernorm": nn.RMSNorm(config[f"{name}_lora_rank"], eps=1e-6)

@@ -68,20 +68,20 @@ FROM_WEIGHTS = re.compile(
 )
 # Checked elsewhere: by the shapes of the weights, and with the layers of RoPE.
 ELSEWHERE = re.compile(
-    rf"{FROM_WEIGHTS.pattern}|^(num_key_value_heads|{SCALING}|{LOCAL})$|"
-    r"max_position_embeddings$"
+    rf"{FROM_WEIGHTS.pattern}|^(num_key_value_heads|{SCALING}|{LOCAL}|moe_layers)$|"
+    r"max_position_embeddings$|^num_(local_)?experts(_per_tok)?$"
 )
 # Without a class of transformers, these have no default that can be trusted.
 DEFINING = re.compile(r"theta|eps$|epsilon|_base")
 # Keys that change no prediction of the text model.
 HARMLESS = re.compile(
     r"^_|^is_|^transformers|token_ids?$|token_index$|initializer|_init|dropout|_drop$|"
-    r"pdrop$|loss|aux|dtype|logits_to_keep|chunk_size|jitter|fp32|time_step_[mf]|upcast|"
+    r"pdrop$|loss|aux|dtype|logits_to_keep|jitter|fp32|time_step_[mf]|upcast|"
     r"^(output|return|cache|use_cache|use_mamba|use_associative|unsloth|quantiz|mtp|mlx)|"
     r"^(architectures|auto_map|id2label|label2id|problem_type|pretraining_tp|ep_size|"
     r"model_type|model_file|kv_bits|max_window_layers|num_nextn_predict_layers|max_seq_len|"
     r"rope_parameters|attn_implementation|task_specific_params|model_max_length|n_ctx|"
-    r"global_attn_every_n_layers|mamba_expand|rescale_prenorm_residual)$|_version$|"
+    r"chunk_size|mamba_chunk_size|global_attn_every_n_layers|interleave_moe_layer_step|mamba_expand|rescale_prenorm_residual)$|_version$|"
     r"^(vision|audio|image|video|talker|generation|summary)"
 )
 # Entries of RoPE that are read; of images are those that start with `mrope`.
@@ -92,7 +92,7 @@ SCALED = {
     *("short_factor", "long_factor", "short_mscale", "long_mscale"),
 }
 # Keys that change nothing in texts that are shorter than their value.
-WINDOWS = {"sliding_window", "use_sliding_window"}
+WINDOWS = {"sliding_window", "use_sliding_window", "attention_chunk_size"}
 ONLY_SEVERAL = re.compile(r"(top_k|num_experts_per_tok) > 1")
 OFF = (False, [], {})
 Classes = Callable[[dict], tuple[type, type]]
@@ -356,16 +356,27 @@ def _check_unread(
     source = "".join(map(inspect.getsource, _modules(arguments)))
     read = fields.keys() & set(re.findall(r"""[."'](\w+)""", source))
     read |= {"rope_theta", LOCAL} if "rope_parameters" in read else set()
+    read |= {"partial_rotary_factor"} if "rotary_dim" in read else set()
+    aliases = getattr(reference, "attribute_map", {}).items()
+    read |= {name for names in aliases if read & set(names) for name in names}
     # The adapted values come from these.
     read |= {"layer_types", "per_layer_config"} if adapted else set()
-    unread = _unread(block, read, reference)
+    misread = MISREAD.get(arguments.__module__.rpartition(".")[2], {})
+    read |= misread.keys()
+    rest = {k: v for k, v in block.items() if k in read or k == "model_type"}
+    implied = _transformers_config(rest)
+    unread = _unread(block, read, reference, implied)
+    unread |= {
+        k for k, v in misread.items() if transformers_value(reference, k, v) != v
+    }
     # Some weights of experts are normalized only if there are several.
     is_normalized = block.get("norm_topk_prob", True) and ONLY_SEVERAL.search(source)
     if is_normalized and block.get("num_experts_per_tok") == 1:
         unread.add("num_experts_per_tok")
     text = f"mlx-lm's {block.get('model_type')} does not read"
-    known = getattr(reference, "__dataclass_fields__", {}).keys() - WINDOWS
-    known |= MISREAD.get(block.get("model_type"), {}).keys() | {LOCAL, "rope_theta"}
+    known = getattr(implied, "__dataclass_fields__", {}).keys() - WINDOWS
+    known |= {LOCAL, "rope_theta"} if "rope_parameters" in known else set()
+    known |= misread.keys()
     if wrong := sorted(known & unread):
         raise UserError(
             f"{text} {', '.join(wrong)}, and would compute something else",
@@ -386,10 +397,15 @@ def _modules(arguments: type) -> list[types.ModuleType]:
     return [module, *(m for m in used if m.__name__.startswith("mlx_lm."))]
 
 
-def _unread(block: dict, read: Collection[str], reference: Any) -> set[str]:
-    """Keys that may change predictions, and that mlx-lm's model ignores."""
+def _unread(
+    block: dict, read: Collection[str], reference: Any, implied: Any
+) -> set[str]:
+    """Keys that may change predictions, and that mlx-lm's model ignores.
+
+    Args:
+        implied: the config without these keys; None if it is none of transformers.
+    """
     own = {k: v for k, v in block.items() if k not in read and v is not None}
-    implied = _transformers_config({k: v for k, v in block.items() if k not in own})
     scaling = {k: v for k, v in (block.get(SCALING) or {}).items() if v is not None}
     scaling = {} if "rope_parameters" in read else scaling
     unread = {f"{SCALING}.{k}" for k in scaling.keys() - SCALED if k[:5] != "mrope"}
@@ -401,12 +417,10 @@ def _unread(block: dict, read: Collection[str], reference: Any) -> set[str]:
         unread |= {"sliding_window"} if window < (positions or 0) else set()
     if LOCAL in own:
         unread |= {LOCAL} if own[LOCAL] != block.get("rope_theta") else set()
-    for key, value in MISREAD.get(block.get("model_type"), {}).items():
-        unread |= {key} if transformers_value(reference, key, value) != value else set()
     for key, given in own.items():
-        is_long = (
-            key in WINDOWS and type(given) is int and given >= (positions or given)
-        )
+        # A switch is no length.
+        is_window = key in WINDOWS and given is not True
+        is_long = is_window and given >= (positions or given)
         if is_long or HARMLESS.search(key) or ELSEWHERE.search(key):
             continue
         # An unknown switch that is off changes nothing.

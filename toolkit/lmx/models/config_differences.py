@@ -9,7 +9,7 @@ from .rope_parameters import LOCAL, ORIGINAL, POSITIONS, SCALING
 
 def transformers_value(reference: Any, key: str, default: Any = MISSING) -> Any:
     """A value of transformers' config, under the earlier names for RoPE."""
-    if key in ("rope_theta", "partial_rotary_factor", LOCAL):
+    if key in ("rope_theta", "rope_type", "partial_rotary_factor", LOCAL):
         parameters = getattr(reference, "rope_parameters", None) or {}
         if key == LOCAL:
             return parameters.get("sliding_attention", {}).get("rope_theta", default)
@@ -94,9 +94,11 @@ ADAPTED: dict[str | None, Callable[[dict, Any], dict]] = {
         "position_embedding_type": block.get("position_embedding_type") or "nope",
     },
 }
-# The values of keys that mlx-lm's code replaces by constants, or reads otherwise.
-MISREAD: dict[str | None, dict[str, Any]] = {
+# The values of keys for which the code of a module of mlx-lm is written.
+MISREAD: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"multi_query": True},
+    "llama4": {"rms_norm_eps": 1e-5},
+    "llama4_text": {"rope_type": "default"},
     "mamba2": {"layer_norm_epsilon": 1e-5},
     "phimoe": {"num_experts_per_tok": 2},
     "recurrent_gemma": {"rms_norm_eps": 1e-6, "partial_rotary_factor": 0.5},
