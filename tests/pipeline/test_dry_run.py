@@ -88,7 +88,7 @@ def test_reservoir_takes_an_oversized_example():
                 "count to three<|im_end|>\n",
                 "⟦one two three<|im_end|>⟧",
                 "1-train: tiny, rows.jsonl -> exports/recipe/stages/1-train",
-                " for 7 steps\n",
+                " for 8 steps\n",
                 "disk     needs ",
             ],
         ),

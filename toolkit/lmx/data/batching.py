@@ -236,8 +236,7 @@ class BucketBatchSampler(StepSampler):
 
     An example belongs to the bucket with the smallest length that holds it. Every epoch
     shuffles the examples of each bucket and the order of the steps. The last examples
-    of a bucket share a batch with the longest ones of the next shorter bucket, so no
-    example is left out and no batch is small where others follow. Batches of one length
+    of a bucket share a batch with some of the next shorter one. Batches of one length
     have one size: sequences with an empty mask fill them. Needs about 16 bytes of
     memory per example.
 
@@ -291,12 +290,11 @@ class BucketBatchSampler(StepSampler):
 
     def in_order(self, limit: int | None = None) -> Iterator[Batch]:
         """Every batch once, unshuffled, alternating between shapes; for validation."""
-        items = np.concatenate(self._pools)
-        before, count = np.zeros(self.per_epoch), np.zeros(self.per_epoch)
+        items, place = np.concatenate(self._pools), np.zeros(self.per_epoch)
         for shape in range(len(self.shapes)):
-            [places] = np.nonzero(self._shape_of == shape)
-            before[places], count[places] = np.arange(len(places)), len(places)
-        order = np.lexsort((self._shape_of, before / count))
+            of_shape = self._shape_of == shape
+            place[of_shape] = np.linspace(0, 1, of_shape.sum(), endpoint=False)
+        order = np.lexsort((self._shape_of, place))
         for number in order[:limit]:
             yield self._collate(number, items)
 
