@@ -269,6 +269,8 @@ def test_completion_in_bash(tmp_path):
         "lmx rec": "recipes",
         "lmx recipes copy qat_4": "qat_4bit",
         "lmx-train qat_4bit stages.train.qat.bi": "stages.train.qat.bits=",
+        # What follows are keys that the user chooses.
+        "lmx-train qat_4bit stages.train.qat.ov": "stages.train.qat.overrides=",
         "lmx-train qat_m": "qat_mine.yaml",
         "lmx train qat_4bit --ig": "--ignore-limits",
     }

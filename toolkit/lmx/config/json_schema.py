@@ -104,14 +104,18 @@ def _walk(address: str, node: dict) -> Iterator[tuple[str, dict]]:
 
 def section_at(path: KeyPath, data: Any) -> tuple[str, dict]:
     """The address and the schema of the block at `path` of `data`."""
-    address = ""
+    steps = [step for step in path if isinstance(step, str)]
+
+    def is_here(address: str) -> bool:
+        parts = address.split(".") if address else []
+        pairs = zip(parts, steps, strict=False)
+        return len(parts) == len(steps) and all(p in (s, PATTERN) for p, s in pairs)
+
     for step in path:
         data = data[step]
-        if isinstance(step, str):
-            inner = f"{address}.{step}".lstrip(".")
-            address = inner if inner in sections() else f"{address}.{PATTERN}"
+    address = next(filter(is_here, sections()))
     variants = sections()[address]
-    for block in variants if isinstance(data, dict) else ():
+    for block in variants:
         for key, node in block["properties"].items():
             if "const" in node and node["const"] == data.get(key):
                 return address, block
