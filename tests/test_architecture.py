@@ -24,7 +24,7 @@ THRESHOLDS = {
     DraftThresholds: DRAFT_THRESHOLDS,
 }
 ROOT = Path(lmx.__file__).parent
-LINES, FUNCTION_LINES = 500, 60
+LINES, FUNCTION_LINES = 800, 100
 # A module imports its own layer and the layers below it. The lowest layer comes first.
 LAYERS = [
     "errors version",

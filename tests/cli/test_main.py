@@ -78,7 +78,7 @@ def test_python_files_need_a_flag_that_resuming_repeats(recipe, calls):
 
 def test_dry_run_runs_nothing(recipe, calls):
     assert main.train(["--dry-run", recipe]) == 0
-    assert calls == [(0, "good", {"ignore_limits": False, "find": None})]
+    assert calls == [(0, "good", {"ignore_limits": False})]
 
 
 def test_lmx_train_verb_is_lmx_train(recipe, calls):

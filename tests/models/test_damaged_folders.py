@@ -203,7 +203,7 @@ def test_a_damaged_chat_template_is_reported_when_it_is_used(folder, template, c
     arguments = ["generate", str(folder), "--prompt", "a", "--max-tokens", "2"]
     assert main.main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"{folder}: the model's chat template rejects")
+    assert error.startswith(f"{folder}: the chat template rejects")
     assert main.main([*arguments, "--ignore-chat-template"]) == 0
 
 

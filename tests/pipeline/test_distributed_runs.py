@@ -128,7 +128,7 @@ def test_death_of_one_rank_ends_the_others(tmp_path, expected, rank):
 
 
 def test_nan_loss_stops_all_ranks(tmp_path):
-    run = make_run(tmp_path, {"train": TRAIN | {"learning_rate": 1e38}})
+    run = make_run(tmp_path, {"train": TRAIN | {"learning_rate": 4e9}})
     first, second = run_both_ranks(run)
     assert (first.returncode, second.returncode) == (1, 1)
     assert "NaN or infinite at step" in first.stderr

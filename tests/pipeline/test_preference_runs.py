@@ -175,6 +175,7 @@ def test_skipped_pairs_are_counted(tmp_path, base):
     path = run.folder / "train.jsonl"
     rows = [row(n, "dpo") for n in range(24)]
     rows[3]["rejected"][0]["content"] = "word " * 90
+    del rows[4]["prompt"]
     rows[4]["chosen"] = [{"role": "user", "content": "1"}, *rows[4]["chosen"]]
     rows[4]["rejected"] = [{"role": "user", "content": "2"}, *rows[4]["rejected"]]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))

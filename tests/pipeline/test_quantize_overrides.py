@@ -62,7 +62,7 @@ def test_mixed_precision_checkpoint_loads_in_mlx_lm(kind, tmp_path, base):
 @pytest.mark.parametrize(
     "budget",
     [
-        {"target_bpw": 2.7, "candidate_bits": [2, 3, 6]},
+        {"target_bpw": 2.8, "candidate_bits": [2, 3, 6]},
         {"target_bpw": 5.25, "candidate_bits": [3, 8], "candidate_group_sizes": [64]},
     ],
     ids=str,

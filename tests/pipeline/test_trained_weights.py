@@ -8,7 +8,7 @@ from lmx.models.loader import load
 from lmx.models.quantized_layers import is_quantized
 from lmx.pipeline.draft.distillation import DraftDistillation
 from lmx.pipeline.train.run import TrainRun
-from lmx.run.parallel_dims import ParallelDims
+from lmx.run.distributed import SINGLE_PROCESS
 from mlx.utils import tree_flatten
 from tiny_runs import TRAIN, Run
 
@@ -70,7 +70,7 @@ def test_exported_weights_are_those_of_the_forward_pass(
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_drafts_run_with_the_weights_that_are_saved(make_checkpoint, dtype):
     model = load(make_checkpoint(dtype="float32"), compute="stored").model
-    stage = SimpleNamespace(context=SimpleNamespace(parallel=ParallelDims()))
+    stage = SimpleNamespace(context=SimpleNamespace(ranks=SINGLE_PROCESS))
     step = DraftDistillation.make_step(stage, model, dtype)
     for name, value in tree_flatten(step.materialize().trainable_parameters()):
         assert mx.array_equal(value, step.parameters[name].astype(dtype)), name

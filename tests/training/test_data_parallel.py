@@ -82,7 +82,7 @@ def outcome(step: TrainStep, windows, rate: float = 1e-2) -> dict[str, np.ndarra
     result = {"steps": np.array(metrics), "valid": np.array(step.evaluate(valid)[:2])}
     weights = step.parameters
     if step.sharding:
-        weights = step.gather_parameters(dict.fromkeys(weights, mx.float32))
+        weights = step.gather_parameters()
     return result | {f"weight {k}": np.array(v) for k, v in weights.items()}
 
 
