@@ -18,6 +18,7 @@ from lmx.training.rewards import (
     resolve_reward,
 )
 
+SLOW = pytest.mark.slow
 SAMPLE = RewardSample("Add 2 and 3.", " The sum is 5. ", "5", "train.jsonl:7")
 FUNCTIONS = """
 import os
@@ -236,16 +237,21 @@ def pickled(completion, **sample):
 def half_of(completion):
     return half(completion)
 
-def pooled(completion, **sample):
-    with multiprocessing.get_context("fork").Pool(2) as pool:
+def pooled(completion, method="fork", **sample):
+    with multiprocessing.get_context(method).Pool(2) as pool:
         return sum(pool.map(half_of, [completion] * 2)) / 2
+
+def spawned(**sample):
+    return pooled(method="spawn", **sample)
 """,
     # The same name in another folder is another module.
     "other/neighbour.py": "def imported(**sample):\n    return 3.0",
 }
 
 
-@pytest.mark.parametrize("name", ["imported", "pickled", "pooled"])
+@pytest.mark.parametrize(
+    "name", ["imported", "pickled", "pooled", pytest.param("spawned", marks=SLOW)]
+)
 def test_neighbours_pickle_and_pools_work(tmp_path, name):
     for file, text in NEIGHBOURS.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
