@@ -183,7 +183,7 @@ def _answer(
     """The value of a call, None without arguments, or text: what went wrong."""
     try:
         if file not in files:
-            files[file] = _import(file)
+            files[file] = _import(file, len(files))
         function = files[file].get(name)
         if not callable(function):
             return f"has no function {name}"
@@ -202,10 +202,15 @@ def _answer(
     return f"returned {shown}, not a number from {limits}"
 
 
-def _import(file: str) -> dict:
-    """The names of a file, a module that its neighbours and pickle can find."""
+def _import(file: str, number: int) -> dict:
+    """The names of a file, a module that its neighbours and pickle can find.
+
+    Args:
+        number: of files before it. Their folders come first, because a process that a
+            pool spawns imports their modules by name.
+    """
     path = Path(file)
-    sys.path.insert(0, str(path.parent))
+    sys.path.insert(number, str(path.parent))
     name = path.stem
     while name in sys.modules:
         name += "_"
