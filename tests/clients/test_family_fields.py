@@ -9,17 +9,18 @@ import re
 import warnings
 from pathlib import Path
 
-import family_fields
 import mlx.core as mx
 import numpy as np
 import pytest
-from family_fields import NOT_COMPARED, ROUGH, TOKENS, WRAPPED
 from lmx.errors import UserError
 from lmx.models import loader
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
+family_fields = pytest.importorskip("family_fields")
+NOT_COMPARED, ROUGH = family_fields.NOT_COMPARED, family_fields.ROUGH
+TOKENS, WRAPPED = family_fields.TOKENS, family_fields.WRAPPED
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 FAMILIES = family_fields.families()

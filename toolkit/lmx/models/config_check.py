@@ -411,9 +411,11 @@ def _unread(
     unread = {f"{SCALING}.{k}" for k in scaling.keys() - SCALED if k[:5] != "mrope"}
     neutral = {"partial_rotary_factor": 1}
     neutral |= {"hidden_act": transformers_value(implied, "hidden_activation")}
-    # mlx-lm's Mistral has windows only in the layers that `layer_types` names.
+    # mlx-lm's Mistral has windows only in the layers that `layer_types` names, which
+    # transformers fills in for other families.
     window, positions = (block.get(k) for k in ("sliding_window", POSITIONS))
-    if "layer_types" in read and not block.get("layer_types") and window:
+    layer_types = transformers_value(reference, "layer_types", None)
+    if "layer_types" in read and not layer_types and window:
         unread |= {"sliding_window"} if window < (positions or 0) else set()
     if LOCAL in own:
         unread |= {LOCAL} if own[LOCAL] != block.get("rope_theta") else set()
