@@ -78,8 +78,9 @@ def keep_dequantized(model: Any) -> int:
 def enable(model: Any = None) -> CpuStatus:
     """Replace what is slow in MLX on a Linux CPU. Repeated calls are cheap.
 
-    Call it before the first model computes: MLX's compiled functions keep what they
-    were traced with, and its threads keep the heap they started with. Call it again
+    Call it before MLX computes anything: its compiled functions keep what they were
+    traced with, and its threads keep the heap they started with and their way with
+    denormal numbers. Call it again
     after mlx_lm is imported, which has a `swiglu` of its own; `models.loader` does
     both.
 
@@ -87,7 +88,7 @@ def enable(model: Any = None) -> CpuStatus:
         model: an `nn.Module` whose quantized layers are to use all cores
             (`quantized_matmul.use_fast_layers`).
     """
-    from . import blas, kernel_cache, malloc, patches, quantized_matmul
+    from . import blas, denormals, kernel_cache, malloc, patches, quantized_matmul
     from .kernel_cache import precompile_header
 
     if not replaces_functions():
@@ -96,7 +97,9 @@ def enable(model: Any = None) -> CpuStatus:
         return CpuStatus(blas.use_openblas(), False, False)
     kernel_cache.use_private_folder()
     keeps_memory = malloc.keep_freed_memory()
-    library = blas.use_openblas()
+    # The first product, which compares the libraries, starts MLX's thread.
+    with denormals.threads_without_denormals():
+        library = blas.use_openblas()
     precompile_header()
     patches.replace_functions()
     patches.replace_swiglu()
