@@ -124,7 +124,14 @@ class RecordReader:
             unknown.update(record_formats.unknown_keys(raw, self.format))
             yield record
         if not valid:
-            raise _none_valid(self.source, self.format, skipped, logged[0], keys)
+            where, reason = logged[0]
+            needed = " and ".join(record_formats.FORMATS[self.format].keys)
+            raise UserError(
+                f"no example is valid: all {skipped} are invalid as {self.format}; the "
+                f"first: {reason} ({where}); its keys: {keys}",
+                hint=f"examples of the format {self.format} need {needed}",
+                place=self.source,
+            )
         counts = (valid, skipped, tuple(logged), tuple(sorted(unknown)))
         self.stats = ReadStats(self.source, self.format, *counts, self._files)
 
@@ -227,16 +234,5 @@ def _unknown_format(
         f"no dataset format matches the keys {', '.join(keys) or '(none)'}{absent}",
         hint=f"the nearest format is {name} ({', '.join(renaming)}); map its columns:\n"
         f"data:\n  columns: {{{pairs}}}",
-        place=source,
-    )
-
-
-def _none_valid(source: str, name: str, count: int, first, keys: str) -> UserError:
-    where, reason = first
-    needed = " and ".join(record_formats.FORMATS[name].keys)
-    return UserError(
-        f"no example is valid: all {count} are invalid as {name}; the first: "
-        f"{reason} ({where}); its keys: {keys}",
-        hint=f"examples of the format {name} need {needed}",
         place=source,
     )

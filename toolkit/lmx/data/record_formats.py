@@ -135,19 +135,16 @@ def _preference(record: dict) -> dict:
     if chosen[name] == rejected[name]:
         raise BadRecord("chosen and rejected are equal")
     if name == "messages":
-        chosen["prompt_messages"] = _shared(chosen[name], rejected[name])
+        # What both conversations begin with is their prompt.
+        pairs = zip(chosen[name], rejected[name], strict=False)
+        shared = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+        if shared is None:
+            raise BadRecord("one of chosen and rejected is the start of the other")
+        roles = {part[name][shared]["role"] for part in (chosen, rejected)}
+        if roles != {"assistant"}:
+            raise BadRecord("chosen and rejected have different prompts")
+        chosen["prompt_messages"] = shared
     return chosen | {"rejected": rejected[name]}
-
-
-def _shared(chosen: tuple[dict, ...], rejected: tuple[dict, ...]) -> int:
-    """The number of messages that two conversations begin with: their prompt."""
-    pairs = zip(chosen, rejected, strict=False)
-    shared = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
-    if shared is None:
-        raise BadRecord("one of chosen and rejected is the start of the other")
-    if {chosen[shared]["role"], rejected[shared]["role"]} != {"assistant"}:
-        raise BadRecord("chosen and rejected have different prompts")
-    return shared
 
 
 def _preferred(record: dict, name: str) -> dict:
@@ -198,20 +195,16 @@ def _instruction(record: dict) -> dict:
     parts = [filled(record["instruction"], "instruction")]
     if record.get("input"):
         parts.append(string(record["input"], "input"))
-    user = {"role": "user", "content": "\n\n".join(parts)}
-    prompt = [*_history(record.get("history") or []), user]
-    return _prompt_and_completion(prompt, filled(record["output"], "output"), "output")
-
-
-def _history(pairs: object) -> Iterator[dict]:
-    """The earlier turns of an instruction: pairs of question and answer."""
-    if not isinstance(pairs, list):
-        raise BadRecord(f"history is {kind_of(pairs)}, not a list")
-    for pair in pairs:
+    prompt, history = [], record.get("history") or []
+    if not isinstance(history, list):
+        raise BadRecord(f"history is {kind_of(history)}, not a list")
+    for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             raise BadRecord("history is not a list of pairs")
         for role, text in zip(("user", "assistant"), pair, strict=True):
-            yield {"role": role, "content": string(text, "history")}
+            prompt.append({"role": role, "content": string(text, "history")})
+    prompt.append({"role": "user", "content": "\n\n".join(parts)})
+    return _prompt_and_completion(prompt, filled(record["output"], "output"), "output")
 
 
 def _text(record: dict) -> dict:
@@ -426,16 +419,13 @@ def nearest(keys: list[str]) -> tuple[str, dict[str, str]]:
     """The format closest to a record's keys, and the column for each of its keys."""
     best, renaming, score = "completion", {}, -1.0
     for name in ("completion", "chat", "text"):
-        columns = {key: _similar(key, keys) for key in FORMATS[name].keys}
+        columns = {}
+        for key in FORMATS[name].keys:
+            words = [key, *SYNONYMS[key].split()]
+            similar = [own for word in words for own in keys if own.lower() == word]
+            similar += difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+            columns[key] = next(iter(similar), None)
         share = sum(value is not None for value in columns.values()) / len(columns)
         if share > score:
             best, renaming, score = name, columns, share
     return best, {key: value or "<your column>" for key, value in renaming.items()}
-
-
-def _similar(name: str, keys: list[str]) -> str | None:
-    words = [name, *SYNONYMS[name].split()]
-    exact = [key for word in words for key in keys if key.lower() == word]
-    return next(
-        iter(exact + difflib.get_close_matches(name, keys, n=1, cutoff=0.75)), None
-    )

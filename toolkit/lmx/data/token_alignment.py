@@ -123,16 +123,16 @@ def token_runs(
             start, end = end, end + len(list(group))
             if is_trained:
                 ranges.append((start, end))
-    return [_run(example.tokens[a:b].tolist(), a, vocabulary) for a, b in ranges]
-
-
-def _run(ids: list[int], first: int, vocabulary: TokenBytes) -> TokenRun:
-    has_end = bool(ids) and ids[-1] in vocabulary.ends
-    pieces = [vocabulary.pieces[number] for number in ids]
-    if has_end:
-        pieces[-1] = b""
-    edges = [0, *accumulate(map(len, pieces))]
-    return TokenRun(first, edges, b"".join(pieces), has_end)
+    runs = []
+    for start, end in ranges:
+        ids = example.tokens[start:end].tolist()
+        has_end = bool(ids) and ids[-1] in vocabulary.ends
+        pieces = [vocabulary.pieces[number] for number in ids]
+        if has_end:
+            pieces[-1] = b""
+        edges = [0, *accumulate(map(len, pieces))]
+        runs.append(TokenRun(start, edges, b"".join(pieces), has_end))
+    return runs
 
 
 def common_blocks(text: bytes, other: bytes) -> list[tuple[int, int, int]]:
@@ -197,21 +197,15 @@ def places_of_run(student: TokenRun, teacher: TokenRun) -> np.ndarray:
         is_same = not consumed and count == 1 and is_whole
         target = student.first + number
         places.append((target, row, count, consumed, boundary, start, is_same))
-    if student.has_end and teacher.has_end and _end_together(student, teacher, blocks):
+    start, other_start, length = blocks[-1] if blocks else (0, 0, 0)
+    ends = start + length, other_start + length
+    end_together = ends == (len(student.text), len(teacher.text))
+    if student.has_end and teacher.has_end and end_together:
         place = (r.first + len(r.edges) - 2 for r in (student, teacher))
         places.append((*place, 1, 0, len(student.text), len(student.text), True))
     found = np.array(places, np.int64).reshape(-1, 7)
     # Nothing predicts the teacher's first token.
     return found[found[:, ROW] > 0]
-
-
-def _end_together(student: TokenRun, teacher: TokenRun, blocks: list) -> bool:
-    """Whether the last bytes of both texts are the same."""
-    start, other_start, length = blocks[-1] if blocks else (0, 0, 0)
-    return (start + length, other_start + length) == (
-        len(student.text),
-        len(teacher.text),
-    )
 
 
 class Aligner:
@@ -286,8 +280,11 @@ class Aligner:
                 key = _identity(record.where, example.tokens[start:end], mask)
                 sides[key] = self._parts(placed, start, mask)
         if not any(sides.values()):
+            texts = runs[0][0].text, theirs[0][1].text
+            at = _common_length(texts[0], 0, texts[1], 0)
+            own, other = (text[max(0, at - 20) : at + 20] for text in texts)
             raise NotAligned(
-                f"the texts differ: {_excerpt(runs[0][0].text, theirs[0][1].text)}"
+                f"the texts differ: {own!r} and, for the teacher, {other!r}"
             )
         return sides
 
@@ -342,10 +339,3 @@ def _identity(where: str, tokens: np.ndarray, mask: np.ndarray) -> bytes:
     total.update(tokens.tobytes())
     total.update(mask.tobytes())
     return total.digest()
-
-
-def _excerpt(text: bytes, other: bytes) -> str:
-    """Where two texts begin to differ."""
-    at = _common_length(text, 0, other, 0)
-    ours, theirs = (t[max(0, at - 20) : at + 20] for t in (text, other))
-    return f"{ours!r} and, for the teacher, {theirs!r}"

@@ -112,7 +112,7 @@ def write_token_store(
     facts = dict.fromkeys(("records", "examples", "dropped", *COUNTS), 0)
     logged: list[tuple[str, str]] = []
     total = hashlib.sha256()
-    progress = _ProgressLogger(info)
+    started = last_log = time.monotonic()
     with ExitStack() as opened:
         tokens, places = (RaggedWriter(folder, n, opened) for n in ("tokens", "places"))
         labels = opened.enter_context((folder / LABELS).open("wb"))
@@ -121,22 +121,21 @@ def write_token_store(
                 block, tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
             )
             logged += encoded.dropped[: MAX_LOGGED - len(logged)]
-            _count(facts, len(block), encoded)
+            facts["records"] += len(block)
+            facts["examples"] += len(encoded.examples)
+            facts["dropped"] += len(encoded.dropped)
+            for name in COUNTS:
+                facts[name] += getattr(encoded, name)
             if encoded.examples:
                 _append(encoded.examples, tokens, places, labels, total)
-            progress.update(facts["records"])
+            if (now := time.monotonic()) - last_log > SECONDS_BETWEEN_LOGS:
+                last_log, speed = now, facts["records"] / (now - started)
+                count = facts["records"]
+                info(f"tokenizing: {count:,} examples, {speed:,.0f} examples/s")
     if not facts["examples"]:
         raise no_trainable_examples(facts["records"], logged)
     digest = total.hexdigest()
     return facts | {"tokens": tokens.end, "first_dropped": logged, "digest": digest}
-
-
-def _count(facts: dict, records: int, encoded: EncodeResult) -> None:
-    facts["records"] += records
-    facts["examples"] += len(encoded.examples)
-    facts["dropped"] += len(encoded.dropped)
-    for name in COUNTS:
-        facts[name] += getattr(encoded, name)
 
 
 def _append(
@@ -157,18 +156,3 @@ def _append(
     names = [example.where.encode() for example in examples]
     text = np.frombuffer(b"".join(names), np.uint8)
     places.write(text, np.array([len(name) for name in names]))
-
-
-class _ProgressLogger:
-    """Logs the progress every few seconds."""
-
-    def __init__(self, info: Callable[[str], None]):
-        self._info = info
-        self._start = self._last_log = time.monotonic()
-
-    def update(self, records: int) -> None:
-        now = time.monotonic()
-        if now - self._last_log > SECONDS_BETWEEN_LOGS:
-            self._last_log = now
-            speed = records / (now - self._start)
-            self._info(f"tokenizing: {records:,} examples, {speed:,.0f} examples/s")
