@@ -86,7 +86,12 @@ class BlockwiseModel:
         try:
             yield block
         finally:
-            block.update(original or self._take_lazy_block(index).parameters())
+            if original is None:
+                if index not in self._lazy_blocks:
+                    lazy = find_blocks(self.reread())
+                    self._lazy_blocks = dict(enumerate(lazy.trunk[lazy.name]))
+                original = self._lazy_blocks.pop(index).parameters()
+            block.update(original)
             mx.clear_cache()
             malloc.trim()
 
@@ -166,13 +171,6 @@ class BlockwiseModel:
     def _replace_calls(self, calls: list[Callable]):
         proxies = [ModuleProxy(*p) for p in zip(self.blocks, calls, strict=True)]
         return replace_module(self._trunk, self._name, proxies)
-
-    def _take_lazy_block(self, index: int) -> nn.Module:
-        """The same block with lazy weights."""
-        if index not in self._lazy_blocks:
-            blocks = find_blocks(self.reread())
-            self._lazy_blocks = dict(enumerate(blocks.trunk[blocks.name]))
-        return self._lazy_blocks.pop(index)
 
     def _not_sequential(self, reason) -> UserError:
         return UserError(

@@ -136,9 +136,20 @@ def _copy_companions(source: Path, folder: Path, *, with_code: bool) -> None:
 def _write_weights(
     folder: Path, weights: dict[str, mx.array], specs: dict[str, QuantSpec]
 ) -> None:
-    total = sum(value.nbytes for value in weights.values())
-    parameters = count_parameters(weights, specs)
-    shards = _shards(weights)
+    total = parameters = size = 0
+    shards: list[list[str]] = [[]]
+    for name, value in weights.items():
+        if shards[-1] and size + value.nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size, total = size + value.nbytes, total + value.nbytes
+        # A code counts as one parameter, its grid as none.
+        path, _, leaf = name.rpartition(".")
+        if path in specs and leaf == "weight":
+            parameters += value.size * 32 // specs[path].bits
+        elif path not in specs or leaf not in GRID_TENSORS:
+            parameters += value.size
     weight_map = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors"
@@ -151,28 +162,3 @@ def _write_weights(
         "weight_map": dict(sorted(weight_map.items())),
     }
     _write_json(folder / INDEX_FILE, index)
-
-
-def _shards(weights: dict[str, mx.array]) -> list[list[str]]:
-    """Names of the tensors of every file, in order."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, value in weights.items():
-        if shards[-1] and size + value.nbytes > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += value.nbytes
-    return shards
-
-
-def count_parameters(weights: dict[str, mx.array], specs: dict[str, QuantSpec]) -> int:
-    """Parameters of a model: a code counts as one, its grid as none."""
-    total = 0
-    for name, value in weights.items():
-        path, _, leaf = name.rpartition(".")
-        if path in specs and leaf in GRID_TENSORS:
-            continue
-        is_packed = path in specs and leaf == "weight"
-        total += value.size * 32 // specs[path].bits if is_packed else value.size
-    return total

@@ -11,7 +11,6 @@ communicate.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +19,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import UserError
 from ..interfaces import Communicator
-from .hooks import find_blocks, hook_calls
+from .hooks import find_blocks, hook_calls, put_in_front
 
 
 @dataclass(frozen=True)
@@ -156,16 +155,6 @@ class LastBlock:
         # which one needs no more than its caches have an end on the others, too.
         mx.async_eval(y)
         return y
-
-
-def put_in_front(kind: type, layer: nn.Module) -> None:
-    """Call a layer through a class that it then has, too."""
-    layer.__class__ = _in_front(kind, type(layer))
-
-
-@cache
-def _in_front(kind: type, layer_class: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (kind, layer_class), {})
 
 
 def _require_one_dtype(model: nn.Module) -> None:

@@ -14,12 +14,13 @@ from mlx.utils import tree_unflatten
 
 from ...errors import UserError
 from ..dtypes import stored_dtype
+from ..hooks import put_in_front
 from .lora_model import EXPERTS, layer_kind
 from .multi_lora_layers import (
     AdapterRows,
+    ExpertsByRow,
     MultiLoRAExperts,
     MultiLoRALinear,
-    split_by_row,
 )
 
 BASE = 0
@@ -103,7 +104,9 @@ class MultiLoRA:
         """Let a layer have adapters, and with experts all layers of their group."""
         if layer_kind(modules[path]) == EXPERTS:
             parent = path.rpartition(".")[0]
-            split_by_row(modules[parent], self.rows)
+            # All layers of the group must read what it makes of their indices.
+            modules[parent]._adapter_rows = self.rows
+            put_in_front(ExpertsByRow, modules[parent])
             new = {
                 f"{parent}.{name}": MultiLoRAExperts(layer, self.rows)
                 for name, layer in modules[parent].children().items()
