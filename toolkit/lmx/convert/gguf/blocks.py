@@ -135,8 +135,15 @@ def from_affine_groups(
     exact = all((h == v).all() for h, v in zip(halves, values, strict=True))
     if ggml_type is None or not exact:
         return None
-    heads = [half[..., None].view(np.uint8) for half in halves]
-    blocks = np.concatenate([*heads, _code_bytes(codes, ggml_type)], axis=-1)
+    parts = [half[..., None].view(np.uint8) for half in halves]
+    if ggml_type == "Q8_0":
+        # Codes minus 128, as int8.
+        parts.append(codes ^ 128)
+    else:
+        if ggml_type.startswith("Q5"):
+            parts.append(np.packbits(codes >> 4, axis=-1, bitorder="little"))
+        parts.append((codes[..., :16] & 15) | ((codes[..., 16:] & 15) << 4))
+    blocks = np.concatenate(parts, axis=-1)
     return ggml_type, blocks.reshape(*experts, rows, -1)
 
 
@@ -161,18 +168,6 @@ def from_dense(
     if value.dtype == mx.bfloat16 and (half != wide).any():
         return "BF16", np.array(mx.contiguous(value).view(mx.uint16))
     return "F16", half
-
-
-def _code_bytes(codes: np.ndarray, ggml_type: str) -> np.ndarray:
-    """The bytes of codes [..., 32]."""
-    if ggml_type == "Q8_0":
-        # Codes minus 128, as int8.
-        return codes ^ 128
-    low = (codes[..., :16] & 15) | ((codes[..., 16:] & 15) << 4)
-    if ggml_type.startswith("Q4"):
-        return low
-    fifth = np.packbits(codes >> 4, axis=-1, bitorder="little")
-    return np.concatenate([fifth, low], axis=-1)
 
 
 def _split(tensor: GGUFTensor, bits: int) -> Parts:

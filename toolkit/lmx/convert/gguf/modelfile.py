@@ -76,9 +76,26 @@ def modelfile(file: str, tokenizer: Any) -> str:
         file: name of the GGUF file beside it.
         tokenizer: mlx-lm's TokenizerWrapper.
     """
+    from jinja2 import TemplateError
+
+    # The metadata of the file says so too, and Ollama then adds a BOS.
+    adds_bos = tokenizer.encode("a")[0] == tokenizer.bos_token_id
+
+    def render(contents: tuple[str, ...], generation: bool = False) -> str:
+        messages = [{"role": ROLES[text], "content": text} for text in contents]
+        if "strftime_now" in (tokenizer.chat_template or ""):
+            raise ValueError("the template writes the date")
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(str(error)) from error
+        return text.removeprefix(tokenizer.bos_token or "") if adds_bos else text
+
     lines = [f"FROM ./{file}"]
     if tokenizer.has_chat_template:
-        if parts := chat_parts(_renderer(tokenizer)):
+        if parts := chat_parts(render):
             lines.append(f'TEMPLATE """{parts.to_go()}"""')
         else:
             lines.append("# The chat template in the GGUF file has no equivalent here.")
@@ -115,7 +132,10 @@ def _split(render: Render) -> ChatParts:
     before_system, system_to_user, _ = _between(render((SYSTEM, USER)), SYSTEM, USER)
     chat = render((USER, ANSWER, QUESTION))
     _, to_answer, to_question, _ = _between(chat, USER, ANSWER, QUESTION)
-    before_user = _common_suffix(start, system_to_user, to_question)
+    reversed_texts = (text[::-1] for text in (start, system_to_user, to_question))
+    columns = zip(*reversed_texts, strict=False)
+    common = takewhile(lambda letters: len({*letters}) == 1, columns)
+    before_user = "".join(letters[0] for letters in common)[::-1]
     return ChatParts(
         no_system=start.removesuffix(before_user),
         before={
@@ -132,12 +152,6 @@ def _split(render: Render) -> ChatParts:
     )
 
 
-def _common_suffix(*texts: str) -> str:
-    columns = zip(*(text[::-1] for text in texts), strict=False)
-    equal = takewhile(lambda letters: len({*letters}) == 1, columns)
-    return "".join(letters[0] for letters in equal)[::-1]
-
-
 def _between(text: str, *probes: str) -> list[str]:
     """The texts around the probes, in order.
 
@@ -151,25 +165,3 @@ def _between(text: str, *probes: str) -> list[str]:
             raise ValueError(f"the template leaves out {ROLES[probe]} messages")
         parts.append(before)
     return [*parts, text]
-
-
-def _renderer(tokenizer: Any) -> Render:
-    """Render probes with the chat template, without a BOS that Ollama adds anyway."""
-    from jinja2 import TemplateError
-
-    # As in the metadata of the file: see `tokenizer.to_metadata`.
-    adds_bos = tokenizer.encode("a")[0] == tokenizer.bos_token_id
-
-    def render(contents: tuple[str, ...], generation: bool = False) -> str:
-        messages = [{"role": ROLES[text], "content": text} for text in contents]
-        if "strftime_now" in (tokenizer.chat_template or ""):
-            raise ValueError("the template writes the date")
-        try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation
-            )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(str(error)) from error
-        return text.removeprefix(tokenizer.bos_token or "") if adds_bos else text
-
-    return render

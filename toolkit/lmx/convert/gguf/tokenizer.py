@@ -107,8 +107,24 @@ def write(metadata: dict[str, Any], folder: Path, *, source: Path) -> None:
         )
     _add_special_tokens(tokenizer, metadata)
     tokenizer.save(str(folder / FILES[0]))
-    text = json.dumps(_tokenizer_config(metadata), indent=2) + "\n"
-    (folder / FILES[1]).write_text(text)
+    tokens = metadata[f"{KEY}tokens"]
+    settings = {
+        f"{name}_token": tokens[metadata[f"{KEY}{ggml}_token_id"]]
+        for ggml, name in SPECIAL_TOKENS.items()
+        if f"{KEY}{ggml}_token_id" in metadata
+    }
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings["clean_up_tokenization_spaces"] = False
+    templates = [
+        {"name": key[len(TEMPLATE) + 1 :] or DEFAULT, "template": text}
+        for key, text in metadata.items()
+        if f"{key}.".startswith(f"{TEMPLATE}.") and isinstance(text, str) and text
+    ]
+    if [template["name"] for template in templates] == [DEFAULT]:
+        settings["chat_template"] = templates[0]["template"]
+    elif templates:
+        settings["chat_template"] = templates
+    (folder / FILES[1]).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _check_lists(metadata: dict[str, Any]) -> None:
@@ -157,6 +173,7 @@ def to_metadata(loaded: LoadedModel, vocab_size: int, *, name: str) -> dict[str,
         raise _unsupported("it has no tokenizer.json")
     tokenizer = Tokenizer.from_file(str(file))
     serialized = json.loads(tokenizer.to_str())
+    model = serialized["model"]
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if max(vocabulary.values()) >= vocab_size:
         raise _unsupported("it has more tokens than the model")
@@ -165,11 +182,17 @@ def to_metadata(loaded: LoadedModel, vocab_size: int, *, name: str) -> dict[str,
     added = {token["content"]: token["special"] for token in serialized["added_tokens"]}
     for text, index in vocabulary.items():
         tokens[index] = text
-        types[index] = _token_type(text, serialized["model"], added)
+        if text == model.get("unk_token"):
+            types[index] = UNKNOWN
+        elif text in added:
+            types[index] = CONTROL if added[text] else USER_DEFINED
+        else:
+            is_byte = model.get("byte_fallback") and BYTE_TOKEN.fullmatch(text)
+            types[index] = BYTE if is_byte else NORMAL
     file = folder / FILES[1]
     settings = json.loads(file.read_text()) if file.is_file() else {}
     metadata = {f"{KEY}tokens": tokens, f"{KEY}token_type": types}
-    metadata |= _model_metadata(tokenizer, serialized["model"], tokens)
+    metadata |= _model_metadata(tokenizer, model, tokens)
     metadata |= _special_token_metadata(tokenizer, settings, loaded.config)
     metadata["general.name"] = _model_name(name, serialized["added_tokens"], metadata)
     return metadata | _template_metadata(loaded.tokenizer.chat_template)
@@ -204,9 +227,17 @@ def _build_sentencepiece(metadata: dict[str, Any]) -> Any:
 
     tokens, types = metadata[f"{KEY}tokens"], metadata[f"{KEY}token_type"]
     vocabulary = {text: i for i, text in enumerate(tokens)}
+    # All pairs of tokens that form a token, by its score, the highest first.
+    ranked, scores = [], metadata[f"{KEY}scores"]
+    for text, index in vocabulary.items():
+        for cut in range(1, len(text)) if types[index] == NORMAL else ():
+            left, right = text[:cut], text[cut:]
+            if left in vocabulary and right in vocabulary:
+                pair = vocabulary[left], vocabulary[right]
+                ranked.append((-scores[index], *pair, left, right))
     model = models.BPE(
         vocabulary,
-        _merges_from_scores(vocabulary, metadata[f"{KEY}scores"], types),
+        [(left, right) for *_, left, right in sorted(ranked)],
         unk_token=tokens[types.index(UNKNOWN)] if UNKNOWN in types else None,
         fuse_unk=True,
         byte_fallback=True,
@@ -220,21 +251,6 @@ def _build_sentencepiece(metadata: dict[str, Any]) -> Any:
     strip = [decoders.Strip(" ", 1, 0)] * space_prefix
     tokenizer.decoder = decoders.Sequence([*steps, *strip])
     return tokenizer
-
-
-def _merges_from_scores(
-    vocabulary: dict[str, int], scores: list[float], types: list[int]
-) -> list[tuple[str, str]]:
-    """All pairs of tokens that form a token, ordered by its score, highest first."""
-    merges = []
-    for text, index in vocabulary.items():
-        cuts = range(1, len(text)) if types[index] == NORMAL else ()
-        for cut in cuts:
-            left, right = text[:cut], text[cut:]
-            if left in vocabulary and right in vocabulary:
-                pair = vocabulary[left], vocabulary[right]
-                merges.append((-scores[index], *pair, left, right))
-    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _add_special_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
@@ -265,36 +281,6 @@ def _add_special_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
             pair=[first, "$A", first, "$B"],
             special_tokens=[(first, bos)],
         )
-
-
-def _tokenizer_config(metadata: dict[str, Any]) -> dict:
-    tokens = metadata[f"{KEY}tokens"]
-    settings = {
-        f"{name}_token": tokens[metadata[f"{KEY}{ggml}_token_id"]]
-        for ggml, name in SPECIAL_TOKENS.items()
-        if f"{KEY}{ggml}_token_id" in metadata
-    }
-    settings |= {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    templates = [
-        {"name": key[len(TEMPLATE) + 1 :] or DEFAULT, "template": text}
-        for key, text in metadata.items()
-        if f"{key}.".startswith(f"{TEMPLATE}.") and isinstance(text, str) and text
-    ]
-    if [template["name"] for template in templates] == [DEFAULT]:
-        return settings | {"chat_template": templates[0]["template"]}
-    return settings | ({"chat_template": templates} if templates else {})
-
-
-def _token_type(text: str, model: dict, added: dict[str, bool]) -> int:
-    if text == model.get("unk_token"):
-        return UNKNOWN
-    if text in added:
-        return CONTROL if added[text] else USER_DEFINED
-    is_byte = model.get("byte_fallback") and BYTE_TOKEN.fullmatch(text)
-    return BYTE if is_byte else NORMAL
 
 
 def _model_metadata(tokenizer: Any, model: dict, tokens: list[str]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -111,16 +110,22 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
             raise UserError(message, place=str(file))
     if not layers:
         raise UserError("this adapter has no matrices", place=str(file))
-    scales = {path: _scale(path, layer, config) for path, layer in layers.items()}
+    scales = {}
+    for path, layer in layers.items():
+        rank = len(layer["lora_b"])
+        alpha = _by_pattern(config.alpha_pattern, path, config.lora_alpha)
+        scales[path] = alpha / (math.sqrt(rank) if config.use_rslora else rank)
     axes = dict.fromkeys(layers, LoRALinear.RANK_AXIS)
     tensors, lora = with_one_rank(layers, scales, axes)
     is_partial = config.exclude_modules or config.layers_to_transform is not None
     is_known = isinstance(config.target_modules, list) and not is_partial
+    numbers = (re.search(r"\.layers\.(\d+)\.", path) for path in layers)
+    blocks = [int(number[1]) for number in numbers if number]
     # Full paths, so that no other block gets an adapter.
     lora |= {"dropout": config.lora_dropout or 0.0, "keys": sorted(layers)}
     return tensors, {
         "fine_tune_type": "dora" if config.use_dora else "lora",
-        "num_layers": _block_count(layers),
+        "num_layers": 1 + max(blocks, default=0),
         "lora_parameters": lora,
         "peft_target_modules": config.target_modules if is_known else [],
     }
@@ -180,12 +185,6 @@ def _path(name: str, place: str) -> tuple[str, str]:
     )
 
 
-def _scale(path: str, layer: dict[str, mx.array], config: PeftConfig) -> float:
-    rank = len(layer["lora_b"])
-    alpha = _by_pattern(config.alpha_pattern, path, config.lora_alpha)
-    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
-
-
 def _by_pattern(patterns: dict[str, Any] | None, path: str, default: Any) -> Any:
     """The value of the first pattern that the end of a path matches."""
     matching = (
@@ -194,8 +193,3 @@ def _by_pattern(patterns: dict[str, Any] | None, path: str, default: Any) -> Any
         if re.match(rf"(.*\.)?({pattern})$", path)
     )
     return next(matching, default)
-
-
-def _block_count(paths: Iterable[str]) -> int:
-    matches = (re.search(r"\.layers\.(\d+)\.", path) for path in paths)
-    return 1 + max((int(match[1]) for match in matches if match), default=0)
