@@ -153,24 +153,23 @@ def _preferred(record: dict, name: str) -> dict:
     if isinstance(completion, list):
         turns = parse_turns(completion, "assistant")
         if turns and turns[0]["role"] != "assistant":
-            return _with_own_prompt(turns, prompt, name)
+            # A conversation with a prompt of its own. Many datasets repeat theirs so.
+            before = parse_turns(prompt, "user") if prompt else []
+            known, texts = (
+                [(m["role"], m["content"].strip()) for m in part]
+                for part in (before, turns)
+            )
+            for end in range(len(known), len(turns)):
+                if texts[end - len(known) : end] == known:
+                    return _conversation(turns, end)
+            if known[-1][0] == "user":
+                raise BadRecord(
+                    f"{name} begins with another prompt than the column prompt"
+                )
+            return _conversation(before + turns, len(before))
     elif prompt is None:
         raise BadRecord(f"{name} is text, but there is no prompt")
     return _prompt_and_completion(prompt, completion, name)
-
-
-def _with_own_prompt(turns: list[dict], prompt: object, name: str) -> dict:
-    """A conversation with a prompt of its own. Many datasets repeat their prompt so."""
-    before = parse_turns(prompt, "user") if prompt else []
-    known, texts = (
-        [(m["role"], m["content"].strip()) for m in part] for part in (before, turns)
-    )
-    for end in range(len(known), len(turns)):
-        if texts[end - len(known) : end] == known:
-            return _conversation(turns, end)
-    if known[-1][0] == "user":
-        raise BadRecord(f"{name} begins with another prompt than the column prompt")
-    return _conversation(before + turns, len(before))
 
 
 def _unpaired_preference(record: dict) -> dict:
@@ -207,10 +206,6 @@ def _instruction(record: dict) -> dict:
     return _prompt_and_completion(prompt, filled(record["output"], "output"), "output")
 
 
-def _text(record: dict) -> dict:
-    return {"text": filled(record["text"], "text")}
-
-
 def parse_record(record: dict, name: str) -> dict:
     """The fields of a `DataRecord` of the format `name`.
 
@@ -230,30 +225,35 @@ def parse_record(record: dict, name: str) -> dict:
     if record.get("history") and name != "instruction":
         raise BadRecord("it has history, which only instruction examples may have")
     fields = FORMATS[name].parse(record)
-    if name != "text":
-        fields["tools"] = _tools(record, fields.get("messages", ()))
-        _add_system(fields, record)
-        fields["chat_template_kwargs"] = _chat_template_kwargs(record)
-    return fields
-
-
-def _add_system(fields: dict, record: dict) -> None:
-    """Make messages of the fields of an example if its record has a text `system`: that
-    is their first message, unless they have one."""
+    if name == "text":
+        return fields
+    fields["tools"] = _tools(record, fields.get("messages", ()))
     system = record.get("system")
-    if system is None or not (content := string(system, "system")).strip():
-        return
-    if "prompt" in fields:
-        prompt = fields.pop("prompt")
-        turns = parse_turns(prompt, "user") if prompt.strip() else []
-        fields["prompt_messages"] = len(turns)
-        fields["messages"] = *turns, *parse_turns(fields.pop("completion"), "assistant")
-        if "rejected" in fields:
-            fields["rejected"] = *turns, *parse_turns(fields["rejected"], "assistant")
-    if fields["messages"][0]["role"] != "system":
-        fields["prompt_messages"] += fields["prompt_messages"] > 0
-        for name in {"messages", "rejected"} & fields.keys():
-            fields[name] = {"role": "system", "content": content}, *fields[name]
+    if system is not None and (content := string(system, "system")).strip():
+        # The first message, unless the example has one.
+        if "prompt" in fields:
+            prompt, completion = fields.pop("prompt"), fields.pop("completion")
+            turns = parse_turns(prompt, "user") if prompt.strip() else []
+            fields["prompt_messages"] = len(turns)
+            fields["messages"] = *turns, *parse_turns(completion, "assistant")
+            if "rejected" in fields:
+                rejected = parse_turns(fields["rejected"], "assistant")
+                fields["rejected"] = *turns, *rejected
+        if fields["messages"][0]["role"] != "system":
+            fields["prompt_messages"] += fields["prompt_messages"] > 0
+            for key in {"messages", "rejected"} & fields.keys():
+                fields[key] = {"role": "system", "content": content}, *fields[key]
+    key = "chat_template_kwargs"
+    options = json_value(record.get(key), key) or None
+    if options is not None:
+        if not isinstance(options, dict):
+            raise BadRecord(f"{key} is {kind_of(options)}, not an object")
+        options = {name: value for name, value in options.items() if value is not None}
+        if taken := RESERVED & options.keys():
+            raise BadRecord(f"{key} has {min(taken)}, which lmx sets")
+        require_text(options, key)
+    fields[key] = options
+    return fields
 
 
 def _tools(record: dict, messages: Iterable[dict]) -> tuple[dict, ...] | None:
@@ -296,19 +296,6 @@ def _tool(tool: object, name: str) -> dict:
     tool = {"type": "function", **tool} | {"type": "function", "function": function}
     require_text(tool, name)
     return tool
-
-
-def _chat_template_kwargs(record: dict) -> dict | None:
-    options = json_value(record.get("chat_template_kwargs"), "chat_template_kwargs")
-    if not options:
-        return None
-    if not isinstance(options, dict):
-        raise BadRecord(f"chat_template_kwargs is {kind_of(options)}, not an object")
-    options = {key: value for key, value in options.items() if value is not None}
-    if taken := RESERVED & options.keys():
-        raise BadRecord(f"chat_template_kwargs has {min(taken)}, which lmx sets")
-    require_text(options, "chat_template_kwargs")
-    return options
 
 
 def unknown_keys(record: dict, name: str) -> Iterator[str]:
@@ -357,7 +344,11 @@ FORMATS = {
     "instruction": Format(
         ("instruction", "output"), _instruction, ("input", "history")
     ),
-    "text": Format(("text",), _text, common=("skill",)),
+    "text": Format(
+        ("text",),
+        lambda record: {"text": filled(record["text"], "text")},
+        common=("skill",),
+    ),
 }
 COLUMNS = {k for f in FORMATS.values() for k in (*f.keys, *f.optional)} | {*COMMON}
 COLUMNS |= ALIASES.keys()

@@ -76,14 +76,6 @@ class AlignmentStats:
     same: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, example: Example, side: AlignedExample, reason: str) -> None:
-        """Count an example."""
-        self.trained += int(example.mask[1:].sum())
-        self.placed += sum(len(part.places) for part in side)
-        self.same += sum(part.same for part in side)
-        if not side:
-            self.failed.append((example.where, reason))
-
 
 class NotAligned(Exception):
     """The teacher has no such text."""
@@ -252,8 +244,12 @@ class Aligner:
         for number, name in zip(members, names, strict=True):
             example = examples[number]
             side = sides.get(_identity(name, example.tokens, example.mask), ())
-            stats.add(example, side, reasons.get(name, "nothing is aligned"))
             aligned.append(side)
+            stats.trained += int(example.mask[1:].sum())
+            stats.placed += sum(len(part.places) for part in side)
+            stats.same += sum(part.same for part in side)
+            if not side:
+                stats.failed.append((name, reasons.get(name, "nothing is aligned")))
         return aligned, stats
 
     def _sides(self, record: DataRecord) -> dict[bytes, AlignedExample]:
@@ -300,7 +296,8 @@ class Aligner:
         return encoded.examples
 
     def _parts(self, placed: list, start: int, mask: np.ndarray) -> AlignedExample:
-        """The parts of a window from token `start` on."""
+        """The parts of a window from token `start` on: the runs by the sequence of the
+        teacher that they are in."""
         by_sequence: dict[int, list] = {}
         for run, other, _, places in placed:
             low, high = np.searchsorted(places[:, TARGET], [start, start + len(mask)])
@@ -308,29 +305,27 @@ class Aligner:
             inside = inside[mask[inside[:, TARGET]]]
             if len(inside):
                 by_sequence.setdefault(id(other), []).append((run, other, inside))
-        return tuple(self._part(runs, start) for runs in by_sequence.values())
-
-    def _part(self, runs: list, start: int) -> AlignedPart:
-        """The part of the runs that are in one sequence of the teacher.
-
-        The sequence is cut after the last token that is needed, and a text also before
-        the first: the teacher sees no more of it than the student.
-        """
-        text, rows = b"", []
-        for run, _, places in runs:
-            low, high = places[0, START], places[-1, STOP]
-            places[:, [START, STOP]] += len(text) - low
-            rows.append(places)
-            text += run.text[low:high]
-        places, tokens = np.concatenate(rows), runs[0][1].tokens
-        end = int((places[:, ROW] + places[:, COUNT]).max())
-        first = int(places[0, ROW]) - 1 if start else 0
-        is_bos = tokens[0] == self.teacher.tokenizer.bos_token_id
-        before = tokens[: int(first > 0 and is_bos)]
-        places[:, ROW] += len(before) - first
-        tokens = np.concatenate([before, tokens[first:end]])
-        same = int(places[:, -1].sum())
-        return AlignedPart(tokens, places[:, :-1].astype(np.int32), text, same)
+        parts = []
+        for runs in by_sequence.values():
+            text, rows = b"", []
+            for run, _, places in runs:
+                low, high = places[0, START], places[-1, STOP]
+                places[:, [START, STOP]] += len(text) - low
+                rows.append(places)
+                text += run.text[low:high]
+            places, tokens = np.concatenate(rows), runs[0][1].tokens
+            # The teacher sees no more of a text than the student: the sequence is cut
+            # after the last token that is needed, and a text before the first.
+            end = int((places[:, ROW] + places[:, COUNT]).max())
+            first = int(places[0, ROW]) - 1 if start else 0
+            is_bos = tokens[0] == self.teacher.tokenizer.bos_token_id
+            before = tokens[: int(first > 0 and is_bos)]
+            places[:, ROW] += len(before) - first
+            tokens = np.concatenate([before, tokens[first:end]])
+            same = int(places[:, -1].sum())
+            found = places[:, :-1].astype(np.int32)
+            parts.append(AlignedPart(tokens, found, text, same))
+        return tuple(parts)
 
 
 def _identity(where: str, tokens: np.ndarray, mask: np.ndarray) -> bytes:

@@ -7,6 +7,7 @@ The decoding of a single token is no measure either: it lacks the space before a
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..errors import UserError
@@ -92,7 +93,10 @@ class TokenBytes:
         changes it.
         """
         encoded: list[list[int]] = [[] for _ in texts]
-        whole = [(n, text) for n, t in enumerate(texts) if (text := _text(t))]
+        whole = []
+        for number, text in enumerate(texts):
+            with suppress(UnicodeDecodeError):
+                whole += [(number, text.decode())] if text else []
         if self.is_byte_level:
             found = self._backend.encode_batch_fast(
                 [text for _, text in whole], add_special_tokens=False
@@ -113,10 +117,3 @@ class TokenBytes:
 
     def _differs(self, ids: list[int], text: bytes) -> bool:
         return b"".join(self.pieces[number] for number in ids) != text
-
-
-def _text(text: bytes) -> str | None:
-    try:
-        return text.decode()
-    except UnicodeDecodeError:
-        return None

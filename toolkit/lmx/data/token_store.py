@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -126,8 +125,20 @@ def write_token_store(
             facts["dropped"] += len(encoded.dropped)
             for name in COUNTS:
                 facts[name] += getattr(encoded, name)
-            if encoded.examples:
-                _append(encoded.examples, tokens, places, labels, total)
+            if examples := encoded.examples:
+                words = [
+                    e.tokens.astype(np.uint32) | e.mask * TRAINED_BIT for e in examples
+                ]
+                for piece in words:
+                    total.update(len(piece).to_bytes(8, "little"))
+                    total.update(piece)
+                tokens.write(np.concatenate(words), np.array([*map(len, words)]))
+                values = bytes(e.label for e in examples if e.label is not None)
+                total.update(values)
+                labels.write(values)
+                names = [example.where.encode() for example in examples]
+                text = np.frombuffer(b"".join(names), np.uint8)
+                places.write(text, np.array([*map(len, names)]))
             if (now := time.monotonic()) - last_log > SECONDS_BETWEEN_LOGS:
                 last_log, speed = now, facts["records"] / (now - started)
                 count = facts["records"]
@@ -136,23 +147,3 @@ def write_token_store(
         raise no_trainable_examples(facts["records"], logged)
     digest = total.hexdigest()
     return facts | {"tokens": tokens.end, "first_dropped": logged, "digest": digest}
-
-
-def _append(
-    examples: list[Example],
-    tokens: RaggedWriter,
-    places: RaggedWriter,
-    labels: BinaryIO,
-    total,
-) -> None:
-    words = [e.tokens.astype(np.uint32) | e.mask * TRAINED_BIT for e in examples]
-    for piece in words:
-        total.update(len(piece).to_bytes(8, "little"))
-        total.update(piece)
-    tokens.write(np.concatenate(words), np.array([len(w) for w in words]))
-    values = bytes(e.label for e in examples if e.label is not None)
-    total.update(values)
-    labels.write(values)
-    names = [example.where.encode() for example in examples]
-    text = np.frombuffer(b"".join(names), np.uint8)
-    places.write(text, np.array([len(name) for name in names]))

@@ -85,7 +85,18 @@ def _chat(
         )
     chat = Chat(template, messages, record.tools, options)
     if everything:
-        return [_whole(record, chat)]
+        # Templates may drop reasoning from earlier turns, as a server does.
+        text = chat.render(len(messages))
+        if missing := chat.missing_from(len(messages)):
+            raise NoTrainableTokens(f"the chat template does not write {missing}")
+        for message in filter(is_completion, messages):
+            answer = {k: v for k, v in message.items() if k not in REASONING}
+            answer["content"] = TAG.split(answer["content"])[-1]
+            if missing := missing_part(answer, text):
+                raise NoTrainableTokens(
+                    f"the chat template does not write its {missing}"
+                )
+        return [RecordText(record, text, ((0, len(text)),))]
     turns = [
         index
         for index, message in enumerate(messages)
@@ -96,20 +107,6 @@ def _chat(
         RecordText(record, sequence.text, sequence.spans, add_eos=sequence.add_eos)
         for sequence in find_sequences(chat, turns)
     ]
-
-
-def _whole(record: DataRecord, chat: Chat) -> RecordText:
-    """The text of all messages. Templates may drop reasoning from earlier turns, as a
-    server does."""
-    text = chat.render(len(chat.messages))
-    if missing := chat.missing_from(len(chat.messages)):
-        raise NoTrainableTokens(f"the chat template does not write {missing}")
-    for message in filter(is_completion, chat.messages):
-        answer = {k: v for k, v in message.items() if k not in REASONING}
-        answer["content"] = TAG.split(answer["content"])[-1]
-        if missing := missing_part(answer, text):
-            raise NoTrainableTokens(f"the chat template does not write its {missing}")
-    return RecordText(record, text, ((0, len(text)),))
 
 
 LossOn = Literal["completions", "all"]
@@ -174,19 +171,6 @@ def template_messages(counts: Mapping[str, int]) -> Iterator[str]:
             f"{count:,} examples have turns without a chain of thought, whose targets "
             "begin with an empty one or close the one that the prompt opens"
         )
-
-
-def encode(
-    record: DataRecord,
-    tokenizer,
-    *,
-    max_seq_length: int,
-    loss_on: LossOn = "completions",
-) -> list[Example]:
-    """The examples of a record: several for a long text, none if nothing is trained."""
-    return encode_block(
-        [record], tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
-    ).examples
 
 
 def encode_all(
@@ -268,7 +252,7 @@ def encode_block(
         pairs = [(text.text, [*chain(*text.spans)]) for text in texts]
         tokens = iter(encode_with_edges(pairs, tokenizer))
         for group in block:
-            encoder.add(encoded, group, list(islice(tokens, len(group))))
+            encoder.add_record(encoded, group, list(islice(tokens, len(group))))
     return encoded
 
 
@@ -313,7 +297,7 @@ class _Encoder:
     everything: bool
     is_single: bool
 
-    def add(
+    def add_record(
         self, encoded: EncodeResult, texts: list[RecordText], tokens: list[EncodedText]
     ) -> None:
         """Add the examples of one record, or the reason why it has none."""

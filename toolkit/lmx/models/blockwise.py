@@ -67,7 +67,8 @@ class BlockwiseModel:
 
     def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
         """Logits [B, L, vocabulary] from the output of the last block."""
-        calls = [lambda *_, **__: hidden] + [_identity] * (len(self) - 1)
+        calls = [lambda *_, **__: hidden]
+        calls += [lambda hidden, *_, **__: hidden] * (len(self) - 1)
         with self._replace_calls(calls):
             return self.model(tokens)
 
@@ -182,10 +183,6 @@ class BlockwiseModel:
 def cast(value: mx.array, dtype: mx.Dtype) -> mx.array:
     """Cast floating-point values. Codes stay as they are."""
     return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) else value
-
-
-def _identity(hidden: mx.array, *_, **__) -> mx.array:
-    return hidden
 
 
 class NoTrunkHeadSplit(Exception):

@@ -7,7 +7,7 @@ the outputs of chosen blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -199,28 +199,26 @@ def capture_inputs(root: nn.Module, paths: list[str]) -> Iterator[CapturedInputs
         yield captured
 
 
-@contextmanager
-def override_inputs(root: nn.Module, inputs: dict[str, mx.array]) -> Iterator[None]:
+def override_inputs(
+    root: nn.Module, inputs: dict[str, mx.array]
+) -> AbstractContextManager[None]:
     """Call layers, by path, with these inputs instead of the ones they receive."""
 
     def override(path: str, forward: Callable, _, *args, **kwargs) -> mx.array:
         return forward(inputs[path], *args, **kwargs)
 
-    with hook_calls(root, list(inputs), override):
-        yield
+    return hook_calls(root, list(inputs), override)
 
 
-@contextmanager
 def override_outputs(
     root: nn.Module, paths: list[str], transform: Callable[[mx.array], mx.array]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Pass the outputs of the layers at `paths` through `transform`."""
 
     def override(_, forward: Callable, *args, **kwargs) -> mx.array:
         return transform(forward(*args, **kwargs))
 
-    with hook_calls(root, paths, override):
-        yield
+    return hook_calls(root, paths, override)
 
 
 @dataclass

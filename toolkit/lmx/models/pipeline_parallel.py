@@ -93,7 +93,24 @@ def divide_by_layers(model: nn.Module, group: Communicator) -> None:
         UserError: ranks could not know the dtype of what they receive.
     """
     layers_by_rank(model, group.size)
-    _require_one_dtype(model)
+    dtypes: set[str] = set()
+
+    def record(_, forward: Callable, x: mx.array, *args: Any, **kwargs: Any):
+        y = forward(x, *args, **kwargs)
+        dtypes.update(str(each.dtype).removeprefix("mlx.core.") for each in (x, y))
+        return y
+
+    prefix = find_blocks(model).prefix
+    paths = [f"{prefix}{index}" for index in range(len(model.layers))]
+    with hook_calls(model, paths, record):
+        # Only dtypes are used, so nothing is computed.
+        model(mx.zeros((1, 1), mx.int32))
+    # All blocks must give what the embedding does.
+    if len(dtypes) > 1:
+        raise UserError(
+            f"the hidden states are {' and '.join(sorted(dtypes))} in different "
+            "layers, which therefore cannot be divided among processes"
+        )
     trunk = model.model
     trunk.pipeline(group.group)
     # mlx-lm communicates no more.
@@ -155,27 +172,6 @@ class LastBlock:
         # which one needs no more than its caches have an end on the others, too.
         mx.async_eval(y)
         return y
-
-
-def _require_one_dtype(model: nn.Module) -> None:
-    """Raise UserError unless all blocks give what the embedding does."""
-    dtypes: set[str] = set()
-
-    def record(_, forward: Callable, x: mx.array, *args: Any, **kwargs: Any):
-        y = forward(x, *args, **kwargs)
-        dtypes.update(str(each.dtype).removeprefix("mlx.core.") for each in (x, y))
-        return y
-
-    prefix = find_blocks(model).prefix
-    paths = [f"{prefix}{index}" for index in range(len(model.layers))]
-    with hook_calls(model, paths, record):
-        # Only dtypes are used, so nothing is computed.
-        model(mx.zeros((1, 1), mx.int32))
-    if len(dtypes) > 1:
-        raise UserError(
-            f"the hidden states are {' and '.join(sorted(dtypes))} in different "
-            "layers, which therefore cannot be divided among processes"
-        )
 
 
 def _parameters(model: nn.Module) -> int:

@@ -86,30 +86,6 @@ class CardFacts:
     quantize_activations: bool = False
 
 
-def card_metadata(facts: CardFacts, form: FormatCard) -> dict:
-    """The entries that the Hub reads."""
-    tags = [*form.tags, "lmx"]
-    if facts.stored_as and form.keeps_bits:
-        tags.append(facts.stored_as.replace("bit", "-bit"))
-    if facts.is_qat:
-        tags.append("qat")
-    metadata = {"library_name": form.library} if form.library else {}
-    metadata |= {"pipeline_tag": "text-generation", "tags": tags}
-    if facts.base:
-        metadata["base_model"] = facts.base
-        # The Hub's word for what was done to the base model.
-        if form.is_adapter:
-            metadata["base_model_relation"] = "adapter"
-        elif facts.stored_as:
-            metadata["base_model_relation"] = "quantized"
-        elif facts.is_trained:
-            metadata["base_model_relation"] = "finetune"
-    metadata |= facts.terms
-    if facts.datasets:
-        metadata["datasets"] = facts.datasets
-    return metadata
-
-
 def write_card(folder: Path, facts: CardFacts, form: FormatCard) -> None:
     """Write README.md."""
     from jinja2 import Environment, StrictUndefined
@@ -126,11 +102,31 @@ def write_card(folder: Path, facts: CardFacts, form: FormatCard) -> None:
     if facts.quantize_activations and form.keeps_bits:
         command = "mlx_lm.generate"
         usage = usage.replace(command, f"{command} --quantize-activations")
+    # The entries that the Hub reads.
+    tags = [*form.tags, "lmx"]
+    if facts.stored_as and form.keeps_bits:
+        tags.append(facts.stored_as.replace("bit", "-bit"))
+    if facts.is_qat:
+        tags.append("qat")
+    metadata = {"library_name": form.library} if form.library else {}
+    metadata |= {"pipeline_tag": "text-generation", "tags": tags}
+    if base:
+        metadata["base_model"] = base
+        # The Hub's word for what was done to the base model.
+        if form.is_adapter:
+            metadata["base_model_relation"] = "adapter"
+        elif facts.stored_as:
+            metadata["base_model_relation"] = "quantized"
+        elif facts.is_trained:
+            metadata["base_model_relation"] = "finetune"
+    metadata |= facts.terms
+    if facts.datasets:
+        metadata["datasets"] = facts.datasets
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     text = environment.from_string(TEMPLATE).render(
-        metadata=yaml.safe_dump(card_metadata(facts, form), sort_keys=False),
+        metadata=yaml.safe_dump(metadata, sort_keys=False),
         title=facts.title + ("-dequantized" if is_copy else form.suffix),
         kind=kind,
         version=__version__,

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +11,7 @@ from ...errors import FAILED, UserError
 from ...models.loader import complete_config, model_arguments
 from . import blocks, tokenizer
 from .architecture import Architecture
-from .architectures import BY_MODEL_TYPE, WITH_IMAGES, of_file
+from .architectures import BY_MODEL_TYPE, WITH_IMAGES, find_architecture
 from .reader import GGUFTensor
 
 # Tensors of RoPE: divisors of all frequencies (Llama 3), and of those in long and short
@@ -43,8 +42,23 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         UserError: the architecture or its RoPE scaling is not supported, or a value is
             of a wrong type or out of range.
     """
-    architecture = _architecture(metadata)
-    kind = architecture.name
+    kind = str(metadata["general.architecture"])[:40]
+    architecture = find_architecture(kind, metadata)
+    has_experts = bool(metadata.get(f"{kind}.expert_count"))
+    if architecture is None or (
+        has_experts and "expert_count" not in architecture.keys
+    ):
+        experts = " with experts" if has_experts else ""
+        names = [entry.name for entry in BY_MODEL_TYPE.values()]
+        raise UserError(
+            f"GGUF files of {kind} models{experts} are not supported",
+            hint="supported architectures: " + ", ".join(dict.fromkeys(names)),
+        )
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise UserError(
+            "this file is one of several",
+            hint="join them with llama-gguf-split --merge",
+        )
 
     def value(name: str, default: int | None = None) -> int:
         return _number(metadata, f"{kind}.{name}", int, default)
@@ -64,7 +78,25 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         stored = f"{kind}.{name}"
         if name not in architecture.optional or stored in metadata:
             config[key] = _number(metadata, stored, number, defaults.get(name))
-    config |= _heads(value, architecture, config["hidden_size"] // heads, heads)
+    width = config["hidden_size"] // heads
+    rotated = value("rope.dimension_count", width)
+    if architecture.has_latent_attention:
+        config |= {
+            "num_key_value_heads": heads,
+            "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": value("attention.key_length_mla") - rotated,
+            "v_head_dim": value("attention.value_length_mla"),
+        }
+    else:
+        is_partial = architecture.has_partial_rope
+        head = value("attention.key_length", width if is_partial else rotated)
+        config["head_dim"] = head
+        if is_partial:
+            config["partial_rotary_factor"] = rotated / head
+        elif rotated != head:
+            raise UserError(
+                f"{kind}.rope.dimension_count is {rotated}; it must be {head}"
+            )
     for name, constant in architecture.constants.items():
         if metadata.get(f"{kind}.{name}", constant) != constant:
             raise UserError(f"{kind}.{name} is not {constant}, as mlx-lm assumes")
@@ -83,61 +115,6 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         config["rope_parameters"] = parameters | {"type": parameters["rope_type"]}
         config.pop("rope_type", None)
     return config | tokenizer.special_token_ids(metadata)
-
-
-def _heads(
-    value: Callable[..., int], architecture: Architecture, width: int, heads: int
-) -> dict[str, Any]:
-    """The sizes of heads.
-
-    Args:
-        value: reads a number by its key.
-        width: of a head, where the file names none.
-
-    Raises:
-        UserError: a part of a head stays unrotated, where the model rotates all of it.
-    """
-    rotated = value("rope.dimension_count", width)
-    if architecture.has_latent_attention:
-        return {
-            "num_key_value_heads": heads,
-            "qk_rope_head_dim": rotated,
-            "qk_nope_head_dim": value("attention.key_length_mla") - rotated,
-            "v_head_dim": value("attention.value_length_mla"),
-        }
-    default = width if architecture.has_partial_rope else rotated
-    head = value("attention.key_length", default)
-    if architecture.has_partial_rope:
-        return {"head_dim": head, "partial_rotary_factor": rotated / head}
-    if rotated != head:
-        key = f"{architecture.name}.rope.dimension_count"
-        raise UserError(f"{key} is {rotated}; it must be {head}")
-    return {"head_dim": head}
-
-
-def _architecture(metadata: dict[str, Any]) -> Architecture:
-    """The architecture of a file.
-
-    Raises:
-        KeyError: the file names none.
-        UserError: it is not supported, or the model is in several files.
-    """
-    kind = str(metadata["general.architecture"])[:40]
-    known = of_file(kind, metadata)
-    has_experts = bool(metadata.get(f"{kind}.expert_count"))
-    if known is None or (has_experts and "expert_count" not in known.keys):
-        experts = " with experts" if has_experts else ""
-        names = [entry.name for entry in BY_MODEL_TYPE.values()]
-        raise UserError(
-            f"GGUF files of {kind} models{experts} are not supported",
-            hint="supported architectures: " + ", ".join(dict.fromkeys(names)),
-        )
-    if metadata.get("split.count", 1) not in (0, 1):
-        raise UserError(
-            "this file is one of several",
-            hint="join them with llama-gguf-split --merge",
-        )
-    return known
 
 
 def _number(

@@ -108,7 +108,7 @@ def from_groups(
     return f"Q{bits}_K", np.concatenate(packed, axis=-1).reshape(rows, -1)
 
 
-def of_layer(
+def layer_factors(
     stored: dict[str, mx.array], path: str, shape: tuple[int, ...]
 ) -> Factors | None:
     """The factors, float32, of a weight of this shape, if `models.gguf_scales` has
@@ -252,7 +252,7 @@ def count_layers(folder: Path) -> Counter[str]:
     for file in sorted(folder.glob("model*.safetensors")) if stored else ():
         for name, weight in read_tensors(file).items():
             path, _, leaf = name.rpartition(".")
-            factors = of_layer(stored, path, weight.shape)
+            factors = layer_factors(stored, path, weight.shape)
             if leaf != "weight" or weight.dtype != mx.float32 or not factors:
                 continue
             parts = np.array(weight), *factors

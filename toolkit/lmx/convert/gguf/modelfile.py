@@ -112,7 +112,31 @@ def chat_parts(render: Render) -> ChatParts | None:
         render: the text of probes; with `generation=True` as a prompt.
     """
     try:
-        parts = _split(render)
+        # The texts between the probes of three conversations.
+        start, ending = _between(render((USER,)), USER)
+        prompt = render((USER,), generation=True)
+        with_system = render((SYSTEM, USER))
+        before_system, system_to_user, _ = _between(with_system, SYSTEM, USER)
+        chat = render((USER, ANSWER, QUESTION))
+        _, to_answer, to_question, _ = _between(chat, USER, ANSWER, QUESTION)
+        ends = (text[::-1] for text in (start, system_to_user, to_question))
+        columns = zip(*ends, strict=False)
+        common = takewhile(lambda letters: len({*letters}) == 1, columns)
+        before_user = "".join(letters[0] for letters in common)[::-1]
+        parts = ChatParts(
+            no_system=start.removesuffix(before_user),
+            before={
+                "system": before_system,
+                "user": before_user,
+                "assistant": to_answer.removeprefix(ending),
+            },
+            after={
+                "system": system_to_user.removesuffix(before_user),
+                "user": ending,
+                "assistant": to_question.removesuffix(before_user),
+            },
+            generation=prompt.removeprefix(start + USER + ending),
+        )
         same = all(
             parts.render(contents) == render(contents, generation=True)
             for contents in CONVERSATIONS
@@ -123,33 +147,6 @@ def chat_parts(render: Render) -> ChatParts | None:
     texts += [*parts.before.values(), *parts.after.values()]
     has_mark = any(mark in text for text in texts for mark in MARKS)
     return parts if same and not has_mark else None
-
-
-def _split(render: Render) -> ChatParts:
-    """The texts between the probes of three conversations."""
-    start, ending = _between(render((USER,)), USER)
-    prompt = render((USER,), generation=True)
-    before_system, system_to_user, _ = _between(render((SYSTEM, USER)), SYSTEM, USER)
-    chat = render((USER, ANSWER, QUESTION))
-    _, to_answer, to_question, _ = _between(chat, USER, ANSWER, QUESTION)
-    reversed_texts = (text[::-1] for text in (start, system_to_user, to_question))
-    columns = zip(*reversed_texts, strict=False)
-    common = takewhile(lambda letters: len({*letters}) == 1, columns)
-    before_user = "".join(letters[0] for letters in common)[::-1]
-    return ChatParts(
-        no_system=start.removesuffix(before_user),
-        before={
-            "system": before_system,
-            "user": before_user,
-            "assistant": to_answer.removeprefix(ending),
-        },
-        after={
-            "system": system_to_user.removesuffix(before_user),
-            "user": ending,
-            "assistant": to_question.removesuffix(before_user),
-        },
-        generation=prompt.removeprefix(start + USER + ending),
-    )
 
 
 def _between(text: str, *probes: str) -> list[str]:

@@ -89,13 +89,21 @@ def write(metadata: dict[str, Any], folder: Path, *, source: Path) -> None:
     Raises:
         UserError: lmx cannot build the tokenizer and `source` has none.
     """
+    from tokenizers import Tokenizer, decoders, models
+
     _check_lists(metadata)
     model = str(metadata.get(f"{KEY}model"))[:40]
     pre_tokenizer = str(metadata.get(f"{KEY}pre", "default"))[:40]
     if model == "llama":
         tokenizer = _build_sentencepiece(metadata)
     elif model == "gpt2" and pre_tokenizer in PRE_TOKENIZERS:
-        tokenizer = _build_byte_level(metadata, pre_tokenizer)
+        # Byte-level BPE, as in GPT-2.
+        vocabulary = {text: i for i, text in enumerate(metadata[f"{KEY}tokens"])}
+        merges = [tuple(merge.split(" ")) for merge in metadata[f"{KEY}merges"]]
+        is_llama3 = pre_tokenizer == LLAMA3
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_llama3))
+        tokenizer.pre_tokenizer = byte_level_pre_tokenizer(pre_tokenizer)
+        tokenizer.decoder = decoders.ByteLevel()
     elif all((source / name).is_file() for name in FILES):
         for name in FILES:
             shutil.copyfile(source / name, folder / name)
@@ -193,7 +201,19 @@ def to_metadata(loaded: LoadedModel, vocab_size: int, *, name: str) -> dict[str,
     settings = json.loads(file.read_text()) if file.is_file() else {}
     metadata = {f"{KEY}tokens": tokens, f"{KEY}token_type": types}
     metadata |= _model_metadata(tokenizer, model, tokens)
-    metadata |= _special_token_metadata(tokenizer, settings, loaded.config)
+    for ggml, special in SPECIAL_TOKENS.items():
+        token = settings.get(f"{special}_token")
+        text = token["content"] if isinstance(token, dict) else token
+        if text and (index := tokenizer.token_to_id(text)) is not None:
+            metadata[f"{KEY}{ggml}_token_id"] = index
+    ids = loaded.config.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [ids]
+    eos = metadata.setdefault(f"{KEY}eos_token_id", ids[0])
+    if others := [token for token in ids if token not in (eos, None)]:
+        metadata[f"{KEY}eot_token_id"] = others[0]
+    first = tokenizer.encode("a").ids[0]
+    metadata[f"{KEY}add_bos_token"] = first == metadata.get(f"{KEY}bos_token_id")
+    metadata = {key: value for key, value in metadata.items() if value is not None}
     metadata["general.name"] = _model_name(name, serialized["added_tokens"], metadata)
     return metadata | _template_metadata(loaded.tokenizer.chat_template)
 
@@ -206,19 +226,6 @@ def byte_level_pre_tokenizer(name: str) -> Any:
     splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([*splits, letters])
-
-
-def _build_byte_level(metadata: dict[str, Any], pre_tokenizer: str) -> Any:
-    """Byte-level BPE, as in GPT-2."""
-    from tokenizers import Tokenizer, decoders, models
-
-    vocabulary = {text: i for i, text in enumerate(metadata[f"{KEY}tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in metadata[f"{KEY}merges"]]
-    is_llama3 = pre_tokenizer == LLAMA3
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_llama3))
-    tokenizer.pre_tokenizer = byte_level_pre_tokenizer(pre_tokenizer)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 def _build_sentencepiece(metadata: dict[str, Any]) -> Any:
@@ -311,25 +318,6 @@ def _model_metadata(tokenizer: Any, model: dict, tokens: list[str]) -> dict[str,
                 f"{KEY}merges": [" ".join(pair) for pair in merges],
             }
     raise _unsupported("llama.cpp has no name for its pre-tokenizer")
-
-
-def _special_token_metadata(
-    tokenizer: Any, settings: dict, config: dict
-) -> dict[str, Any]:
-    metadata = {}
-    for ggml, name in SPECIAL_TOKENS.items():
-        token = settings.get(f"{name}_token")
-        text = token["content"] if isinstance(token, dict) else token
-        if text and (index := tokenizer.token_to_id(text)) is not None:
-            metadata[f"{KEY}{ggml}_token_id"] = index
-    ids = config.get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [ids]
-    eos = metadata.setdefault(f"{KEY}eos_token_id", ids[0])
-    if others := [token for token in ids if token not in (eos, None)]:
-        metadata[f"{KEY}eot_token_id"] = others[0]
-    first = tokenizer.encode("a").ids[0]
-    metadata[f"{KEY}add_bos_token"] = first == metadata.get(f"{KEY}bos_token_id")
-    return {key: value for key, value in metadata.items() if value is not None}
 
 
 def _template_metadata(chat_template: str | dict[str, str] | None) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
         shape = value.shape
         if leaf == "bias" or stored.split(".")[-2] in ONE_ROW:
             value = value.reshape(-1)
-        own = k_blocks.of_layer(factors, path, shape)
+        own = k_blocks.layer_factors(factors, path, shape)
         ggml_type, value = blocks.from_dense(value, own)
         if leaf == "bias":
             # Experts have their biases in rows.

@@ -59,7 +59,15 @@ def read_layer(tensors: dict[str, mx.array], settings: dict, name: str) -> Affin
             place=f"{name}.qweight",
             hint="the checkpoint is damaged, or its config belongs to another one",
         )
-    group_index = _group_index(tensors, settings, inputs, scales.shape[0], name)
+    if "g_idx" in tensors:
+        group_index = np.array(tensors["g_idx"])
+        if group_index.min() < 0:
+            raise UserError("a group index is negative", place=f"{name}.g_idx")
+    else:
+        declared = _declared_values(settings, "group_size")
+        sizes = {size if size > 0 else inputs for size in declared}
+        fitting = [s for s in sizes if math.ceil(inputs / s) == len(scales)]
+        group_index = np.arange(inputs) // (fitting or sorted(sizes))[0]
     groups = int(group_index.max()) + 1
     require_shape(scales, (groups, outputs), f"{name}.scales")
     zeros = mx.full((groups, outputs), 2 ** (bits - 1))
@@ -70,20 +78,6 @@ def read_layer(tensors: dict[str, mx.array], settings: dict, name: str) -> Affin
     packed = mx.contiguous(qweight.T).view(mx.uint32)
     scales, biases = from_zero_points(scales.T, zeros.T)
     return AffineGroups(packed, scales, biases, group_index, bits)
-
-
-def _group_index(
-    tensors: dict[str, mx.array], settings: dict, inputs: int, groups: int, name: str
-) -> np.ndarray:
-    if "g_idx" in tensors:
-        index = np.array(tensors["g_idx"])
-        if index.min() < 0:
-            raise UserError("a group index is negative", place=f"{name}.g_idx")
-        return index
-    declared = _declared_values(settings, "group_size")
-    sizes = {size if size > 0 else inputs for size in declared}
-    fitting = [size for size in sizes if math.ceil(inputs / size) == groups]
-    return np.arange(inputs) // (fitting or sorted(sizes))[0]
 
 
 def _declared_values(settings: dict, key: str) -> set[int]:

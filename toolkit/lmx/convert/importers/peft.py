@@ -32,6 +32,12 @@ LEAVES = {
     "lora_B.weight": ("lora_b", True),
     "lora_magnitude_vector": ("m", False),
 }
+STORED_BASE = (
+    "peft stored the base model's layer beside its adapter; lmx cannot tell whether it "
+    "was changed. Save the adapter again in peft with "
+    "save_pretrained(folder, save_embedding_layers=False)"
+)
+LINEAR = "adapters of embeddings, experts and fully trained layers are not supported"
 # Settings that do not change what a trained adapter computes.
 HARMLESS_KEYS = """
     task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
@@ -94,7 +100,14 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
         raise UserError(f"this adapter has no {WEIGHTS}", place=str(folder))
     layers: dict[str, dict[str, mx.array]] = {}
     for name, value in read_tensors(file).items():
-        path, leaf = _path(name, str(file))
+        leaf = next((leaf for leaf in LEAVES if name.endswith(f".{leaf}")), None)
+        if leaf is None or not name.startswith(PREFIX):
+            raise UserError(
+                f"the tensor {name} does not belong to the adapter of a linear layer",
+                place=str(file),
+                hint=STORED_BASE if name.endswith(".base_layer.weight") else LINEAR,
+            )
+        path = name[len(PREFIX) : -len(leaf) - 1]
         name, transposed = LEAVES[leaf]
         layers.setdefault(path, {})[name] = value.T if transposed else value
     leaves = {"lora_a", "lora_b", *(["m"] if config.use_dora else [])}
@@ -165,24 +178,6 @@ def convert_adapter(source: Path, target: Path) -> None:
     """
     tensors, config = read(source)
     write_adapter(target, tensors, {}, **config)
-
-
-def _path(name: str, place: str) -> tuple[str, str]:
-    for leaf in LEAVES:
-        if name.startswith(PREFIX) and name.endswith(f".{leaf}"):
-            return name[len(PREFIX) : -len(leaf) - 1], leaf
-    hint = "adapters of embeddings, experts and fully trained layers are not supported"
-    if name.endswith(".base_layer.weight"):
-        hint = (
-            "peft stored the base model's layer beside its adapter; lmx cannot tell "
-            "whether it was changed. Save the adapter again in peft with "
-            "save_pretrained(folder, save_embedding_layers=False)"
-        )
-    raise UserError(
-        f"the tensor {name} does not belong to the adapter of a linear layer",
-        place=place,
-        hint=hint,
-    )
 
 
 def _by_pattern(patterns: dict[str, Any] | None, path: str, default: Any) -> Any:

@@ -49,7 +49,12 @@ def missing_part(message: dict, target: str) -> str | None:
         function = call["function"]
         pieces.append(("tool_calls", [function["name"]]))
         for value in _leaves(function.get("arguments")):
-            if forms := _forms(value):
+            # As templates print it: as text, and as JSON.
+            forms = [str(value), json.dumps(value, default=str)]
+            if isinstance(value, str):
+                dumped = (json.dumps(value, ensure_ascii=a) for a in (False, True))
+                forms = [text.strip() for text in (value, *(d[1:-1] for d in dumped))]
+            if forms[0]:
                 pieces.append(("tool_calls", forms))
     # A short piece may be a part of a longer one, which has another place.
     for name, forms in sorted(pieces, key=lambda piece: -len(piece[1][0])):
@@ -77,14 +82,3 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(part)
     else:
         yield value
-
-
-def _forms(value: Any) -> list[str]:
-    """A value as templates print it: as text, and as JSON."""
-    if isinstance(value, str):
-        texts = [value.strip()]
-        texts += [
-            json.dumps(value, ensure_ascii=a)[1:-1].strip() for a in (False, True)
-        ]
-        return texts if texts[0] else []
-    return [str(value), json.dumps(value, default=str)]

@@ -161,7 +161,14 @@ def _in_windows(chat: Chat, turns: list[int], text: str) -> TurnSequence | None:
     middle, last = whole.spans[0], whole.spans[-1]
     if others or not whole.text.startswith(text[: last[1]]):
         return None
-    window, head = Window(chat, text), _head(chat.messages, turns[0])
+    # The messages before every window: the first turn is one of them, as templates
+    # treat the first messages in another way. After them comes the pair of roles that
+    # is most frequent in the chat.
+    pairs = [_roles(chat.messages, n) for n in range(1, len(chat.messages))]
+    counts = Counter(pairs)
+    candidates = range(turns[0] + 1, min(turns[0] + 1 + BLOCK, len(chat.messages)))
+    head = max(candidates, key=lambda index: counts[pairs[index - 1]])
+    window = Window(chat, text)
     spans: list[Span] = []
     for number, index in enumerate(turns):
         if number and number % BLOCK == 0:
@@ -173,18 +180,6 @@ def _in_windows(chat: Chat, turns: list[int], text: str) -> TurnSequence | None:
             return None
         spans.append(span)
     return replace(whole, spans=tuple(spans)) if spans[half] == middle else None
-
-
-def _head(messages: list[dict], first: int) -> int:
-    """The number of messages before a window.
-
-    The first turn is one of them: templates treat the first messages in another way.
-    After them comes the pair of roles that is most frequent in the chat.
-    """
-    pairs = [_roles(messages, index) for index in range(1, len(messages))]
-    counts = Counter(pairs)
-    candidates = range(first + 1, min(first + 1 + BLOCK, len(messages)))
-    return max(candidates, key=lambda index: counts[pairs[index - 1]])
 
 
 def _roles(messages: list[dict], index: int) -> tuple[str, str]:

@@ -176,7 +176,27 @@ def as_mlx(tensors: dict[str, mx.array], *, place: str) -> dict[str, mx.array]:
     # Only the weights of norms are vectors.
     is_norm = {n: n.endswith(".weight") and v.ndim == 1 for n, v in tensors.items()}
     tensors = {n: v + 1 if is_norm[n] else v for n, v in tensors.items()}
-    return _stack_experts(tensors, place)
+    stacked: dict[str, mx.array] = {}
+    # By path, and by number.
+    single: dict[str, dict[int, mx.array]] = {}
+    for name, value in tensors.items():
+        if match := SINGLE_EXPERT.fullmatch(name):
+            block, index, layer = match.groups()
+            path = f"{block}.switch_mlp.{layer}.weight"
+            single.setdefault(path, {})[int(index)] = value
+        elif match := JOINED_EXPERTS.fullmatch(name):
+            block, layer = match.groups()
+            layers = ("gate_proj", "up_proj") if "gate" in layer else (layer,)
+            parts = mx.split(value, len(layers), axis=-2)
+            for layer, part in zip(layers, parts, strict=True):
+                stacked[f"{block}.switch_mlp.{layer}.weight"] = part
+        else:
+            stacked[name] = value
+    for path, experts in single.items():
+        if experts.keys() != set(range(len(experts))):
+            raise UserError(f"an expert of {path} is missing", place=place)
+        stacked[path] = mx.stack([experts[index] for index in range(len(experts))])
+    return stacked
 
 
 def copy_mtp(source: Path, target: Path, config: dict) -> None:
@@ -270,27 +290,3 @@ def _load(file: Path) -> tuple[dict[str, mx.array], bool]:
     """The tensors of a file, unread, and whether they are in MLX's layout."""
     tensors, metadata = mx.load(str(file), return_metadata=True)
     return tensors, metadata.get("format") == "mlx"
-
-
-def _stack_experts(tensors: dict[str, mx.array], place: str) -> dict[str, mx.array]:
-    """Experts by mlx-lm's names, each projection of all experts in one tensor."""
-    stacked: dict[str, mx.array] = {}
-    single: dict[str, dict[int, mx.array]] = {}
-    for name, value in tensors.items():
-        if match := SINGLE_EXPERT.fullmatch(name):
-            block, index, layer = match.groups()
-            path = f"{block}.switch_mlp.{layer}.weight"
-            single.setdefault(path, {})[int(index)] = value
-        elif match := JOINED_EXPERTS.fullmatch(name):
-            block, layer = match.groups()
-            layers = ("gate_proj", "up_proj") if "gate" in layer else (layer,)
-            parts = mx.split(value, len(layers), axis=-2)
-            for layer, part in zip(layers, parts, strict=True):
-                stacked[f"{block}.switch_mlp.{layer}.weight"] = part
-        else:
-            stacked[name] = value
-    for path, experts in single.items():
-        if experts.keys() != set(range(len(experts))):
-            raise UserError(f"an expert of {path} is missing", place=place)
-        stacked[path] = mx.stack([experts[index] for index in range(len(experts))])
-    return stacked

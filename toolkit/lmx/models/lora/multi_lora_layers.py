@@ -70,12 +70,12 @@ class LayerAdapters:
     weights: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
     joined: JoinedAdapters | None = None
 
-    def add(self, number: int, a: mx.array, b: mx.array) -> None:
+    def add_adapter(self, number: int, a: mx.array, b: mx.array) -> None:
         """Add A [in, rank] and scale * B [rank, out]."""
         mx.eval(a, b)
         self.weights[number] = a, b
 
-    def remove(self, number: int) -> None:
+    def remove_adapter(self, number: int) -> None:
         """Free an adapter."""
         self.weights.pop(number, None)
         self.joined = None
@@ -164,11 +164,11 @@ class ExpertAdapters:
     b: mx.array | None = None
     chosen: ChosenAdapters | None = None
 
-    def add(self, number: int, a: mx.array, b: mx.array) -> None:
+    def add_adapter(self, number: int, a: mx.array, b: mx.array) -> None:
         """Add A [experts, rank, in] and scale * B [experts, out, rank]."""
         self._stack(self._pairs() | {number: (a, b)})
 
-    def remove(self, number: int) -> None:
+    def remove_adapter(self, number: int) -> None:
         """Free an adapter. The others are copied."""
         if number in self.ranks:
             pairs = self._pairs()
