@@ -16,7 +16,7 @@ modes = pytest.mark.parametrize("mode", GGUF_MODES)
 
 def factors_of(tensors):
     stored = {f"layer.{name}": value for name, value in tensors.items()}
-    return k_blocks.of_layer(stored, "layer", tensors["weight"].shape)
+    return k_blocks.layer_factors(stored, "layer", tensors["weight"].shape)
 
 
 def encoded(tensors, spec):
@@ -52,7 +52,7 @@ def test_blocks_keep_their_factors(mode):
     factors = k_blocks.stored_factors(tensor)
     for name in (gguf_scales.STEPS, gguf_scales.SCALES):
         assert np.array_equal(factors[name], np.array(tensors[name])), name
-    assert k_blocks.of_layer(tensors, "layer", shape) is None
+    assert k_blocks.layer_factors(tensors, "layer", shape) is None
 
 
 @modes

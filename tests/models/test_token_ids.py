@@ -7,7 +7,7 @@ import pytest
 import yaml
 from lmx.cli import main
 from lmx.data.record_formats import DataRecord
-from lmx.data.tokenization import encode
+from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
 from lmx.generation.generator import Generator
 from lmx.models.loader import load
@@ -45,8 +45,8 @@ def test_text_with_such_a_token_is_refused(folder):
         generator.encode_text,
         generator.encode_chat,
         lambda text: generator.encode_chat([{"role": "user", "content": text}]),
-        lambda text: encode(
-            DataRecord("rows", prompt="one", completion=text),
+        lambda text: encode_all(
+            [DataRecord("rows", prompt="one", completion=text)],
             loaded.tokenizer,
             max_seq_length=64,
         ),

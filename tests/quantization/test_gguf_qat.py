@@ -18,7 +18,7 @@ def file_values(tensors, spec):
     if spec.stored is None:
         stored = {f"layer.{name}": value for name, value in tensors.items()}
         shape = tensors["weight"].shape
-        factors = k_blocks.of_layer(stored, "layer", shape)
+        factors = k_blocks.layer_factors(stored, "layer", shape)
         kind, raw = blocks.from_dense(tensors["weight"], factors)
     else:
         kind, raw = blocks.from_affine_groups(tensors, spec.bits, spec.group_size)

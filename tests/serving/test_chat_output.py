@@ -70,7 +70,7 @@ def _message(tokenizer, pieces, *, tools=TOOLS, in_reasoning=False, cut=False):
     message = {"content": "", "reasoning_content": "", "tool_calls": []}
     pieces = [*pieces]
     for number, piece in enumerate(pieces):
-        for field in parser.add(piece, last=number == len(pieces) - 1, cut=cut):
+        for field in parser.add_text(piece, last=number == len(pieces) - 1, cut=cut):
             ((name, value),) = field.items()
             message[name] += value
     assert parser.calls == len(message["tool_calls"])

@@ -152,7 +152,7 @@ class DraftConfig(ConfigModel):
     """Limits. A draft that misses one is not published."""
 
     @model_validator(mode="after")
-    def _check_architecture(self):
+    def _check_keys(self):
         is_model = self.architecture == "model"
         # A resolved recipe names all keys, with their defaults.
         unread = {"drafter": DrafterConfig()}
@@ -165,10 +165,6 @@ class DraftConfig(ConfigModel):
             value = getattr(self.drafter, name)
             if value is not None and self.architecture != owner:
                 raise ValueError(f"drafter.{name} needs architecture: {owner}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_budget(self):
         if self.budget is None:
             return self
         if self.steps:

@@ -230,21 +230,18 @@ def _validate(data: dict) -> tuple[RecipeConfig | None, list[Problem]]:
         return RecipeConfig.model_validate(data), []
     except ValidationError as invalid:
         errors = invalid.errors(include_url=False)
-    if any([_switch(error, data) for error in errors]):
+    # The schema has a boolean where yes, no, on or off is given.
+    words = [e for e in errors if e["type"] == "bool_type"]
+    words = [e for e in words if str(e["input"]).lower() in yaml_io.SWITCHES]
+    for error in words:
+        *above, last = path_of(error["loc"], data)
+        block = data
+        for step in above:
+            block = block[step]
+        block[last] = yaml_io.SWITCHES[error["input"].lower()]
+    if words:
         return _validate(data)
     return None, [explain(error, data) for error in errors]
-
-
-def _switch(error: dict, data: Any) -> bool:
-    """Convert yes, no, on or off where the schema has a boolean; returns success."""
-    word = error["input"]
-    if error["type"] != "bool_type" or str(word).lower() not in yaml_io.SWITCHES:
-        return False
-    *above, last = path_of(error["loc"], data)
-    for step in above:
-        data = data[step]
-    data[last] = yaml_io.SWITCHES[word.lower()]
-    return True
 
 
 def _locate(

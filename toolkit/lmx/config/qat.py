@@ -63,18 +63,15 @@ class QATConfig(QuantizationConfig):
     @model_validator(mode="after")
     def _check_keys_fit_quantizer(self):
         quantizer = self.quantizer or self.quantizer_for(self)
-        self._check_mode(quantizer)
-        if self.fake_quant_after_n_steps and quantizer == "fixed_scale":
-            raise ValueError(
-                "quantizer: fixed_scale sets its scales before the first step: remove "
-                "fake_quant_after_n_steps"
-            )
-        return self
-
-    def _check_mode(self, quantizer: str):
         names = FLOAT_QUANTIZERS if self.mode in FLOAT_MODES else ("minmax",)
         if self.mode != "affine" and quantizer not in names:
             raise ValueError(
                 f"{self.mode} has no trainable scales: use quantizer: "
                 + " or ".join(names)
             )
+        if self.fake_quant_after_n_steps and quantizer == "fixed_scale":
+            raise ValueError(
+                "quantizer: fixed_scale sets its scales before the first step: remove "
+                "fake_quant_after_n_steps"
+            )
+        return self

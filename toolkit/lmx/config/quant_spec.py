@@ -158,15 +158,11 @@ class QuantizationConfig(QuantSpec):
     computes. Embeddings, a tied output head and experts keep full-precision inputs."""
 
     @model_validator(mode="after")
-    def _check_activations(self):
+    def _check_modes(self):
         if self.quantize_activations and self.mode not in ACTIVATION_MODES:
             raise ValueError(
                 f"quantize_activations needs mode: {' or '.join(ACTIVATION_MODES)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_overrides(self):
         for pattern, override in self.overrides.items():
             if override != SKIP:
                 try:

@@ -54,14 +54,15 @@ class ScaleTuningConfig(ConfigModel):
     probe."""
 
 
-def _from_bool(value):
-    """`scale_tuning: false` is off; `true` has all defaults."""
-    return {True: {}, False: None}[value] if isinstance(value, bool) else value
-
-
+# `scale_tuning: false` is off; `true` has all defaults.
 ScaleTuning = Annotated[
     ScaleTuningConfig | None,
-    BeforeValidator(_from_bool, json_schema_input_type=bool | ScaleTuningConfig | None),
+    BeforeValidator(
+        lambda value: (
+            {True: {}, False: None}[value] if isinstance(value, bool) else value
+        ),
+        json_schema_input_type=bool | ScaleTuningConfig | None,
+    ),
 ]
 
 
@@ -130,32 +131,20 @@ class PTQConfig(QuantizationConfig):
     """Present = choose the bits of the KV cache by layer, after the weights."""
 
     @model_validator(mode="after")
-    def _check_mixed_precision_mode(self):
+    def _check_methods(self):
         if self.mixed_precision and self.mode != "affine":
             raise ValueError(
                 f"mixed_precision needs mode: affine; the mode is {self.mode}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_scales(self):
         if self.scale_tuning and self.mode != "affine":
             raise ValueError(
                 f"{self.mode} has no trainable scales; remove scale_tuning"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_smoothing(self):
         if self.smoothing_strength and not self.quantize_activations:
             raise ValueError(
                 "smoothing_strength needs quantize_activations: true; it has no use "
                 "where inputs are not quantized"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_token_weights(self):
         if self.calibration.loss_on == "completions" and self.mixed_precision:
             raise ValueError(
                 "mixed_precision weights all tokens equally: remove calibration.loss_on"
@@ -227,11 +216,7 @@ class GPTQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
         return value
 
 
-def _default_to_rtn(value):
-    return {"method": "rtn", **value} if isinstance(value, dict) else value
-
-
 QuantizeConfig = Annotated[
     Annotated[RTNConfig | GPTQConfig, Field(discriminator="method")],
-    BeforeValidator(_default_to_rtn),
+    BeforeValidator(lambda v: {"method": "rtn", **v} if isinstance(v, dict) else v),
 ]

@@ -80,16 +80,15 @@ class StageEntry(
         return getattr(self, self.kind)
 
 
-def _from_path(value):
-    return {"path": value} if isinstance(value, str) else value
-
-
 class RecipeConfig(ConfigModel):
     """A complete job: base model, data and stages."""
 
     model: Annotated[
         ModelConfig,
-        BeforeValidator(_from_path, json_schema_input_type=str | ModelConfig),
+        BeforeValidator(
+            lambda value: {"path": value} if isinstance(value, str) else value,
+            json_schema_input_type=str | ModelConfig,
+        ),
     ] = Field(examples=["Qwen/Qwen3-0.6B", "data/tiny-base", {"from_scratch": {}}])
     """Base model: a local folder, a Hub id, a GGUF file, or {from_scratch: {...}}."""
     data: DataConfig = DataConfig()
@@ -109,7 +108,7 @@ class RecipeConfig(ConfigModel):
     recipe runs only with `lmx.train` and the same functions."""
 
     @model_validator(mode="after")
-    def _check_published_once(self):
+    def _check_stages(self):
         kinds = [stage.kind for stage in self.stages]
         exports = [stage.config.formats for stage in self.stages if stage.export]
         formats = [name for names in exports for name in names]
@@ -121,10 +120,6 @@ class RecipeConfig(ConfigModel):
                 )
         if kinds.count("draft") > 1:
             raise ValueError("a recipe has at most one draft stage")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tensor_parallel(self):
         size = self.parallel.tensor
         for stage in self.stages if size > 1 else ():
             if stage.kind not in TENSOR_PARALLEL_STAGES:

@@ -25,11 +25,11 @@ class TrackerConfig(ConfigModel):
     name: str | None = None
     """Name of the run. Default: the name of the recipe."""
     mode: Literal["online", "offline"] = "offline"
-    """Of wandb. offline: log to disk only, for `wandb sync`. online: also send."""
+    """wandb: offline logs to disk only, for `wandb sync`; online also sends."""
     space_id: str | None = None
-    """Of trackio: Hugging Face Space to log to. Default: log to disk only."""
+    """trackio: Hugging Face Space to log to. Default: log to disk only."""
     tracking_uri: str | None = Field(None, examples=["http://localhost:5000"])
-    """Of mlflow: server or database. Default: the environment variable
+    """mlflow: server or database. Default: the environment variable
     `MLFLOW_TRACKING_URI`, else mlflow.db in the working directory. A password belongs
     to `MLFLOW_TRACKING_PASSWORD`."""
 

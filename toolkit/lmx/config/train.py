@@ -14,8 +14,6 @@ from .qat import QATConfig
 WITHOUT_BETAS = ("adafactor", "sgd")
 # Optimizers that update each parameter from its own gradient, so that shards suffice.
 ELEMENTWISE = ("adamw", "adamw_8bit", "lion", "lion_8bit", "sgd")
-# Of these, with float32 moments: those may be divided along any axis.
-SHARDABLE = ("adamw", "lion", "sgd")
 # Above MANY_LOGITS per batch, the loss is computed in chunks of CHUNK_LOGITS.
 MANY_LOGITS, CHUNK_LOGITS = 1 << 27, 1 << 24
 # Logits that fit into the caches of a CPU (16 MiB): the fastest chunks there.
@@ -37,13 +35,9 @@ def chunk_of_many(vocabulary: int, tokens: int) -> int | None:
     return loss_chunk(vocabulary, on_cpu=False)
 
 
-def _default_to_dpo(value):
-    return {"type": "dpo", **value} if isinstance(value, dict) else value
-
-
 LossConfig = Annotated[
     Annotated[PreferenceLossConfig | GRPOLossConfig, Field(discriminator="type")],
-    BeforeValidator(_default_to_dpo),
+    BeforeValidator(lambda v: {"type": "dpo", **v} if isinstance(v, dict) else v),
 ]
 
 
@@ -194,46 +188,51 @@ class TrainConfig(ConfigModel):
             raise ValueError("give either steps or epochs")
         if (self.batch_size is None) == (self.batch_tokens is None):
             raise ValueError("give either batch_size or batch_tokens")
-        if self.adapter:
-            self._check_adapter(self.adapter)
-        if self.qat:
-            self._check_qat(self.qat)
-        elif self.compare_full_precision:
+        if self.adapter and self.qat:
+            if self.adapter.dropout:
+                raise ValueError(
+                    "adapter dropout does not work with qat: "
+                    "the quantized weight contains the merged adapter"
+                )
+            if self.adapter.type == "dora":
+                raise ValueError(
+                    "a dora adapter does not work with qat: use type: lora, "
+                    "or train first and quantize afterwards"
+                )
+        if self.qat and (start := self.qat.fake_quant_after_n_steps):
+            if self.load_best_at_end or self.early_stopping_patience:
+                raise ValueError(
+                    "fake_quant_after_n_steps does not work with load_best_at_end or "
+                    "early_stopping_patience: earlier validations have other bits"
+                )
+            if self.steps and self.steps <= start:
+                raise ValueError("fake_quant_after_n_steps must be below steps")
+        if self.compare_full_precision and not self.qat:
             raise ValueError("compare_full_precision needs qat")
-        self._check_optimizer_keys()
-        if self.fsdp:
-            self._check_fsdp()
-        if self.loss:
-            self._check_loss(self.loss.type)
+        # A resolved recipe gives all keys, so model_fields_set alone does not suffice.
+        defaults = {
+            name: field.default for name, field in type(self).model_fields.items()
+        }
+        changed = {n for n in self.model_fields_set if getattr(self, n) != defaults[n]}
+        betas = sorted({"beta1", "beta2"} & changed)
+        if betas and self.optimizer in WITHOUT_BETAS:
+            raise ValueError(f"{self.optimizer} has no {betas[0]}")
+        if self.lr_schedule != "warmup-stable-decay" and "decay_ratio" in changed:
+            raise ValueError("decay_ratio needs lr_schedule: warmup-stable-decay")
+        if self.fsdp and (self.adapter or self.qat or self.teacher):
+            raise ValueError(
+                "fsdp needs full fine-tuning without adapter, qat and teacher"
+            )
+        if self.fsdp and self.optimizer not in ELEMENTWISE:
+            raise ValueError(
+                f"{self.optimizer} needs whole matrices: fsdp works with "
+                + ", ".join(ELEMENTWISE)
+            )
+        for key in ("teacher", "packing", "fsdp") if self.loss else ():
+            if getattr(self, key):
+                raise ValueError(f"{key} does not work with the loss {self.loss.type}")
         self._check_rollouts()
         return self
-
-    def _check_adapter(self, adapter: LoRAConfig):
-        if adapter.dropout and self.qat:
-            raise ValueError(
-                "adapter dropout does not work with qat: "
-                "the quantized weight contains the merged adapter"
-            )
-        if self.qat and adapter.type == "dora":
-            raise ValueError(
-                "a dora adapter does not work with qat: use type: lora, "
-                "or train first and quantize afterwards"
-            )
-
-    def _check_qat(self, qat: QATConfig):
-        start = qat.fake_quant_after_n_steps
-        if start and (self.load_best_at_end or self.early_stopping_patience):
-            raise ValueError(
-                "fake_quant_after_n_steps does not work with load_best_at_end or "
-                "early_stopping_patience: earlier validations have other bits"
-            )
-        if start and self.steps and self.steps <= start:
-            raise ValueError("fake_quant_after_n_steps must be below steps")
-
-    def _check_loss(self, name: str):
-        for key in ("teacher", "packing", "fsdp"):
-            if getattr(self, key):
-                raise ValueError(f"{key} does not work with the loss {name}")
 
     def _check_rollouts(self):
         rollouts = self.rollouts
@@ -260,25 +259,6 @@ class TrainConfig(ConfigModel):
             raise ValueError(
                 "rollouts needs an online teacher: remove offline and sequence_level"
             )
-
-    def _check_fsdp(self):
-        if self.adapter or self.qat or self.teacher:
-            raise ValueError(
-                "fsdp needs full fine-tuning without adapter, qat and teacher"
-            )
-        if self.optimizer not in ELEMENTWISE:
-            raise ValueError(
-                f"{self.optimizer} needs whole matrices: fsdp works with "
-                + ", ".join(ELEMENTWISE)
-            )
-
-    def _check_optimizer_keys(self):
-        changed = self._non_default_keys
-        betas = sorted({"beta1", "beta2"} & changed)
-        if betas and self.optimizer in WITHOUT_BETAS:
-            raise ValueError(f"{self.optimizer} has no {betas[0]}")
-        if self.lr_schedule != "warmup-stable-decay" and "decay_ratio" in changed:
-            raise ValueError("decay_ratio needs lr_schedule: warmup-stable-decay")
 
     @property
     def is_policy_optimization(self) -> bool:
@@ -312,16 +292,6 @@ class TrainConfig(ConfigModel):
         """Whether the only signal is the model before quantization."""
         teacher = self.teacher
         return bool(teacher and not teacher.model and not teacher.ce_weight)
-
-    @property
-    def _non_default_keys(self) -> set[str]:
-        # A resolved recipe gives all keys, so model_fields_set alone does not suffice.
-        fields = type(self).model_fields
-        return {
-            key
-            for key in self.model_fields_set
-            if getattr(self, key) != fields[key].default
-        }
 
     def num_steps(self, per_epoch: float) -> int:
         """Optimizer steps, for so many in one pass over the examples."""

@@ -103,38 +103,15 @@ class Document:
         if len(above) >= MAX_DEPTH:
             return self._refuse(node, TOO_DEEP, path)
         above = (*above, id(node))
-        match node.tag.removeprefix(TAG), node:
-            case "map", yaml.MappingNode():
-                return self._mapping(node, path, above)
-            case "seq", yaml.SequenceNode():
-                items = enumerate(node.value)
-                return [self._build(item, (*path, i), above) for i, item in items]
-            case kind, yaml.ScalarNode() if kind in PARSERS:
-                return self._scalar(kind, node, path)
-        tag = node.tag.replace(TAG, "!!")
-        return self._refuse(node, f"the tag {tag} is not plain data", path)
-
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath, above: tuple) -> dict:
-        built: dict[str, Any] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                self._refuse(key, "a key must be text, not a list or a block")
-            elif fault := text_fault(key.value):
-                self._refuse(key, fault)
-            elif key.value in built:
-                first = self.keys[(*path, key.value)]
-                self._refuse(
-                    key,
-                    f"duplicate key '{key.value}', "
-                    f"already given at {first.line}:{first.column}",
-                )
-            else:
-                inner = (*path, key.value)
-                self.keys[inner] = _position(key.start_mark)
-                built[key.value] = self._build(value, inner, above)
-        return built
-
-    def _scalar(self, kind: str, node: yaml.ScalarNode, path: KeyPath) -> Any:
+        kind = node.tag.removeprefix(TAG)
+        if kind == "map" and isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path, above)
+        if kind == "seq" and isinstance(node, yaml.SequenceNode):
+            items = enumerate(node.value)
+            return [self._build(item, (*path, i), above) for i, item in items]
+        if kind not in PARSERS or not isinstance(node, yaml.ScalarNode):
+            tag = node.tag.replace(TAG, "!!")
+            return self._refuse(node, f"the tag {tag} is not plain data", path)
         if fault := text_fault(node.value):
             return self._refuse(node, fault, path)
         try:
@@ -146,6 +123,23 @@ class Document:
             fault = f"a number is at most {MAX_NUMBER:,}"
             return self._refuse(node, fault, path)
         return value
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath, above: tuple) -> dict:
+        built: dict[str, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self._refuse(key, "a key must be text, not a list or a block")
+            elif fault := text_fault(key.value):
+                self._refuse(key, fault)
+            elif key.value in built:
+                line, column = self.keys[(*path, key.value)]
+                fault = f"duplicate key '{key.value}', already given at {line}:{column}"
+                self._refuse(key, fault)
+            else:
+                inner = (*path, key.value)
+                self.keys[inner] = _position(key.start_mark)
+                built[key.value] = self._build(value, inner, above)
+        return built
 
     def _refuse(self, node: yaml.Node, fault: str, path: KeyPath | None = None) -> None:
         """Add an error about the value at `path`; None = about a key."""
@@ -179,7 +173,7 @@ def read(text: str) -> Document:
 
 @lru_cache(maxsize=8)
 def read_shared(text: str) -> Document:
-    """As `read`, but texts that are read again share a document: do not change it."""
+    """Read a document that all calls with its text share: do not change it."""
     return read(text)
 
 

@@ -4,7 +4,8 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -48,9 +49,12 @@ def read(name: str, split: str) -> list[tuple[str, str]]:
             f"builtin:{name} has no split {split!r}",
             hint="its splits are train and valid",
         )
-    documents = [
-        (where, text) for where, text in BUILTINS[name]() if _split(where) == split
-    ]
+    documents = []
+    for where, text in BUILTINS[name]():
+        # The same paths on every machine are for validation.
+        number = int.from_bytes(hashlib.sha256(where.encode()).digest()[:4], "big")
+        if (number / 2**32 < VALID_SHARE) == (split == "valid"):
+            documents.append((where, text))
     if not documents:
         raise UserError(
             f"builtin:{name} is empty on this machine",
@@ -59,36 +63,17 @@ def read(name: str, split: str) -> list[tuple[str, str]]:
     return documents
 
 
-def _split(where: str) -> str:
-    """valid for about 4 % of the paths, the same ones on every machine."""
-    digest = hashlib.sha256(where.encode()).digest()
-    share = int.from_bytes(digest[:4], "big") / 2**32
-    return "valid" if share < VALID_SHARE else "train"
-
-
-def _stdlib() -> tuple[tuple[str, str], ...]:
-    return _documents(Path(sysconfig.get_paths()["stdlib"]))
-
-
 # A run reads every split more than once, and filtering the texts takes a second.
 @cache
 def _documents(root: Path) -> tuple[tuple[str, str], ...]:
-    paths = {path.relative_to(root).as_posix(): path for path in _sources(root)}
-    texts = ((where, _text(path)) for where, path in sorted(paths.items()))
-    return tuple((where, text) for where, text in texts if text and is_prose(text))
-
-
-def _sources(root: Path) -> Iterator[Path]:
+    documents = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-        yield from (Path(folder, name) for name in files if name.endswith(".py"))
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return None
+        for path in (Path(folder, name) for name in files if name.endswith(".py")):
+            with suppress(UnicodeDecodeError):
+                if is_prose(text := path.read_text(encoding="utf-8")):
+                    documents.append((path.relative_to(root).as_posix(), text))
+    return tuple(sorted(documents))
 
 
 def is_prose(text: str) -> bool:
@@ -98,4 +83,6 @@ def is_prose(text: str) -> bool:
     return 0 < len(text) <= MAX_CHARACTERS and tables <= MAX_TABLE_SHARE * lines
 
 
-BUILTINS: dict[str, Callable[[], Iterable[tuple[str, str]]]] = {"stdlib": _stdlib}
+BUILTINS: dict[str, Callable[[], Iterable[tuple[str, str]]]] = {
+    "stdlib": lambda: _documents(Path(sysconfig.get_paths()["stdlib"]))
+}

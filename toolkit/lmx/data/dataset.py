@@ -103,7 +103,30 @@ class RecordReader:
         formats = Counter(name for _, _, name in first)
         del formats[None]
         if not formats:
-            raise _unknown_format(source, first[0][1], self._columns)
+            record = first[0][1]
+            if isinstance(record, record_formats.Unreadable):
+                message = f"no example can be read; the first: {record.reason}"
+                raise UserError(message, place=source)
+            if not isinstance(record, dict):
+                raise UserError(
+                    "the examples are not JSON objects; the first is "
+                    f"{str(record)[:60]!r}",
+                    hint='an example looks like {"prompt": "...", "completion": "..."}',
+                    place=source,
+                )
+            keys, absent = list(record), ""
+            missing = [c for name, c in self._columns.items() if name not in keys]
+            if missing:
+                absent = f"; columns names {', '.join(missing)}, which is missing"
+            name, renaming = record_formats.nearest(keys)
+            pairs = ", ".join(f"{key}: {column}" for key, column in renaming.items())
+            raise UserError(
+                "no dataset format matches the keys "
+                f"{', '.join(keys) or '(none)'}{absent}",
+                hint=f"the nearest format is {name} ({', '.join(renaming)}); map its "
+                f"columns:\ndata:\n  columns: {{{pairs}}}",
+                place=source,
+            )
         self.format = formats.most_common(1)[0][0]
 
     def __iter__(self) -> Iterator[DataRecord]:
@@ -124,7 +147,14 @@ class RecordReader:
             unknown.update(record_formats.unknown_keys(raw, self.format))
             yield record
         if not valid:
-            raise _none_valid(self.source, self.format, skipped, logged[0], keys)
+            where, reason = logged[0]
+            needed = " and ".join(record_formats.FORMATS[self.format].keys)
+            raise UserError(
+                f"no example is valid: all {skipped} are invalid as {self.format}; the "
+                f"first: {reason} ({where}); its keys: {keys}",
+                hint=f"examples of the format {self.format} need {needed}",
+                place=self.source,
+            )
         counts = (valid, skipped, tuple(logged), tuple(sorted(unknown)))
         self.stats = ReadStats(self.source, self.format, *counts, self._files)
 
@@ -202,41 +232,3 @@ def _parse(
     except RecursionError:
         raise record_formats.BadRecord(record_formats.UNREADABLE.reason) from None
     return DataRecord(where, **fields, skill=skill if isinstance(skill, str) else None)
-
-
-def _unknown_format(
-    source: str, record: object, columns: Mapping[str, str]
-) -> UserError:
-    if isinstance(record, record_formats.Unreadable):
-        message = f"no example can be read; the first: {record.reason}"
-        return UserError(message, place=source)
-    if not isinstance(record, dict):
-        return UserError(
-            f"the examples are not JSON objects; the first is {str(record)[:60]!r}",
-            hint='an example looks like {"prompt": "...", "completion": "..."}',
-            place=source,
-        )
-    keys = list(record)
-    missing = [column for name, column in columns.items() if name not in keys]
-    absent = (
-        f"; columns names {', '.join(missing)}, which is missing" if missing else ""
-    )
-    name, renaming = record_formats.nearest(keys)
-    pairs = ", ".join(f"{key}: {column}" for key, column in renaming.items())
-    return UserError(
-        f"no dataset format matches the keys {', '.join(keys) or '(none)'}{absent}",
-        hint=f"the nearest format is {name} ({', '.join(renaming)}); map its columns:\n"
-        f"data:\n  columns: {{{pairs}}}",
-        place=source,
-    )
-
-
-def _none_valid(source: str, name: str, count: int, first, keys: str) -> UserError:
-    where, reason = first
-    needed = " and ".join(record_formats.FORMATS[name].keys)
-    return UserError(
-        f"no example is valid: all {count} are invalid as {name}; the first: "
-        f"{reason} ({where}); its keys: {keys}",
-        hint=f"examples of the format {name} need {needed}",
-        place=source,
-    )

@@ -54,7 +54,10 @@ class HubDataset:
         if source.startswith(builtin.PREFIX):
             return None
         match, path = SOURCE.fullmatch(source), find(source) or Path(source)
-        if match is None or path.exists() or not _is_hub_name(match["name"]):
+        if match is None or path.exists():
+            return None
+        parts = match["name"].split("/")
+        if len(parts) > 2 or not all(p.strip(".~") and "\\" not in p for p in parts):
             return None
         if readers.suffix(Path(source)) in readers.SUFFIXES:
             return None
@@ -196,13 +199,6 @@ def card_files(folder: Path) -> dict[str, list[Path]]:
 
 def _splits(builder: Any) -> list[str]:
     return [*(builder.info.splits or ("train",))]
-
-
-def _is_hub_name(name: str) -> bool:
-    """Whether it is name or owner/name."""
-    parts = name.split("/")
-    plain = all(part and part.strip(".~") and "\\" not in part for part in parts)
-    return plain and len(parts) <= 2
 
 
 def _online(endpoint: str) -> bool:

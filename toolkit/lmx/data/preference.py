@@ -45,7 +45,13 @@ def encode_pairs(
         if where not in reasons:
             chosen, rejected = (side[where] for side in encoded)
             try:
-                result.examples += _compared(chosen, rejected, max_seq_length)
+                size = min(len(chosen.tokens), len(rejected.tokens))
+                if (chosen.tokens[:size] == rejected.tokens[:size]).all():
+                    raise BadRecord(
+                        "chosen and rejected are equal, or one begins with the other"
+                    )
+                pair = (chosen, rejected)
+                result.examples += [_whole(part, max_seq_length) for part in pair]
             except BadRecord as fault:
                 reasons[where] = str(fault)
     result.dropped += reasons.items()
@@ -86,23 +92,16 @@ def encode_unpaired(
     others = _with_other_prompts([*examples, *lent])
     for example, other in zip(examples, others, strict=False):
         if other:
-            result.examples += [example, _mismatched(example, other, max_seq_length)]
+            # The prompt of the example with the completion of the other one. Its end
+            # may be cut: it has no gradient.
+            prompt, completion = _last_turn(example)[0], _last_turn(other)[1]
+            tokens = np.concatenate([prompt, completion])[:max_seq_length]
+            mask = np.arange(len(tokens)) >= len(prompt)
+            result.examples += [example, replace(example, tokens=tokens, mask=mask)]
         else:
             reason = "no example beside it has another prompt, which kto compares with"
             result.dropped.append((example.where, reason))
     return result
-
-
-def _compared(chosen: Example, rejected: Example, max_seq_length: int) -> list[Example]:
-    """Both sequences of a pair.
-
-    Raises:
-        BadRecord: they cannot be compared.
-    """
-    size = min(len(chosen.tokens), len(rejected.tokens))
-    if (chosen.tokens[:size] == rejected.tokens[:size]).all():
-        raise BadRecord("chosen and rejected are equal, or one begins with the other")
-    return [_whole(side, max_seq_length) for side in (chosen, rejected)]
 
 
 def _whole(example: Example, max_seq_length: int) -> Example:
@@ -136,16 +135,6 @@ def _with_other_prompts(examples: list[Example]) -> list[Example | None]:
             place = place % rest if place < largest else place
             others[number] = examples[order[(place + largest) % len(order)]]
     return others
-
-
-def _mismatched(example: Example, other: Example, max_seq_length: int) -> Example:
-    """The prompt of an example with the completion of another one.
-
-    Its end may be cut: it has no gradient.
-    """
-    prompt, completion = _last_turn(example)[0], _last_turn(other)[1]
-    tokens = np.concatenate([prompt, completion])[:max_seq_length]
-    return replace(example, tokens=tokens, mask=np.arange(len(tokens)) >= len(prompt))
 
 
 def _last_turn(example: Example) -> tuple[np.ndarray, np.ndarray]:

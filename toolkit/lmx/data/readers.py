@@ -200,7 +200,10 @@ def _table(path: Path) -> Iterator[LocatedRecord]:
         with _open_bytes(path) as file:
             source = io.BytesIO(file.read()) if path.suffix == ".gz" else file
             table = parquet.ParquetFile(source)
-            _check_table(path, table)
+            groups = range(table.metadata.num_row_groups)
+            size = sum(table.metadata.row_group(n).total_byte_size for n in groups)
+            if size > max(SMALL, MAX_RATIO * path.stat().st_size):
+                raise _error(path, f"holds more than {MAX_RATIO} times its size")
             for batch in table.iter_batches(batch_size=PARQUET_ROWS):
                 for row in batch.to_pylist():
                     yield f"{path}[{index}]", without_nulls(row)
@@ -219,10 +222,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
-
-
-def _check_table(path: Path, table: Any) -> None:
-    groups = range(table.metadata.num_row_groups)
-    size = sum(table.metadata.row_group(n).total_byte_size for n in groups)
-    if size > max(SMALL, MAX_RATIO * path.stat().st_size):
-        raise _error(path, f"holds more than {MAX_RATIO} times its size")

@@ -135,19 +135,16 @@ def _preference(record: dict) -> dict:
     if chosen[name] == rejected[name]:
         raise BadRecord("chosen and rejected are equal")
     if name == "messages":
-        chosen["prompt_messages"] = _shared(chosen[name], rejected[name])
+        # What both conversations begin with is their prompt.
+        pairs = zip(chosen[name], rejected[name], strict=False)
+        shared = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+        if shared is None:
+            raise BadRecord("one of chosen and rejected is the start of the other")
+        roles = {part[name][shared]["role"] for part in (chosen, rejected)}
+        if roles != {"assistant"}:
+            raise BadRecord("chosen and rejected have different prompts")
+        chosen["prompt_messages"] = shared
     return chosen | {"rejected": rejected[name]}
-
-
-def _shared(chosen: tuple[dict, ...], rejected: tuple[dict, ...]) -> int:
-    """The number of messages that two conversations begin with: their prompt."""
-    pairs = zip(chosen, rejected, strict=False)
-    shared = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
-    if shared is None:
-        raise BadRecord("one of chosen and rejected is the start of the other")
-    if {chosen[shared]["role"], rejected[shared]["role"]} != {"assistant"}:
-        raise BadRecord("chosen and rejected have different prompts")
-    return shared
 
 
 def _preferred(record: dict, name: str) -> dict:
@@ -156,24 +153,23 @@ def _preferred(record: dict, name: str) -> dict:
     if isinstance(completion, list):
         turns = parse_turns(completion, "assistant")
         if turns and turns[0]["role"] != "assistant":
-            return _with_own_prompt(turns, prompt, name)
+            # A conversation with a prompt of its own. Many datasets repeat theirs so.
+            before = parse_turns(prompt, "user") if prompt else []
+            known, texts = (
+                [(m["role"], m["content"].strip()) for m in part]
+                for part in (before, turns)
+            )
+            for end in range(len(known), len(turns)):
+                if texts[end - len(known) : end] == known:
+                    return _conversation(turns, end)
+            if known[-1][0] == "user":
+                raise BadRecord(
+                    f"{name} begins with another prompt than the column prompt"
+                )
+            return _conversation(before + turns, len(before))
     elif prompt is None:
         raise BadRecord(f"{name} is text, but there is no prompt")
     return _prompt_and_completion(prompt, completion, name)
-
-
-def _with_own_prompt(turns: list[dict], prompt: object, name: str) -> dict:
-    """A conversation with a prompt of its own. Many datasets repeat their prompt so."""
-    before = parse_turns(prompt, "user") if prompt else []
-    known, texts = (
-        [(m["role"], m["content"].strip()) for m in part] for part in (before, turns)
-    )
-    for end in range(len(known), len(turns)):
-        if texts[end - len(known) : end] == known:
-            return _conversation(turns, end)
-    if known[-1][0] == "user":
-        raise BadRecord(f"{name} begins with another prompt than the column prompt")
-    return _conversation(before + turns, len(before))
 
 
 def _unpaired_preference(record: dict) -> dict:
@@ -198,24 +194,16 @@ def _instruction(record: dict) -> dict:
     parts = [filled(record["instruction"], "instruction")]
     if record.get("input"):
         parts.append(string(record["input"], "input"))
-    user = {"role": "user", "content": "\n\n".join(parts)}
-    prompt = [*_history(record.get("history") or []), user]
-    return _prompt_and_completion(prompt, filled(record["output"], "output"), "output")
-
-
-def _history(pairs: object) -> Iterator[dict]:
-    """The earlier turns of an instruction: pairs of question and answer."""
-    if not isinstance(pairs, list):
-        raise BadRecord(f"history is {kind_of(pairs)}, not a list")
-    for pair in pairs:
+    prompt, history = [], record.get("history") or []
+    if not isinstance(history, list):
+        raise BadRecord(f"history is {kind_of(history)}, not a list")
+    for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             raise BadRecord("history is not a list of pairs")
         for role, text in zip(("user", "assistant"), pair, strict=True):
-            yield {"role": role, "content": string(text, "history")}
-
-
-def _text(record: dict) -> dict:
-    return {"text": filled(record["text"], "text")}
+            prompt.append({"role": role, "content": string(text, "history")})
+    prompt.append({"role": "user", "content": "\n\n".join(parts)})
+    return _prompt_and_completion(prompt, filled(record["output"], "output"), "output")
 
 
 def parse_record(record: dict, name: str) -> dict:
@@ -237,30 +225,35 @@ def parse_record(record: dict, name: str) -> dict:
     if record.get("history") and name != "instruction":
         raise BadRecord("it has history, which only instruction examples may have")
     fields = FORMATS[name].parse(record)
-    if name != "text":
-        fields["tools"] = _tools(record, fields.get("messages", ()))
-        _add_system(fields, record)
-        fields["chat_template_kwargs"] = _chat_template_kwargs(record)
-    return fields
-
-
-def _add_system(fields: dict, record: dict) -> None:
-    """Make messages of the fields of an example if its record has a text `system`: that
-    is their first message, unless they have one."""
+    if name == "text":
+        return fields
+    fields["tools"] = _tools(record, fields.get("messages", ()))
     system = record.get("system")
-    if system is None or not (content := string(system, "system")).strip():
-        return
-    if "prompt" in fields:
-        prompt = fields.pop("prompt")
-        turns = parse_turns(prompt, "user") if prompt.strip() else []
-        fields["prompt_messages"] = len(turns)
-        fields["messages"] = *turns, *parse_turns(fields.pop("completion"), "assistant")
-        if "rejected" in fields:
-            fields["rejected"] = *turns, *parse_turns(fields["rejected"], "assistant")
-    if fields["messages"][0]["role"] != "system":
-        fields["prompt_messages"] += fields["prompt_messages"] > 0
-        for name in {"messages", "rejected"} & fields.keys():
-            fields[name] = {"role": "system", "content": content}, *fields[name]
+    if system is not None and (content := string(system, "system")).strip():
+        # The first message, unless the example has one.
+        if "prompt" in fields:
+            prompt, completion = fields.pop("prompt"), fields.pop("completion")
+            turns = parse_turns(prompt, "user") if prompt.strip() else []
+            fields["prompt_messages"] = len(turns)
+            fields["messages"] = *turns, *parse_turns(completion, "assistant")
+            if "rejected" in fields:
+                rejected = parse_turns(fields["rejected"], "assistant")
+                fields["rejected"] = *turns, *rejected
+        if fields["messages"][0]["role"] != "system":
+            fields["prompt_messages"] += fields["prompt_messages"] > 0
+            for key in {"messages", "rejected"} & fields.keys():
+                fields[key] = {"role": "system", "content": content}, *fields[key]
+    key = "chat_template_kwargs"
+    options = json_value(record.get(key), key) or None
+    if options is not None:
+        if not isinstance(options, dict):
+            raise BadRecord(f"{key} is {kind_of(options)}, not an object")
+        options = {name: value for name, value in options.items() if value is not None}
+        if taken := RESERVED & options.keys():
+            raise BadRecord(f"{key} has {min(taken)}, which lmx sets")
+        require_text(options, key)
+    fields[key] = options
+    return fields
 
 
 def _tools(record: dict, messages: Iterable[dict]) -> tuple[dict, ...] | None:
@@ -303,19 +296,6 @@ def _tool(tool: object, name: str) -> dict:
     tool = {"type": "function", **tool} | {"type": "function", "function": function}
     require_text(tool, name)
     return tool
-
-
-def _chat_template_kwargs(record: dict) -> dict | None:
-    options = json_value(record.get("chat_template_kwargs"), "chat_template_kwargs")
-    if not options:
-        return None
-    if not isinstance(options, dict):
-        raise BadRecord(f"chat_template_kwargs is {kind_of(options)}, not an object")
-    options = {key: value for key, value in options.items() if value is not None}
-    if taken := RESERVED & options.keys():
-        raise BadRecord(f"chat_template_kwargs has {min(taken)}, which lmx sets")
-    require_text(options, "chat_template_kwargs")
-    return options
 
 
 def unknown_keys(record: dict, name: str) -> Iterator[str]:
@@ -364,7 +344,11 @@ FORMATS = {
     "instruction": Format(
         ("instruction", "output"), _instruction, ("input", "history")
     ),
-    "text": Format(("text",), _text, common=("skill",)),
+    "text": Format(
+        ("text",),
+        lambda record: {"text": filled(record["text"], "text")},
+        common=("skill",),
+    ),
 }
 COLUMNS = {k for f in FORMATS.values() for k in (*f.keys, *f.optional)} | {*COMMON}
 COLUMNS |= ALIASES.keys()
@@ -426,16 +410,13 @@ def nearest(keys: list[str]) -> tuple[str, dict[str, str]]:
     """The format closest to a record's keys, and the column for each of its keys."""
     best, renaming, score = "completion", {}, -1.0
     for name in ("completion", "chat", "text"):
-        columns = {key: _similar(key, keys) for key in FORMATS[name].keys}
+        columns = {}
+        for key in FORMATS[name].keys:
+            words = [key, *SYNONYMS[key].split()]
+            similar = [own for word in words for own in keys if own.lower() == word]
+            similar += difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+            columns[key] = next(iter(similar), None)
         share = sum(value is not None for value in columns.values()) / len(columns)
         if share > score:
             best, renaming, score = name, columns, share
     return best, {key: value or "<your column>" for key, value in renaming.items()}
-
-
-def _similar(name: str, keys: list[str]) -> str | None:
-    words = [name, *SYNONYMS[name].split()]
-    exact = [key for word in words for key in keys if key.lower() == word]
-    return next(
-        iter(exact + difflib.get_close_matches(name, keys, n=1, cutoff=0.75)), None
-    )

@@ -101,14 +101,13 @@ def write_eval_split(folder: Path, held: EvalSplit) -> dict:
 def read_eval_split(artifact: Artifact) -> EvalSplit:
     """The split that `write_eval_split` wrote."""
     with (artifact.folder / EVAL_FILE).open(encoding="utf-8") as stream:
-        records = [DataRecord(**json.loads(line)) for line in stream]
-    records = [replace(r, **_tuples(r)) for r in records]
+        values = [json.loads(line) for line in stream]
+    # JSON stores tuples as lists.
+    records = [
+        DataRecord(**{k: tuple(v) if isinstance(v, list) else v for k, v in r.items()})
+        for r in values
+    ]
     return EvalSplit(records, artifact.facts["threshold"])
-
-
-def _tuples(record: DataRecord) -> dict[str, tuple]:
-    """The values that JSON stores as lists, as tuples."""
-    return {k: tuple(v) for k, v in vars(record).items() if isinstance(v, list)}
 
 
 def _split_document(record: DataRecord) -> tuple[DataRecord, DataRecord]:
@@ -262,18 +261,19 @@ class Splits:
             EVAL_SHARE,
             self._eval_limit,
         ]
+
+        def make(folder: Path) -> dict:
+            self.info(f"valid: holding out examples of {source}")
+            records = self._read(source, "train")
+            held = choose_eval_records(records, self.seed, self._eval_limit)
+            return write_eval_split(folder, held)
+
         artifact = cache.store(self.warning).get_or_make(
             "held-out",
             cache.key_of([self._contents[source], settings, fingerprint.code()]),
-            lambda folder: write_eval_split(folder, self._choose(source)),
+            make,
         )
         return read_eval_split(artifact)
-
-    def _choose(self, source: str) -> EvalSplit:
-        self.info(f"valid: holding out examples of {source}")
-        return choose_eval_records(
-            self._read(source, "train"), self.seed, self._eval_limit
-        )
 
     def _read(self, source: str, split: str) -> RecordReader:
         data = self.data

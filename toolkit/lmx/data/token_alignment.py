@@ -76,14 +76,6 @@ class AlignmentStats:
     same: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, example: Example, side: AlignedExample, reason: str) -> None:
-        """Count an example."""
-        self.trained += int(example.mask[1:].sum())
-        self.placed += sum(len(part.places) for part in side)
-        self.same += sum(part.same for part in side)
-        if not side:
-            self.failed.append((example.where, reason))
-
 
 class NotAligned(Exception):
     """The teacher has no such text."""
@@ -123,16 +115,16 @@ def token_runs(
             start, end = end, end + len(list(group))
             if is_trained:
                 ranges.append((start, end))
-    return [_run(example.tokens[a:b].tolist(), a, vocabulary) for a, b in ranges]
-
-
-def _run(ids: list[int], first: int, vocabulary: TokenBytes) -> TokenRun:
-    has_end = bool(ids) and ids[-1] in vocabulary.ends
-    pieces = [vocabulary.pieces[number] for number in ids]
-    if has_end:
-        pieces[-1] = b""
-    edges = [0, *accumulate(map(len, pieces))]
-    return TokenRun(first, edges, b"".join(pieces), has_end)
+    runs = []
+    for start, end in ranges:
+        ids = example.tokens[start:end].tolist()
+        has_end = bool(ids) and ids[-1] in vocabulary.ends
+        pieces = [vocabulary.pieces[number] for number in ids]
+        if has_end:
+            pieces[-1] = b""
+        edges = [0, *accumulate(map(len, pieces))]
+        runs.append(TokenRun(start, edges, b"".join(pieces), has_end))
+    return runs
 
 
 def common_blocks(text: bytes, other: bytes) -> list[tuple[int, int, int]]:
@@ -197,21 +189,15 @@ def places_of_run(student: TokenRun, teacher: TokenRun) -> np.ndarray:
         is_same = not consumed and count == 1 and is_whole
         target = student.first + number
         places.append((target, row, count, consumed, boundary, start, is_same))
-    if student.has_end and teacher.has_end and _end_together(student, teacher, blocks):
+    start, other_start, length = blocks[-1] if blocks else (0, 0, 0)
+    ends = start + length, other_start + length
+    end_together = ends == (len(student.text), len(teacher.text))
+    if student.has_end and teacher.has_end and end_together:
         place = (r.first + len(r.edges) - 2 for r in (student, teacher))
         places.append((*place, 1, 0, len(student.text), len(student.text), True))
     found = np.array(places, np.int64).reshape(-1, 7)
     # Nothing predicts the teacher's first token.
     return found[found[:, ROW] > 0]
-
-
-def _end_together(student: TokenRun, teacher: TokenRun, blocks: list) -> bool:
-    """Whether the last bytes of both texts are the same."""
-    start, other_start, length = blocks[-1] if blocks else (0, 0, 0)
-    return (start + length, other_start + length) == (
-        len(student.text),
-        len(teacher.text),
-    )
 
 
 class Aligner:
@@ -258,8 +244,12 @@ class Aligner:
         for number, name in zip(members, names, strict=True):
             example = examples[number]
             side = sides.get(_identity(name, example.tokens, example.mask), ())
-            stats.add(example, side, reasons.get(name, "nothing is aligned"))
             aligned.append(side)
+            stats.trained += int(example.mask[1:].sum())
+            stats.placed += sum(len(part.places) for part in side)
+            stats.same += sum(part.same for part in side)
+            if not side:
+                stats.failed.append((name, reasons.get(name, "nothing is aligned")))
         return aligned, stats
 
     def _sides(self, record: DataRecord) -> dict[bytes, AlignedExample]:
@@ -286,8 +276,11 @@ class Aligner:
                 key = _identity(record.where, example.tokens[start:end], mask)
                 sides[key] = self._parts(placed, start, mask)
         if not any(sides.values()):
+            texts = runs[0][0].text, theirs[0][1].text
+            at = _common_length(texts[0], 0, texts[1], 0)
+            own, other = (text[max(0, at - 20) : at + 20] for text in texts)
             raise NotAligned(
-                f"the texts differ: {_excerpt(runs[0][0].text, theirs[0][1].text)}"
+                f"the texts differ: {own!r} and, for the teacher, {other!r}"
             )
         return sides
 
@@ -303,7 +296,8 @@ class Aligner:
         return encoded.examples
 
     def _parts(self, placed: list, start: int, mask: np.ndarray) -> AlignedExample:
-        """The parts of a window from token `start` on."""
+        """The parts of a window from token `start` on: the runs by the sequence of the
+        teacher that they are in."""
         by_sequence: dict[int, list] = {}
         for run, other, _, places in placed:
             low, high = np.searchsorted(places[:, TARGET], [start, start + len(mask)])
@@ -311,29 +305,27 @@ class Aligner:
             inside = inside[mask[inside[:, TARGET]]]
             if len(inside):
                 by_sequence.setdefault(id(other), []).append((run, other, inside))
-        return tuple(self._part(runs, start) for runs in by_sequence.values())
-
-    def _part(self, runs: list, start: int) -> AlignedPart:
-        """The part of the runs that are in one sequence of the teacher.
-
-        The sequence is cut after the last token that is needed, and a text also before
-        the first: the teacher sees no more of it than the student.
-        """
-        text, rows = b"", []
-        for run, _, places in runs:
-            low, high = places[0, START], places[-1, STOP]
-            places[:, [START, STOP]] += len(text) - low
-            rows.append(places)
-            text += run.text[low:high]
-        places, tokens = np.concatenate(rows), runs[0][1].tokens
-        end = int((places[:, ROW] + places[:, COUNT]).max())
-        first = int(places[0, ROW]) - 1 if start else 0
-        is_bos = tokens[0] == self.teacher.tokenizer.bos_token_id
-        before = tokens[: int(first > 0 and is_bos)]
-        places[:, ROW] += len(before) - first
-        tokens = np.concatenate([before, tokens[first:end]])
-        same = int(places[:, -1].sum())
-        return AlignedPart(tokens, places[:, :-1].astype(np.int32), text, same)
+        parts = []
+        for runs in by_sequence.values():
+            text, rows = b"", []
+            for run, _, places in runs:
+                low, high = places[0, START], places[-1, STOP]
+                places[:, [START, STOP]] += len(text) - low
+                rows.append(places)
+                text += run.text[low:high]
+            places, tokens = np.concatenate(rows), runs[0][1].tokens
+            # The teacher sees no more of a text than the student: the sequence is cut
+            # after the last token that is needed, and a text before the first.
+            end = int((places[:, ROW] + places[:, COUNT]).max())
+            first = int(places[0, ROW]) - 1 if start else 0
+            is_bos = tokens[0] == self.teacher.tokenizer.bos_token_id
+            before = tokens[: int(first > 0 and is_bos)]
+            places[:, ROW] += len(before) - first
+            tokens = np.concatenate([before, tokens[first:end]])
+            same = int(places[:, -1].sum())
+            found = places[:, :-1].astype(np.int32)
+            parts.append(AlignedPart(tokens, found, text, same))
+        return tuple(parts)
 
 
 def _identity(where: str, tokens: np.ndarray, mask: np.ndarray) -> bytes:
@@ -342,10 +334,3 @@ def _identity(where: str, tokens: np.ndarray, mask: np.ndarray) -> bytes:
     total.update(tokens.tobytes())
     total.update(mask.tobytes())
     return total.digest()
-
-
-def _excerpt(text: bytes, other: bytes) -> str:
-    """Where two texts begin to differ."""
-    at = _common_length(text, 0, other, 0)
-    ours, theirs = (t[max(0, at - 20) : at + 20] for t in (text, other))
-    return f"{ours!r} and, for the teacher, {theirs!r}"

@@ -7,6 +7,7 @@ The decoding of a single token is no measure either: it lacks the space before a
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..errors import UserError
@@ -17,13 +18,11 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 
 
-def _byte_alphabet() -> dict[int, str]:
-    others = [byte for byte in range(256) if byte not in PRINTABLE]
-    same = {byte: chr(byte) for byte in PRINTABLE}
-    return same | {byte: chr(256 + n) for n, byte in enumerate(others)}
-
-
-LETTERS = _byte_alphabet()
+LETTERS = {byte: chr(byte) for byte in PRINTABLE}
+LETTERS |= {
+    byte: chr(256 + number)
+    for number, byte in enumerate(b for b in range(256) if b not in PRINTABLE)
+}
 # The same in the other direction.
 BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
@@ -94,7 +93,10 @@ class TokenBytes:
         changes it.
         """
         encoded: list[list[int]] = [[] for _ in texts]
-        whole = [(n, text) for n, t in enumerate(texts) if (text := _text(t))]
+        whole = []
+        for number, text in enumerate(texts):
+            with suppress(UnicodeDecodeError):
+                whole += [(number, text.decode())] if text else []
         if self.is_byte_level:
             found = self._backend.encode_batch_fast(
                 [text for _, text in whole], add_special_tokens=False
@@ -103,27 +105,15 @@ class TokenBytes:
                 encoded[number] = encoding.ids
         for number, text in enumerate(texts):
             if self._differs(encoded[number], text):
-                ids = [token.id for token in self._by_model(text)]
+                # Without the normalizer and the pre-tokenizer, which add a space before
+                # the text, or cannot read a part of a character.
+                if self.is_byte_level:
+                    written = "".join(LETTERS[byte] for byte in text)
+                else:
+                    written = text.decode(errors="ignore").replace(" ", "▁")
+                ids = [token.id for token in self._backend.model.tokenize(written)]
                 encoded[number] = [] if self._differs(ids, text) else ids
         return encoded
 
     def _differs(self, ids: list[int], text: bytes) -> bool:
         return b"".join(self.pieces[number] for number in ids) != text
-
-    def _by_model(self, text: bytes) -> list:
-        """The tokens of a text without the normalizer and the pre-tokenizer.
-
-        They add a space before the text, or cannot read a part of a character.
-        """
-        if self.is_byte_level:
-            letters = "".join(LETTERS[byte] for byte in text)
-            return self._backend.model.tokenize(letters)
-        characters = text.decode(errors="ignore").replace(" ", "▁")
-        return self._backend.model.tokenize(characters)
-
-
-def _text(text: bytes) -> str | None:
-    try:
-        return text.decode()
-    except UnicodeDecodeError:
-        return None

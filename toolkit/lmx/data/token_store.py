@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -112,7 +111,7 @@ def write_token_store(
     facts = dict.fromkeys(("records", "examples", "dropped", *COUNTS), 0)
     logged: list[tuple[str, str]] = []
     total = hashlib.sha256()
-    progress = _ProgressLogger(info)
+    started = last_log = time.monotonic()
     with ExitStack() as opened:
         tokens, places = (RaggedWriter(folder, n, opened) for n in ("tokens", "places"))
         labels = opened.enter_context((folder / LABELS).open("wb"))
@@ -121,54 +120,30 @@ def write_token_store(
                 block, tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
             )
             logged += encoded.dropped[: MAX_LOGGED - len(logged)]
-            _count(facts, len(block), encoded)
-            if encoded.examples:
-                _append(encoded.examples, tokens, places, labels, total)
-            progress.update(facts["records"])
+            facts["records"] += len(block)
+            facts["examples"] += len(encoded.examples)
+            facts["dropped"] += len(encoded.dropped)
+            for name in COUNTS:
+                facts[name] += getattr(encoded, name)
+            if examples := encoded.examples:
+                words = [
+                    e.tokens.astype(np.uint32) | e.mask * TRAINED_BIT for e in examples
+                ]
+                for piece in words:
+                    total.update(len(piece).to_bytes(8, "little"))
+                    total.update(piece)
+                tokens.write(np.concatenate(words), np.array([*map(len, words)]))
+                values = bytes(e.label for e in examples if e.label is not None)
+                total.update(values)
+                labels.write(values)
+                names = [example.where.encode() for example in examples]
+                text = np.frombuffer(b"".join(names), np.uint8)
+                places.write(text, np.array([*map(len, names)]))
+            if (now := time.monotonic()) - last_log > SECONDS_BETWEEN_LOGS:
+                last_log, speed = now, facts["records"] / (now - started)
+                count = facts["records"]
+                info(f"tokenizing: {count:,} examples, {speed:,.0f} examples/s")
     if not facts["examples"]:
         raise no_trainable_examples(facts["records"], logged)
     digest = total.hexdigest()
     return facts | {"tokens": tokens.end, "first_dropped": logged, "digest": digest}
-
-
-def _count(facts: dict, records: int, encoded: EncodeResult) -> None:
-    facts["records"] += records
-    facts["examples"] += len(encoded.examples)
-    facts["dropped"] += len(encoded.dropped)
-    for name in COUNTS:
-        facts[name] += getattr(encoded, name)
-
-
-def _append(
-    examples: list[Example],
-    tokens: RaggedWriter,
-    places: RaggedWriter,
-    labels: BinaryIO,
-    total,
-) -> None:
-    words = [e.tokens.astype(np.uint32) | e.mask * TRAINED_BIT for e in examples]
-    for piece in words:
-        total.update(len(piece).to_bytes(8, "little"))
-        total.update(piece)
-    tokens.write(np.concatenate(words), np.array([len(w) for w in words]))
-    values = bytes(e.label for e in examples if e.label is not None)
-    total.update(values)
-    labels.write(values)
-    names = [example.where.encode() for example in examples]
-    text = np.frombuffer(b"".join(names), np.uint8)
-    places.write(text, np.array([len(name) for name in names]))
-
-
-class _ProgressLogger:
-    """Logs the progress every few seconds."""
-
-    def __init__(self, info: Callable[[str], None]):
-        self._info = info
-        self._start = self._last_log = time.monotonic()
-
-    def update(self, records: int) -> None:
-        now = time.monotonic()
-        if now - self._last_log > SECONDS_BETWEEN_LOGS:
-            self._last_log = now
-            speed = records / (now - self._start)
-            self._info(f"tokenizing: {records:,} examples, {speed:,.0f} examples/s")

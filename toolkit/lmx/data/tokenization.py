@@ -85,7 +85,18 @@ def _chat(
         )
     chat = Chat(template, messages, record.tools, options)
     if everything:
-        return [_whole(record, chat)]
+        # Templates may drop reasoning from earlier turns, as a server does.
+        text = chat.render(len(messages))
+        if missing := chat.missing_from(len(messages)):
+            raise NoTrainableTokens(f"the chat template does not write {missing}")
+        for message in filter(is_completion, messages):
+            answer = {k: v for k, v in message.items() if k not in REASONING}
+            answer["content"] = TAG.split(answer["content"])[-1]
+            if missing := missing_part(answer, text):
+                raise NoTrainableTokens(
+                    f"the chat template does not write its {missing}"
+                )
+        return [RecordText(record, text, ((0, len(text)),))]
     turns = [
         index
         for index, message in enumerate(messages)
@@ -96,20 +107,6 @@ def _chat(
         RecordText(record, sequence.text, sequence.spans, add_eos=sequence.add_eos)
         for sequence in find_sequences(chat, turns)
     ]
-
-
-def _whole(record: DataRecord, chat: Chat) -> RecordText:
-    """The text of all messages. Templates may drop reasoning from earlier turns, as a
-    server does."""
-    text = chat.render(len(chat.messages))
-    if missing := chat.missing_from(len(chat.messages)):
-        raise NoTrainableTokens(f"the chat template does not write {missing}")
-    for message in filter(is_completion, chat.messages):
-        answer = {k: v for k, v in message.items() if k not in REASONING}
-        answer["content"] = TAG.split(answer["content"])[-1]
-        if missing := missing_part(answer, text):
-            raise NoTrainableTokens(f"the chat template does not write its {missing}")
-    return RecordText(record, text, ((0, len(text)),))
 
 
 LossOn = Literal["completions", "all"]
@@ -176,19 +173,6 @@ def template_messages(counts: Mapping[str, int]) -> Iterator[str]:
         )
 
 
-def encode(
-    record: DataRecord,
-    tokenizer,
-    *,
-    max_seq_length: int,
-    loss_on: LossOn = "completions",
-) -> list[Example]:
-    """The examples of a record: several for a long text, none if nothing is trained."""
-    return encode_block(
-        [record], tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
-    ).examples
-
-
 def encode_all(
     records: Sequence[DataRecord],
     tokenizer,
@@ -249,9 +233,10 @@ def encode_block(
             are dropped.
     """
     everything = loss_on == "all"
-    encoder = _Encoder(
-        tokenizer, _bos(tokenizer), max_seq_length, everything, for_preference
-    )
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if bos is not None and tokenizer.encode("a")[:1] != [bos]:
+        bos = None
+    encoder = _Encoder(tokenizer, bos, eos, max_seq_length, everything, for_preference)
     encoded, template, groups = EncodeResult(), ChatTemplate(tokenizer), []
     for record in records:
         if record.label is False and not for_preference:
@@ -267,7 +252,7 @@ def encode_block(
         pairs = [(text.text, [*chain(*text.spans)]) for text in texts]
         tokens = iter(encode_with_edges(pairs, tokenizer))
         for group in block:
-            encoder.add(encoded, group, list(islice(tokens, len(group))))
+            encoder.add_record(encoded, group, list(islice(tokens, len(group))))
     return encoded
 
 
@@ -300,18 +285,19 @@ class _Encoder:
     """Makes examples of texts.
 
     Attributes:
-        bos: see `_bos`.
+        bos: the BOS token, if this tokenizer adds one to every text.
         everything: whether all tokens are trained.
         is_single: whether a record must be one sequence.
     """
 
     tokenizer: Any
     bos: int | None
+    eos: int | None
     max_seq_length: int
     everything: bool
     is_single: bool
 
-    def add(
+    def add_record(
         self, encoded: EncodeResult, texts: list[RecordText], tokens: list[EncodedText]
     ) -> None:
         """Add the examples of one record, or the reason why it has none."""
@@ -325,7 +311,14 @@ class _Encoder:
             encoded.dropped.append((record.where, str(error)))
             return
         for text, part in parts:
-            ids, mask = self._masked(text, part)
+            ids, mask, eos = part.ids, [False] * len(part.ids), self.eos
+            for start, end in zip(part.edges[::2], part.edges[1::2], strict=True):
+                mask[start:end] = [True] * (end - start)
+            if text.bare and self.bos is not None and ids[:1] != [self.bos]:
+                ids, mask = [self.bos, *ids], [False, *mask]
+            if (text.bare and eos is not None and ids[-1:] != [eos]) or text.add_eos:
+                ids, mask = [*ids, eos], [*mask, True]
+            mask = [True] * len(ids) if self.everything else mask
             longest = max(longest, len(ids))
             for start, end, trained in windows(
                 mask, self.max_seq_length, is_text=record.text is not None
@@ -333,7 +326,12 @@ class _Encoder:
                 part = np.array(ids[start:end], np.int32)
                 examples.append(Example(part, trained, record.where, record.skill))
         if not examples:
-            reason = _skip_reason(mask, self.max_seq_length)
+            reason = "it has no trainable token"
+            if any(mask[1:]):
+                reason = (
+                    f"the prompt alone has {mask.index(True)} tokens, max_seq_length "
+                    f"is {self.max_seq_length}"
+                )
             encoded.dropped.append((record.where, reason))
             return
         encoded.examples += examples
@@ -359,38 +357,19 @@ class _Encoder:
             if spans is whole:
                 found = chain(*(edges[span] for span in spans))
                 yield part, EncodedText(encoded.ids, [*found])
-            else:
-                yield part, self._alone(text.text, *spans)
-
-    def _masked(
-        self, text: RecordText, encoded: EncodedText
-    ) -> tuple[list[int], list[bool]]:
-        """The tokens of a text, and a mask with edges between tokens."""
-        tokens, edges, eos = encoded.ids, encoded.edges, self.tokenizer.eos_token_id
-        mask = [False] * len(tokens)
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            mask[start:end] = [True] * (end - start)
-        if text.bare:
-            tokens, mask = _add_bos_eos(tokens, mask, self.bos, eos)
-        elif text.add_eos:
-            tokens, mask = [*tokens, eos], [*mask, True]
-        return tokens, [True] * len(tokens) if self.everything else mask
-
-    def _alone(self, text: str, span: Span) -> EncodedText:
-        """A prompt and its completion, encoded separately, as generation does.
-
-        Used if a token of the text would span the edge between them.
-        """
-        start, end = span
-        prompt, completion, whole = (
-            list(self.tokenizer.encode(part, add_special_tokens=False))
-            for part in (text[:start], text[start:end], text[:end])
-        )
-        tokens = prompt + completion
-        if self.tokenizer.decode(tokens) != self.tokenizer.decode(whole):
-            reason = "no token boundary lies at the start of the completion"
-            raise NoTrainableTokens(reason)
-        return EncodedText(tokens, [len(prompt), len(tokens)])
+                continue
+            # A token of the text would span an edge, so prompt and completion are
+            # encoded separately, as generation does.
+            start, end = spans[0]
+            prompt, completion, joined = (
+                list(self.tokenizer.encode(part, add_special_tokens=False))
+                for part in (text.text[:start], text.text[start:end], text.text[:end])
+            )
+            ids = prompt + completion
+            if self.tokenizer.decode(ids) != self.tokenizer.decode(joined):
+                reason = "no token boundary lies at the start of the completion"
+                raise NoTrainableTokens(reason)
+            yield part, EncodedText(ids, [len(prompt), len(ids)])
 
 
 def windows(
@@ -407,25 +386,3 @@ def windows(
         trained[:1] = False
         if trained.any():
             yield start, start + len(trained), trained
-
-
-def _add_bos_eos(tokens, mask, bos: int | None, eos: int | None) -> tuple[list, list]:
-    """Add BOS and EOS of a document, unless they are present."""
-    if bos is not None and tokens[:1] != [bos]:
-        tokens, mask = [bos, *tokens], [False, *mask]
-    if eos is not None and tokens[-1:] != [eos]:
-        tokens, mask = [*tokens, eos], [*mask, True]
-    return tokens, mask
-
-
-def _bos(tokenizer) -> int | None:
-    """The BOS token, if this tokenizer adds one to every text."""
-    bos = tokenizer.bos_token_id
-    return bos if bos is not None and tokenizer.encode("a")[:1] == [bos] else None
-
-
-def _skip_reason(mask: list[bool], max_seq_length: int) -> str:
-    if not any(mask[1:]):
-        return "it has no trainable token"
-    prompt = mask.index(True)
-    return f"the prompt alone has {prompt} tokens, max_seq_length is {max_seq_length}"

@@ -92,7 +92,7 @@ class ReferenceCompletion:
 
 
 def predict_accepted_lengths(acceptance_probs: Sequence[np.ndarray]) -> list[float]:
-    """The predicted accepted length with 1, 2, ... K draft tokens; see below."""
+    """The predicted accepted length with 1, 2, ... K draft tokens."""
     max_draft_tokens = min((p.shape[1] for p in acceptance_probs), default=1)
     return [
         predict_accepted_length(acceptance_probs, num_draft_tokens)

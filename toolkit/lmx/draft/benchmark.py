@@ -163,7 +163,9 @@ class DraftBenchmark:
         completions[PROMPT_LOOKUP] = self._decode(
             lambda _: PromptLookupProposer(), best, sampling
         )
-        completions[DRAFT] = self._decode_with(self.draft, best, sampling)
+        completions[DRAFT] = self._decode(
+            self.draft.candidate.make_proposer, best, sampling
+        )
         first_probs = np.concatenate([*(p[:, 0] for p in probs), []])
         return DraftBenchmarkResult(
             stats=self._stats(completions, num_draft_tokens),
@@ -179,11 +181,6 @@ class DraftBenchmark:
             predicted_speedup=speedup,
             predicted_accepted_lengths=lengths,
         )
-
-    def _decode_with(
-        self, draft: MeasuredCandidate, num_draft_tokens: int, sampling: Sampling
-    ) -> list[_Completion]:
-        return self._decode(draft.candidate.make_proposer, num_draft_tokens, sampling)
 
     def _decode(
         self,
@@ -227,33 +224,22 @@ class DraftBenchmark:
         for name, all_completions in completions.items():
             pairs = zip(all_completions, self.set_names, strict=True)
             selected = [one for one, owner in pairs if set_name in (None, owner)]
-            results[name] = _decoding_stats(
-                selected, results.get(STANDARD), num_draft_tokens[name]
+            tokens = sum(len(completion.tokens) - 1 for completion in selected)
+            # Completions of a single token have no decode time.
+            rate = tokens / (sum(one.seconds for one in selected) or math.inf)
+            if name == STANDARD:
+                results[name] = DecodingStats(rate)
+                continue
+            total = SpeculativeStats()
+            for completion in selected:
+                total.merge(completion.stats)
+            passes = total.rounds + total.standard_tokens
+            results[name] = DecodingStats(
+                rate,
+                speedup=rate / (results[STANDARD].tokens_per_second or math.inf),
+                acceptance_rate=total.acceptance_rate,
+                acceptance_rate_by_position=tuple(total.acceptance_rate_by_position),
+                accepted_length=(tokens + len(selected)) / passes if passes else None,
+                num_draft_tokens=num_draft_tokens[name],
             )
         return results
-
-
-def _decoding_stats(
-    completions: list[_Completion],
-    standard: DecodingStats | None,
-    num_draft_tokens: int,
-) -> DecodingStats:
-    """The statistics of one decoder; `standard` is None for standard decoding."""
-    tokens = sum(len(completion.tokens) - 1 for completion in completions)
-    # Completions of a single token have no decode time.
-    seconds = sum(completion.seconds for completion in completions) or math.inf
-    rate = tokens / seconds
-    if standard is None:
-        return DecodingStats(rate)
-    total = SpeculativeStats()
-    for completion in completions:
-        total.merge(completion.stats)
-    passes = total.rounds + total.standard_tokens
-    return DecodingStats(
-        rate,
-        speedup=rate / (standard.tokens_per_second or math.inf),
-        acceptance_rate=total.acceptance_rate,
-        acceptance_rate_by_position=tuple(total.acceptance_rate_by_position),
-        accepted_length=(tokens + len(completions)) / passes if passes else None,
-        num_draft_tokens=num_draft_tokens,
-    )

@@ -87,13 +87,30 @@ def measure_speculation_costs(
     counts = range(1, candidate.max_draft_tokens + 1)
     with ExitStack() as stack:
         steps = [_steps(target, prompt_length)]
-        steps += [_rounds(target, candidate, prompt_length, count) for count in counts]
+        steps += [
+            _steps(
+                target,
+                prompt_length,
+                make_proposer=candidate.make_proposer,
+                draft_length=DraftLengthController(fixed=count),
+            )
+            for count in counts
+        ]
         steps += [_prefills(candidate, tokens) for tokens in (1, prompt_length)]
-        timers = [_Timer(stack.enter_context(closing(step))) for step in steps]
-        for _ in range(REPEATS):
-            for timer in timers:
-                timer.run()
-    *rounds, one_token, prompt = (timer.seconds for timer in timers)
+        seconds = [math.inf] * len(steps)
+        for step in steps:
+            stack.enter_context(closing(step))
+            # Compilation and prefill are not timed.
+            next(step)
+            next(step)
+        for number, step in list(enumerate(steps)) * REPEATS:
+            mx.synchronize()
+            start = time.perf_counter()
+            next(step)
+            # A step leaves as much work in flight as the step before it left.
+            mx.synchronize()
+            seconds[number] = min(seconds[number], time.perf_counter() - start)
+    *rounds, one_token, prompt = seconds
     # A shorter draft never takes longer; a measurement that says so is noise.
     rounds = np.minimum.accumulate(rounds[::-1])[::-1]
     # A round already includes one token of the prefill.
@@ -101,25 +118,6 @@ def measure_speculation_costs(
     return SpeculationCosts(
         tuple((rounds / rounds[0]).tolist()), prefill / float(rounds[0])
     )
-
-
-class _Timer:
-    """The shortest time of a repeated step."""
-
-    def __init__(self, steps: Iterator[None]):
-        self.seconds = math.inf
-        self._steps = steps
-        # Compilation and prefill are not timed.
-        for _ in range(2):
-            next(steps)
-
-    def run(self) -> None:
-        mx.synchronize()
-        start = time.perf_counter()
-        next(self._steps)
-        # A step leaves as much work in flight as the step before it left.
-        mx.synchronize()
-        self.seconds = min(self.seconds, time.perf_counter() - start)
 
 
 def _steps(target: Any, prompt_length: int, **options: Any) -> Iterator[None]:
@@ -131,17 +129,6 @@ def _steps(target: Any, prompt_length: int, **options: Any) -> Iterator[None]:
     while True:
         yield
         engine.step()
-
-
-def _rounds(
-    target: Any, candidate: Candidate, prompt_length: int, num_draft_tokens: int
-) -> Iterator[None]:
-    return _steps(
-        target,
-        prompt_length,
-        make_proposer=candidate.make_proposer,
-        draft_length=DraftLengthController(fixed=num_draft_tokens),
-    )
 
 
 def _prefills(candidate: Candidate, num_tokens: int) -> Iterator[None]:

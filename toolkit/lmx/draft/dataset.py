@@ -19,7 +19,6 @@ from ..generation.prompt import Messages, encode_chat, encode_text
 from ..interfaces import SINGLE_PROCESS, Communicator, Logger
 from ..training.teacher_cache import PartTargets, cache_part_targets
 from ..training.teacher_targets import (
-    TeacherTarget,
     full_targets,
 )
 
@@ -239,7 +238,13 @@ class DistillationBatches:
         return self._batches[index].tokens[:, :-1]
 
     def __getitem__(self, index: int) -> Batch:
-        return replace(self._batches[index], target=tuple(self._target(index)))
+        self.cache_targets()
+        if self._cached_targets:
+            target = self._cached_targets[index]
+        else:
+            logits = self._teacher(self.tokens_of(index))
+            target = full_targets(logits[..., : self._vocab_size])
+        return replace(self._batches[index], target=tuple(target))
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
@@ -269,10 +274,3 @@ class DistillationBatches:
             vocab_size=self._vocab_size,
             logger=self._logger,
         )
-
-    def _target(self, index: int) -> TeacherTarget:
-        self.cache_targets()
-        if self._cached_targets:
-            return self._cached_targets[index]
-        logits = self._teacher(self.tokens_of(index))
-        return full_targets(logits[..., : self._vocab_size])

@@ -78,8 +78,6 @@ class HiddenStateBatches:
         self._key = cache.key_of([key, target.layer_ids])
         self.digest = cache.key_of([batches.digest, target.layer_ids])
         self._store = cache.store(logger.warning, batches.ranks)
-        # Those of the last forward pass, without a cache.
-        self._states: mx.array | None = None
         tokens = sum(batches.tokens_of(index).size for index in range(len(batches)))
         size = tokens * len(target.layer_ids) * width * BYTES_PER_VALUE
         self._is_cached = size <= max_bytes
@@ -99,38 +97,31 @@ class HiddenStateBatches:
         return self[self._batches.index_of(step)]
 
     def __getitem__(self, index: int) -> Batch:
+        tokens = self._batches.tokens_of(index)
         if self._is_cached:
-            batch, states = self._batches[index], self._load(index)
+            batch = self._batches[index]
+            folder = self._store.folder(KIND, self._key_of(tokens))
+            states = mx.load(str(folder / FILE))[NAME].astype(mx.float32)
         else:
-            batch, states = self._computed(index)
+            # If the target predicts now, the same forward pass gives its states.
+            recorded: list[mx.array] = []
+            self._target.on_states = lambda _, states: recorded.append(states)
+            batch = self._batches[index]
+            self._target.on_states = None
+            states = recorded[-1] if recorded else self._target.states(tokens)
         predictions = [part for part in batch.target if part is not None]
         return replace(batch, target=(*predictions, states))
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
 
-    def _computed(self, index: int) -> tuple[Batch, mx.array]:
-        """A batch and its hidden states, in one forward pass if it predicts now."""
-        self._states = None
-        self._target.on_states = self._keep
-        batch = self._batches[index]
-        self._target.on_states = None
-        if self._states is None:
-            return batch, self._target.states(self._batches.tokens_of(index))
-        return batch, self._states
-
-    def _keep(self, _, states: mx.array) -> None:
-        self._states = states
-
-    def _load(self, index: int) -> mx.array:
-        folder = self._store.folder(KIND, self._key_of(self._batches.tokens_of(index)))
-        return mx.load(str(folder / FILE))[NAME].astype(mx.float32)
-
     def _fill(self, size: int, logger: Logger) -> None:
         """Compute the states that are missing or damaged."""
         require_space(self._store.root, size)
         # Predictions that are missing are computed in the same forward passes.
-        self._target.on_states = self._keep_on_disk
+        self._target.on_states = lambda tokens, states: self._store.get_or_make(
+            KIND, self._key_of(tokens), lambda folder: _save(folder / FILE, states)
+        )
         self._batches.cache_targets()
         self._target.on_states = None
         all_tokens = map(self._batches.tokens_of, range(len(self)))
@@ -147,11 +138,6 @@ class HiddenStateBatches:
                 counter(1)
 
             self._store.get_or_make_all(KIND, keys, make, on_entry=count)
-
-    def _keep_on_disk(self, tokens: mx.array, states: mx.array) -> None:
-        self._store.get_or_make(
-            KIND, self._key_of(tokens), lambda folder: _save(folder / FILE, states)
-        )
 
     def _key_of(self, tokens: mx.array) -> str:
         """The key of the hidden states of a batch."""

@@ -31,14 +31,6 @@ MIN_COVERED = -20.0
 POSITION_DECAY = 0.8
 
 
-def total_variation(
-    teacher: TopKDistribution, student: TopKDistribution
-) -> tuple[mx.array, mx.array]:
-    """Terms of 1 - sum min(p, q), the rejection rate, and their gradients."""
-    losses = mx.maximum(teacher.probs - student.probs, 0.0)
-    return losses, mx.where(losses > 0, -student.probs, 0.0)
-
-
 def adaptive_kl_tv(
     teacher: TopKDistribution, student: TopKDistribution
 ) -> tuple[mx.array, mx.array]:
@@ -49,11 +41,10 @@ def adaptive_kl_tv(
     """
     overlap = mx.minimum(teacher.probs, student.probs)
     weight = mx.exp(-ETA * overlap.sum(axis=-1, keepdims=True))
-    pairs = zip(
-        DIVERGENCES["forward_kl"](teacher, student),
-        total_variation(teacher, student),
-        strict=True,
-    )
+    # Terms of 1 - sum min(p, q), the rejection rate, and their gradients.
+    rejected = mx.maximum(teacher.probs - student.probs, 0.0)
+    variation = rejected, mx.where(rejected > 0, -student.probs, 0.0)
+    pairs = zip(DIVERGENCES["forward_kl"](teacher, student), variation, strict=True)
     losses, gradients = (weight * k + (1 - weight) * t for k, t in pairs)
     return losses, gradients
 
@@ -247,7 +238,8 @@ class DrafterLoss:
         labels: list[mx.array],
         places: mx.array | None,
     ) -> mx.array:
-        """The sums of `_sums` for the draft tokens of some rounds."""
+        """Losses, overlaps and valid draft tokens of some rounds by position, summed,
+        [3, K]."""
         count = rounds.first + rounds.hidden.shape[2]
         columns = draft_positions(mask, rounds.starts, count)
         columns = [column[:, rounds.first :] for column in columns]
@@ -258,10 +250,6 @@ class DrafterLoss:
             columns = [column[order] for column in columns]
         positions, valid, hidden = columns
         labels = [label.flatten(0, 1)[positions] for label in labels]
-        return self._sums(model, hidden, valid, labels)
-
-    def _sums(self, model: Drafter, hidden, valid, labels) -> mx.array:
-        """Losses, overlaps and valid draft tokens by position, [3, K], summed."""
         rows = max(1, self.chunk // hidden.shape[1])
         parts = []
         for start in range(0, len(hidden), rows):
@@ -280,25 +268,23 @@ class DrafterLoss:
         logits = vocabulary.pad(model.head(hidden).astype(mx.float32))
         tokens = vocabulary.ids_of(tokens)
         target = vocabulary.translate(_teacher_target(teacher))
-        positions = [
-            self._position_sums(vocabulary, logits[:, j], valid[:, j], tokens[:, j], at)
-            for j, at in enumerate(_by_position(target, valid.shape[1]))
-        ]
+        positions = []
+        for j in range(valid.shape[1]):
+            parts = (part if part is None else part[:, j] for part in target)
+            own, predicted, mask = TeacherTarget(*parts), logits[:, j], valid[:, j]
+            loss = divergence_sum(
+                predicted, vocabulary.restrict(own), mask, divergence=adaptive_kl_tv
+            )
+            if self.cross_entropy:
+                known = mask & vocabulary.is_known(tokens[:, j])
+                cross_entropy = cross_entropy_sum(predicted, tokens[:, j], known)
+                weight = self.cross_entropy
+                loss = (1 - weight) * loss + weight * cross_entropy
+            _, overlap = distribution_overlap(mx.stop_gradient(predicted), own)
+            overlap = mx.where(mask, overlap, 0.0).sum()
+            count = mask.sum().astype(mx.float32)
+            positions.append(mx.stack([loss, overlap, count]))
         return mx.stack(positions, axis=1)
-
-    def _position_sums(
-        self, vocabulary: DraftVocabulary, logits, mask, tokens, target: TeacherTarget
-    ) -> mx.array:
-        loss = divergence_sum(
-            logits, vocabulary.restrict(target), mask, divergence=adaptive_kl_tv
-        )
-        if self.cross_entropy:
-            known = mask & vocabulary.is_known(tokens)
-            cross_entropy = cross_entropy_sum(logits, tokens, known)
-            loss = (1 - self.cross_entropy) * loss + self.cross_entropy * cross_entropy
-        _, overlap = distribution_overlap(mx.stop_gradient(logits), target)
-        overlap = mx.where(mask, overlap, 0.0).sum()
-        return mx.stack([loss, overlap, mask.sum().astype(mx.float32)])
 
 
 def draft_positions(
@@ -322,11 +308,3 @@ def draft_positions(
     trained = mask.reshape(-1)[positions] & is_inside
     valid = mx.cumprod(trained.astype(mx.int32), axis=-1) > 0
     return positions.flatten(0, 1), valid.flatten(0, 1)
-
-
-def _by_position(target: TeacherTarget, count: int) -> list[TeacherTarget]:
-    """The targets [N, ...] of every draft position of a target [N, K, ...]."""
-    return [
-        TeacherTarget(*(part if part is None else part[:, j] for part in target))
-        for j in range(count)
-    ]

@@ -74,21 +74,16 @@ def rank_layers(model: Any, tokens: mx.array) -> list[int]:
         UserError: the model does not run with fewer layers.
     """
     blocks, target = find_blocks(model), _probabilities(model, tokens)
-    rates = {
-        layer: _acceptance_rate(target, skip_layers(model, [layer]), tokens)
-        for layer in range(len(blocks.trunk[blocks.name]))
-    }
+    rates = {}
+    for layer in range(len(blocks.trunk[blocks.name])):
+        # The acceptance rate: the mean of sum min(p, q) over all positions.
+        draft = _probabilities(skip_layers(model, [layer]), tokens)
+        rates[layer] = mx.minimum(target, draft).sum(axis=-1).mean().item()
     return sorted(rates, key=rates.get, reverse=True)
 
 
 def _probabilities(model: Any, tokens: mx.array) -> mx.array:
     return mx.softmax(model(tokens).astype(mx.float32), axis=-1)
-
-
-def _acceptance_rate(target: mx.array, draft: Any, tokens: mx.array) -> float:
-    """The mean of sum min(p, q) over all positions."""
-    shared = mx.minimum(target, _probabilities(draft, tokens))
-    return shared.sum(axis=-1).mean().item()
 
 
 def skip_layers(model: Any, skipped: Sequence[int]) -> Any:

@@ -48,7 +48,7 @@ def measure_latency(
     for number in range(repeats + 1):
         for arm in measured:
             for prompt in prompts[: None if number else 1]:
-                arm.run([[*prompt]], max_tokens, is_warmup=number == 0)
+                arm.decode([[*prompt]], max_tokens, is_warmup=number == 0)
     first, *others = (arm.result(measured[0], with_parity=False) for arm in measured)
     names = ("acceptance_rate", "accepted_length", "speedup")
     return {
@@ -170,7 +170,7 @@ def run_benchmark(
             measured = [BenchmarkArm(name, make()) for name, make in makers]
             for number in range(plan.repeats + 1):
                 for arm in measured[:: -1 if number % 2 else 1]:
-                    arm.run(prompts, plan.max_tokens, is_warmup=number == 0)
+                    arm.decode(prompts, plan.max_tokens, is_warmup=number == 0)
             for arm in measured:
                 result = arm.result(measured[0], with_parity=plan.check_parity)
                 case = {"prompt_tokens": length, "batch_size": size}
@@ -189,28 +189,26 @@ class BenchmarkArm:
         # Prompt and completion of the last run without a batch.
         self._last: tuple[list[int], GenerationResult] | None = None
 
-    def run(
+    def decode(
         self, prompts: list[list[int]], max_tokens: int, *, is_warmup: bool
     ) -> None:
         """Decode all prompts once."""
         mx.reset_peak_memory()
         if len(prompts) == 1:
-            run = self._run_single(prompts[0], max_tokens, is_warmup)
+            result = self._generator.generate(
+                prompts[0], max_tokens=max_tokens, stop_tokens=()
+            )
+            if self._generator.speculative_stats and not is_warmup:
+                self._stats.merge(self._generator.speculative_stats)
+            self._last = prompts[0], result
+            rates = (getattr(result, rate) for rate in RATES)
+            run = TimedRun([result.ttft_ms], *rates)
         else:
             lengths = [max_tokens] * len(prompts)
             run = run_batch(self._generator.model, prompts, lengths)
         self._peak_memory_gb = max(self._peak_memory_gb, mx.get_peak_memory() / 1e9)
         if not is_warmup:
             self._runs.append(run)
-
-    def _run_single(
-        self, prompt: list[int], max_tokens: int, is_warmup: bool
-    ) -> TimedRun:
-        result = self._generator.generate(prompt, max_tokens=max_tokens, stop_tokens=())
-        if self._generator.speculative_stats and not is_warmup:
-            self._stats.merge(self._generator.speculative_stats)
-        self._last = prompt, result
-        return TimedRun([result.ttft_ms], *(getattr(result, rate) for rate in RATES))
 
     @property
     def _decode_rates(self) -> dict[str, float]:

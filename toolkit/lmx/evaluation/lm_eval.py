@@ -59,9 +59,16 @@ def measure_tasks(
         UserError: a task is unknown, or its documents cannot be read.
     """
     import lm_eval
+    from mlx_lm import evaluate
 
     names = [str(task) for task in tasks]
-    model = _wrap(loaded)
+    # mlx-lm's wrapper loads a model; here it gets the loaded one.
+    load = evaluate.load
+    evaluate.load = lambda *_, **__: (loaded.model, loaded.tokenizer)
+    try:
+        model = evaluate.MLXLM(str(loaded.path))
+    finally:
+        evaluate.load = load
     try:
         results = lm_eval.simple_evaluate(
             model=model,
@@ -80,17 +87,16 @@ def measure_tasks(
             place=", ".join(names),
             code=FAILED,
         ) from error
-    return {task: _metrics(scores) for task, scores in results["results"].items()}
-
-
-def _metrics(scores: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a task's results, whose keys are `metric,filter`."""
-    metrics = {}
-    for key, value in scores.items():
-        metric, comma, filter_name = key.partition(",")
-        if comma and isinstance(value, int | float):
-            metrics[metric if filter_name == "none" else key] = float(value)
-    return metrics
+    measured: Scores = {}
+    for task, scores in results["results"].items():
+        measured[task] = {}
+        # The keys are `metric,filter`.
+        for key, value in scores.items():
+            metric, comma, filter_name = key.partition(",")
+            if comma and isinstance(value, int | float):
+                name = metric if filter_name == "none" else key
+                measured[task][name] = float(value)
+    return measured
 
 
 @cache
@@ -99,15 +105,3 @@ def _manager(with_names: bool) -> Any:
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=with_names)
-
-
-def _wrap(loaded: LoadedModel) -> Any:
-    """mlx-lm's wrapper around the loaded model, without a second copy."""
-    from mlx_lm import evaluate
-
-    load = evaluate.load
-    evaluate.load = lambda *_, **__: (loaded.model, loaded.tokenizer)
-    try:
-        return evaluate.MLXLM(str(loaded.path))
-    finally:
-        evaluate.load = load

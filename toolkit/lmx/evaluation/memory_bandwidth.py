@@ -12,32 +12,24 @@ REPEATS = 5
 
 def measure_memory_bandwidth() -> float:
     """Bytes per second that the GPU, or all cores together, read."""
-    from .. import cpu
-
-    read = _read_on_all_cores if cpu.on_cpu() else _read_on_gpu
-    return READ_BYTES / read()
-
-
-def _read_on_all_cores() -> float:
-    """Seconds; NumPy, as MLX's reductions use one core, and cost more than reading."""
+    import mlx.core as mx
     import numpy as np
 
+    from .. import cpu
+
+    if not cpu.on_cpu():
+        array = mx.zeros(READ_BYTES // 4)
+        mx.eval(array)
+        return READ_BYTES / shortest_time(lambda: mx.eval(mx.max(array)))
+    # By NumPy, as MLX's reductions use one core, and cost more than reading.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     parts = np.array_split(np.ones(READ_BYTES // 4, np.float32), cores)
     with ThreadPoolExecutor(cores) as threads:
-        return shortest_time(lambda: list(threads.map(np.max, parts)))
-
-
-def _read_on_gpu() -> float:
-    import mlx.core as mx
-
-    array = mx.zeros(READ_BYTES // 4)
-    mx.eval(array)
-    return shortest_time(lambda: mx.eval(mx.max(array)))
+        return READ_BYTES / shortest_time(lambda: list(threads.map(np.max, parts)))
 
 
 def decoding_seconds(model: Any, count: int, repeats: int = REPEATS) -> float:
-    """Of a step that decodes one token of each of `count` sequences."""
+    """Seconds of a step that decodes one token of each of `count` sequences."""
     import mlx.core as mx
 
     from ..models.loader import make_cache
@@ -69,7 +61,9 @@ def weight_bytes(model: Any, config: dict) -> int:
 
     config = config | config.get("text_config", {})
     tied = config.get("tie_word_embeddings", True)
-    active, experts = config.get("num_experts_per_tok"), _experts(config)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((config[name] for name in names if config.get(name)), None)
+    active = config.get("num_experts_per_tok")
     layers = {
         path: weight
         for path, module in model.named_modules()
@@ -84,8 +78,3 @@ def weight_bytes(model: Any, config: dict) -> int:
         is_expert = active and experts and value.ndim == 3 and len(value) == experts
         total += value.nbytes * active // experts if is_expert else value.nbytes
     return total
-
-
-def _experts(config: dict) -> int | None:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((config[name] for name in names if config.get(name)), None)

@@ -19,6 +19,11 @@ from ..errors import FAILED, UserError
 
 PROGRAM = "inference-perf"
 PERCENTILES = {"p50": "median", "p90": "p90", "p99": "p99"}
+LATENCIES = {
+    "ttft_ms": "time_to_first_token",
+    "inter_token_ms": "inter_token_latency",
+    "latency_ms": "request_latency",
+}
 START_SECONDS = 15
 """Time in which the program starts and reads the tokenizer."""
 DRAIN_SECONDS = 600
@@ -82,16 +87,50 @@ def require_program() -> str:
 
 
 def measure_load(plan: LoadPlan) -> Iterator[dict]:
-    """Yield a row for every load.
+    """Yield a row for every load; figures are None where no request succeeded.
 
     Raises:
         UserError: inference-perf is not installed, or it fails.
     """
     program = require_program()
+    limit = 10 * (START_SECONDS + plan.seconds) + DRAIN_SECONDS
     for kind, value in plan.loads:
         with tempfile.TemporaryDirectory() as folder:
-            record = _run(program, _config(plan, kind, value, Path(folder)), plan)
-        yield {"kind": kind, "load": value} | _row(record)
+            config = _config(plan, kind, value, Path(folder))
+            try:
+                run = subprocess.run(
+                    [program, "-c", str(config), "--log-level", "WARNING"],
+                    capture_output=True,
+                    text=True,
+                    timeout=limit,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise UserError(
+                    f"{PROGRAM} has not ended after {limit} seconds", code=FAILED
+                ) from None
+            summary = Path(folder, "out", "summary_lifecycle_metrics.json")
+            if run.returncode or not summary.is_file():
+                lines = (run.stdout + run.stderr).strip().splitlines()[-LOG_LINES:]
+                message = "\n".join([f"{PROGRAM} failed:", *lines])
+                raise UserError(message, place=plan.url, code=FAILED)
+            record = json.loads(summary.read_text())
+        done, failed = record["successes"], record["failures"]
+        latency, throughput = done.get("latency") or {}, done.get("throughput") or {}
+        row: dict[str, Any] = {"kind": kind, "load": value}
+        row |= {"requests": done["count"], "errors": failed["count"]}
+        for name, source in LATENCIES.items():
+            values = latency.get(source) or {}
+            row[name] = {
+                ours: None if values.get(theirs) is None else 1000 * values[theirs]
+                for ours, theirs in PERCENTILES.items()
+            }
+        row["requests_per_second"] = throughput.get("requests_per_sec")
+        row["output_tokens_per_second"] = throughput.get("output_tokens_per_sec")
+        good = done.get("goodput_metrics") or {}
+        total = done["count"] + failed["count"]
+        row["goodput"] = good.get("good_requests", 0) / total if total else None
+        yield row
 
 
 def _config(plan: LoadPlan, kind: str, value: float, folder: Path) -> Path:
@@ -101,6 +140,21 @@ def _config(plan: LoadPlan, kind: str, value: float, folder: Path) -> Path:
     if kind == "rate":
         stage = {"rate": value, "duration": plan.seconds}
         requests = 2 * int(value * plan.seconds) + 10
+    data: dict[str, Any] = {
+        "type": "random",
+        "input_distribution": _distribution(plan.prompt_tokens, requests),
+        "output_distribution": _distribution(plan.output_tokens, requests),
+    }
+    if plan.shared_prefix:
+        shared = {
+            "num_groups": 1,
+            "num_prompts_per_group": requests,
+            "system_prompt_len": plan.shared_prefix,
+            "question_len": plan.prompt_tokens,
+            "output_len": plan.output_tokens,
+            "seed": plan.seed,
+        }
+        data = {"type": "shared_prefix", "shared_prefix": shared}
     config = {
         "load": {
             "type": "poisson" if kind == "rate" else "concurrent",
@@ -119,7 +173,7 @@ def _config(plan: LoadPlan, kind: str, value: float, folder: Path) -> Path:
             "api_key": plan.api_key,
         },
         "tokenizer": {"pretrained_model_name_or_path": plan.tokenizer},
-        "data": _data(plan, requests),
+        "data": data,
         "report": {
             "request_lifecycle": {
                 "summary": True,
@@ -141,74 +195,9 @@ def _config(plan: LoadPlan, kind: str, value: float, folder: Path) -> Path:
     return file
 
 
-def _data(plan: LoadPlan, requests: int) -> dict:
-    if plan.shared_prefix:
-        shared = {
-            "num_groups": 1,
-            "num_prompts_per_group": requests,
-            "system_prompt_len": plan.shared_prefix,
-            "question_len": plan.prompt_tokens,
-            "output_len": plan.output_tokens,
-            "seed": plan.seed,
-        }
-        return {"type": "shared_prefix", "shared_prefix": shared}
-    return {
-        "type": "random",
-        "input_distribution": _distribution(plan.prompt_tokens, requests),
-        "output_distribution": _distribution(plan.output_tokens, requests),
-    }
-
-
 def _distribution(mean: int, count: int) -> dict:
     limits = {"min": max(1, mean // 4), "max": 2 * mean}
     return limits | {"mean": mean, "std_dev": mean / 4, "total_count": count}
-
-
-def _run(program: str, config: Path, plan: LoadPlan) -> dict:
-    """The summary that inference-perf writes."""
-    limit = 10 * (START_SECONDS + plan.seconds) + DRAIN_SECONDS
-    try:
-        done = subprocess.run(
-            [program, "-c", str(config), "--log-level", "WARNING"],
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(
-            f"{PROGRAM} has not ended after {limit} seconds", code=FAILED
-        ) from None
-    summary = config.parent / "out" / "summary_lifecycle_metrics.json"
-    if done.returncode or not summary.is_file():
-        lines = (done.stdout + done.stderr).strip().splitlines()[-LOG_LINES:]
-        detail = "\n".join(lines)
-        raise UserError(f"{PROGRAM} failed:\n{detail}", place=plan.url, code=FAILED)
-    return json.loads(summary.read_text())
-
-
-def _row(record: dict) -> dict:
-    """The figures of a load; None where no request succeeded."""
-    done, failed = record["successes"], record["failures"]
-    row: dict[str, Any] = {"requests": done["count"], "errors": failed["count"]}
-    latency, throughput = done.get("latency") or {}, done.get("throughput") or {}
-    names = {
-        "ttft_ms": "time_to_first_token",
-        "inter_token_ms": "inter_token_latency",
-        "latency_ms": "request_latency",
-    }
-    for name, source in names.items():
-        values = latency.get(source) or {}
-        row[name] = {
-            ours: None if values.get(theirs) is None else 1000 * values[theirs]
-            for ours, theirs in PERCENTILES.items()
-        }
-    row["requests_per_second"] = throughput.get("requests_per_sec")
-    row["output_tokens_per_second"] = throughput.get("output_tokens_per_sec")
-    good = done.get("goodput_metrics") or {}
-    total = done["count"] + failed["count"]
-    row["goodput"] = good.get("good_requests", 0) / total if total else None
-    return row
 
 
 COLUMNS = (

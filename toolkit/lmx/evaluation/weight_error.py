@@ -18,8 +18,22 @@ def measure_layers(reference: LoadedModel, quantized: LoadedModel) -> dict[str, 
         are not comparable.
     """
     before, after = (dict(m.model.named_modules()) for m in (reference, quantized))
-    layers = {path: m for path, m in after.items() if _is_layer(m) and path in before}
-    comparable = _same_other_tensors(reference.model, quantized.model, set(layers))
+    layers = {
+        path: module
+        for path, module in after.items()
+        if path in before
+        and (quantized_layers.is_quantized(module) or hasattr(module, "to_quantized"))
+    }
+    tensors, others = (
+        dict(tree_flatten(m.model.parameters())) for m in (reference, quantized)
+    )
+    for path in layers:
+        for leaf in quantized_layers.TENSORS:
+            others.pop(f"{path}.{leaf}", None)
+    comparable = all(
+        name in tensors and mx.array_equal(tensors[name], value).item()
+        for name, value in others.items()
+    )
     return {
         path: {
             "bits": getattr(module, "bits", 8 * quantized.dtype.size),
@@ -28,27 +42,6 @@ def measure_layers(reference: LoadedModel, quantized: LoadedModel) -> dict[str, 
         }
         for path, module in layers.items()
     }
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return quantized_layers.is_quantized(module) or hasattr(module, "to_quantized")
-
-
-def _same_other_tensors(
-    reference: nn.Module, model: nn.Module, layers: set[str]
-) -> bool:
-    """Whether all tensors are equal except the weights of the layers."""
-    before, after = (dict(tree_flatten(m.parameters())) for m in (reference, model))
-    others = {
-        name: value
-        for name, value in after.items()
-        if name.rpartition(".")[0] not in layers
-        or name.rpartition(".")[2] not in quantized_layers.TENSORS
-    }
-    return all(
-        name in before and mx.array_equal(before[name], value).item()
-        for name, value in others.items()
-    )
 
 
 def _error(before: nn.Module, after: nn.Module) -> float | None:

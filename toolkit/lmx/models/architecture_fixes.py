@@ -4,77 +4,116 @@ A repair replaces a method of a class of mlx-lm when the first such model is bui
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+# What is called in place of a method, with the method as its first argument: by module
+# and class, the name of the method and the function.
+REPAIRS: dict[tuple[str, str], tuple[str, Callable]] = {}
 
-def _with_axis_of_groups(attention: Callable) -> Callable:
+
+def _repairs(
+    module: str, name: str, method: str = "__call__"
+) -> Callable[[Callable], Callable]:
+    """Register a function as the repair of a method of a class of mlx-lm."""
+
+    def register(function: Callable) -> Callable:
+        REPAIRS[module, name] = method, function
+        return function
+
+    return register
+
+
+@_repairs("gemma2", "Attention")
+def _add_axis_of_groups(attention, self, x, mask=None, cache=None):
     """Gemma 2 groups its heads on an axis that masks of a batch [B, 1, L, S] lack."""
-
-    def call(self, x, mask=None, cache=None):
-        is_batch = mask is not None and mask.ndim == 4
-        lacks_axis = is_batch and self.repeats > 1
-        return attention(self, x, mask[:, :, None] if lacks_axis else mask, cache)
-
-    return call
+    lacks_axis = mask is not None and mask.ndim == 4 and self.repeats > 1
+    return attention(self, x, mask[:, :, None] if lacks_axis else mask, cache)
 
 
-def _with_shared_keys(trunk: Callable) -> Callable:
+@_repairs("gemma3n", "LanguageModel")
+def _share_keys(trunk, self, inputs=None, cache=None, input_embeddings=None):
     """The last layers of Gemma 3n take keys and values from caches, and need some."""
-
-    def call(self, inputs=None, cache=None, input_embeddings=None):
-        cache = self.make_cache() if cache is None else cache
-        return trunk(self, inputs, cache, input_embeddings)
-
-    return call
+    cache = self.make_cache() if cache is None else cache
+    return trunk(self, inputs, cache, input_embeddings)
 
 
-def _with_whole_windows(make_cache: Callable) -> Callable:
+@_repairs("plamo3", "Model", "make_cache")
+def _keep_whole_windows(make_cache, self):
     """The masks of PLaMo 3 see one position more than its caches keep."""
-
-    def call(self):
-        caches = make_cache(self)
-        for cache in caches:
-            if hasattr(cache, "max_size"):
-                cache.max_size += 1
-        return caches
-
-    return call
+    caches = make_cache(self)
+    for cache in caches:
+        if hasattr(cache, "max_size"):
+            cache.max_size += 1
+    return caches
 
 
-def _with_all_scores(experts: Callable) -> Callable:
+@_repairs("jamba", "JambaSparseMoeBlock")
+def _use_all_scores(experts, self, x):
     """Jamba's weights of the chosen experts are not normalized to 1."""
-
-    def call(self, x):
-        scores = mx.softmax(self.router(x), axis=-1, precise=True)
-        chosen = mx.sort(scores, axis=-1)[..., -self.num_experts_per_tok :]
-        return experts(self, x) * chosen.sum(axis=-1, keepdims=True)
-
-    return call
+    scores = mx.softmax(self.router(x), axis=-1, precise=True)
+    chosen = mx.sort(scores, axis=-1)[..., -self.num_experts_per_tok :]
+    return experts(self, x) * chosen.sum(axis=-1, keepdims=True)
 
 
-def _by_group(_: Callable) -> Callable:
+@_repairs("mamba2", "MambaRMSNormGated")
+@_repairs("granitemoehybrid", "GraniteMoeHybridRMSNormGated")
+def _normalize_by_group(_, self, x, gate=None):
     """Mamba 2 normalizes each group of its heads."""
-
-    def call(self, x, gate=None):
-        x = x if gate is None else nn.silu(gate) * x
-        groups = x.reshape(*x.shape[:-1], self.groups, -1)
-        return self.weight * mx.fast.rms_norm(groups, None, self.eps).reshape(x.shape)
-
-    return call
+    x = x if gate is None else nn.silu(gate) * x
+    groups = x.reshape(*x.shape[:-1], self.groups, -1)
+    return self.weight * mx.fast.rms_norm(groups, None, self.eps).reshape(x.shape)
 
 
-def _with_scaled_logits(model: Callable) -> Callable:
+@_repairs("minicpm3", "Model")
+def _scale_logits(model, self, *inputs, **options):
     """MiniCPM 3 scales its logits with a tied head too."""
+    args, logits = self.args, model(self, *inputs, **options)
+    is_tied = args.tie_word_embeddings
+    return logits * (args.dim_model_base / args.hidden_size if is_tied else 1)
 
-    def call(self, *inputs, **options):
-        args, logits = self.args, model(self, *inputs, **options)
-        is_tied = args.tie_word_embeddings
-        return logits * (args.dim_model_base / args.hidden_size if is_tied else 1)
 
-    return call
+@_repairs("falcon_h1", "Model", "sanitize")
+def _multiply_once(sanitize, self, weights):
+    """The input of attention is multiplied, and then the keys."""
+    new, args = sanitize(self, weights), self.args
+    factors = {"k": args.key_multiplier, "v": args.attention_in_multiplier}
+    # A checkpoint that mlx-lm has written holds the products.
+    for name in new if new is not weights else ():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            new[name] *= factors[name[-len("k_proj.weight")]]
+    return new
+
+
+@_repairs("ernie4_5_moe", "Model", "sanitize")
+def _keep_score_biases(sanitize, self, weights):
+    end = "e_score_correction_bias"
+    return sanitize(self, weights) | {
+        name.replace("moe_statics", "gate_act"): value.reshape(-1)
+        for name, value in weights.items()
+        if name.endswith(end) and "mtp" not in name
+    }
+
+
+@_repairs("gpt_oss", "Model", "sanitize")
+def _turn_experts(sanitize, self, weights):
+    """Experts in 16 bits are [inputs, outputs], and have no suffix."""
+    turned = {}
+    for name, value in weights.items():
+        if name.endswith(("gate_up_proj", "experts.down_proj")):
+            name, value = f"{name}.weight", value.swapaxes(-1, -2)
+        turned[name] = value
+    return sanitize(self, turned)
+
+
+@_repairs("gpt2", "Model", "sanitize")
+def _drop_prefix(sanitize, self, weights):
+    """transformers writes names with a prefix that the authors omit."""
+    names = {k.removeprefix("transformer."): v for k, v in weights.items()}
+    return sanitize(self, names)
 
 
 class BiasedScores(nn.Module):
@@ -91,68 +130,6 @@ class BiasedScores(nn.Module):
         return mx.where(biased >= mx.sort(biased)[..., -self.k, None], scores, 0)
 
 
-def _tensors(change: Callable) -> tuple[str, Callable]:
-    """A replacement of `sanitize` by a function of it, of the model and the tensors."""
-    return (
-        "sanitize",
-        lambda original: (
-            lambda self, weights: change(partial(original, self), self, weights)
-        ),
-    )
-
-
-def _falcon_h1(sanitize: Callable, model: nn.Module, weights: dict) -> dict:
-    """The input of attention is multiplied, and then the keys."""
-    new, args = sanitize(weights), model.args
-    factors = {"k": args.key_multiplier, "v": args.attention_in_multiplier}
-    # A checkpoint that mlx-lm has written holds the products.
-    for name in new if new is not weights else ():
-        if name.endswith(("k_proj.weight", "v_proj.weight")):
-            new[name] *= factors[name[-len("k_proj.weight")]]
-    return new
-
-
-def _ernie4_5_moe(sanitize: Callable, _: nn.Module, weights: dict) -> dict:
-    end = "e_score_correction_bias"
-    return sanitize(weights) | {
-        name.replace("moe_statics", "gate_act"): value.reshape(-1)
-        for name, value in weights.items()
-        if name.endswith(end) and "mtp" not in name
-    }
-
-
-def _gpt_oss(sanitize: Callable, _: nn.Module, weights: dict) -> dict:
-    """Experts in 16 bits are [inputs, outputs], and have no suffix."""
-    ends = ("gate_up_proj", "experts.down_proj")
-    return sanitize(
-        {
-            f"{name}.weight" if name.endswith(ends) else name: (
-                value.swapaxes(-1, -2) if name.endswith(ends) else value
-            )
-            for name, value in weights.items()
-        }
-    )
-
-
-def _gpt2(sanitize: Callable, _: nn.Module, weights: dict) -> dict:
-    """transformers writes names with a prefix that the authors omit."""
-    return sanitize({k.removeprefix("transformer."): v for k, v in weights.items()})
-
-
-# The method to replace, by module and class.
-REPAIRS = {
-    ("gemma2", "Attention"): ("__call__", _with_axis_of_groups),
-    ("gemma3n", "LanguageModel"): ("__call__", _with_shared_keys),
-    ("plamo3", "Model"): ("make_cache", _with_whole_windows),
-    ("jamba", "JambaSparseMoeBlock"): ("__call__", _with_all_scores),
-    ("mamba2", "MambaRMSNormGated"): ("__call__", _by_group),
-    ("granitemoehybrid", "GraniteMoeHybridRMSNormGated"): ("__call__", _by_group),
-    ("minicpm3", "Model"): ("__call__", _with_scaled_logits),
-    ("falcon_h1", "Model"): _tensors(_falcon_h1),
-    ("ernie4_5_moe", "Model"): _tensors(_ernie4_5_moe),
-    ("gpt_oss", "Model"): _tensors(_gpt_oss),
-    ("gpt2", "Model"): _tensors(_gpt2),
-}
 # Attributes of modules to set from the config, by module and class.
 VALUES = {
     ("ernie4_5_moe", "Ernie4_5_MoeMLP"): lambda module, config: {
@@ -194,4 +171,14 @@ def repair(model: nn.Module, config: dict) -> None:
         method, fixed = REPAIRS.get(key, ("", None))
         original = getattr(kind, method, None)
         if fixed and not hasattr(original, "__wrapped__"):
-            setattr(kind, method, wraps(original)(fixed(original)))
+            setattr(kind, method, _replacement(original, fixed))
+
+
+def _replacement(original: Callable, fixed: Callable) -> Callable:
+    """A method that calls `fixed` with the original one."""
+
+    @wraps(original)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return fixed(original, self, *args, **kwargs)
+
+    return call

@@ -67,7 +67,8 @@ class BlockwiseModel:
 
     def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
         """Logits [B, L, vocabulary] from the output of the last block."""
-        calls = [lambda *_, **__: hidden] + [_identity] * (len(self) - 1)
+        calls = [lambda *_, **__: hidden]
+        calls += [lambda hidden, *_, **__: hidden] * (len(self) - 1)
         with self._replace_calls(calls):
             return self.model(tokens)
 
@@ -86,7 +87,12 @@ class BlockwiseModel:
         try:
             yield block
         finally:
-            block.update(original or self._take_lazy_block(index).parameters())
+            if original is None:
+                if index not in self._lazy_blocks:
+                    lazy = find_blocks(self.reread())
+                    self._lazy_blocks = dict(enumerate(lazy.trunk[lazy.name]))
+                original = self._lazy_blocks.pop(index).parameters()
+            block.update(original)
             mx.clear_cache()
             malloc.trim()
 
@@ -167,13 +173,6 @@ class BlockwiseModel:
         proxies = [ModuleProxy(*p) for p in zip(self.blocks, calls, strict=True)]
         return replace_module(self._trunk, self._name, proxies)
 
-    def _take_lazy_block(self, index: int) -> nn.Module:
-        """The same block with lazy weights."""
-        if index not in self._lazy_blocks:
-            blocks = find_blocks(self.reread())
-            self._lazy_blocks = dict(enumerate(blocks.trunk[blocks.name]))
-        return self._lazy_blocks.pop(index)
-
     def _not_sequential(self, reason) -> UserError:
         return UserError(
             f"the blocks of this model cannot be run one by one: {reason}",
@@ -184,10 +183,6 @@ class BlockwiseModel:
 def cast(value: mx.array, dtype: mx.Dtype) -> mx.array:
     """Cast floating-point values. Codes stay as they are."""
     return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) else value
-
-
-def _identity(hidden: mx.array, *_, **__) -> mx.array:
-    return hidden
 
 
 class NoTrunkHeadSplit(Exception):

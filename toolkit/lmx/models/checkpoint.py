@@ -81,7 +81,7 @@ def require_own_files(folder: Path) -> None:
     """Refuse links that leave a model folder, except to the blobs of the Hub's cache.
 
     Raises:
-        UserError: see `require_own_entries`.
+        UserError: a link leads to another place.
     """
     snapshots = folder.resolve().parent
     blobs = [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
@@ -243,9 +243,34 @@ def load_options(path: Path, config: dict, classes: ModelClasses) -> dict[str, A
     """
     files = tensor_files(path)
     head = head_config(config, files, lambda n: mx.load(str(files[n]))[n], str(path))
+
+    def fixed_classes(config: dict) -> tuple[Callable[[Any], nn.Module], type]:
+        """Classes whose models get the fixed tensors of `path` through `sanitize`."""
+        model_class, arguments_class = classes(config)
+
+        def build(arguments: Any) -> nn.Module:
+            model = model_class(arguments)
+            original = getattr(model, "sanitize", lambda weights: weights)
+            parameters = {name for name, _ in tree_flatten(model.parameters())}
+
+            def sanitize(_: dict[str, mx.array]) -> dict[str, mx.array]:
+                # A model is read once; after that the class has its own method again.
+                del model.sanitize
+                given = _fixed_tensors(path, parameters)
+                # mlx-lm changes some dicts in place.
+                weights = original(dict(given))
+                _name_dropped(given, weights, config_int(config, "num_hidden_layers"))
+                _check_codes(model, weights, path)
+                return weights
+
+            model.sanitize = sanitize
+            return model
+
+        return build, arguments_class
+
     return {
         "model_config": copy.deepcopy(config) | head,
-        "get_model_classes": _with_fixed_tensors(path, classes),
+        "get_model_classes": fixed_classes,
     }
 
 
@@ -274,35 +299,6 @@ def head_config(
             f"{place}: {key} is true, but {values}: both are used", stacklevel=2
         )
     return {key: False} | ({"text_config": text | {key: False}} if text else {})
-
-
-def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
-    """Classes whose models get the fixed tensors of `path` through `sanitize`."""
-
-    def fixed_classes(config: dict) -> tuple[Callable[[Any], nn.Module], type]:
-        model_class, arguments_class = classes(config)
-
-        def build(arguments: Any) -> nn.Module:
-            model = model_class(arguments)
-            original = getattr(model, "sanitize", lambda weights: weights)
-            parameters = {name for name, _ in tree_flatten(model.parameters())}
-
-            def sanitize(_: dict[str, mx.array]) -> dict[str, mx.array]:
-                # A model is read once; after that the class has its own method again.
-                del model.sanitize
-                given = _fixed_tensors(path, parameters)
-                # mlx-lm changes some dicts in place.
-                weights = original(dict(given))
-                _name_dropped(given, weights, config_int(config, "num_hidden_layers"))
-                _check_codes(model, weights, path)
-                return weights
-
-            model.sanitize = sanitize
-            return model
-
-        return build, arguments_class
-
-    return fixed_classes
 
 
 def _name_dropped(given: dict, kept: dict, num_layers: int) -> None:

@@ -24,17 +24,9 @@ FOREIGN_KEYS = (
 
 # Tokenizer, template and generation files of a checkpoint.
 COMPANIONS = (
-    "tokenizer*.json",
-    "*.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template*",
-    "additional_chat_templates/*.jinja",
-    "*.tiktoken",
-    "generation_config.json",
+    *("tokenizer*.json", "*.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template*", "*.tiktoken"),
+    *("additional_chat_templates/*.jinja", "generation_config.json"),
     "preprocessor_config.json",
 )
 
@@ -73,8 +65,42 @@ def write_checkpoint(
         if quantize_activations:
             config[QUANTIZE_ACTIVATIONS] = True
     write_config(folder, config)
-    _copy_companions(companions, folder, with_code="model_file" in config)
-    _write_weights(folder, weights, specs or {})
+    tokenizer, patterns = companions / "tokenizer_config.json", list(COMPANIONS)
+    has_own_class = tokenizer.is_file() and b'"auto_map"' in tokenizer.read_bytes()
+    if "model_file" in config or has_own_class:
+        patterns.append("*.py")
+    for pattern in patterns:
+        for file in filter(Path.is_file, companions.glob(pattern)):
+            target = folder / file.relative_to(companions)
+            target.parent.mkdir(exist_ok=True)
+            copy_file(file, target)
+    specs = specs or {}
+    total = parameters = size = 0
+    shards: list[list[str]] = [[]]
+    for name, value in weights.items():
+        if shards[-1] and size + value.nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size, total = size + value.nbytes, total + value.nbytes
+        # A code counts as one parameter, its grid as none.
+        path, _, leaf = name.rpartition(".")
+        if path in specs and leaf == "weight":
+            parameters += value.size * 32 // specs[path].bits
+        elif path not in specs or leaf not in GRID_TENSORS:
+            parameters += value.size
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        shard = "model.safetensors"
+        if len(shards) > 1:
+            shard = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / shard, {name: weights.pop(name) for name in names})
+        weight_map |= dict.fromkeys(names, shard)
+    index = {
+        "metadata": {"total_size": total, "total_parameters": parameters},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    _write_json(folder / INDEX_FILE, index)
 
 
 def write_config(folder: Path, config: dict) -> None:
@@ -121,58 +147,3 @@ def _encode_nonfinite(value):
 
 def _write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=4, allow_nan=False) + "\n")
-
-
-def _copy_companions(source: Path, folder: Path, *, with_code: bool) -> None:
-    tokenizer = source / "tokenizer_config.json"
-    with_code |= tokenizer.is_file() and b'"auto_map"' in tokenizer.read_bytes()
-    for pattern in (*COMPANIONS, *(["*.py"] if with_code else [])):
-        for file in filter(Path.is_file, source.glob(pattern)):
-            target = folder / file.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            copy_file(file, target)
-
-
-def _write_weights(
-    folder: Path, weights: dict[str, mx.array], specs: dict[str, QuantSpec]
-) -> None:
-    total = sum(value.nbytes for value in weights.values())
-    parameters = count_parameters(weights, specs)
-    shards = _shards(weights)
-    weight_map = {}
-    for number, names in enumerate(shards, 1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / file, {name: weights.pop(name) for name in names})
-        weight_map |= dict.fromkeys(names, file)
-    index = {
-        "metadata": {"total_size": total, "total_parameters": parameters},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    _write_json(folder / INDEX_FILE, index)
-
-
-def _shards(weights: dict[str, mx.array]) -> list[list[str]]:
-    """Names of the tensors of every file, in order."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, value in weights.items():
-        if shards[-1] and size + value.nbytes > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += value.nbytes
-    return shards
-
-
-def count_parameters(weights: dict[str, mx.array], specs: dict[str, QuantSpec]) -> int:
-    """Parameters of a model: a code counts as one, its grid as none."""
-    total = 0
-    for name, value in weights.items():
-        path, _, leaf = name.rpartition(".")
-        if path in specs and leaf in GRID_TENSORS:
-            continue
-        is_packed = path in specs and leaf == "weight"
-        total += value.size * 32 // specs[path].bits if is_packed else value.size
-    return total

@@ -17,7 +17,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
 from typing import Any, Union, get_args, get_origin
 
@@ -120,7 +120,28 @@ def check_config(config: dict, place: str) -> None:
                 place=place,
                 hint=HINT,
             )
-    _check_quantization(config.get("quantization"), place)
+    block = config.get("quantization")
+    if block is None:
+        return
+    # mlx-lm's block has one grid, and grids or `false` by layer, which may leave out
+    # what is like the rest.
+    common = {k: block[k] for k in ("bits", "group_size", "mode") if k in block}
+    grids = {"quantization": block}
+    for path, layer in block.items():
+        if isinstance(layer, dict):
+            grids[f"quantization.{path}"] = common | layer
+    for name, grid in grids.items():
+        bits, size = grid.get("bits"), grid.get("group_size")
+        mode = grid.get("mode", "affine")
+        if type(bits) is not int or bits not in BITS:
+            fault = f"bits is {_shown(bits)}; it must be one of {BITS}"
+        elif type(size) is not int or not 0 < size < 2**20:
+            fault = f"group_size is {_shown(size)}; it must be a number such as 64"
+        elif mode not in MODES:
+            fault = f"mode is {_shown(mode)}; it must be one of {', '.join(MODES)}"
+        else:
+            continue
+        raise UserError(f"{name}.{fault}", place=place, hint=HINT)
 
 
 def check_arguments(config: dict, arguments: type, place: str) -> None:
@@ -136,9 +157,16 @@ def check_arguments(config: dict, arguments: type, place: str) -> None:
         UserError: names the key.
     """
     for key, field in getattr(arguments, "__dataclass_fields__", {}).items():
-        value, kinds = config.get(key), _kinds(field.type)
-        is_read = kinds and value is not None and not key.endswith("token_id")
-        if not is_read or isinstance(value, kinds):
+        is_union = get_origin(field.type) in (Union, types.UnionType)
+        kinds = set(get_args(field.type)) if is_union else {field.type}
+        kinds.discard(type(None))
+        value = config.get(key)
+        is_simple = kinds and kinds <= {int, float, bool, str}
+        if not is_simple or value is None or key.endswith("token_id"):
+            continue
+        # What is declared as one of int, float and bool is published as any of them.
+        kinds |= {int, float} if kinds & {int, float, bool} else set()
+        if isinstance(value, tuple(kinds)):
             continue
         names = " or ".join(sorted(kind.__name__ for kind in kinds))
         raise UserError(
@@ -231,41 +259,6 @@ def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # A whole number of hundreds of digits has no float.
     return is_number and abs(value) < 1e300 and math.isfinite(value)
-
-
-def _check_quantization(block: dict | None, place: str) -> None:
-    """Check mlx-lm's `quantization`: one grid, and grids or `false` by layer."""
-    if block is None:
-        return
-    grids = {"quantization": block}
-    # A layer may leave out what is like the rest.
-    common = {k: block.get(k) for k in ("bits", "group_size", "mode") if k in block}
-    for path, layer in block.items():
-        if isinstance(layer, dict):
-            grids[f"quantization.{path}"] = common | layer
-    for name, grid in grids.items():
-        bits, size = grid.get("bits"), grid.get("group_size")
-        mode = grid.get("mode", "affine")
-        if type(bits) is not int or bits not in BITS:
-            fault = f"bits is {_shown(bits)}; it must be one of {BITS}"
-        elif type(size) is not int or not 0 < size < 2**20:
-            fault = f"group_size is {_shown(size)}; it must be a number such as 64"
-        elif mode not in MODES:
-            fault = f"mode is {_shown(mode)}; it must be one of {', '.join(MODES)}"
-        else:
-            continue
-        raise UserError(f"{name}.{fault}", place=place, hint=HINT)
-
-
-def _kinds(annotation: Any) -> tuple[type, ...]:
-    """The types of a declaration; none if it has others than the simple ones."""
-    is_union = get_origin(annotation) in (Union, types.UnionType)
-    kinds = set(get_args(annotation)) if is_union else {annotation}
-    kinds.discard(type(None))
-    if not kinds or not kinds <= {int, float, bool, str}:
-        return ()
-    # What is declared as one of int, float and bool is published as any of them.
-    return tuple(kinds | ({int, float} if kinds & {int, float, bool} else set()))
 
 
 def _shown(value: Any) -> str:
@@ -365,10 +358,34 @@ def _check_unread(
     read |= misread.keys()
     rest = {k: v for k, v in block.items() if k in read or k == "model_type"}
     implied = _transformers_config(rest)
-    unread = _unread(block, read, reference, implied)
-    unread |= {
-        k for k, v in misread.items() if transformers_value(reference, k, v) != v
-    }
+    unread = {k for k, v in misread.items() if transformers_value(reference, k, v) != v}
+    if "rope_parameters" not in read:
+        scaling = {k: v for k, v in (block.get(SCALING) or {}).items() if v is not None}
+        names = (k for k in scaling.keys() - SCALED if k[:5] != "mrope")
+        unread |= {f"{SCALING}.{name}" for name in names}
+    own = {k: v for k, v in block.items() if k not in read and v is not None}
+    neutral = {"partial_rotary_factor": 1}
+    neutral |= {"hidden_act": transformers_value(implied, "hidden_activation")}
+    # mlx-lm's Mistral has windows only in the layers that `layer_types` names, which
+    # transformers fills in for other families.
+    window, positions = (block.get(k) for k in ("sliding_window", POSITIONS))
+    layer_types = transformers_value(reference, "layer_types", None)
+    if "layer_types" in read and not layer_types and window:
+        unread |= {"sliding_window"} if window < (positions or 0) else set()
+    if LOCAL in own:
+        unread |= {LOCAL} if own[LOCAL] != block.get("rope_theta") else set()
+    # Keys that may change predictions, and that mlx-lm's model ignores.
+    for key, given in own.items():
+        # A switch is no length.
+        is_window = key in WINDOWS and given is not True
+        is_long = is_window and given >= (positions or given)
+        if is_long or HARMLESS.search(key) or ELSEWHERE.search(key):
+            continue
+        # An unknown switch that is off changes nothing.
+        usual = transformers_value(implied, key, given if given in OFF else MISSING)
+        value = transformers_value(reference, key, given)
+        if value not in (neutral.get(key, MISSING), usual):
+            unread.add(key)
     # Some weights of experts are normalized only if there are several.
     is_normalized = block.get("norm_topk_prob", True) and ONLY_SEVERAL.search(source)
     if is_normalized and block.get("num_experts_per_tok") == 1:
@@ -395,42 +412,6 @@ def _modules(arguments: type) -> list[types.ModuleType]:
         None,
     }
     return [module, *(m for m in used if m.__name__.startswith("mlx_lm."))]
-
-
-def _unread(
-    block: dict, read: Collection[str], reference: Any, implied: Any
-) -> set[str]:
-    """Keys that may change predictions, and that mlx-lm's model ignores.
-
-    Args:
-        implied: the config without these keys; None if it is none of transformers.
-    """
-    own = {k: v for k, v in block.items() if k not in read and v is not None}
-    scaling = {k: v for k, v in (block.get(SCALING) or {}).items() if v is not None}
-    scaling = {} if "rope_parameters" in read else scaling
-    unread = {f"{SCALING}.{k}" for k in scaling.keys() - SCALED if k[:5] != "mrope"}
-    neutral = {"partial_rotary_factor": 1}
-    neutral |= {"hidden_act": transformers_value(implied, "hidden_activation")}
-    # mlx-lm's Mistral has windows only in the layers that `layer_types` names, which
-    # transformers fills in for other families.
-    window, positions = (block.get(k) for k in ("sliding_window", POSITIONS))
-    layer_types = transformers_value(reference, "layer_types", None)
-    if "layer_types" in read and not layer_types and window:
-        unread |= {"sliding_window"} if window < (positions or 0) else set()
-    if LOCAL in own:
-        unread |= {LOCAL} if own[LOCAL] != block.get("rope_theta") else set()
-    for key, given in own.items():
-        # A switch is no length.
-        is_window = key in WINDOWS and given is not True
-        is_long = is_window and given >= (positions or given)
-        if is_long or HARMLESS.search(key) or ELSEWHERE.search(key):
-            continue
-        # An unknown switch that is off changes nothing.
-        usual = transformers_value(implied, key, given if given in OFF else MISSING)
-        value = transformers_value(reference, key, given)
-        if value not in (neutral.get(key, MISSING), usual):
-            unread.add(key)
-    return unread
 
 
 def _transformers_config(block: dict) -> Any:

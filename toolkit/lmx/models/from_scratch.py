@@ -66,25 +66,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
 
 def llama_config(scratch: ScratchModelConfig) -> dict:
     """The config.json, in Hugging Face's keys, of a Llama-type model."""
-    return {
+    config, heads = scratch.model_dump(), scratch.num_attention_heads
+    dtype = config.pop("dtype")
+    # Most keys have Hugging Face's names.
+    return config | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": scratch.vocab_size,
-        "hidden_size": scratch.hidden_size,
-        "intermediate_size": scratch.intermediate_size,
-        "num_hidden_layers": scratch.num_hidden_layers,
-        "num_attention_heads": scratch.num_attention_heads,
-        "num_key_value_heads": scratch.num_key_value_heads
-        or scratch.num_attention_heads,
-        "head_dim": scratch.hidden_size // scratch.num_attention_heads,
-        "max_position_embeddings": scratch.max_position_embeddings,
-        "rope_theta": scratch.rope_theta,
+        "num_key_value_heads": scratch.num_key_value_heads or heads,
+        "head_dim": scratch.hidden_size // heads,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": scratch.tie_word_embeddings,
-        "torch_dtype": scratch.dtype,
+        "torch_dtype": dtype,
         "eos_token_id": [2, 0],
         "pad_token_id": 0,
     }

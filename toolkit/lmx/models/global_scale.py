@@ -19,6 +19,7 @@ from ..config.quant_spec import FLOAT_MODES
 from ..cpu import on_cpu
 from ..cpu.quantized_matmul import kept_weight
 from .float_formats import MODES, E4M3Scales
+from .hooks import put_in_front
 
 MODE, NAME = "nvfp4", "global_scale"
 GRID = dict(zip(("group_size", "bits"), FLOAT_MODES[MODE], strict=True)) | {
@@ -90,12 +91,7 @@ def support_cpus(model: nn.Module) -> None:
     for _, module in model.named_modules():
         is_expert_layer = type(module).__name__ == "QuantizedSwitchLinear"
         if is_expert_layer and NAME in module:
-            module.__class__ = _with_cpu_product(type(module))
-
-
-@cache
-def _with_cpu_product(layer_class: type[nn.Module]) -> type[nn.Module]:
-    return type(layer_class.__name__, (GlobalScaleExperts, layer_class), {})
+            put_in_front(GlobalScaleExperts, module)
 
 
 class GlobalScaleExperts:

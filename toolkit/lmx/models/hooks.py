@@ -7,8 +7,9 @@ the outputs of chosen blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -81,6 +82,16 @@ def replace_module(
         yield
     finally:
         owner[name] = original
+
+
+def put_in_front(kind: type, layer: nn.Module) -> None:
+    """Call a layer through a class that it then has, too."""
+    layer.__class__ = _in_front(kind, type(layer))
+
+
+@cache
+def _in_front(kind: type, layer_class: type[nn.Module]) -> type[nn.Module]:
+    return type(layer_class.__name__, (kind, layer_class), {})
 
 
 @contextmanager
@@ -188,28 +199,26 @@ def capture_inputs(root: nn.Module, paths: list[str]) -> Iterator[CapturedInputs
         yield captured
 
 
-@contextmanager
-def override_inputs(root: nn.Module, inputs: dict[str, mx.array]) -> Iterator[None]:
+def override_inputs(
+    root: nn.Module, inputs: dict[str, mx.array]
+) -> AbstractContextManager[None]:
     """Call layers, by path, with these inputs instead of the ones they receive."""
 
     def override(path: str, forward: Callable, _, *args, **kwargs) -> mx.array:
         return forward(inputs[path], *args, **kwargs)
 
-    with hook_calls(root, list(inputs), override):
-        yield
+    return hook_calls(root, list(inputs), override)
 
 
-@contextmanager
 def override_outputs(
     root: nn.Module, paths: list[str], transform: Callable[[mx.array], mx.array]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Pass the outputs of the layers at `paths` through `transform`."""
 
     def override(_, forward: Callable, *args, **kwargs) -> mx.array:
         return transform(forward(*args, **kwargs))
 
-    with hook_calls(root, paths, override):
-        yield
+    return hook_calls(root, paths, override)
 
 
 @dataclass

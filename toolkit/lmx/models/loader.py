@@ -137,7 +137,10 @@ def load(
             if not is_divided_by_layers(model):
                 _check_forward_pass(model, path)
         if adapter:
-            _add_adapter(model, adapter)
+            with _mlx_lm():
+                from mlx_lm.tuner.utils import linear_to_lora_layers
+            folder = Path(os.path.expanduser(adapter))
+            load_adapter(model, folder, linear_to_lora_layers)
         if compute != "stored":
             cast(model, compute_dtype(compute, dtype))
         cpu.enable(model)
@@ -146,7 +149,10 @@ def load(
     model, config, dtype = read()
     if not lazy:
         with _load_errors(path):
-            _evaluate(model, one_by_one=group.size > 1)
+            # For a part of a weight, the whole is read: in a group, one at a time.
+            for _, weight in tree_flatten(model.parameters()) if group.size > 1 else ():
+                mx.eval(weight)
+            mx.eval(model.parameters())
     # mlx-lm keeps only the end tokens that generation_config.json names.
     if ids := eos_token_ids(path):
         config["eos_token_id"] = ids if len(ids) > 1 else ids[0]
@@ -157,32 +163,32 @@ def load(
 def _build(path: Path, config: dict, trust_remote_code: bool) -> tuple[nn.Module, dict]:
     """A model whose weights are unread, as they are stored, and its config."""
     with _mlx_lm() as utils, _load_errors(path):
+
+        def repaired_classes(config: dict) -> tuple[Callable[[Any], nn.Module], type]:
+            """mlx-lm's classes, whose models are repaired before they load."""
+            model_class, arguments = utils._get_classes(config)
+            return lambda args: _prepare(model_class(args), config), arguments
+
         model, config = utils.load_model(
             path,
             lazy=True,
             trust_remote_code=trust_remote_code,
-            **load_options(path, config, _repaired_classes),
+            **load_options(path, config, repaired_classes),
         )
     replace_qq_layers(model)
     global_scale.support_cpus(model)
-    _check_dtypes(model, path)
+    # MLX would compute with integers in place of numbers.
+    for name, module in model.named_modules():
+        for leaf in ("weight", "bias") if type(module) in DENSE else ():
+            if leaf in module and not mx.issubdtype(module[leaf].dtype, mx.floating):
+                raise UserError(
+                    f"{name}.{leaf} has values of {module[leaf].dtype}, which are no "
+                    "weights",
+                    place=str(path),
+                    hint="copy the weight files again, or import them: lmx convert",
+                )
     _check_forward_pass(model, path)
     return model, config
-
-
-def _evaluate(model: nn.Module, *, one_by_one: bool) -> None:
-    """Read the weights. Of a part of one, the whole is read, so that they come one
-    after the other there."""
-    weights = model.parameters()
-    for part in [w for _, w in tree_flatten(weights)] if one_by_one else [weights]:
-        mx.eval(part)
-
-
-def _add_adapter(model: nn.Module, adapter: str | Path) -> None:
-    with _mlx_lm():
-        from mlx_lm.tuner.utils import linear_to_lora_layers
-    folder = Path(os.path.expanduser(adapter))
-    load_adapter(model, folder, linear_to_lora_layers)
 
 
 def checkpoint_folder(
@@ -292,23 +298,6 @@ def _load_errors(path: Path):
     return library_errors("the model does not load", place=path, hint=hint)
 
 
-def _check_dtypes(model: nn.Module, path: Path) -> None:
-    """Refuse integers in place of numbers: MLX would compute with them.
-
-    Raises:
-        UserError: naming the tensor.
-    """
-    for name, module in model.named_modules():
-        for leaf in ("weight", "bias") if type(module) in DENSE else ():
-            if leaf in module and not mx.issubdtype(module[leaf].dtype, mx.floating):
-                raise UserError(
-                    f"{name}.{leaf} has values of {module[leaf].dtype}, which are no "
-                    "weights",
-                    place=str(path),
-                    hint="copy the weight files again, or import them: lmx convert",
-                )
-
-
 def _check_forward_pass(model: nn.Module, path: Path) -> None:
     """Refuse a config whose sizes do not fit together or to the weights.
 
@@ -360,13 +349,6 @@ def build_model(config: dict, *, place: str | Path = "config.json") -> nn.Module
         return _prepare(model_class(arguments), config)
 
 
-def _repaired_classes(config: dict) -> tuple[Callable[[Any], nn.Module], type]:
-    """mlx-lm's classes for a config, whose models are repaired before they load."""
-    with _mlx_lm() as utils:
-        model_class, arguments = utils._get_classes(config)
-    return lambda args: _prepare(model_class(args), config), arguments
-
-
 def model_arguments(config: dict, *, place: str | Path = "config.json") -> Any:
     """The values of a config that its architecture reads, with mlx-lm's defaults.
 
@@ -407,7 +389,17 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     options = {"trust_remote_code": trust_remote_code}
     ids = eos_token_ids(path) or None
     with _mlx_lm() as utils:
-        _check_plugins(settings, str(path / "tokenizer_config.json"))
+        for key, package in PLUGINS.items():
+            name = settings.get(key)
+            if name is not None and not (
+                MODULE_NAME.fullmatch(name)
+                and importlib.util.find_spec(f"mlx_lm.{package}.{name}")
+            ):
+                raise UserError(
+                    f"mlx-lm has no {key} {name[:40]!r}",
+                    place=str(path / "tokenizer_config.json"),
+                    hint=f"remove {key}, or update mlx-lm",
+                )
         try:
             with _tokenizer_errors(path):
                 tokenizer = utils.load_tokenizer(path, options, eos_token_ids=ids)
@@ -444,21 +436,6 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
 def _tokenizer_errors(place: Path):
     hint = "a checkpoint needs tokenizer.json and tokenizer_config.json"
     return library_errors("the tokenizer does not load", place=place, hint=hint)
-
-
-def _check_plugins(settings: dict, place: str) -> None:
-    """Refuse names of tool parsers and chat templates that mlx-lm does not have."""
-    for key, package in PLUGINS.items():
-        name = settings.get(key)
-        if name is not None and not (
-            MODULE_NAME.fullmatch(name)
-            and importlib.util.find_spec(f"mlx_lm.{package}.{name}")
-        ):
-            raise UserError(
-                f"mlx-lm has no {key} {name[:40]!r}",
-                place=place,
-                hint=f"remove {key}, or update mlx-lm",
-            )
 
 
 def make_cache(model: nn.Module) -> list:

@@ -11,7 +11,6 @@ communicate.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +19,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import UserError
 from ..interfaces import Communicator
-from .hooks import find_blocks, hook_calls
+from .hooks import find_blocks, hook_calls, put_in_front
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,24 @@ def divide_by_layers(model: nn.Module, group: Communicator) -> None:
         UserError: ranks could not know the dtype of what they receive.
     """
     layers_by_rank(model, group.size)
-    _require_one_dtype(model)
+    dtypes: set[str] = set()
+
+    def record(_, forward: Callable, x: mx.array, *args: Any, **kwargs: Any):
+        y = forward(x, *args, **kwargs)
+        dtypes.update(str(each.dtype).removeprefix("mlx.core.") for each in (x, y))
+        return y
+
+    prefix = find_blocks(model).prefix
+    paths = [f"{prefix}{index}" for index in range(len(model.layers))]
+    with hook_calls(model, paths, record):
+        # Only dtypes are used, so nothing is computed.
+        model(mx.zeros((1, 1), mx.int32))
+    # All blocks must give what the embedding does.
+    if len(dtypes) > 1:
+        raise UserError(
+            f"the hidden states are {' and '.join(sorted(dtypes))} in different "
+            "layers, which therefore cannot be divided among processes"
+        )
     trunk = model.model
     trunk.pipeline(group.group)
     # mlx-lm communicates no more.
@@ -156,37 +172,6 @@ class LastBlock:
         # which one needs no more than its caches have an end on the others, too.
         mx.async_eval(y)
         return y
-
-
-def put_in_front(kind: type, layer: nn.Module) -> None:
-    """Call a layer through a class that it then has, too."""
-    layer.__class__ = _in_front(kind, type(layer))
-
-
-@cache
-def _in_front(kind: type, layer_class: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (kind, layer_class), {})
-
-
-def _require_one_dtype(model: nn.Module) -> None:
-    """Raise UserError unless all blocks give what the embedding does."""
-    dtypes: set[str] = set()
-
-    def record(_, forward: Callable, x: mx.array, *args: Any, **kwargs: Any):
-        y = forward(x, *args, **kwargs)
-        dtypes.update(str(each.dtype).removeprefix("mlx.core.") for each in (x, y))
-        return y
-
-    prefix = find_blocks(model).prefix
-    paths = [f"{prefix}{index}" for index in range(len(model.layers))]
-    with hook_calls(model, paths, record):
-        # Only dtypes are used, so nothing is computed.
-        model(mx.zeros((1, 1), mx.int32))
-    if len(dtypes) > 1:
-        raise UserError(
-            f"the hidden states are {' and '.join(sorted(dtypes))} in different "
-            "layers, which therefore cannot be divided among processes"
-        )
 
 
 def _parameters(model: nn.Module) -> int:

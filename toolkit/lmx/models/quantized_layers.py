@@ -20,6 +20,7 @@ from ..cpu import on_cpu, quantized_matmul, replaces_functions
 from . import global_scale
 from .checkpoint import GRID_TENSORS
 from .float_formats import MODES, straight_through
+from .hooks import put_in_front
 
 # Tensors of a quantized layer, without its bias.
 TENSORS = ("weight", *GRID_TENSORS)
@@ -168,7 +169,7 @@ def fake_quantize_inputs(layer: nn.Module, mode: str | None) -> None:
         mode: of the layer's weight; None = the inputs as they are.
     """
     if not isinstance(layer, _FakeQuantizedInput):
-        layer.__class__ = _with_fake_quantized_input(type(layer))
+        put_in_front(_FakeQuantizedInput, layer)
     layer.input_mode = mode
 
 
@@ -179,8 +180,3 @@ class _FakeQuantizedInput:
         if self.input_mode is not None:
             x = quantize_input(x, self.input_mode)
         return super().__call__(x)
-
-
-@cache
-def _with_fake_quantized_input(layer_class: type[nn.Module]) -> type[nn.Module]:
-    return type(layer_class.__name__, (_FakeQuantizedInput, layer_class), {})

@@ -57,8 +57,39 @@ def _completed(block: dict, place: str) -> dict:
     for scaling in (block.get(SCALING), parameters, *parameters.values()):
         if isinstance(scaling, dict) and not isinstance(rope_type(scaling), str):
             raise UserError("the type of RoPE must be text", place=place)
-    for key, value in _earlier_keys(block, parameters).items():
-        block = block | {key: _merged(key, block.get(key), value, place)}
+    found: dict[str, Any] = {}
+    if parameters:
+        by_layer = {k: v for k, v in parameters.items() if isinstance(v, dict)}
+        main = by_layer.get("full_attention", {}) if by_layer else parameters
+        local = by_layer.get("sliding_attention", {})
+        names, kind = NAMES.get(str(block.get("model_type")), {}), rope_type(main)
+        for key in ("rope_theta", "partial_rotary_factor"):
+            found |= {names.get(key, key): main[key]} if key in main else {}
+        typed = main | {"type": kind, "rope_type": kind}
+        found[SCALING] = typed if kind != "default" else None
+        if kind in LONG and ORIGINAL in main:
+            found[ORIGINAL] = main[ORIGINAL]
+        if "rope_theta" in local:
+            found[LOCAL] = local["rope_theta"]
+    for key, value in found.items():
+        # The config may give the value in the earlier spelling too.
+        given = block.get(key)
+        is_neutral = isinstance(given, dict) and rope_type(given) == "default"
+        if given is not None and not is_neutral and given != value:
+            is_same = isinstance(given, dict) and isinstance(value, dict)
+            if is_same:
+                kind = rope_type(given)
+                given = given | {"type": kind, "rope_type": kind}
+                is_same = all(given[n] == value[n] for n in given.keys() & value.keys())
+            if not is_same:
+                raise UserError(
+                    f"{key} is {str(given)[:60]}, but rope_parameters says "
+                    f"{str(value)[:60]}",
+                    place=place,
+                    hint="remove the one that the model was not trained with",
+                )
+            value = value | given
+        block = block | {key: value}
     scaling = block.get(SCALING)
     kind = rope_type(scaling) if isinstance(scaling, dict) else None
     if kind in EXTENDED and scaling.get(ORIGINAL) is block.get(ORIGINAL) is None:
@@ -68,39 +99,6 @@ def _completed(block: dict, place: str) -> dict:
             hint=f"add {ORIGINAL} from the model's authors: it changes all predictions",
         )
     return block
-
-
-def _earlier_keys(block: dict, parameters: dict) -> dict[str, Any]:
-    if not parameters:
-        return {}
-    by_layer = {k: v for k, v in parameters.items() if isinstance(v, dict)}
-    main = by_layer.get("full_attention", {}) if by_layer else parameters
-    local = by_layer.get("sliding_attention", {})
-    names = NAMES.get(str(block.get("model_type")), {})
-    keys = [key for key in ("rope_theta", "partial_rotary_factor") if key in main]
-    found = {names.get(key, key): main[key] for key in keys}
-    kind = rope_type(main)
-    is_scaled = kind != "default"
-    found[SCALING] = main | {"type": kind, "rope_type": kind} if is_scaled else None
-    found |= {ORIGINAL: main[ORIGINAL]} if kind in LONG and ORIGINAL in main else {}
-    return found | ({LOCAL: local["rope_theta"]} if "rope_theta" in local else {})
-
-
-def _merged(key: str, given: Any, value: Any, place: str) -> Any:
-    """A value that the config may give in the earlier spelling too."""
-    is_neutral = isinstance(given, dict) and rope_type(given) == "default"
-    if given is None or is_neutral or given == value:
-        return value
-    if isinstance(given, dict) and isinstance(value, dict):
-        kind = rope_type(given)
-        given = given | {"type": kind, "rope_type": kind}
-        if all(given[name] == value[name] for name in given.keys() & value.keys()):
-            return value | given
-    raise UserError(
-        f"{key} is {str(given)[:60]}, but rope_parameters says {str(value)[:60]}",
-        place=place,
-        hint="remove the one that the model was not trained with",
-    )
 
 
 def use_scaling(model: nn.Module, config: dict, make: Callable[..., nn.Module]) -> None:

@@ -19,13 +19,13 @@ from .. import cpu
 from ..errors import UserError
 from ..interfaces import Communicator
 from . import global_scale
+from .hooks import put_in_front
 from .pipeline_parallel import (
     Place,
     can_divide_by_layers,
     divide_by_layers,
     largest_share,
     layers_by_rank,
-    put_in_front,
 )
 from .quantized_layers import has_quantized_inputs
 
@@ -77,8 +77,15 @@ def shard(
         refusal.hint = f"possible are {names}" if possible else "use one process"
         raise refusal from error
     cpu.enable(model)
-    if not has_layers_only:
-        _divide_vocabulary(model, group)
+    if has_layers_only:
+        return
+    for module, kind in _vocabulary_layers(model, group.size):
+        rows = len(module.weight) // group.size
+        part = slice(group.rank * rows, (group.rank + 1) * rows)
+        for key, value in module.parameters().items():
+            module[key] = mx.contiguous(value[part])
+        put_in_front(kind, module)
+        module.group, module.first_row = group, part.start
 
 
 def architecture(model: nn.Module) -> str:
@@ -142,18 +149,14 @@ def _can_divide(model: nn.Module, size: int) -> bool:
 
 
 def _indivisible(model: nn.Module, size: int, error: Exception) -> UserError:
-    return UserError(
-        f"the model cannot be divided among {size} processes: "
-        f"{_failed_layer(model, error)}{error}"
-    )
-
-
-def _failed_layer(model: nn.Module, error: Exception) -> str:
-    """The path of the layer that MLX could not divide, for a message."""
+    # The path of the layer that MLX could not divide.
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
     failed = [id(values["module"]) for values in frames if "module" in values]
     paths = [path for path, module in model.named_modules() if id(module) in failed]
-    return f"{paths[0]}: " if paths else ""
+    layer = f"{paths[0]}: " if paths else ""
+    return UserError(
+        f"the model cannot be divided among {size} processes: {layer}{error}"
+    )
 
 
 def _numbers(model: nn.Module) -> dict[str, int]:
@@ -191,17 +194,6 @@ def shard_share(model: nn.Module, size: int) -> float:
         rows = sum(value.size for value in module.parameters().values())
         held -= rows - rows // size
     return held / whole
-
-
-def _divide_vocabulary(model: nn.Module, group: Communicator) -> None:
-    """Divide the embedding and the LM head along the vocabulary, if that is even."""
-    for module, kind in _vocabulary_layers(model, group.size):
-        rows = len(module.weight) // group.size
-        part = slice(group.rank * rows, (group.rank + 1) * rows)
-        for key, value in module.parameters().items():
-            module[key] = mx.contiguous(value[part])
-        put_in_front(kind, module)
-        module.group, module.first_row = group, part.start
 
 
 def _vocabulary_layers(model: nn.Module, size: int) -> list[tuple[nn.Module, type]]:

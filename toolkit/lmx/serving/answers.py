@@ -34,7 +34,7 @@ class Answer:
         }
         self._pieces: dict[Choice, list[Piece]] = {c: [] for c in choices}
 
-    def add(self, piece: Piece) -> None:
+    def add_piece(self, piece: Piece) -> None:
         """Keep a piece for the whole answer."""
         self._pieces[piece.choice].append(piece)
 

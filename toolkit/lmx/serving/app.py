@@ -324,7 +324,7 @@ class EventStream(Response):
         if piece is None:
             return KEEP_ALIVE
         if self._keep:
-            self._job.answer.add(piece)
+            self._job.answer.add_piece(piece)
         chunks = [*self._job.answer.chunks(piece)]
         if self._job.splits_steps:
             usage = {"usage": self._job.answer.usage()}
@@ -343,8 +343,12 @@ async def while_connected(receive: Callable, work: Awaitable[None]) -> None:
     Raises:
         ClientGone: it has left.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+
+    async def wait_for_end() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -355,11 +359,6 @@ async def while_connected(receive: Callable, work: Awaitable[None]) -> None:
             each.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.wait({task, gone})
-
-
-async def _disconnected(receive: Callable) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def event(value: dict) -> bytes:

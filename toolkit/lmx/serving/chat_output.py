@@ -45,7 +45,7 @@ class ChatOutputParser:
         """Whether the next text belongs to the chain of thought."""
         return self._state[0] == "reasoning"
 
-    def add(self, text: str, *, last: bool, cut: bool = False) -> list[dict]:
+    def add_text(self, text: str, *, last: bool, cut: bool = False) -> list[dict]:
         """The fields of a message that some more text gives, in their order.
 
         Args:
@@ -69,7 +69,15 @@ class ChatOutputParser:
         if last and self._call is not None:
             is_open = bool(self._tokenizer.tool_call_end)
             fields += self._finish_call(is_open=is_open, is_cut=is_open and cut)
-        return _joined(fields)
+        # Neighbours of the same name are one.
+        joined: list[dict] = []
+        for field in fields:
+            if joined and joined[-1].keys() == field.keys():
+                (name,) = field
+                joined[-1] = {name: joined[-1][name] + field[name]}
+            else:
+                joined.append(field)
+        return joined
 
     def _finish_call(
         self, *, is_open: bool = False, is_cut: bool = False
@@ -89,12 +97,19 @@ class ChatOutputParser:
             with library_errors("no tool call", place="completion"):
                 calls = self._tokenizer.tool_parser(text, self._tools)
                 calls = calls if isinstance(calls, list) else [calls]
-                parsed = [_call(call) for call in calls]
+                functions = []
+                for call in calls:
+                    arguments = call["arguments"]
+                    if not isinstance(arguments, str):
+                        arguments = json.dumps(arguments, ensure_ascii=False)
+                    functions.append({"name": call["name"], "arguments": arguments})
         except UserError:
             return as_text
         fields = []
-        for call in parsed:
-            fields.append({"tool_calls": [{"index": self.calls} | call]})
+        for call, function in zip(calls, functions, strict=True):
+            name = call.get("id") or f"call_{uuid.uuid4().hex[:24]}"
+            head = {"index": self.calls, "id": name, "type": "function"}
+            fields.append({"tool_calls": [head | {"function": function}]})
             self.calls += 1
         return fields
 
@@ -109,26 +124,3 @@ class _WithoutTools:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
-
-
-def _call(call: dict) -> dict:
-    arguments = call["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": call.get("id") or f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": call["name"], "arguments": arguments},
-    }
-
-
-def _joined(fields: Sequence[dict]) -> list[dict]:
-    """Fields where neighbours of the same name are one."""
-    joined: list[dict] = []
-    for field in fields:
-        if joined and joined[-1].keys() == field.keys():
-            (name,) = field
-            joined[-1] = {name: joined[-1][name] + field[name]}
-        else:
-            joined.append(field)
-    return joined

@@ -67,12 +67,15 @@ class Choice:
             self.tokenizer, self.request.prompt, self.request.stop_tokens, self.stop
         )
 
-    def add(self, outputs: Sequence[TokenOutput]) -> Piece:
+    def add_outputs(self, outputs: Sequence[TokenOutput]) -> Piece:
         """Append the tokens of a step; those after the end do not count."""
         fields: list[dict] = []
         logprobs: list[dict] = []
         offsets: list[int] = []
-        self._time(len(outputs))
+        now = time.monotonic()
+        if self.first:
+            self.intervals += [(now - self.last) / len(outputs)] * len(outputs)
+        self.first, self.last = self.first or now, now
         for output in outputs:
             if self.finish_reason:
                 break
@@ -85,28 +88,19 @@ class Choice:
             if output.logprob is not None and not is_stop:
                 logprobs.append(self._logprobs(output.token, output.logprobs))
                 offsets.append(begin)
-            fields += self._read(text, reason, cut=not is_stop)
+            self.finish_reason = reason
+            if self.parser is None:
+                fields += [{"text": text}] if text else []
+                continue
+            self.reasoning_tokens += self.parser.in_reasoning
+            read = self.parser.add_text(text, last=reason is not None, cut=not is_stop)
+            if self.parser.calls and (self.single_call or reason == "stop"):
+                self.finish_reason = "tool_calls"
+            if self.parser.calls and self.single_call:
+                call = next(field for field in read if "tool_calls" in field)
+                read = read[: read.index(call) + 1]
+            fields += read
         return Piece(self, fields, logprobs, self.finish_reason, offsets)
-
-    def _read(self, text: str, reason: str | None, *, cut: bool) -> list[dict]:
-        self.finish_reason = reason
-        if self.parser is None:
-            return [{"text": text}] if text else []
-        self.reasoning_tokens += self.parser.in_reasoning
-        fields = self.parser.add(text, last=reason is not None, cut=cut)
-        if self.parser.calls and self.single_call:
-            self.finish_reason = "tool_calls"
-            calls = [f for f in fields if "tool_calls" in f]
-            return fields[: fields.index(calls[0]) + 1]
-        if self.parser.calls and reason == "stop":
-            self.finish_reason = "tool_calls"
-        return fields
-
-    def _time(self, count: int) -> None:
-        now = time.monotonic()
-        if self.first:
-            self.intervals += [(now - self.last) / count] * count
-        self.first, self.last = self.first or now, now
 
     def _logprobs(self, token: int, logprobs: TokenLogprobs) -> dict:
         """Log-probabilities of a token in OpenAI's form."""

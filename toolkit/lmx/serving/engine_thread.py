@@ -159,7 +159,8 @@ class EngineThread:
                     engine.add_request(request)
                 except UserError as error:
                     self._active.discard(request)
-                    self._deliver([TokenOutput(request, -1, True, error=error)])
+                    refusal = TokenOutput(request, -1, True, error=error)
+                    self._notify(self._dispatch, [refusal])
 
         self._commands.put(add)
         return subscription
@@ -174,7 +175,7 @@ class EngineThread:
         if self._subscriptions.pop(request, None):
             self._commands.put(abort)
 
-    async def call(self, function: Callable[[Engine], Any]) -> Any:
+    async def run_on_engine(self, function: Callable[[Engine], Any]) -> Any:
         """What a function of the engine returns, between two steps.
 
         Raises:
@@ -209,26 +210,23 @@ class EngineThread:
     # On the thread
 
     def _main(self) -> None:
-        self._load_and_serve()
-        self._ended.set()
-        # A process that ends just after a thread of MLX is aborted: this one stays.
-        threading.Event().wait()
-
-    def _load_and_serve(self) -> None:
         try:
             served = self._load()
         except BaseException as error:
             self._loaded.put(error)
-            return
-        self._loaded.put(served)
-        try:
-            self._serve(served.generator)
-            served.generator.end()
-        except Exception:
-            terminal.write_err(traceback.format_exc())
-            self._ended.set()
-            self._notify(self._dispatch_end)
-            self._on_end()
+        else:
+            self._loaded.put(served)
+            try:
+                self._serve(served.generator)
+                served.generator.end()
+            except Exception:
+                terminal.write_err(traceback.format_exc())
+                self._ended.set()
+                self._notify(self._dispatch_end)
+                self._on_end()
+        self._ended.set()
+        # A process that ends just after a thread of MLX is aborted: this one stays.
+        threading.Event().wait()
 
     def _serve(self, generator: Generator) -> None:
         """Run until `stop`.
@@ -247,20 +245,17 @@ class EngineThread:
                 if failures == MAX_FAILURES:
                     raise EngineFailed from error
                 terminal.write_err(traceback.format_exc())
-                self._drop_active(engine)
+                # The exception may have left anything of the requests.
+                failed, self._active = self._active, set()
+                for request in failed:
+                    engine.abort(request)
+                self._notify(self._dispatch_failure, failed)
                 continue
             failures = 0
             self._publish(engine)
             if outputs:
                 self._active -= {o.request for o in outputs if o.is_last}
-                self._deliver(outputs)
-
-    def _drop_active(self, engine: Engine) -> None:
-        """After an exception, which may have left anything of them."""
-        failed, self._active = self._active, set()
-        for request in failed:
-            engine.abort(request)
-        self._notify(self._dispatch_failure, failed)
+                self._notify(self._dispatch, outputs)
 
     def _run_commands(self, engine: Engine, beat: float | None) -> bool:
         """Do what was asked for, and wait while there is no request.
@@ -278,7 +273,10 @@ class EngineThread:
                 if not engine.idle:
                     return True
                 if not self._is_trimmed and time.monotonic() - start >= TRIM_SECONDS:
-                    self._trim()
+                    # Return free memory to the system.
+                    mx.clear_cache()
+                    malloc.trim()
+                    self._is_trimmed = True
                 if beat:
                     engine.step()
                 continue
@@ -288,12 +286,6 @@ class EngineThread:
             command(engine)
             if engine.idle:
                 self._publish(engine)
-
-    def _trim(self) -> None:
-        """Return free memory to the system."""
-        mx.clear_cache()
-        malloc.trim()
-        self._is_trimmed = True
 
     def _publish(self, engine: Engine) -> None:
         now = time.monotonic()
@@ -312,9 +304,6 @@ class EngineThread:
             draft_tokens=stats.drafted,
             accepted_tokens=sum(stats.accepted),
         )
-
-    def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        self._notify(self._dispatch, outputs)
 
     def _notify(self, function: Callable, *arguments: Any) -> None:
         if self._loop is None:

@@ -38,7 +38,9 @@ class ApiError(Exception):
         return {"error": error | {"param": self.param, "code": self.code}}
 
     @classmethod
-    def of(cls, error: UserError, *, param: str | None = None) -> "ApiError":
+    def from_user_error(
+        cls, error: UserError, *, param: str | None = None
+    ) -> "ApiError":
         """A request that the engine or the model refuses, or that failed."""
         hint = f" ({error.hint})" if error.hint else ""
         place = error.place or ""

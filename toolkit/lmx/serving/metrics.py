@@ -46,30 +46,21 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._queries = self._counter(
-            "prefix_cache_queries", "Tokens of prompts, for which the cache was asked."
-        )
-        self._hits = self._counter(
-            "prefix_cache_hits", "Tokens of prompts that the cache had."
-        )
+        about = "Tokens of prompts, for which the cache was asked."
+        self._queries = self._counter("prefix_cache_queries", about)
+        about = "Tokens of prompts that the cache had."
+        self._hits = self._counter("prefix_cache_hits", about)
         self._generated = self._counter("generation_tokens", "Tokens of completions.")
-        self._success = self._counter(
-            "request_success",
-            "Completions by the reason of their end.",
-            "finished_reason",
-        )
-        self._errors = self._counter(
-            "request_errors", "Answers with an error by their status.", "status"
-        )
-        self._ttft = self._histogram(
-            "time_to_first_token_seconds", "From the request to the first token."
-        )
-        self._inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens.", TOKEN_SECONDS
-        )
-        self._latency = self._histogram(
-            "e2e_request_latency_seconds", "From the request to the last token."
-        )
+        about = "Completions by the reason of their end."
+        self._success = self._counter("request_success", about, "finished_reason")
+        about = "Answers with an error by their status."
+        self._errors = self._counter("request_errors", about, "status")
+        about = "From the request to the first token."
+        self._ttft = self._histogram("time_to_first_token_seconds", about)
+        name, about = "inter_token_latency_seconds", "Between two tokens."
+        self._inter_token = self._histogram(name, about, TOKEN_SECONDS)
+        about = "From the request to the last token."
+        self._latency = self._histogram("e2e_request_latency_seconds", about)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         names = ("model_name", *labels)
@@ -78,13 +69,8 @@ class Metrics:
     def _histogram(
         self, name: str, about: str, buckets: tuple[float, ...] = SECONDS
     ) -> Histogram:
-        histogram = Histogram(
-            f"lmx:{name}",
-            about,
-            ("model_name",),
-            buckets=buckets,
-            registry=self._registry,
-        )
+        options = {"buckets": buckets, "registry": self._registry}
+        histogram = Histogram(f"lmx:{name}", about, ("model_name",), **options)
         return histogram.labels(self._model)
 
     def collect(self) -> Iterable[Metric]:

@@ -35,7 +35,7 @@ def answer_grammar(parameters: GenerationParameters) -> Grammar | None:
         try:
             return parse_response_format(value, name)
         except UserError as error:
-            raise ApiError.of(error, param=name) from error
+            raise ApiError.from_user_error(error, param=name) from error
     return None
 
 
@@ -54,7 +54,26 @@ def chat_grammar(
         ApiError: a format or a choice is wrong, or they do not go together.
     """
     grammar = answer_grammar(parameters)
-    forced = _forced_tools(parameters)
+    choice, tools = parameters.tool_choice, parameters.tools or []
+    # The functions of which one must be called; None = none must.
+    forced: Sequence[dict] | None = None
+    if choice not in (None, "none", "auto"):
+        if not tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        function = choice.get("function") if isinstance(choice, dict) else None
+        has_name = isinstance(function, dict) and choice.get("type") == "function"
+        name = function.get("name") if has_name else None
+        forced = [
+            tool
+            for tool in tools
+            if choice == "required" or tool["function"]["name"] == name
+        ]
+        if not forced:
+            message = (
+                "tool_choice is none of none, auto, required, or a function of tools "
+                'as {"type": "function", "function": {"name": ...}}'
+            )
+            raise ApiError(400, message, param="tool_choice")
     if grammar and parameters.tools and parameters.tool_choice != "none":
         name = grammar_parameter(parameters)
         message = f"{name} leaves no room for tool calls: set tool_choice none"
@@ -68,53 +87,20 @@ def chat_grammar(
     if parser != FORCED:
         message = "lmx cannot force calls in the format of this model: use auto or none"
         raise ApiError(400, message, param="tool_choice")
-    try:
-        return _call_grammar(forced, tokenizer)
-    except UserError as error:
-        raise ApiError.of(error, param="tools") from error
-
-
-def _call_grammar(tools: Sequence[dict], tokenizer: Any) -> Grammar:
-    """A call of one of the functions, in its tags."""
+    # A call of one of the functions, in its tags.
+    calls = []
+    for function in (tool["function"] for tool in forced):
+        properties = {
+            "name": {"const": function["name"]},
+            "arguments": function.get("parameters") or ANY_ARGUMENTS,
+        }
+        call = {"type": "object", "properties": properties}
+        calls.append(call | {"required": [*properties], "additionalProperties": False})
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-    calls = {"anyOf": [_call_schema(tool) for tool in tools]}
-    schema = Grammar.json_schema(calls, "tools").source
     tags = json.dumps(f"{start}\n"), json.dumps(f"\n{end}")
-    return Grammar("lark", f"start: {tags[0]} call {tags[1]}\ncall: %json {schema}")
-
-
-def _forced_tools(parameters: ChatCompletionParameters) -> Sequence[dict] | None:
-    """The functions of which one must be called; None = none must."""
-    choice, tools = parameters.tool_choice, parameters.tools or []
-    if choice in (None, "none", "auto"):
-        return None
-    if not tools:
-        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-    if choice == "required":
-        return tools
-    name = None
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-    chosen = [tool for tool in tools if tool["function"]["name"] == name]
-    if not chosen:
-        message = (
-            "tool_choice is none of none, auto, required, or a function of tools as "
-            '{"type": "function", "function": {"name": ...}}'
-        )
-        raise ApiError(400, message, param="tool_choice")
-    return chosen
-
-
-def _call_schema(tool: dict) -> dict:
-    function = tool["function"]
-    properties = {
-        "name": {"const": function["name"]},
-        "arguments": function.get("parameters") or ANY_ARGUMENTS,
-    }
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [*properties],
-        "additionalProperties": False,
-    }
+    try:
+        schema = Grammar.json_schema({"anyOf": calls}, "tools").source
+        rule = f"start: {tags[0]} call {tags[1]}\ncall: %json {schema}"
+        return Grammar("lark", rule)
+    except UserError as error:
+        raise ApiError.from_user_error(error, param="tools") from error

@@ -59,7 +59,13 @@ def encode_messages(
     if tools and not tokenizer.has_tool_calling:
         message = "this model has no format of tool calls that lmx knows"
         raise ApiError(400, message, param="tools")
-    options = _template_options(parameters, template)
+    options = dict(parameters.chat_template_kwargs or {})
+    if parameters.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", parameters.reasoning_effort)
+    reserved = next((name for name in options if name in RESERVED), None)
+    if name := reserved or template.unknown(options):
+        message = f"the chat template of this model has no {name}"
+        raise ApiError(400, message, param=name, code="unknown_parameter")
     try:
         tokens = encode_chat(
             tokenizer,
@@ -69,7 +75,7 @@ def encode_messages(
             template_kwargs=options,
         )
     except UserError as error:
-        raise ApiError.of(error, param="messages") from error
+        raise ApiError.from_user_error(error, param="messages") from error
     return EncodedPrompt(tokens, opens_reasoning(tokenizer, tokens))
 
 
@@ -87,7 +93,7 @@ def encode_prompts(
             try:
                 prompt = encode_text(tokenizer, prompt)
             except UserError as error:
-                raise ApiError.of(error, param="prompt") from error
+                raise ApiError.from_user_error(error, param="prompt") from error
         prompts.append(EncodedPrompt(prompt))
     return prompts
 
@@ -147,16 +153,3 @@ def checked_tools(parameters: ChatCompletionParameters) -> list[dict] | None:
         except BadRecord as error:
             raise ApiError(400, str(error), param=place) from None
     return parameters.tools if parameters.tool_choice != "none" else None
-
-
-def _template_options(
-    parameters: ChatCompletionParameters, template: ChatTemplate
-) -> dict[str, Any]:
-    options = dict(parameters.chat_template_kwargs or {})
-    if parameters.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", parameters.reasoning_effort)
-    reserved = next((name for name in options if name in RESERVED), None)
-    if name := reserved or template.unknown(options):
-        message = f"the chat template of this model has no {name}"
-        raise ApiError(400, message, param=name, code="unknown_parameter")
-    return options

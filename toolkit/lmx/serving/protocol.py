@@ -25,7 +25,7 @@ KINDS = {
     "prompt": "text, token ids, or a list of either",
     "stop": "text or a list of texts",
 }
-"""Of parameters that have one of several types."""
+"""What a parameter of several types may be."""
 IGNORED = (
     *("user", "store", "metadata", "service_tier", "prompt_cache_key"),
     *("prompt_cache_retention", "safety_identifier"),
@@ -65,8 +65,16 @@ class Parameters(BaseModel):
         try:
             return cls.model_validate(body)
         except ValidationError as invalid:
-            errors = invalid.errors(include_url=False, include_context=True)
-            raise _api_error(errors[0], body) from None
+            error = invalid.errors(include_url=False, include_context=True)[0]
+        if error["type"] == "extra_forbidden":
+            raise _unknown(".".join(map(str, error["loc"])))
+        path = path_of(error["loc"], body)
+        if error["type"] == "missing":
+            path = (*path, error["loc"][-1])
+        param = ".".join(map(str, path))
+        if param in KINDS and error["type"] != "value_error":
+            raise ApiError(400, f"{param}: expected {KINDS[param]}", param=param)
+        raise ApiError(400, shorten(f"{param}: {describe(error)}"), param=param)
 
 
 class StreamOptions(Parameters):
@@ -228,7 +236,11 @@ def parse_body(data: bytes) -> Any:
     except ValueError as error:
         message = f"the body is not JSON in UTF-8: {error}"
         raise ApiError(400, shorten(message)) from None
-    if _depth(value) > MAX_DEPTH:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (v for v in level if isinstance(v, dict | list))
+        level = [c for v in inner for c in (v.values() if isinstance(v, dict) else v)]
+    if level:
         raise ApiError(400, f"the body has more than {MAX_DEPTH} levels")
     return value
 
@@ -237,29 +249,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _depth(value: Any) -> int:
-    """Levels of objects and lists."""
-    level, depth = [value], -1
-    while level:
-        depth += 1
-        inner = (v for v in level if isinstance(v, dict | list))
-        level = [c for v in inner for c in (v.values() if isinstance(v, dict) else v)]
-    return depth
-
-
 def _unknown(name: str) -> ApiError:
     name = shorten(name, 100)
     message = f"Unrecognized request argument supplied: {name}"
     return ApiError(400, message, param=name, code="unknown_parameter")
-
-
-def _api_error(error: dict, body: dict) -> ApiError:
-    if error["type"] == "extra_forbidden":
-        return _unknown(".".join(map(str, error["loc"])))
-    path = path_of(error["loc"], body)
-    if error["type"] == "missing":
-        path = (*path, error["loc"][-1])
-    param = ".".join(map(str, path))
-    if param in KINDS and error["type"] != "value_error":
-        return ApiError(400, f"{param}: expected {KINDS[param]}", param=param)
-    return ApiError(400, shorten(f"{param}: {describe(error)}"), param=param)

@@ -92,27 +92,6 @@ class HTTPServer(uvicorn.Server):
         self.should_exit = True
 
 
-def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 = a free one.
-
-    Raises:
-        UserError: the address is not free, or none of this machine.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        # asyncio sends small packets at once only if it knows that this is TCP.
-        opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind((host, port))
-        opened.listen(2048)
-    except (OSError, OverflowError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"cannot listen on {host}:{port}: {reason.lower()}", hint="use --port"
-        ) from error
-    return opened
-
-
 class ModelServer:
     """A model behind a socket.
 
@@ -134,7 +113,19 @@ class ModelServer:
         http: HTTPSettings,
     ):
         # Before the model is loaded, which takes longer.
-        self._socket = open_socket(host, port)
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            # asyncio sends small packets at once only if it knows that this is TCP.
+            kind = socket.SOCK_STREAM, socket.IPPROTO_TCP
+            self._socket = socket.socket(family, *kind)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, port))
+            self._socket.listen(2048)
+        except (OSError, OverflowError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(
+                f"cannot listen on {host}:{port}: {reason.lower()}", hint="use --port"
+            ) from error
         log(f"loading {service.model}")
         self.thread = EngineThread(load, on_end=self._on_end)
         served = self.thread.start()

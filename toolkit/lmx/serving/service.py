@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -115,9 +115,9 @@ class CompletionService:
             engine.scheduler.adapters.add(name, self._load_adapter(path))
 
         try:
-            await self.thread.call(add)
+            await self.thread.run_on_engine(add)
         except UserError as error:
-            raise ApiError.of(error, param="lora_path") from error
+            raise ApiError.from_user_error(error, param="lora_path") from error
 
     async def remove_adapter(self, name: str) -> None:
         """Drop an adapter.
@@ -129,7 +129,7 @@ class CompletionService:
             message = f"The adapter {name!r} does not exist"
             raise ApiError(404, message, param="lora_name", code="model_not_found")
         try:
-            await self.thread.call(lambda engine: engine.remove_adapter(name))
+            await self.thread.run_on_engine(lambda engine: engine.remove_adapter(name))
         except UserError as error:
             raise ApiError(409, error.message, param="lora_name") from error
 
@@ -181,7 +181,8 @@ class CompletionService:
             single_call=parameters.parallel_tool_calls is False,
         )
         answer = ChatAnswer(model, choices, [len(prompt.tokens)])
-        return self._job(parameters, [prompt], choices, answer, arrival)
+        deadline = arrival + self.settings.timeout
+        return Job(parameters, [prompt], choices, answer, arrival, deadline)
 
     async def complete(self, body: Any) -> Job:
         """Prepare the answer to a body of `/v1/completions`.
@@ -207,7 +208,8 @@ class CompletionService:
         )
         lengths = [len(prompt.tokens) for prompt in prompts]
         answer = Answer(model, choices, lengths)
-        return self._job(parameters, prompts, choices, answer, arrival)
+        deadline = arrival + self.settings.timeout
+        return Job(parameters, prompts, choices, answer, arrival, deadline)
 
     async def finish(self, job: Job) -> None:
         """Wait for the whole answer.
@@ -217,7 +219,7 @@ class CompletionService:
         """
         async for piece in self.pieces(job):
             if piece:
-                job.answer.add(piece)
+                job.answer.add_piece(piece)
 
     async def pieces(self, job: Job) -> AsyncIterator[Piece | None]:
         """The pieces of all completions, as they come; None = there is none yet.
@@ -242,12 +244,17 @@ class CompletionService:
                 if outputs is None:
                     yield None
                     continue
-                for group in _groups(outputs, split=job.splits_steps):
+                # The tokens of every request, or every token by itself.
+                groups: dict[Any, list[TokenOutput]] = {}
+                for index, output in enumerate(outputs):
+                    key = index if job.splits_steps else output.request
+                    groups.setdefault(key, []).append(output)
+                for group in groups.values():
                     request = group[0].request
                     if not (choice := by_request.get(request)):
                         continue
                     tokens = choice.tokens
-                    piece = choice.add(group)
+                    piece = choice.add_outputs(group)
                     self.metrics.record_tokens(choice.tokens - tokens)
                     if piece.finish_reason:
                         del by_request[request]
@@ -257,7 +264,11 @@ class CompletionService:
         finally:
             for request in by_request:
                 self.thread.abort(request)
-            self._record(job)
+            for index, prompt in enumerate(job.prompts):
+                own = (c for c in job.choices if c.prompt_index == index)
+                self.metrics.record_prompt(len(prompt.tokens), next(own).cached_tokens)
+            for choice in job.choices:
+                self.metrics.record(choice, job.arrival)
 
     async def _next(
         self, queue: asyncio.Queue, deadline: float
@@ -276,7 +287,7 @@ class CompletionService:
             raise ApiError(500, "the engine failed; see the log", kind=SERVER)
         for output in outputs:
             if output.error:
-                raise ApiError.of(output.error)
+                raise ApiError.from_user_error(output.error)
         return outputs
 
     async def _compile(
@@ -288,7 +299,9 @@ class CompletionService:
             compile_ = self._generator.grammars.compile
             return await self._encode(lambda: compile_(grammar))
         except UserError as error:
-            raise ApiError.of(error, param=grammar_parameter(parameters)) from error
+            raise ApiError.from_user_error(
+                error, param=grammar_parameter(parameters)
+            ) from error
 
     async def _encode(self, function: Callable[[], Any]) -> Any:
         loop = asyncio.get_running_loop()
@@ -341,16 +354,42 @@ class CompletionService:
                 raise ApiError(400, message, param=f"logit_bias.{token}")
         seed = parameters.seed
         seed = secrets.randbits(63) if seed is None else seed
+        positions = self._generator.max_positions
+        limit = parameters.max_new_tokens or self.settings.max_tokens
+        stop_tokens = frozenset() if parameters.ignore_eos else None
+        adapter = parameters.model if parameters.model in self._adapters else None
         choices = []
         for prompt_index, prompt in enumerate(prompts):
-            for number in range(parameters.choices):
-                request = self._request(
-                    parameters,
-                    prompt.tokens,
-                    seed=seed + number,
-                    grammar=grammar,
-                    top_logprobs=top_logprobs,
+            tokens = prompt.tokens
+            if positions is not None and len(tokens) > positions:
+                raise ApiError(
+                    400,
+                    f"This model's maximum context length is {positions} tokens, and "
+                    f"the prompt has {len(tokens)}",
+                    param=parameters.PROMPT,
+                    code="context_length_exceeded",
                 )
+            try:
+                count = self._generator.clamp_max_tokens(tokens, limit)
+            except UserError as error:
+                place = parameters.PROMPT
+                raise ApiError.from_user_error(error, param=place) from error
+            for number in range(parameters.choices):
+                sampling = parameters.sampling(self._sampling, seed + number)
+                try:
+                    request = GenerationRequest(
+                        tokens,
+                        count,
+                        sampling,
+                        self._generator.resolve_stop_tokens(stop_tokens),
+                        logprobs=None if top_logprobs is None else "raw",
+                        top_logprobs=top_logprobs or 0,
+                        priority=parameters.priority or 0,
+                        adapter=adapter,
+                        grammar=grammar,
+                    )
+                except UserError as error:
+                    raise ApiError.from_user_error(error) from error
                 choices.append(
                     Choice(
                         index=len(choices),
@@ -363,66 +402,3 @@ class CompletionService:
                     )
                 )
         return choices
-
-    def _request(
-        self,
-        parameters: GenerationParameters,
-        tokens: list[int],
-        *,
-        seed: int,
-        grammar: CompiledGrammar | None,
-        top_logprobs: int | None,
-    ) -> GenerationRequest:
-        positions = self._generator.max_positions
-        if positions is not None and len(tokens) > positions:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {positions} tokens, and the "
-                f"prompt has {len(tokens)}",
-                param=parameters.PROMPT,
-                code="context_length_exceeded",
-            )
-        limit = parameters.max_new_tokens or self.settings.max_tokens
-        try:
-            count = self._generator.clamp_max_tokens(tokens, limit)
-        except UserError as error:
-            raise ApiError.of(error, param=parameters.PROMPT) from error
-        stop_tokens = frozenset() if parameters.ignore_eos else None
-        sampling = parameters.sampling(self._sampling, seed)
-        try:
-            return GenerationRequest(
-                tokens,
-                count,
-                sampling,
-                self._generator.resolve_stop_tokens(stop_tokens),
-                logprobs=None if top_logprobs is None else "raw",
-                top_logprobs=top_logprobs or 0,
-                priority=parameters.priority or 0,
-                adapter=parameters.model
-                if parameters.model in self._adapters
-                else None,
-                grammar=grammar,
-            )
-        except UserError as error:
-            raise ApiError.of(error) from error
-
-    def _job(self, parameters, prompts, choices, answer, arrival: float) -> Job:
-        deadline = arrival + self.settings.timeout
-        return Job(parameters, prompts, choices, answer, arrival, deadline)
-
-    def _record(self, job: Job) -> None:
-        for index, prompt in enumerate(job.prompts):
-            cached = [c.cached_tokens for c in job.choices if c.prompt_index == index]
-            self.metrics.record_prompt(len(prompt.tokens), cached[0])
-        for choice in job.choices:
-            self.metrics.record(choice, job.arrival)
-
-
-def _groups(
-    outputs: Sequence[TokenOutput], *, split: bool
-) -> Iterator[list[TokenOutput]]:
-    """The tokens of every request, or every token by itself."""
-    groups: dict[Any, list[TokenOutput]] = {}
-    for index, output in enumerate(outputs):
-        groups.setdefault(index if split else output.request, []).append(output)
-    return iter(groups.values())

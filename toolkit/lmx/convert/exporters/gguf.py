@@ -5,16 +5,11 @@ scales, and those of mxfp4 and nvfp4. Every other matrix is written dequantized.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...config.draft import DraftConfig
 from ...files.atomic import write_atomic
 from .base import ExportContext, FormatCard
-
-if TYPE_CHECKING:
-    from ...models.loader import LoadedModel
 
 FOLDER = "gguf"
 # Beside the model, which must be the only GGUF file in its folder.
@@ -68,6 +63,8 @@ def export(folder: Path, context: ExportContext) -> None:
         UserError: GGUF cannot hold the model or tokenizer, or a weight differs after
             reading the file.
     """
+    from ...models.drafters.io import is_drafter, read_drafter
+    from ..gguf import drafters
     from ..gguf.modelfile import modelfile
     from ..gguf.writer import verify_roundtrip, write
 
@@ -80,24 +77,29 @@ def export(folder: Path, context: ExportContext) -> None:
     names = [ggml_type for ggml_type, _ in types]
     counts = ", ".join(f"{names.count(name)} {name}" for name in sorted(set(names)))
     context.info(f"matrices of {file.name}: {counts}")
-    for text in _other_codes(types):
-        context.info(text)
-    if context.draft:
-        _export_draft(folder / DRAFT_FOLDER, context, loaded)
-
-
-def _export_draft(folder: Path, context: ExportContext, target: "LoadedModel") -> None:
-    """Write NAME-draft.gguf into a new folder and verify it."""
-    from ...models.drafters.io import is_drafter, read_drafter
-    from ..gguf import drafters
-    from ..gguf.writer import verify_roundtrip, write
-
-    folder.mkdir()
+    # Codes that the file does not hold as they are in the model.
+    quantized = [(name, bits) for name, bits in types if bits is not None]
+    for (ggml_type, bits), count in sorted(Counter(quantized).items()):
+        if ggml_type.startswith("Q") and not ggml_type.startswith(f"Q{bits}"):
+            context.info(
+                f"{count} matrices of {bits} bits are stored as {ggml_type}: ggml has "
+                f"no codes of {bits} bits. Their weights are the same, but take "
+                f"{ggml_type[1]} bits each"
+            )
+    if dequantized := sum(ggml_type in DENSE for ggml_type, _ in quantized):
+        context.info(
+            f"{dequantized} of {len(quantized)} quantized matrices are dequantized in "
+            "it: ggml has no such codes, or float16 does not hold their scales"
+        )
+    if not context.draft:
+        return
+    (folder / DRAFT_FOLDER).mkdir()
     name = f"{context.name}-draft"
-    file, use = folder / f"{name}.gguf", f"-md {folder.name}/{name}.gguf"
+    use = f"{DRAFT_FOLDER}/{name}.gguf"
+    file = folder / use
     if is_drafter(context.draft):
         drafter = read_drafter(context.draft)
-        drafters.write(file, drafter, target, name=name)
+        drafters.write(file, drafter, loaded, name=name)
         use += f" --spec-type draft-{drafter.architecture}"
         if drafter.drafts_in_one_pass:
             # Fewer slots than in training would be another input.
@@ -107,21 +109,4 @@ def _export_draft(folder: Path, context: ExportContext, target: "LoadedModel") -
         write(file, draft, name=name)
         verify_roundtrip(file, draft)
         use += " --spec-type draft-simple"
-    context.info(f"with the draft: llama-server -m {context.name}.gguf {use}")
-
-
-def _other_codes(types: list[tuple[str, int | None]]) -> Iterator[str]:
-    """Lines about codes that the file does not hold as they are in the model."""
-    quantized = [(name, bits) for name, bits in types if bits is not None]
-    for (name, bits), count in sorted(Counter(quantized).items()):
-        if name.startswith("Q") and not name.startswith(f"Q{bits}"):
-            yield (
-                f"{count} matrices of {bits} bits are stored as {name}: ggml has no "
-                f"codes of {bits} bits. Their weights are the same, but take "
-                f"{name[1]} bits each"
-            )
-    if dequantized := sum(name in DENSE for name, _ in quantized):
-        yield (
-            f"{dequantized} of {len(quantized)} quantized matrices are dequantized in "
-            "it: ggml has no such codes, or float16 does not hold their scales"
-        )
+    context.info(f"with the draft: llama-server -m {context.name}.gguf -md {use}")

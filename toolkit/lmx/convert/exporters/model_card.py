@@ -86,25 +86,6 @@ class CardFacts:
     quantize_activations: bool = False
 
 
-def card_metadata(facts: CardFacts, form: FormatCard) -> dict:
-    """The entries that the Hub reads."""
-    tags = [*form.tags, "lmx"]
-    if facts.stored_as and form.keeps_bits:
-        tags.append(facts.stored_as.replace("bit", "-bit"))
-    if facts.is_qat:
-        tags.append("qat")
-    metadata = {"library_name": form.library} if form.library else {}
-    metadata |= {"pipeline_tag": "text-generation", "tags": tags}
-    if facts.base:
-        metadata["base_model"] = facts.base
-        if relation := _relation(facts, form):
-            metadata["base_model_relation"] = relation
-    metadata |= facts.terms
-    if facts.datasets:
-        metadata["datasets"] = facts.datasets
-    return metadata
-
-
 def write_card(folder: Path, facts: CardFacts, form: FormatCard) -> None:
     """Write README.md."""
     from jinja2 import Environment, StrictUndefined
@@ -115,12 +96,38 @@ def write_card(folder: Path, facts: CardFacts, form: FormatCard) -> None:
     base, kind = facts.base, form.kind
     if facts.stored_as and form.keeps_bits:
         kind += f", quantized to {facts.stored_as.replace('bit', ' bits')}"
+    # The name of a quantized model is not that of its copies.
+    is_copy = form.is_dequantized and facts.stored_as
+    usage = form.usage.strip().format(name=facts.name)
+    if facts.quantize_activations and form.keeps_bits:
+        command = "mlx_lm.generate"
+        usage = usage.replace(command, f"{command} --quantize-activations")
+    # The entries that the Hub reads.
+    tags = [*form.tags, "lmx"]
+    if facts.stored_as and form.keeps_bits:
+        tags.append(facts.stored_as.replace("bit", "-bit"))
+    if facts.is_qat:
+        tags.append("qat")
+    metadata = {"library_name": form.library} if form.library else {}
+    metadata |= {"pipeline_tag": "text-generation", "tags": tags}
+    if base:
+        metadata["base_model"] = base
+        # The Hub's word for what was done to the base model.
+        if form.is_adapter:
+            metadata["base_model_relation"] = "adapter"
+        elif facts.stored_as:
+            metadata["base_model_relation"] = "quantized"
+        elif facts.is_trained:
+            metadata["base_model_relation"] = "finetune"
+    metadata |= facts.terms
+    if facts.datasets:
+        metadata["datasets"] = facts.datasets
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     text = environment.from_string(TEMPLATE).render(
-        metadata=yaml.safe_dump(card_metadata(facts, form), sort_keys=False),
-        title=facts.title + _suffix(facts, form),
+        metadata=yaml.safe_dump(metadata, sort_keys=False),
+        title=facts.title + ("-dequantized" if is_copy else form.suffix),
         kind=kind,
         version=__version__,
         origin=f"[{base}](https://huggingface.co/{base})" if base else facts.origin,
@@ -130,32 +137,7 @@ def write_card(folder: Path, facts: CardFacts, form: FormatCard) -> None:
         questions=sum(count for _, count in by_skill.values()),
         measured=MEASURED_FILES if form.library == "mlx" else MEASURED_MODEL,
         language=form.language,
-        usage=_usage(facts, form),
+        usage=usage,
         recipe=facts.recipe.strip(),
     )
     write_atomic(folder / "README.md", redact(text))
-
-
-def _usage(facts: CardFacts, form: FormatCard) -> str:
-    """The commands. `mlx_lm.generate` needs a flag to quantize activations."""
-    usage = form.usage.strip().format(name=facts.name)
-    if facts.quantize_activations and form.keeps_bits:
-        command = "mlx_lm.generate"
-        usage = usage.replace(command, f"{command} --quantize-activations")
-    return usage
-
-
-def _suffix(facts: CardFacts, form: FormatCard) -> str:
-    """The end of the title: the name of a quantized model is not that of its copies."""
-    if form.is_dequantized and facts.stored_as:
-        return "-dequantized"
-    return form.suffix
-
-
-def _relation(facts: CardFacts, form: FormatCard) -> str | None:
-    """The Hub's word for what was done to the base model; None = only converted."""
-    if form.is_adapter:
-        return "adapter"
-    if facts.stored_as:
-        return "quantized"
-    return "finetune" if facts.is_trained else None

@@ -295,7 +295,7 @@ BY_MODEL_TYPE = {entry.model_type: entry for entry in _ALL}
 BY_MODEL_TYPE |= {"mistral": BY_MODEL_TYPE["llama"], "mimo": BY_MODEL_TYPE["qwen2"]}
 
 
-def of_file(name: str, metadata: dict[str, Any]) -> Architecture | None:
+def find_architecture(name: str, metadata: dict[str, Any]) -> Architecture | None:
     """The entry of a file with llama.cpp's name of its architecture, if known."""
     entries = [entry for entry in _ALL if entry.name == name]
     for entry in entries:

@@ -47,8 +47,6 @@ FLOAT_TYPES_BY_MODE = {
     mode: (name, groups) for name, (mode, groups) in FLOAT_TYPES.items()
 }
 
-Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
-
 
 def to_affine_groups(tensor: GGUFTensor) -> AffineGroups | None:
     """A quantized matrix, or those of all experts, in groups of 32; None for a type
@@ -56,9 +54,26 @@ def to_affine_groups(tensor: GGUFTensor) -> AffineGroups | None:
     if tensor.ggml_type not in GROUPED_TYPES:
         return None
     bits = GROUPED_TYPES[tensor.ggml_type]
-    split_k = {"Q4_K": k_blocks.q4_k, "Q5_K": k_blocks.q5_k}.get(tensor.ggml_type)
-    parts = split_k(tensor.blocks) if split_k else _split(tensor, bits)
-    codes, scales, biases = parts
+    stored, has_minimum = tensor.blocks, tensor.ggml_type.endswith("_1")
+    if tensor.ggml_type == "Q4_K":
+        codes, scales, biases = k_blocks.q4_k(stored)
+    elif tensor.ggml_type == "Q5_K":
+        codes, scales, biases = k_blocks.q5_k(stored)
+    else:
+        # d, m if the type ends with 1, codes.
+        scales, start = float16_at(stored, 0), 4 if has_minimum else 2
+        if bits == 8:
+            # int8 plus 128 is the same byte with its highest bit flipped.
+            codes = stored[..., start:] ^ 128
+        elif bits == 5:
+            fifth = np.unpackbits(stored[..., start : start + 4], -1, bitorder="little")
+            codes = nibbles(stored[..., start + 4 :]) | fifth << 4
+        else:
+            codes = nibbles(stored[..., start:])
+        middle = np.float32(2 ** (bits - 1))
+        biases = -middle * scales.astype(np.float32)
+        if has_minimum:
+            biases = float16_at(stored, 2)
     rows, width = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     packed = pack_codes(mx.array(codes.reshape(rows, width)), bits)
     mx.eval(packed)
@@ -135,8 +150,15 @@ def from_affine_groups(
     exact = all((h == v).all() for h, v in zip(halves, values, strict=True))
     if ggml_type is None or not exact:
         return None
-    heads = [half[..., None].view(np.uint8) for half in halves]
-    blocks = np.concatenate([*heads, _code_bytes(codes, ggml_type)], axis=-1)
+    parts = [half[..., None].view(np.uint8) for half in halves]
+    if ggml_type == "Q8_0":
+        # Codes minus 128, as int8.
+        parts.append(codes ^ 128)
+    else:
+        if ggml_type.startswith("Q5"):
+            parts.append(np.packbits(codes >> 4, axis=-1, bitorder="little"))
+        parts.append((codes[..., :16] & 15) | ((codes[..., 16:] & 15) << 4))
+    blocks = np.concatenate(parts, axis=-1)
     return ggml_type, blocks.reshape(*experts, rows, -1)
 
 
@@ -161,35 +183,6 @@ def from_dense(
     if value.dtype == mx.bfloat16 and (half != wide).any():
         return "BF16", np.array(mx.contiguous(value).view(mx.uint16))
     return "F16", half
-
-
-def _code_bytes(codes: np.ndarray, ggml_type: str) -> np.ndarray:
-    """The bytes of codes [..., 32]."""
-    if ggml_type == "Q8_0":
-        # Codes minus 128, as int8.
-        return codes ^ 128
-    low = (codes[..., :16] & 15) | ((codes[..., 16:] & 15) << 4)
-    if ggml_type.startswith("Q4"):
-        return low
-    fifth = np.packbits(codes >> 4, axis=-1, bitorder="little")
-    return np.concatenate([fifth, low], axis=-1)
-
-
-def _split(tensor: GGUFTensor, bits: int) -> Parts:
-    """Codes, scales and biases of blocks: d, m if the type ends with 1, codes."""
-    blocks, has_minimum = tensor.blocks, tensor.ggml_type.endswith("_1")
-    scale, start = float16_at(blocks, 0), 4 if has_minimum else 2
-    if bits == 8:
-        # int8 plus 128 is the same byte with its highest bit flipped.
-        codes = blocks[..., start:] ^ 128
-    elif bits == 5:
-        fifth = np.unpackbits(blocks[..., start : start + 4], -1, bitorder="little")
-        codes = nibbles(blocks[..., start + 4 :]) | fifth << 4
-    else:
-        codes = nibbles(blocks[..., start:])
-    middle = np.float32(2 ** (bits - 1))
-    bias = float16_at(blocks, 2) if has_minimum else -middle * scale.astype(np.float32)
-    return codes, scale, bias
 
 
 @dataclass(frozen=True)

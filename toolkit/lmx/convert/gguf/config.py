@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +11,7 @@ from ...errors import FAILED, UserError
 from ...models.loader import complete_config, model_arguments
 from . import blocks, tokenizer
 from .architecture import Architecture
-from .architectures import BY_MODEL_TYPE, WITH_IMAGES, of_file
+from .architectures import BY_MODEL_TYPE, WITH_IMAGES, find_architecture
 from .reader import GGUFTensor
 
 # Tensors of RoPE: divisors of all frequencies (Llama 3), and of those in long and short
@@ -43,8 +42,23 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         UserError: the architecture or its RoPE scaling is not supported, or a value is
             of a wrong type or out of range.
     """
-    architecture = _architecture(metadata)
-    kind = architecture.name
+    kind = str(metadata["general.architecture"])[:40]
+    architecture = find_architecture(kind, metadata)
+    has_experts = bool(metadata.get(f"{kind}.expert_count"))
+    if architecture is None or (
+        has_experts and "expert_count" not in architecture.keys
+    ):
+        experts = " with experts" if has_experts else ""
+        names = [entry.name for entry in BY_MODEL_TYPE.values()]
+        raise UserError(
+            f"GGUF files of {kind} models{experts} are not supported",
+            hint="supported architectures: " + ", ".join(dict.fromkeys(names)),
+        )
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise UserError(
+            "this file is one of several",
+            hint="join them with llama-gguf-split --merge",
+        )
 
     def value(name: str, default: int | None = None) -> int:
         return _number(metadata, f"{kind}.{name}", int, default)
@@ -64,7 +78,25 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         stored = f"{kind}.{name}"
         if name not in architecture.optional or stored in metadata:
             config[key] = _number(metadata, stored, number, defaults.get(name))
-    config |= _heads(value, architecture, config["hidden_size"] // heads, heads)
+    width = config["hidden_size"] // heads
+    rotated = value("rope.dimension_count", width)
+    if architecture.has_latent_attention:
+        config |= {
+            "num_key_value_heads": heads,
+            "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": value("attention.key_length_mla") - rotated,
+            "v_head_dim": value("attention.value_length_mla"),
+        }
+    else:
+        is_partial = architecture.has_partial_rope
+        head = value("attention.key_length", width if is_partial else rotated)
+        config["head_dim"] = head
+        if is_partial:
+            config["partial_rotary_factor"] = rotated / head
+        elif rotated != head:
+            raise UserError(
+                f"{kind}.rope.dimension_count is {rotated}; it must be {head}"
+            )
     for name, constant in architecture.constants.items():
         if metadata.get(f"{kind}.{name}", constant) != constant:
             raise UserError(f"{kind}.{name} is not {constant}, as mlx-lm assumes")
@@ -73,80 +105,16 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
     config |= architecture.fixed(config)
     config |= _rope_from_metadata(metadata, architecture, tensors, config)
     if architecture.has_rope_parameters:
-        _nest_rope(config, architecture)
+        parameters = config.pop("rope_scaling")
+        if not parameters:
+            kinds = " or ".join(architecture.rope_scalings)
+            raise UserError(f"{architecture.name} models need the RoPE scaling {kinds}")
+        moved = [key for key, _ in architecture.keys.values() if "scaling" in key]
+        parameters |= {key: config.pop(key) for key in ("rope_theta", *moved)}
+        parameters |= {"mscale": 1, "mscale_all_dim": architecture.mscale_all_dim}
+        config["rope_parameters"] = parameters | {"type": parameters["rope_type"]}
+        config.pop("rope_type", None)
     return config | tokenizer.special_token_ids(metadata)
-
-
-def _nest_rope(config: dict[str, Any], architecture: Architecture) -> None:
-    """Move the values of RoPE into `rope_parameters`.
-
-    Raises:
-        UserError: positions are not scaled.
-    """
-    parameters = config.pop("rope_scaling")
-    if not parameters:
-        kinds = " or ".join(architecture.rope_scalings)
-        raise UserError(f"{architecture.name} models need the RoPE scaling {kinds}")
-    moved = [key for key, _ in architecture.keys.values() if "scaling" in key]
-    parameters |= {key: config.pop(key) for key in ("rope_theta", *moved)}
-    parameters |= {"mscale": 1, "mscale_all_dim": architecture.mscale_all_dim}
-    config["rope_parameters"] = parameters | {"type": parameters["rope_type"]}
-    config.pop("rope_type", None)
-
-
-def _heads(
-    value: Callable[..., int], architecture: Architecture, width: int, heads: int
-) -> dict[str, Any]:
-    """The sizes of heads.
-
-    Args:
-        value: reads a number by its key.
-        width: of a head, where the file names none.
-
-    Raises:
-        UserError: a part of a head stays unrotated, where the model rotates all of it.
-    """
-    rotated = value("rope.dimension_count", width)
-    if architecture.has_latent_attention:
-        return {
-            "num_key_value_heads": heads,
-            "qk_rope_head_dim": rotated,
-            "qk_nope_head_dim": value("attention.key_length_mla") - rotated,
-            "v_head_dim": value("attention.value_length_mla"),
-        }
-    default = width if architecture.has_partial_rope else rotated
-    head = value("attention.key_length", default)
-    if architecture.has_partial_rope:
-        return {"head_dim": head, "partial_rotary_factor": rotated / head}
-    if rotated != head:
-        key = f"{architecture.name}.rope.dimension_count"
-        raise UserError(f"{key} is {rotated}; it must be {head}")
-    return {"head_dim": head}
-
-
-def _architecture(metadata: dict[str, Any]) -> Architecture:
-    """The architecture of a file.
-
-    Raises:
-        KeyError: the file names none.
-        UserError: it is not supported, or the model is in several files.
-    """
-    kind = str(metadata["general.architecture"])[:40]
-    known = of_file(kind, metadata)
-    has_experts = bool(metadata.get(f"{kind}.expert_count"))
-    if known is None or (has_experts and "expert_count" not in known.keys):
-        experts = " with experts" if has_experts else ""
-        names = [entry.name for entry in BY_MODEL_TYPE.values()]
-        raise UserError(
-            f"GGUF files of {kind} models{experts} are not supported",
-            hint="supported architectures: " + ", ".join(dict.fromkeys(names)),
-        )
-    if metadata.get("split.count", 1) not in (0, 1):
-        raise UserError(
-            "this file is one of several",
-            hint="join them with llama-gguf-split --merge",
-        )
-    return known
 
 
 def _number(
@@ -198,7 +166,16 @@ def to_metadata(
     values = {name: number(known[key]) for name, (key, number) in keys.items()}
     values |= architecture.constants
     if architecture.has_latent_attention:
-        values |= _latent_sizes(known)
+        # One head, as cached, and those that it stands for.
+        latent, rotated = known["kv_lora_rank"], known["qk_rope_head_dim"]
+        values |= {
+            "attention.head_count_kv": 1,
+            "attention.key_length": latent + rotated,
+            "attention.value_length": latent,
+            "attention.key_length_mla": known["qk_nope_head_dim"] + rotated,
+            "attention.value_length_mla": known["v_head_dim"],
+            "rope.dimension_count": rotated,
+        }
     else:
         is_partial = architecture.has_partial_rope
         rotated = known.get("partial_rotary_factor", 1.0) if is_partial else 1.0
@@ -207,7 +184,25 @@ def to_metadata(
             "attention.value_length": head,
             "rope.dimension_count": int(head * rotated),
         }
-    values |= _rope_values(known, head)
+    rope_type, factor = _rope_scaling(known.get("rope_scaling"))
+    scaling, original = known.get("rope_scaling"), "original_max_position_embeddings"
+    if rope_type in ("linear", "yarn"):
+        values |= {"rope.scaling.type": rope_type, "rope.scaling.factor": factor}
+    if rope_type == "yarn":
+        context = scaling.get(original, YARN_CONTEXT)
+        values["rope.scaling.original_context_length"] = context
+    elif rope_type == "longrope":
+        # The context of the unscaled model, and the factor of queries and keys.
+        context = known[original]
+        ratio = known["max_position_embeddings"] / context
+        factor = (
+            math.sqrt(1 + math.log(ratio) / math.log(context)) if ratio > 1 else 1.0
+        )
+        values["rope.scaling.original_context_length"] = context
+        values["rope.scaling.attn_factor"] = factor
+    elif rope_type == "dynamic":
+        scale = scaling["alpha"] ** (head / (head - 2))
+        values["rope.freq_base"] = known["rope_theta"] * scale
     prefix = architecture.name
     general = {"general.architecture": prefix}
     return general | {f"{prefix}.{key}": value for key, value in values.items()}
@@ -252,48 +247,6 @@ def _known_values(config: dict) -> dict[str, Any]:
     return known
 
 
-def _latent_sizes(known: dict[str, Any]) -> dict[str, int]:
-    """Sizes of latent attention: one head, as cached, and those that it stands for."""
-    latent, rotated = known["kv_lora_rank"], known["qk_rope_head_dim"]
-    return {
-        "attention.head_count_kv": 1,
-        "attention.key_length": latent + rotated,
-        "attention.value_length": latent,
-        "attention.key_length_mla": known["qk_nope_head_dim"] + rotated,
-        "attention.value_length_mla": known["v_head_dim"],
-        "rope.dimension_count": rotated,
-    }
-
-
-def _rope_values(known: dict[str, Any], head: int) -> dict[str, Any]:
-    """The RoPE scaling, as far as it is no tensor."""
-    rope_type, factor = _rope_scaling(known.get("rope_scaling"))
-    values: dict[str, Any] = {}
-    if rope_type in ("linear", "yarn"):
-        values |= {"rope.scaling.type": rope_type, "rope.scaling.factor": factor}
-    if rope_type == "longrope":
-        values |= _longrope_values(known)
-    if rope_type == "yarn":
-        original = "original_max_position_embeddings"
-        context = known["rope_scaling"].get(original, YARN_CONTEXT)
-        values["rope.scaling.original_context_length"] = context
-    if rope_type == "dynamic":
-        scale = known["rope_scaling"]["alpha"] ** (head / (head - 2))
-        values["rope.freq_base"] = known["rope_theta"] * scale
-    return values
-
-
-def _longrope_values(known: dict[str, Any]) -> dict[str, Any]:
-    """The context of the unscaled model, and the factor of queries and keys."""
-    original = known["original_max_position_embeddings"]
-    ratio = known["max_position_embeddings"] / original
-    factor = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
-    return {
-        "rope.scaling.original_context_length": original,
-        "rope.scaling.attn_factor": factor,
-    }
-
-
 def _check_computed_alike(architecture: Architecture, known: dict[str, Any]) -> None:
     """Refuse what llama.cpp would compute differently.
 
@@ -311,21 +264,18 @@ def _check_computed_alike(architecture: Architecture, known: dict[str, Any]) -> 
     if rope_type != "default" and rope_type not in architecture.rope_scalings:
         raise _unsupported(f"the RoPE scaling {rope_type!r} in {architecture.name}")
     if rope_type == "yarn":
-        _check_yarn(known["rope_scaling"], architecture.mscale_all_dim)
+        scaling, expected = known["rope_scaling"], architecture.mscale_all_dim
+        if scaling.get("mscale_all_dim", 0) != expected:
+            raise _unsupported(f"mscale_all_dim of YaRN that is not {expected}")
+        for key, value in YARN.items():
+            if scaling.get(key, value) != value:
+                raise _unsupported(f"{key} of YaRN that is not {value}")
     for key, value in architecture.fixed(known).items():
         if known.get(key, value) != value:
             raise _unsupported(
                 f"{key}: {known[key]}: llama.cpp computes {architecture.name} models "
                 f"of this size with {value}"
             )
-
-
-def _check_yarn(scaling: dict[str, Any], mscale_all_dim: int) -> None:
-    if scaling.get("mscale_all_dim", 0) != mscale_all_dim:
-        raise _unsupported(f"mscale_all_dim of YaRN that is not {mscale_all_dim}")
-    for key, value in YARN.items():
-        if scaling.get(key, value) != value:
-            raise _unsupported(f"{key} of YaRN that is not {value}")
 
 
 def rope_tensors(config: dict) -> dict[str, np.ndarray]:
@@ -365,14 +315,35 @@ def _rope_from_metadata(
         factor = _number(metadata, f"{kind}.rope.scaling.factor", float, None)
         return {"rope_scaling": {"type": "linear", "factor": factor}}
     if scaling == "yarn":
-        return {"rope_scaling": _yarn_from_metadata(metadata, kind)}
+        prefix = f"{kind}.rope.scaling"
+        # Queries and keys have YaRN's own factor.
+        if (factor := metadata.get(f"{prefix}.attn_factor", 1)) != 1:
+            raise UserError(f"{prefix}.attn_factor is {str(factor)[:40]}; it must be 1")
+        context = f"{prefix}.original_context_length"
+        return {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": _number(metadata, f"{prefix}.factor", float, None),
+                "original_max_position_embeddings": _number(
+                    metadata, context, int, None
+                ),
+            }
+        }
     names = [name for name in ROPE_TENSORS if name in tensors]
     if not names:
         return {}
     if not {"longrope", "llama3"} & {*architecture.rope_scalings}:
         raise UserError(f"{names[0]} in files of {kind} models is not supported")
     rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1))
-    factors = {name: _factors(name, tensors[name], rotated // 2) for name in names}
+    factors, count = {}, rotated // 2
+    for name in names:
+        tensor = tensors[name]
+        if tensor.ggml_type != "F32" or tensor.shape != (count,):
+            raise UserError(
+                f"{name} is {tensor.ggml_type} {list(tensor.shape)}; it must be F32 "
+                f"[{count}]"
+            )
+        factors[name] = np.array(blocks.to_dense(tensor).astype(mx.float32))
     if names == [LONG, SHORT] and "longrope" in architecture.rope_scalings:
         scaling = {"type": "longrope", "long_factor": factors[LONG].tolist()}
         key = f"{kind}.rope.scaling.original_context_length"
@@ -389,37 +360,6 @@ def _rope_from_metadata(
             scaling = {"rope_type": "llama3", "factor": factor}
             return {"rope_scaling": scaling | LLAMA3}
     raise UserError(f"{ROPE_FREQUENCIES} holds an unknown RoPE scaling")
-
-
-def _yarn_from_metadata(metadata: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The `rope_scaling` of YaRN.
-
-    Raises:
-        UserError: queries and keys have another factor than YaRN's.
-    """
-    scaling = f"{kind}.rope.scaling"
-    if (factor := metadata.get(f"{scaling}.attn_factor", 1)) != 1:
-        raise UserError(f"{scaling}.attn_factor is {str(factor)[:40]}; it must be 1")
-    context = f"{scaling}.original_context_length"
-    return {
-        "rope_type": "yarn",
-        "factor": _number(metadata, f"{scaling}.factor", float, None),
-        "original_max_position_embeddings": _number(metadata, context, int, None),
-    }
-
-
-def _factors(name: str, tensor: GGUFTensor, count: int) -> np.ndarray:
-    """The values of a tensor of RoPE.
-
-    Raises:
-        UserError: it has another type or shape.
-    """
-    if tensor.ggml_type != "F32" or tensor.shape != (count,):
-        raise UserError(
-            f"{name} is {tensor.ggml_type} {list(tensor.shape)}; it must be F32 "
-            f"[{count}]"
-        )
-    return np.array(blocks.to_dense(tensor).astype(mx.float32))
 
 
 def _llama3_factors(head_dim: int, rope_theta: float, factor: float) -> np.ndarray:

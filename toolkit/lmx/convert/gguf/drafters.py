@@ -76,10 +76,28 @@ def to_metadata(
             computes it differently.
     """
     architecture = _architecture(drafter)
-    _check_target(target, layer_ids)
+    name = config.model_architecture(target).name
+    if name not in TARGETS:
+        raise UserError(
+            f"llama.cpp gives drafters no hidden states of {name} models",
+            hint=f"its targets of drafters: {', '.join(TARGETS)}",
+            code=FAILED,
+        )
+    last = model_arguments(config.text_config(target)).num_hidden_layers - 1
+    if last in layer_ids:
+        raise _unsupported(f"that read the output of the target's last block ({last})")
     values: dict[str, Any] = {"target_layers": [index + 1 for index in layer_ids]}
     if isinstance(drafter, Eagle3Config):
-        _check_eagle3(drafter, layer_ids)
+        if (count := len(layer_ids)) != EAGLE3_STATES:
+            raise _unsupported(
+                f"that read {count} blocks, not {EAGLE3_STATES} as in llama.cpp,"
+            )
+        if drafter.num_hidden_layers != 1:
+            raise _unsupported(f"of {drafter.num_hidden_layers} layers")
+        if drafter.attention_bias:
+            raise _unsupported("with attention_bias")
+        if drafter.rotary_dim != drafter.head_dim:
+            raise _unsupported("with partial_rotary_factor")
         values |= {
             "target_hidden_size": drafter.hidden_size,
             "norm_before_residual": drafter.norm_before_residual,
@@ -95,7 +113,7 @@ def to_metadata(
 
 
 def check_planned(target: dict, draft: DraftConfig) -> None:
-    """Refuse a drafter that a draft stage will make for a target; see `to_metadata`."""
+    """Refuse a drafter that a draft stage will make for a target, as `to_metadata`."""
     sizes = model_arguments(config.text_config(target))
     planned = ARCHITECTURES[draft.architecture].config_class.for_target(
         target,
@@ -138,32 +156,6 @@ def _architecture(drafter: AttentionConfig) -> Architecture:
 def _layer_config(drafter: AttentionConfig) -> dict[str, Any]:
     """The config of a Llama model with such layers."""
     return drafter.attention_json() | {"model_type": "llama"}
-
-
-def _check_target(target: dict, layer_ids: Sequence[int]) -> None:
-    name = config.model_architecture(target).name
-    if name not in TARGETS:
-        raise UserError(
-            f"llama.cpp gives drafters no hidden states of {name} models",
-            hint=f"its targets of drafters: {', '.join(TARGETS)}",
-            code=FAILED,
-        )
-    last = model_arguments(config.text_config(target)).num_hidden_layers - 1
-    if last in layer_ids:
-        raise _unsupported(f"that read the output of the target's last block ({last})")
-
-
-def _check_eagle3(drafter: Eagle3Config, layer_ids: Sequence[int]) -> None:
-    if len(layer_ids) != EAGLE3_STATES:
-        raise _unsupported(
-            f"that read {len(layer_ids)} blocks, not {EAGLE3_STATES} as in llama.cpp,"
-        )
-    if drafter.num_hidden_layers != 1:
-        raise _unsupported(f"of {drafter.num_hidden_layers} layers")
-    if drafter.attention_bias:
-        raise _unsupported("with attention_bias")
-    if drafter.rotary_dim != drafter.head_dim:
-        raise _unsupported("with partial_rotary_factor")
 
 
 def _tensors(drafter: Drafter, vocab_size: int) -> Iterator[StoredTensor]:

@@ -108,11 +108,11 @@ def from_groups(
     return f"Q{bits}_K", np.concatenate(packed, axis=-1).reshape(rows, -1)
 
 
-def of_layer(
+def layer_factors(
     stored: dict[str, mx.array], path: str, shape: tuple[int, ...]
 ) -> Factors | None:
-    """The factors, float32, of a weight of this shape, if a checkpoint has them; see
-    `models.gguf_scales`."""
+    """The factors, float32, of a weight of this shape, if `models.gguf_scales` has
+    them."""
     names = [f"{path}.{name}" for name in (gguf_scales.STEPS, gguf_scales.SCALES)]
     if not all(name in stored for name in names):
         return None
@@ -223,24 +223,18 @@ def factors(
     steps, left = np.zeros(len(values)), extremes != 0
     for largest in range(1, limits[1] + 1):
         step = extremes[left] / largest
-        fits = _is_float16(step) & _within(values[left] / step[:, None], *limits)
+        with np.errstate(over="ignore"):
+            fits = step.astype(np.float16).astype(np.float64) == step
+        integers = values[left] / step[:, None]
+        is_whole = integers == np.rint(integers)
+        in_limits = (integers >= limits[0]) & (integers <= limits[1])
+        fits &= (is_whole & in_limits).all(axis=-1)
         rows = np.flatnonzero(left)[fits]
         steps[rows], left[rows] = step[fits], False
     if left.any():
         return None
     safe = np.where(steps == 0, 1.0, steps)[:, None]
     return steps, np.rint(values / safe).astype(np.int64)
-
-
-def _is_float16(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return values.astype(np.float16).astype(np.float64) == values
-
-
-def _within(values: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Whether all values [rows, n] of a row are whole and in the limits."""
-    is_whole = values == np.rint(values)
-    return (is_whole & (values >= low) & (values <= high)).all(axis=-1)
 
 
 def count_layers(folder: Path) -> Counter[str]:
@@ -258,7 +252,7 @@ def count_layers(folder: Path) -> Counter[str]:
     for file in sorted(folder.glob("model*.safetensors")) if stored else ():
         for name, weight in read_tensors(file).items():
             path, _, leaf = name.rpartition(".")
-            factors = of_layer(stored, path, weight.shape)
+            factors = layer_factors(stored, path, weight.shape)
             if leaf != "weight" or weight.dtype != mx.float32 or not factors:
                 continue
             parts = np.array(weight), *factors

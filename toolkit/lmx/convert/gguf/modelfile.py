@@ -76,9 +76,26 @@ def modelfile(file: str, tokenizer: Any) -> str:
         file: name of the GGUF file beside it.
         tokenizer: mlx-lm's TokenizerWrapper.
     """
+    from jinja2 import TemplateError
+
+    # The metadata of the file says so too, and Ollama then adds a BOS.
+    adds_bos = tokenizer.encode("a")[0] == tokenizer.bos_token_id
+
+    def render(contents: tuple[str, ...], generation: bool = False) -> str:
+        messages = [{"role": ROLES[text], "content": text} for text in contents]
+        if "strftime_now" in (tokenizer.chat_template or ""):
+            raise ValueError("the template writes the date")
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(str(error)) from error
+        return text.removeprefix(tokenizer.bos_token or "") if adds_bos else text
+
     lines = [f"FROM ./{file}"]
     if tokenizer.has_chat_template:
-        if parts := chat_parts(_renderer(tokenizer)):
+        if parts := chat_parts(render):
             lines.append(f'TEMPLATE """{parts.to_go()}"""')
         else:
             lines.append("# The chat template in the GGUF file has no equivalent here.")
@@ -95,7 +112,31 @@ def chat_parts(render: Render) -> ChatParts | None:
         render: the text of probes; with `generation=True` as a prompt.
     """
     try:
-        parts = _split(render)
+        # The texts between the probes of three conversations.
+        start, ending = _between(render((USER,)), USER)
+        prompt = render((USER,), generation=True)
+        with_system = render((SYSTEM, USER))
+        before_system, system_to_user, _ = _between(with_system, SYSTEM, USER)
+        chat = render((USER, ANSWER, QUESTION))
+        _, to_answer, to_question, _ = _between(chat, USER, ANSWER, QUESTION)
+        ends = (text[::-1] for text in (start, system_to_user, to_question))
+        columns = zip(*ends, strict=False)
+        common = takewhile(lambda letters: len({*letters}) == 1, columns)
+        before_user = "".join(letters[0] for letters in common)[::-1]
+        parts = ChatParts(
+            no_system=start.removesuffix(before_user),
+            before={
+                "system": before_system,
+                "user": before_user,
+                "assistant": to_answer.removeprefix(ending),
+            },
+            after={
+                "system": system_to_user.removesuffix(before_user),
+                "user": ending,
+                "assistant": to_question.removesuffix(before_user),
+            },
+            generation=prompt.removeprefix(start + USER + ending),
+        )
         same = all(
             parts.render(contents) == render(contents, generation=True)
             for contents in CONVERSATIONS
@@ -106,36 +147,6 @@ def chat_parts(render: Render) -> ChatParts | None:
     texts += [*parts.before.values(), *parts.after.values()]
     has_mark = any(mark in text for text in texts for mark in MARKS)
     return parts if same and not has_mark else None
-
-
-def _split(render: Render) -> ChatParts:
-    """The texts between the probes of three conversations."""
-    start, ending = _between(render((USER,)), USER)
-    prompt = render((USER,), generation=True)
-    before_system, system_to_user, _ = _between(render((SYSTEM, USER)), SYSTEM, USER)
-    chat = render((USER, ANSWER, QUESTION))
-    _, to_answer, to_question, _ = _between(chat, USER, ANSWER, QUESTION)
-    before_user = _common_suffix(start, system_to_user, to_question)
-    return ChatParts(
-        no_system=start.removesuffix(before_user),
-        before={
-            "system": before_system,
-            "user": before_user,
-            "assistant": to_answer.removeprefix(ending),
-        },
-        after={
-            "system": system_to_user.removesuffix(before_user),
-            "user": ending,
-            "assistant": to_question.removesuffix(before_user),
-        },
-        generation=prompt.removeprefix(start + USER + ending),
-    )
-
-
-def _common_suffix(*texts: str) -> str:
-    columns = zip(*(text[::-1] for text in texts), strict=False)
-    equal = takewhile(lambda letters: len({*letters}) == 1, columns)
-    return "".join(letters[0] for letters in equal)[::-1]
 
 
 def _between(text: str, *probes: str) -> list[str]:
@@ -151,25 +162,3 @@ def _between(text: str, *probes: str) -> list[str]:
             raise ValueError(f"the template leaves out {ROLES[probe]} messages")
         parts.append(before)
     return [*parts, text]
-
-
-def _renderer(tokenizer: Any) -> Render:
-    """Render probes with the chat template, without a BOS that Ollama adds anyway."""
-    from jinja2 import TemplateError
-
-    # As in the metadata of the file: see `tokenizer.to_metadata`.
-    adds_bos = tokenizer.encode("a")[0] == tokenizer.bos_token_id
-
-    def render(contents: tuple[str, ...], generation: bool = False) -> str:
-        messages = [{"role": ROLES[text], "content": text} for text in contents]
-        if "strftime_now" in (tokenizer.chat_template or ""):
-            raise ValueError("the template writes the date")
-        try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation
-            )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(str(error)) from error
-        return text.removeprefix(tokenizer.bos_token or "") if adds_bos else text
-
-    return render

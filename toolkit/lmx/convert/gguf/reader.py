@@ -63,7 +63,30 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     with library_errors("the file cannot be mapped to memory", place=path, hint=HINT):
         data = np.memmap(path, np.uint8, "r")
     try:
-        return _read(_Cursor(data), data)
+        cursor = _Cursor(data)
+        _, version = cursor.scalars("B", len(MAGIC)), cursor.scalar("I")
+        if version not in VERSIONS:
+            raise UserError(f"{NO_GGUF} of version {' or '.join(map(str, VERSIONS))}")
+        count, entries = cursor.scalars("Q", 2)
+        cursor.require(count * MIN_TENSOR_BYTES + entries * MIN_VALUE_BYTES)
+        metadata = {
+            cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(entries)
+        }
+        places = []
+        for _ in range(count):
+            name, dimensions = cursor.string(), cursor.scalar("I")
+            if not 1 <= dimensions <= MAX_DIMENSIONS:
+                raise UserError(f"{name[:80]!r} has {dimensions:,} dimensions")
+            shape = cursor.scalars("Q", dimensions)[::-1]
+            places.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT:
+            raise UserError(
+                f"general.alignment is {alignment!r}; it must be such as 32"
+            )
+        start = math.ceil(cursor.position / alignment) * alignment
+        tensors = {n: _tensor(n, *place, data[start:]) for n, *place in places}
+        return metadata, tensors
     except UnicodeDecodeError as error:
         message = f"{NO_GGUF}: a text is not UTF-8"
         raise UserError(message, place=str(path), hint=HINT) from error
@@ -117,30 +140,6 @@ class _Cursor:
         self.require(size)
         start, self.position = self.position, self.position + size
         return self._data[start : self.position]
-
-
-def _read(cursor: _Cursor, data: np.ndarray) -> tuple[dict, dict[str, GGUFTensor]]:
-    _, version = cursor.scalars("B", len(MAGIC)), cursor.scalar("I")
-    if version not in VERSIONS:
-        raise UserError(f"{NO_GGUF} of version {' or '.join(map(str, VERSIONS))}")
-    tensors, count = cursor.scalars("Q", 2)
-    cursor.require(tensors * MIN_TENSOR_BYTES + count * MIN_VALUE_BYTES)
-    metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(count)}
-    entries = [_tensor_info(cursor) for _ in range(tensors)]
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT:
-        raise UserError(f"general.alignment is {alignment!r}; it must be such as 32")
-    start = math.ceil(cursor.position / alignment) * alignment
-    return metadata, {n: _tensor(n, *entry, data[start:]) for n, *entry in entries}
-
-
-def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type number and offset."""
-    name, dimensions = cursor.string(), cursor.scalar("I")
-    if not 1 <= dimensions <= MAX_DIMENSIONS:
-        raise UserError(f"{name[:80]!r} has {dimensions:,} dimensions")
-    shape = cursor.scalars("Q", dimensions)[::-1]
-    return name, shape, cursor.scalar("I"), cursor.scalar("Q")
 
 
 def _tensor(

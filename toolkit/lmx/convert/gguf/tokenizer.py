@@ -89,13 +89,21 @@ def write(metadata: dict[str, Any], folder: Path, *, source: Path) -> None:
     Raises:
         UserError: lmx cannot build the tokenizer and `source` has none.
     """
+    from tokenizers import Tokenizer, decoders, models
+
     _check_lists(metadata)
     model = str(metadata.get(f"{KEY}model"))[:40]
     pre_tokenizer = str(metadata.get(f"{KEY}pre", "default"))[:40]
     if model == "llama":
         tokenizer = _build_sentencepiece(metadata)
     elif model == "gpt2" and pre_tokenizer in PRE_TOKENIZERS:
-        tokenizer = _build_byte_level(metadata, pre_tokenizer)
+        # Byte-level BPE, as in GPT-2.
+        vocabulary = {text: i for i, text in enumerate(metadata[f"{KEY}tokens"])}
+        merges = [tuple(merge.split(" ")) for merge in metadata[f"{KEY}merges"]]
+        is_llama3 = pre_tokenizer == LLAMA3
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_llama3))
+        tokenizer.pre_tokenizer = byte_level_pre_tokenizer(pre_tokenizer)
+        tokenizer.decoder = decoders.ByteLevel()
     elif all((source / name).is_file() for name in FILES):
         for name in FILES:
             shutil.copyfile(source / name, folder / name)
@@ -107,8 +115,24 @@ def write(metadata: dict[str, Any], folder: Path, *, source: Path) -> None:
         )
     _add_special_tokens(tokenizer, metadata)
     tokenizer.save(str(folder / FILES[0]))
-    text = json.dumps(_tokenizer_config(metadata), indent=2) + "\n"
-    (folder / FILES[1]).write_text(text)
+    tokens = metadata[f"{KEY}tokens"]
+    settings = {
+        f"{name}_token": tokens[metadata[f"{KEY}{ggml}_token_id"]]
+        for ggml, name in SPECIAL_TOKENS.items()
+        if f"{KEY}{ggml}_token_id" in metadata
+    }
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings["clean_up_tokenization_spaces"] = False
+    templates = [
+        {"name": key[len(TEMPLATE) + 1 :] or DEFAULT, "template": text}
+        for key, text in metadata.items()
+        if f"{key}.".startswith(f"{TEMPLATE}.") and isinstance(text, str) and text
+    ]
+    if [template["name"] for template in templates] == [DEFAULT]:
+        settings["chat_template"] = templates[0]["template"]
+    elif templates:
+        settings["chat_template"] = templates
+    (folder / FILES[1]).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _check_lists(metadata: dict[str, Any]) -> None:
@@ -157,6 +181,7 @@ def to_metadata(loaded: LoadedModel, vocab_size: int, *, name: str) -> dict[str,
         raise _unsupported("it has no tokenizer.json")
     tokenizer = Tokenizer.from_file(str(file))
     serialized = json.loads(tokenizer.to_str())
+    model = serialized["model"]
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if max(vocabulary.values()) >= vocab_size:
         raise _unsupported("it has more tokens than the model")
@@ -165,12 +190,30 @@ def to_metadata(loaded: LoadedModel, vocab_size: int, *, name: str) -> dict[str,
     added = {token["content"]: token["special"] for token in serialized["added_tokens"]}
     for text, index in vocabulary.items():
         tokens[index] = text
-        types[index] = _token_type(text, serialized["model"], added)
+        if text == model.get("unk_token"):
+            types[index] = UNKNOWN
+        elif text in added:
+            types[index] = CONTROL if added[text] else USER_DEFINED
+        else:
+            is_byte = model.get("byte_fallback") and BYTE_TOKEN.fullmatch(text)
+            types[index] = BYTE if is_byte else NORMAL
     file = folder / FILES[1]
     settings = json.loads(file.read_text()) if file.is_file() else {}
     metadata = {f"{KEY}tokens": tokens, f"{KEY}token_type": types}
-    metadata |= _model_metadata(tokenizer, serialized["model"], tokens)
-    metadata |= _special_token_metadata(tokenizer, settings, loaded.config)
+    metadata |= _model_metadata(tokenizer, model, tokens)
+    for ggml, special in SPECIAL_TOKENS.items():
+        token = settings.get(f"{special}_token")
+        text = token["content"] if isinstance(token, dict) else token
+        if text and (index := tokenizer.token_to_id(text)) is not None:
+            metadata[f"{KEY}{ggml}_token_id"] = index
+    ids = loaded.config.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [ids]
+    eos = metadata.setdefault(f"{KEY}eos_token_id", ids[0])
+    if others := [token for token in ids if token not in (eos, None)]:
+        metadata[f"{KEY}eot_token_id"] = others[0]
+    first = tokenizer.encode("a").ids[0]
+    metadata[f"{KEY}add_bos_token"] = first == metadata.get(f"{KEY}bos_token_id")
+    metadata = {key: value for key, value in metadata.items() if value is not None}
     metadata["general.name"] = _model_name(name, serialized["added_tokens"], metadata)
     return metadata | _template_metadata(loaded.tokenizer.chat_template)
 
@@ -185,28 +228,23 @@ def byte_level_pre_tokenizer(name: str) -> Any:
     return pre_tokenizers.Sequence([*splits, letters])
 
 
-def _build_byte_level(metadata: dict[str, Any], pre_tokenizer: str) -> Any:
-    """Byte-level BPE, as in GPT-2."""
-    from tokenizers import Tokenizer, decoders, models
-
-    vocabulary = {text: i for i, text in enumerate(metadata[f"{KEY}tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in metadata[f"{KEY}merges"]]
-    is_llama3 = pre_tokenizer == LLAMA3
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_llama3))
-    tokenizer.pre_tokenizer = byte_level_pre_tokenizer(pre_tokenizer)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
 def _build_sentencepiece(metadata: dict[str, Any]) -> Any:
     """Sentencepiece BPE with byte fallback, as in Llama 2."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, types = metadata[f"{KEY}tokens"], metadata[f"{KEY}token_type"]
     vocabulary = {text: i for i, text in enumerate(tokens)}
+    # All pairs of tokens that form a token, by its score, the highest first.
+    ranked, scores = [], metadata[f"{KEY}scores"]
+    for text, index in vocabulary.items():
+        for cut in range(1, len(text)) if types[index] == NORMAL else ():
+            left, right = text[:cut], text[cut:]
+            if left in vocabulary and right in vocabulary:
+                pair = vocabulary[left], vocabulary[right]
+                ranked.append((-scores[index], *pair, left, right))
     model = models.BPE(
         vocabulary,
-        _merges_from_scores(vocabulary, metadata[f"{KEY}scores"], types),
+        [(left, right) for *_, left, right in sorted(ranked)],
         unk_token=tokens[types.index(UNKNOWN)] if UNKNOWN in types else None,
         fuse_unk=True,
         byte_fallback=True,
@@ -220,21 +258,6 @@ def _build_sentencepiece(metadata: dict[str, Any]) -> Any:
     strip = [decoders.Strip(" ", 1, 0)] * space_prefix
     tokenizer.decoder = decoders.Sequence([*steps, *strip])
     return tokenizer
-
-
-def _merges_from_scores(
-    vocabulary: dict[str, int], scores: list[float], types: list[int]
-) -> list[tuple[str, str]]:
-    """All pairs of tokens that form a token, ordered by its score, highest first."""
-    merges = []
-    for text, index in vocabulary.items():
-        cuts = range(1, len(text)) if types[index] == NORMAL else ()
-        for cut in cuts:
-            left, right = text[:cut], text[cut:]
-            if left in vocabulary and right in vocabulary:
-                pair = vocabulary[left], vocabulary[right]
-                merges.append((-scores[index], *pair, left, right))
-    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _add_special_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
@@ -267,36 +290,6 @@ def _add_special_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
         )
 
 
-def _tokenizer_config(metadata: dict[str, Any]) -> dict:
-    tokens = metadata[f"{KEY}tokens"]
-    settings = {
-        f"{name}_token": tokens[metadata[f"{KEY}{ggml}_token_id"]]
-        for ggml, name in SPECIAL_TOKENS.items()
-        if f"{KEY}{ggml}_token_id" in metadata
-    }
-    settings |= {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    templates = [
-        {"name": key[len(TEMPLATE) + 1 :] or DEFAULT, "template": text}
-        for key, text in metadata.items()
-        if f"{key}.".startswith(f"{TEMPLATE}.") and isinstance(text, str) and text
-    ]
-    if [template["name"] for template in templates] == [DEFAULT]:
-        return settings | {"chat_template": templates[0]["template"]}
-    return settings | ({"chat_template": templates} if templates else {})
-
-
-def _token_type(text: str, model: dict, added: dict[str, bool]) -> int:
-    if text == model.get("unk_token"):
-        return UNKNOWN
-    if text in added:
-        return CONTROL if added[text] else USER_DEFINED
-    is_byte = model.get("byte_fallback") and BYTE_TOKEN.fullmatch(text)
-    return BYTE if is_byte else NORMAL
-
-
 def _model_metadata(tokenizer: Any, model: dict, tokens: list[str]) -> dict[str, Any]:
     """How words become tokens: by merges, or by scores (sentencepiece)."""
     if model["type"] != "BPE":
@@ -325,25 +318,6 @@ def _model_metadata(tokenizer: Any, model: dict, tokens: list[str]) -> dict[str,
                 f"{KEY}merges": [" ".join(pair) for pair in merges],
             }
     raise _unsupported("llama.cpp has no name for its pre-tokenizer")
-
-
-def _special_token_metadata(
-    tokenizer: Any, settings: dict, config: dict
-) -> dict[str, Any]:
-    metadata = {}
-    for ggml, name in SPECIAL_TOKENS.items():
-        token = settings.get(f"{name}_token")
-        text = token["content"] if isinstance(token, dict) else token
-        if text and (index := tokenizer.token_to_id(text)) is not None:
-            metadata[f"{KEY}{ggml}_token_id"] = index
-    ids = config.get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [ids]
-    eos = metadata.setdefault(f"{KEY}eos_token_id", ids[0])
-    if others := [token for token in ids if token not in (eos, None)]:
-        metadata[f"{KEY}eot_token_id"] = others[0]
-    first = tokenizer.encode("a").ids[0]
-    metadata[f"{KEY}add_bos_token"] = first == metadata.get(f"{KEY}bos_token_id")
-    return {key: value for key, value in metadata.items() if value is not None}
 
 
 def _template_metadata(chat_template: str | dict[str, str] | None) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def write(
 
 def embedding_rows(loaded: LoadedModel) -> int:
     """Rows of the token embedding, which are the tokens of the file."""
-    modules = {_without_prefix(n): m for n, m in loaded.model.named_modules()}
+    modules = {n.removeprefix(TEXT_PART): m for n, m in loaded.model.named_modules()}
     return quantized_layers.weight_shape(modules["model.embed_tokens"])[0]
 
 
@@ -73,8 +73,9 @@ def write_file(
     # MOSTLY_Q4_K_S comes before MOSTLY_Q4_K_M.
     writer.add_file_type(next(kind for kind in gguf.LlamaFileType if most in kind.name))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    by_type = {bool: "bool", int: "uint32", float: "float32", str: "string"}
     for key, value in metadata.items():
-        _adder(writer, value)(key, value)
+        getattr(writer, f"add_{by_type.get(type(value), 'array')}")(key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -96,7 +97,14 @@ def verify_roundtrip(file: Path, loaded: LoadedModel) -> None:
     for path, layer in layers.items():
         weight = quantized_layers.dequantize_groups(layer.tensors(), layer)
         weights[f"{path}.weight"] = weight
-    expected = _as_read(dequantized_weights(loaded.reread(), mx.float32), loaded)
+    expected = dequantized_weights(loaded.reread(), mx.float32)
+    expected = {name.removeprefix(TEXT_PART): v for name, v in expected.items()}
+    settings = config.text_config(loaded.config)
+    # llama.cpp adds something to norms, with a rounding.
+    offset = BY_MODEL_TYPE[settings["model_type"]].norm_offset
+    for name, value in expected.items() if offset else ():
+        if gguf_importer.is_norm(name.rpartition(".")[2], value.shape):
+            expected[name] = value.astype(mx.float32) + offset - offset
     differing += sorted(weights.keys() ^ expected.keys())
     if not differing:
         differing = [n for n in expected if not equals(expected[n], weights[n])]
@@ -122,24 +130,6 @@ def require_equal(file: Path, differing: list[str]) -> None:
             place=str(file),
             code=FAILED,
         )
-
-
-def _as_read(weights: dict[str, mx.array], loaded: LoadedModel) -> dict:
-    """Weights by the names of the text part, with the rounding of norms to which
-    llama.cpp adds something."""
-    settings = config.text_config(loaded.config)
-    offset = BY_MODEL_TYPE[settings["model_type"]].norm_offset
-    weights = {_without_prefix(name): value for name, value in weights.items()}
-    for name, value in weights.items() if offset else ():
-        if gguf_importer.is_norm(name.rpartition(".")[2], value.shape):
-            weights[name] = value.astype(mx.float32) + offset - offset
-    return weights
-
-
-def _adder(writer: Any, value: Any):
-    """The writer's method for a value of this type."""
-    by_type = {bool: "bool", int: "uint32", float: "float32", str: "string"}
-    return getattr(writer, f"add_{by_type.get(type(value), 'array')}")
 
 
 def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
@@ -176,18 +166,13 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
         shape = value.shape
         if leaf == "bias" or stored.split(".")[-2] in ONE_ROW:
             value = value.reshape(-1)
-        own = k_blocks.of_layer(factors, path, shape)
+        own = k_blocks.layer_factors(factors, path, shape)
         ggml_type, value = blocks.from_dense(value, own)
         if leaf == "bias":
             # Experts have their biases in rows.
             value = value.reshape(shape)
         rows = row_order(path, value, head, architecture)
         yield stored, ggml_type, rows, None
-
-
-def _without_prefix(name: str) -> str:
-    """A name without that of the text part of a model with images."""
-    return name.removeprefix(TEXT_PART)
 
 
 def row_order(

@@ -72,8 +72,39 @@ def resolve_checkpoint(
     path = fetch_checkpoint(
         source, revision=revision, trust_remote_code=trust_remote_code
     )
-    importable = find_importable(path)
-    return import_cached(importable) if importable else path
+    if (source := find_importable(path)) is None:
+        return path
+    from ...data.tokenizer_files import check_tokenizer_files
+    from ...models.loader import CHECKPOINT_PATTERNS
+    from ...models.safetensors_io import read_header
+    from .convert import convert_checkpoint
+    from .gguf import outline
+
+    # Other files, such as a model card, do not change the import.
+    names = CHECKPOINT_PATTERNS if source.is_dir() else [source.name, "tokenizer*.json"]
+    folder = source if source.is_dir() else source.parent
+    inputs = sorted({file for name in names for file in folder.glob(name)})
+    # Damaged files are refused before whole files are hashed: they may be of any size.
+    for file in inputs:
+        is_weights = file.suffix in (".safetensors", ".gguf")
+        require_regular(file, max_bytes=None if is_weights else MAX_JSON_BYTES)
+        if file.suffix == ".safetensors":
+            read_header(file)
+    if source.is_dir():
+        check_tokenizer_files(source)
+    else:
+        outline(source)
+    facts = {str(f.relative_to(folder)): cache.file_hash(f) for f in inputs}
+    size = sum(file.stat().st_size for file in inputs)
+
+    def fill(folder: Path) -> dict:
+        convert_checkpoint(source, folder)
+        return {"source": source.name}
+
+    key = cache.key_of([VERSION, facts])
+    # Float32 scales take more space than the published ones.
+    store = cache.store(warnings.warn)
+    return store.get_or_make("imports", key, fill, space=3 * size // 2).folder
 
 
 def fetch_checkpoint(
@@ -129,54 +160,3 @@ def find_importable(path: Path) -> Path | None:
             hint=f"name one of them: {files[0]}",
         )
     return files[0] if files else None
-
-
-def _check_headers(source: Path, inputs: list[Path]) -> None:
-    """Refuse damaged files before whole files are hashed: they may be of any size.
-
-    Raises:
-        UserError: naming the file.
-    """
-    from ...data.tokenizer_files import check_tokenizer_files
-    from ...models.safetensors_io import read_header
-    from .gguf import outline
-
-    for file in inputs:
-        is_weights = file.suffix in (".safetensors", ".gguf")
-        require_regular(file, max_bytes=None if is_weights else MAX_JSON_BYTES)
-        if file.suffix == ".safetensors":
-            read_header(file)
-    if source.is_dir():
-        check_tokenizer_files(source)
-    else:
-        outline(source)
-
-
-def import_cached(source: Path) -> Path:
-    """The MLX folder of `source` in the cache; it is converted at the first call.
-
-    Args:
-        source: a result of `find_importable`.
-
-    Raises:
-        UserError: it cannot be imported, or the cache cannot be written.
-    """
-    from ...models.loader import CHECKPOINT_PATTERNS
-    from .convert import convert_checkpoint
-
-    # Other files, such as a model card, do not change the import.
-    names = CHECKPOINT_PATTERNS if source.is_dir() else [source.name, "tokenizer*.json"]
-    folder = source if source.is_dir() else source.parent
-    inputs = sorted({file for name in names for file in folder.glob(name)})
-    _check_headers(source, inputs)
-    facts = {str(f.relative_to(folder)): cache.file_hash(f) for f in inputs}
-    size = sum(file.stat().st_size for file in inputs)
-
-    def fill(folder: Path) -> dict:
-        convert_checkpoint(source, folder)
-        return {"source": source.name}
-
-    key = cache.key_of([VERSION, facts])
-    # Float32 scales take more space than the published ones.
-    store = cache.store(warnings.warn)
-    return store.get_or_make("imports", key, fill, space=3 * size // 2).folder

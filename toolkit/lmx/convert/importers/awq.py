@@ -49,7 +49,15 @@ def read_layer(tensors: dict[str, mx.array], settings: dict, name: str) -> Affin
     require_shape(qzeros, (groups, words), f"{name}.qzeros")
     octets = unpack_codes(qzeros, BITS).reshape(groups, words, PER_WORD)
     zeros = octets[..., mx.array(POSITIONS)].reshape(scales.shape).astype(mx.int32)
-    packed = _transpose(qweight)
+    # Words [K, N / 8] of eight outputs each as words [N, K / 8] of eight inputs.
+    rows = qweight.view(mx.uint32).reshape(-1, PER_WORD, words)
+    shifts = mx.arange(0, 32, BITS, dtype=mx.uint32)[:, None]
+    outputs = [
+        (((rows >> (BITS * position)) & 15) << shifts).sum(axis=1)
+        for position in POSITIONS
+    ]
+    joined = mx.stack(outputs, axis=-1).reshape(len(rows), -1)
+    packed = mx.contiguous(joined.T).astype(mx.uint32)
     # Evaluate layer by layer, so that the temporaries of one layer are in memory.
     mx.eval(packed)
     return AffineGroups(
@@ -58,15 +66,3 @@ def read_layer(tensors: dict[str, mx.array], settings: dict, name: str) -> Affin
         group_index=np.arange(inputs) // group_size,
         bits=BITS,
     )
-
-
-def _transpose(qweight: mx.array) -> mx.array:
-    """Words [K, N / 8] of eight outputs each as words [N, K / 8] of eight inputs."""
-    rows = qweight.view(mx.uint32).reshape(-1, PER_WORD, qweight.shape[-1])
-    shifts = mx.arange(0, 32, BITS, dtype=mx.uint32)[:, None]
-    outputs = [
-        (((rows >> (BITS * position)) & 15) << shifts).sum(axis=1)
-        for position in POSITIONS
-    ]
-    words = mx.stack(outputs, axis=-1).reshape(len(rows), -1)
-    return mx.contiguous(words.T).astype(mx.uint32)

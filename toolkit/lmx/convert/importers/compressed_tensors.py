@@ -45,7 +45,14 @@ def read_layer(tensors: dict[str, mx.array], settings: dict, name: str) -> Affin
     scales = require_tensor(tensors, name, "weight_scale")
     outputs, inputs = require_tensor(tensors, name, "weight_shape").tolist()
     schemes = [group["weights"] for group in settings["config_groups"].values()]
-    bits = _bits(packed, inputs, schemes, name)
+    words, bits = packed.shape[-1], packed.shape[-1] * 32 / inputs
+    if bits not in {scheme["num_bits"] for scheme in schemes} or bits not in BITS:
+        raise UserError(
+            f"{words} words in a row of {inputs} inputs are not codes of "
+            f"{' or '.join(map(str, BITS))} bits, which the config declares",
+            place=f"{name}.{CODES}",
+        )
+    bits = int(bits)
     require_shape(packed, (outputs, inputs * bits // 32), f"{name}.{CODES}")
     groups = scales.shape[-1]
     require_shape(scales, (outputs, groups), f"{name}.weight_scale")
@@ -58,30 +65,12 @@ def read_layer(tensors: dict[str, mx.array], settings: dict, name: str) -> Affin
         streams = mx.contiguous(stored.T)
         zeros = unpack_codes(streams, bits)[:, :outputs].T.astype(mx.int32)
     scales, biases = from_zero_points(scales, zeros)
-    group_index = _group_index(tensors, inputs, groups, name)
+    group_index = np.arange(inputs) // math.ceil(inputs / groups)
+    if "weight_g_idx" in tensors:
+        group_index = index = np.array(tensors["weight_g_idx"])
+        if index.shape != (inputs,) or index.min() < 0 or index.max() >= groups:
+            raise UserError(
+                f"it must hold one of {groups} groups for each of {inputs} inputs",
+                place=f"{name}.weight_g_idx",
+            )
     return AffineGroups(packed.view(mx.uint32), scales, biases, group_index, bits)
-
-
-def _bits(packed: mx.array, inputs: int, schemes: list[dict], name: str) -> int:
-    bits = packed.shape[-1] * 32 / inputs
-    if bits not in {scheme["num_bits"] for scheme in schemes} or bits not in BITS:
-        raise UserError(
-            f"{packed.shape[-1]} words in a row of {inputs} inputs are not codes of "
-            f"{' or '.join(map(str, BITS))} bits, which the config declares",
-            place=f"{name}.{CODES}",
-        )
-    return int(bits)
-
-
-def _group_index(
-    tensors: dict[str, mx.array], inputs: int, groups: int, name: str
-) -> np.ndarray:
-    if "weight_g_idx" not in tensors:
-        return np.arange(inputs) // math.ceil(inputs / groups)
-    index = np.array(tensors["weight_g_idx"])
-    if index.shape != (inputs,) or index.min() < 0 or index.max() >= groups:
-        raise UserError(
-            f"it must hold one of {groups} groups for each of {inputs} inputs",
-            place=f"{name}.weight_g_idx",
-        )
-    return index

@@ -39,7 +39,14 @@ def convert_checkpoint(
     with TemporaryDirectory() as scratch:
         companions = source if source.is_dir() else Path(scratch)
         with library_errors("the checkpoint cannot be imported", place=source):
-            config, dense, layers = _read(source, companions)
+            if source.is_dir():
+                config, dense, layers = hf_folder.read(source)
+                config = complete_config(config, place=str(source / "config.json"))
+                own = {f"{p}.weight": layer.packed for p, layer in layers.items()}
+                own |= dense
+                config |= head_config(config, own, own.__getitem__, str(source))
+            else:
+                config, dense, layers = gguf.read(source, companions)
             mtp = _take_mtp(config, dense, layers, place=str(source))
             model = build_model(config, place=source)
             weights = _rename(model, dense, layers, place=str(source))
@@ -64,18 +71,6 @@ def convert_checkpoint(
         gguf_scales.write(target, gguf_scales.read(companions))
         if mtp:
             write_safetensors(target / MTP_FILE, mtp)
-
-
-def _read(source: Path, companions: Path):
-    """Config, dense tensors and quantized layers of a folder or a GGUF file."""
-    if source.is_dir():
-        config, dense, layers = hf_folder.read(source)
-        config = complete_config(config, place=str(source / "config.json"))
-        weights = {f"{path}.weight": layer.packed for path, layer in layers.items()}
-        weights |= dense
-        config |= head_config(config, weights, weights.__getitem__, str(source))
-        return config, dense, layers
-    return gguf.read(source, companions)
 
 
 def _take_mtp(
@@ -139,11 +134,24 @@ def _check(
 ) -> tuple[dict[str, mx.array], dict[str, QuantSpec]]:
     """The weights that the model has, with their shapes checked, and the specs."""
     shapes = {name: value.shape for name, value in tree_flatten(model.parameters())}
-    specs = {
-        path: _spec(weights, path, shapes[f"{path}.weight"], place)
-        for path in modules
-        if f"{path}.scales" in weights
-    }
+    specs = {}
+    for path in (path for path in modules if f"{path}.scales" in weights):
+        packed, scales = weights[f"{path}.weight"], weights[f"{path}.scales"]
+        *rows, width = shapes[f"{path}.weight"]
+        bits, group_size = packed.shape[-1] * 32 / width, width / scales.shape[-1]
+        if f"{path}.biases" in weights:
+            mode, is_known = "affine", bits in BITS and group_size in GROUP_SIZES
+        else:
+            grids = {grid: mode for mode, grid in FLOAT_MODES.items()}
+            mode = grids.get((group_size, bits))
+            is_known = mode is not None
+        if [*packed.shape[:-1]] != rows or not is_known:
+            raise UserError(
+                f"{path} has {list(packed.shape[:-1])} rows of {packed.shape[-1]} "
+                f"words, but the config requires a matrix {[*rows, width]}",
+                place=place,
+            )
+        specs[path] = QuantSpec(bits=int(bits), group_size=int(group_size), mode=mode)
     checked = {}
     for name, value in weights.items():
         path, _, leaf = name.rpartition(".")
@@ -164,24 +172,3 @@ def _check(
     if missing := sorted(shapes.keys() - checked.keys()):
         raise UserError(f"the tensor {missing[0]} is missing", place=place)
     return checked, specs
-
-
-def _spec(
-    weights: dict[str, mx.array], path: str, shape: tuple[int, ...], place: str
-) -> QuantSpec:
-    packed, scales = weights[f"{path}.weight"], weights[f"{path}.scales"]
-    bits = packed.shape[-1] * 32 / shape[-1]
-    group_size = shape[-1] / scales.shape[-1]
-    if f"{path}.biases" in weights:
-        mode, is_known = "affine", bits in BITS and group_size in GROUP_SIZES
-    else:
-        grids = {grid: mode for mode, grid in FLOAT_MODES.items()}
-        mode = grids.get((group_size, bits))
-        is_known = mode is not None
-    if packed.shape[:-1] != shape[:-1] or not is_known:
-        raise UserError(
-            f"{path} has {list(packed.shape[:-1])} rows of {packed.shape[-1]} words, "
-            f"but the config requires a matrix {list(shape)}",
-            place=place,
-        )
-    return QuantSpec(bits=int(bits), group_size=int(group_size), mode=mode)

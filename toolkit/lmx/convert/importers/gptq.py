@@ -47,8 +47,27 @@ def read_layer(tensors: dict[str, mx.array], settings: dict, name: str) -> Affin
         )
     qweight, scales = tensors[CODES], require_tensor(tensors, name, "scales")
     rows, outputs = qweight.shape
-    inputs, bits = _inputs_and_bits(tensors, settings, rows, name)
-    group_index = _group_index(tensors, settings, inputs, scales.shape[0], name)
+    for bits in sorted(_declared_values(settings, "bits")):
+        if bits not in BITS:
+            raise UserError(f"GPTQ codes have {BITS} bits, not {bits}", place=name)
+        inputs = rows * 32 // bits
+        if "g_idx" not in tensors or tensors["g_idx"].shape == (inputs,):
+            break
+    else:
+        raise UserError(
+            f"{rows} rows of packed codes do not fit to {tensors['g_idx'].size} inputs",
+            place=f"{name}.qweight",
+            hint="the checkpoint is damaged, or its config belongs to another one",
+        )
+    if "g_idx" in tensors:
+        group_index = np.array(tensors["g_idx"])
+        if group_index.min() < 0:
+            raise UserError("a group index is negative", place=f"{name}.g_idx")
+    else:
+        declared = _declared_values(settings, "group_size")
+        sizes = {size if size > 0 else inputs for size in declared}
+        fitting = [s for s in sizes if math.ceil(inputs / s) == len(scales)]
+        group_index = np.arange(inputs) // (fitting or sorted(sizes))[0]
     groups = int(group_index.max()) + 1
     require_shape(scales, (groups, outputs), f"{name}.scales")
     zeros = mx.full((groups, outputs), 2 ** (bits - 1))
@@ -59,37 +78,6 @@ def read_layer(tensors: dict[str, mx.array], settings: dict, name: str) -> Affin
     packed = mx.contiguous(qweight.T).view(mx.uint32)
     scales, biases = from_zero_points(scales.T, zeros.T)
     return AffineGroups(packed, scales, biases, group_index, bits)
-
-
-def _inputs_and_bits(
-    tensors: dict[str, mx.array], settings: dict, rows: int, name: str
-) -> tuple[int, int]:
-    """Inputs of the layer and bits of its codes, one of the widths in the config."""
-    for bits in sorted(_declared_values(settings, "bits")):
-        if bits not in BITS:
-            raise UserError(f"GPTQ codes have {BITS} bits, not {bits}", place=name)
-        inputs = rows * 32 // bits
-        if "g_idx" not in tensors or tensors["g_idx"].shape == (inputs,):
-            return inputs, bits
-    raise UserError(
-        f"{rows} rows of packed codes do not fit to {tensors['g_idx'].size} inputs",
-        place=f"{name}.qweight",
-        hint="the checkpoint is damaged, or its config belongs to another one",
-    )
-
-
-def _group_index(
-    tensors: dict[str, mx.array], settings: dict, inputs: int, groups: int, name: str
-) -> np.ndarray:
-    if "g_idx" in tensors:
-        index = np.array(tensors["g_idx"])
-        if index.min() < 0:
-            raise UserError("a group index is negative", place=f"{name}.g_idx")
-        return index
-    declared = _declared_values(settings, "group_size")
-    sizes = {size if size > 0 else inputs for size in declared}
-    fitting = [size for size in sizes if math.ceil(inputs / size) == groups]
-    return np.arange(inputs) // (fitting or sorted(sizes))[0]
 
 
 def _declared_values(settings: dict, key: str) -> set[int]:
@@ -121,9 +109,13 @@ def undo_activation_order(
                 "groups of 32, 64 or 128 columns, the sizes that MLX supports",
                 place=name,
             )
-        producers = _producers(name, layers, dense)
+        # The layers whose outputs only this one reads, if that is certain.
+        block, _, leaf = name.rpartition(".")
+        inside = [n for n in (*dense, *layers) if n.startswith(f"{block}.")]
+        members = {n.removeprefix(f"{block}.").split(".")[0] for n in inside}
+        has_producers = leaf == CONSUMER and members == {CONSUMER, *PRODUCERS}
         layers[name] = layer.permute_columns(order)
-        if not producers or not layers[name].group_size:
+        if not has_producers or not layers[name].group_size:
             raise UserError(
                 "the columns of a group are not adjacent (desc_act), and the input of "
                 "this layer cannot be permuted, because other layers read it",
@@ -131,33 +123,9 @@ def undo_activation_order(
                 hint="use a checkpoint made without desc_act or actorder, or with "
                 "static groups",
             )
-        for producer in producers:
-            _permute_rows(producer, order, layers, dense)
-
-
-def _producers(
-    name: str, layers: dict[str, AffineGroups], dense: dict[str, mx.array]
-) -> list[str]:
-    """The layers whose outputs only `name` reads; empty if that is not certain."""
-    block, _, leaf = name.rpartition(".")
-    prefix = f"{block}."
-    members = {
-        n.removeprefix(prefix).split(".")[0] for n in dense if n.startswith(prefix)
-    }
-    members |= {n.removeprefix(prefix) for n in layers if n.startswith(prefix)}
-    if leaf != CONSUMER or members != {CONSUMER, *PRODUCERS}:
-        return []
-    return [f"{block}.{producer}" for producer in PRODUCERS]
-
-
-def _permute_rows(
-    name: str,
-    order: np.ndarray,
-    layers: dict[str, AffineGroups],
-    dense: dict[str, mx.array],
-) -> None:
-    if name in layers:
-        layers[name] = layers[name].permute_rows(order)
-    for leaf in ("weight", "bias"):
-        if f"{name}.{leaf}" in dense:
-            dense[f"{name}.{leaf}"] = dense[f"{name}.{leaf}"][mx.array(order)]
+        for producer in (f"{block}.{producer}" for producer in PRODUCERS):
+            if producer in layers:
+                layers[producer] = layers[producer].permute_rows(order)
+            for tensor in (f"{producer}.weight", f"{producer}.bias"):
+                if tensor in dense:
+                    dense[tensor] = dense[tensor][mx.array(order)]

@@ -40,7 +40,12 @@ def read(path: Path) -> tuple[dict, dict[str, mx.array], dict[str, AffineGroups]
     """
     config = read_config(path)
     module, settings = find_format(config), _quantization_config(config)
-    dense = _load_tensors(path, config)
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise UserError("the folder has no *.safetensors", place=str(path))
+    dense = {k: v for file in files for k, v in read_tensors(file).items()}
+    shapes = {name: value.shape for name, value in dense.items()}
+    check_sizes(config, shapes, str(path / "config.json"))
     layers = {}
     for codes in sorted(name for name in dense if name.endswith(f".{module.CODES}")):
         name = codes.removesuffix(f".{module.CODES}")
@@ -54,13 +59,3 @@ def read(path: Path) -> tuple[dict, dict[str, mx.array], dict[str, AffineGroups]
             )
     gptq.undo_activation_order(layers, dense)
     return config, dense, layers
-
-
-def _load_tensors(path: Path, config: dict) -> dict[str, mx.array]:
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise UserError("the folder has no *.safetensors", place=str(path))
-    tensors = {k: v for file in files for k, v in read_tensors(file).items()}
-    shapes = {name: value.shape for name, value in tensors.items()}
-    check_sizes(config, shapes, str(path / "config.json"))
-    return tensors

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -33,6 +32,12 @@ LEAVES = {
     "lora_B.weight": ("lora_b", True),
     "lora_magnitude_vector": ("m", False),
 }
+STORED_BASE = (
+    "peft stored the base model's layer beside its adapter; lmx cannot tell whether it "
+    "was changed. Save the adapter again in peft with "
+    "save_pretrained(folder, save_embedding_layers=False)"
+)
+LINEAR = "adapters of embeddings, experts and fully trained layers are not supported"
 # Settings that do not change what a trained adapter computes.
 HARMLESS_KEYS = """
     task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
@@ -95,7 +100,14 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
         raise UserError(f"this adapter has no {WEIGHTS}", place=str(folder))
     layers: dict[str, dict[str, mx.array]] = {}
     for name, value in read_tensors(file).items():
-        path, leaf = _path(name, str(file))
+        leaf = next((leaf for leaf in LEAVES if name.endswith(f".{leaf}")), None)
+        if leaf is None or not name.startswith(PREFIX):
+            raise UserError(
+                f"the tensor {name} does not belong to the adapter of a linear layer",
+                place=str(file),
+                hint=STORED_BASE if name.endswith(".base_layer.weight") else LINEAR,
+            )
+        path = name[len(PREFIX) : -len(leaf) - 1]
         name, transposed = LEAVES[leaf]
         layers.setdefault(path, {})[name] = value.T if transposed else value
     leaves = {"lora_a", "lora_b", *(["m"] if config.use_dora else [])}
@@ -111,16 +123,22 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
             raise UserError(message, place=str(file))
     if not layers:
         raise UserError("this adapter has no matrices", place=str(file))
-    scales = {path: _scale(path, layer, config) for path, layer in layers.items()}
+    scales = {}
+    for path, layer in layers.items():
+        rank = len(layer["lora_b"])
+        alpha = _by_pattern(config.alpha_pattern, path, config.lora_alpha)
+        scales[path] = alpha / (math.sqrt(rank) if config.use_rslora else rank)
     axes = dict.fromkeys(layers, LoRALinear.RANK_AXIS)
     tensors, lora = with_one_rank(layers, scales, axes)
     is_partial = config.exclude_modules or config.layers_to_transform is not None
     is_known = isinstance(config.target_modules, list) and not is_partial
+    numbers = (re.search(r"\.layers\.(\d+)\.", path) for path in layers)
+    blocks = [int(number[1]) for number in numbers if number]
     # Full paths, so that no other block gets an adapter.
     lora |= {"dropout": config.lora_dropout or 0.0, "keys": sorted(layers)}
     return tensors, {
         "fine_tune_type": "dora" if config.use_dora else "lora",
-        "num_layers": _block_count(layers),
+        "num_layers": 1 + max(blocks, default=0),
         "lora_parameters": lora,
         "peft_target_modules": config.target_modules if is_known else [],
     }
@@ -162,30 +180,6 @@ def convert_adapter(source: Path, target: Path) -> None:
     write_adapter(target, tensors, {}, **config)
 
 
-def _path(name: str, place: str) -> tuple[str, str]:
-    for leaf in LEAVES:
-        if name.startswith(PREFIX) and name.endswith(f".{leaf}"):
-            return name[len(PREFIX) : -len(leaf) - 1], leaf
-    hint = "adapters of embeddings, experts and fully trained layers are not supported"
-    if name.endswith(".base_layer.weight"):
-        hint = (
-            "peft stored the base model's layer beside its adapter; lmx cannot tell "
-            "whether it was changed. Save the adapter again in peft with "
-            "save_pretrained(folder, save_embedding_layers=False)"
-        )
-    raise UserError(
-        f"the tensor {name} does not belong to the adapter of a linear layer",
-        place=place,
-        hint=hint,
-    )
-
-
-def _scale(path: str, layer: dict[str, mx.array], config: PeftConfig) -> float:
-    rank = len(layer["lora_b"])
-    alpha = _by_pattern(config.alpha_pattern, path, config.lora_alpha)
-    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
-
-
 def _by_pattern(patterns: dict[str, Any] | None, path: str, default: Any) -> Any:
     """The value of the first pattern that the end of a path matches."""
     matching = (
@@ -194,8 +188,3 @@ def _by_pattern(patterns: dict[str, Any] | None, path: str, default: Any) -> Any
         if re.match(rf"(.*\.)?({pattern})$", path)
     )
     return next(matching, default)
-
-
-def _block_count(paths: Iterable[str]) -> int:
-    matches = (re.search(r"\.layers\.(\d+)\.", path) for path in paths)
-    return 1 + max((int(match[1]) for match in matches if match), default=0)

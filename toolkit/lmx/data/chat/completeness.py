@@ -36,7 +36,26 @@ def missing_part(message: dict, target: str) -> str | None:
     Args:
         target: the text of the turn.
     """
-    pieces = [*_content(message, target), *_calls(message)]
+    # What must be there: a name for messages, and texts of which one is enough.
+    pieces: list[tuple[str, list[str]]] = []
+    content = message["content"].strip()
+    # Templates write the tags of the chain of thought in their own way.
+    for text in [content] if content in target else TAG.split(content):
+        if text.strip():
+            pieces.append(("content", [text.strip()]))
+    if reasoning := reasoning_of(message):
+        pieces.append(("reasoning", [reasoning.strip()]))
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        pieces.append(("tool_calls", [function["name"]]))
+        for value in _leaves(function.get("arguments")):
+            # As templates print it: as text, and as JSON.
+            forms = [str(value), json.dumps(value, default=str)]
+            if isinstance(value, str):
+                dumped = (json.dumps(value, ensure_ascii=a) for a in (False, True))
+                forms = [text.strip() for text in (value, *(d[1:-1] for d in dumped))]
+            if forms[0]:
+                pieces.append(("tool_calls", forms))
     # A short piece may be a part of a longer one, which has another place.
     for name, forms in sorted(pieces, key=lambda piece: -len(piece[1][0])):
         form = next((form for form in forms if form in target), None)
@@ -52,30 +71,6 @@ def reasoning_of(message: dict) -> str | None:
     return next((t for t in texts if isinstance(t, str) and t.strip()), None)
 
 
-Piece = tuple[str, list[str]]
-"""A name for messages, and the texts of which one must be there."""
-
-
-def _content(message: dict, target: str) -> Iterator[Piece]:
-    content = message["content"].strip()
-    # Templates write the tags of the chain of thought in their own way.
-    parts = [content] if content in target else TAG.split(content)
-    for text in parts:
-        if text.strip():
-            yield "content", [text.strip()]
-    if reasoning := reasoning_of(message):
-        yield "reasoning", [reasoning.strip()]
-
-
-def _calls(message: dict) -> Iterator[Piece]:
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        yield "tool_calls", [function["name"]]
-        for value in _leaves(function.get("arguments")):
-            if forms := _forms(value):
-                yield "tool_calls", forms
-
-
 def _leaves(value: Any) -> Iterator[Any]:
     """The keys and the values of objects and lists, at any depth."""
     if isinstance(value, dict):
@@ -87,14 +82,3 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(part)
     else:
         yield value
-
-
-def _forms(value: Any) -> list[str]:
-    """A value as templates print it: as text, and as JSON."""
-    if isinstance(value, str):
-        texts = [value.strip()]
-        texts += [
-            json.dumps(value, ensure_ascii=a)[1:-1].strip() for a in (False, True)
-        ]
-        return texts if texts[0] else []
-    return [str(value), json.dumps(value, default=str)]

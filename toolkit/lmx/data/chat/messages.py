@@ -160,25 +160,17 @@ def parse_turn(message: object, number: int) -> dict:
             raise BadRecord(f"{name} has {key}: {flag!r}, not 0, 1, true or false")
         if not flag:
             extra["weight"] = 0
-    if calls := _tool_calls(extra, name):
-        extra["tool_calls"] = calls
+    calls = json_value(extra.pop("tool_calls", None), f"{name}: tool_calls")
+    calls = [calls] if isinstance(calls, dict) else calls or []
+    if not isinstance(calls, list):
+        raise BadRecord(f"{name}: tool_calls is {kind_of(calls)}, not a list")
+    if calls:
+        extra["tool_calls"] = [_tool_call(c, f"{name}: a tool call") for c in calls]
     if content is None and not calls and not reasoning_of(extra):
         raise BadRecord(f"{name} has no content")
     require_text(extra, name)
     content = "" if content is None else string(content, name)
     return {"role": ROLES[role], "content": content, **extra}
-
-
-def _tool_calls(message: dict, name: str) -> list[dict]:
-    """The calls of a message as chat templates and mlx-lm's server have them.
-
-    Removes the key `tool_calls`.
-    """
-    calls = json_value(message.pop("tool_calls", None), f"{name}: tool_calls")
-    calls = [calls] if isinstance(calls, dict) else calls or []
-    if not isinstance(calls, list):
-        raise BadRecord(f"{name}: tool_calls is {kind_of(calls)}, not a list")
-    return [_tool_call(call, f"{name}: a tool call") for call in calls]
 
 
 def _tool_call(call: object, name: str) -> dict:

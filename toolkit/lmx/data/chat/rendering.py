@@ -122,7 +122,12 @@ class ChatTemplate:
                 [*messages], tokenize=False, **options
             )
         except TemplateLimitError as error:
-            self._count_exceeded(error)
+            _exceeded[self.source] += 1
+            if _exceeded[self.source] >= MAX_EXCEEDED:
+                raise UserError(
+                    f"the chat template is stopped for {MAX_EXCEEDED} chats: {error}",
+                    hint="use a model with another chat template",
+                ) from None
             raise NoTrainableTokens(f"the chat template is stopped: {error}") from None
         # A template is a foreign program, with errors of all kinds.
         except Exception as error:
@@ -132,14 +137,6 @@ class ChatTemplate:
         if not isinstance(text, str):
             raise NoTrainableTokens("the chat template returns no text")
         return text
-
-    def _count_exceeded(self, error: TemplateLimitError) -> None:
-        _exceeded[self.source] += 1
-        if _exceeded[self.source] >= MAX_EXCEEDED:
-            raise UserError(
-                f"the chat template is stopped for {MAX_EXCEEDED} chats: {error}",
-                hint="use a model with another chat template",
-            ) from None
 
 
 def limit_templates() -> None:

@@ -34,7 +34,7 @@ class TurnSequence:
     Attributes:
         text: the prompt, the target and the tail of the last turn.
         spans: the (start, end) of the targets in `text`, in order.
-        add_eos: see `Turn`.
+        add_eos: the end-of-sequence token follows, as in `Turn`.
     """
 
     text: str
@@ -47,18 +47,14 @@ def join_turns(turns: Sequence[Turn]) -> list[TurnSequence]:
     sequences: list[TurnSequence] = []
     for turn in turns:
         earlier: tuple[Span, ...] = ()
-        if sequences and _continues(sequences[-1], turn):
-            earlier = sequences.pop().spans
+        if sequences and not sequences[-1].add_eos:
+            before = sequences[-1].text[: sequences[-1].spans[-1][1]]
+            if turn.prompt.startswith(before):
+                earlier = sequences.pop().spans
         start, text = len(turn.prompt), turn.prompt + turn.target
         spans = (*earlier, (start, len(text)))
         sequences.append(TurnSequence(text + turn.tail, spans, turn.add_eos))
     return sequences
-
-
-def _continues(before: TurnSequence, turn: Turn) -> bool:
-    """Whether the prompt of a turn starts with the turns before it."""
-    end = before.spans[-1][1]
-    return turn.prompt.startswith(before.text[:end]) and not before.add_eos
 
 
 def find_sequences(chat: Chat, turns: list[int]) -> list[TurnSequence]:
@@ -72,25 +68,23 @@ def find_sequences(chat: Chat, turns: list[int]) -> list[TurnSequence]:
             message or the tools, or the chat is too long for a template that windows do
             not fit.
     """
-    sequences = _sequences(chat, turns)
+    sequences = None
+    if len(turns) > EXACT_TURNS:
+        text = chat.render(len(chat.messages))
+        if sequence := _in_windows(chat, turns, text):
+            sequences = [sequence]
+        elif len(turns) * len(text) > MAX_CHARACTERS:
+            raise NoTrainableTokens(
+                f"the chat has {len(turns):,} turns and {len(text):,} characters: "
+                f"turns * characters is at most {MAX_CHARACTERS:,} for its template"
+            )
+    if sequences is None:
+        sequences = join_turns([find_turn(chat, index) for index in turns])
     for number in accumulate(len(sequence.spans) for sequence in sequences):
         last = turns[number - 1]
         if missing := chat.missing_from(last, add_generation_prompt=True):
             raise NoTrainableTokens(f"the chat template does not write {missing}")
     return sequences
-
-
-def _sequences(chat: Chat, turns: list[int]) -> list[TurnSequence]:
-    if len(turns) > EXACT_TURNS:
-        text = chat.render(len(chat.messages))
-        if sequence := _in_windows(chat, turns, text):
-            return [sequence]
-        if len(turns) * len(text) > MAX_CHARACTERS:
-            raise NoTrainableTokens(
-                f"the chat has {len(turns):,} turns and {len(text):,} characters: "
-                f"turns * characters is at most {MAX_CHARACTERS:,} for its template"
-            )
-    return join_turns([find_turn(chat, index) for index in turns])
 
 
 @dataclass(frozen=True)
@@ -167,7 +161,14 @@ def _in_windows(chat: Chat, turns: list[int], text: str) -> TurnSequence | None:
     middle, last = whole.spans[0], whole.spans[-1]
     if others or not whole.text.startswith(text[: last[1]]):
         return None
-    window, head = Window(chat, text), _head(chat.messages, turns[0])
+    # The messages before every window: the first turn is one of them, as templates
+    # treat the first messages in another way. After them comes the pair of roles that
+    # is most frequent in the chat.
+    pairs = [_roles(chat.messages, n) for n in range(1, len(chat.messages))]
+    counts = Counter(pairs)
+    candidates = range(turns[0] + 1, min(turns[0] + 1 + BLOCK, len(chat.messages)))
+    head = max(candidates, key=lambda index: counts[pairs[index - 1]])
+    window = Window(chat, text)
     spans: list[Span] = []
     for number, index in enumerate(turns):
         if number and number % BLOCK == 0:
@@ -179,18 +180,6 @@ def _in_windows(chat: Chat, turns: list[int], text: str) -> TurnSequence | None:
             return None
         spans.append(span)
     return replace(whole, spans=tuple(spans)) if spans[half] == middle else None
-
-
-def _head(messages: list[dict], first: int) -> int:
-    """The number of messages before a window.
-
-    The first turn is one of them: templates treat the first messages in another way.
-    After them comes the pair of roles that is most frequent in the chat.
-    """
-    pairs = [_roles(messages, index) for index in range(1, len(messages))]
-    counts = Counter(pairs)
-    candidates = range(first + 1, min(first + 1 + BLOCK, len(messages)))
-    return max(candidates, key=lambda index: counts[pairs[index - 1]])
 
 
 def _roles(messages: list[dict], index: int) -> tuple[str, str]:

@@ -192,9 +192,20 @@ class _TurnRequest:
                 if PROBE in (closed := self._after(prompt, probe) or ""):
                     yield closed.replace(PROBE, "", 1)
             # No text of a turn has the chain of thought, as in R1 and QwQ.
-            answer = self._after_block(prompt, block, _without_reasoning(message))
+            inline = None if is_plain else INLINE.match(message["content"])
+            plain = {k: v for k, v in message.items() if k not in REASONING}
+            if inline and _has_reasoning(plain):
+                plain["content"] = message["content"][inline.end() :]
+            answer = self._after_block(prompt, block, plain)
             if answer is not None:
-                yield _thought(message, block) + answer
+                # After the tag comes the white space that the prompt has there: a line
+                # of its own in R1 and QwQ.
+                tag, space = block.groups()
+                thought = (reasoning_of(message) or "").strip()
+                if not thought and inline:
+                    yield (inline[1].lstrip() if space else inline[1]) + answer
+                else:
+                    yield f"{thought}{space}{TAGS[tag]}{space * 2}{answer}"
         elif is_plain and (block := CLOSED_BLOCK.search(prompt[-MAX_BLOCK:])):
             # Only the generation prompt has the empty chain of thought.
             answer = self._after_block(prompt, block, message)
@@ -253,27 +264,6 @@ class _TurnRequest:
 
 def _has_reasoning(message: dict) -> bool:
     return bool(reasoning_of(message) or TAG.match(message["content"].strip()))
-
-
-def _without_reasoning(message: dict) -> dict:
-    answer = {key: value for key, value in message.items() if key not in REASONING}
-    if _has_reasoning(answer) and (thought := INLINE.match(answer["content"])):
-        answer["content"] = answer["content"][thought.end() :]
-    return answer
-
-
-def _thought(message: dict, block: re.Match) -> str:
-    """The chain of thought of a message up to its answer, after a prompt that opens it.
-
-    Apart from the content, it has the white space that the prompt has after the tag:
-    a line of its own in R1 and QwQ.
-    """
-    tag, space = block.groups()
-    thought = (reasoning_of(message) or "").strip()
-    inline = INLINE.match(message["content"])
-    if not thought and inline and _has_reasoning(message):
-        return inline[1].lstrip() if space else inline[1]
-    return f"{thought}{space}{TAGS[tag]}{space * 2}"
 
 
 def fault_of(message: dict, index: int, prompt: str, target: str) -> str | None:

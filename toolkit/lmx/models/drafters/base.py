@@ -298,7 +298,24 @@ def initialize_from_target(
     blocks = find_blocks(target)
     last_blocks = blocks.trunk[blocks.name][-len(layers) :]
     for layer, block in zip(layers, last_blocks, strict=False):
-        _copy_block(layer, block)
+        sources = dict(block.named_modules())
+        if "hidden_norm" in layer:
+            # The other norm is that of the token embeddings, which blocks do not read.
+            sources["hidden_norm"] = sources.pop("input_layernorm", None)
+        for path, module in layer.named_modules():
+            source = sources.get(path)
+            if "weight" not in module or source is None or "weight" not in source:
+                continue
+            is_packed = is_quantized(source)
+            weight = dequantized_weight(source) if is_packed else source.weight
+            rows, columns = module.weight.shape[0], module.weight.shape[-1]
+            if weight.shape == module.weight.shape:
+                module.weight = mx.array(weight)
+            elif weight.shape == (rows, columns // 2):
+                # The first half of the inputs is the token embedding.
+                new = NEW_INPUT_SCALE * module.weight[:, : columns // 2]
+                weights = [new, weight.astype(new.dtype)]
+                module.weight = mx.concatenate(weights, axis=1)
     final_norm = getattr(blocks.trunk, "norm", None)
     if type(final_norm) is type(norm):
         norm.weight = mx.array(final_norm.weight)
@@ -306,22 +323,3 @@ def initialize_from_target(
     others = fc.weight.shape[1] - width
     scaled = NEW_INPUT_SCALE * fc.weight[:, :others]
     fc.weight = mx.concatenate([scaled, mx.eye(width, dtype=fc.weight.dtype)], axis=1)
-
-
-def _copy_block(layer: nn.Module, block: nn.Module) -> None:
-    sources = dict(block.named_modules())
-    if "hidden_norm" in layer:
-        # The other norm is that of the token embeddings, which blocks do not read.
-        sources["hidden_norm"] = sources.pop("input_layernorm", None)
-    for path, module in layer.named_modules():
-        source = sources.get(path)
-        if "weight" not in module or source is None or "weight" not in source:
-            continue
-        weight = dequantized_weight(source) if is_quantized(source) else source.weight
-        rows, columns = module.weight.shape[0], module.weight.shape[-1]
-        if weight.shape == module.weight.shape:
-            module.weight = mx.array(weight)
-        elif weight.shape == (rows, columns // 2):
-            # The first half of the inputs is the token embedding.
-            new = NEW_INPUT_SCALE * module.weight[:, : columns // 2]
-            module.weight = mx.concatenate([new, weight.astype(new.dtype)], axis=1)

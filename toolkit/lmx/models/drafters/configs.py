@@ -268,7 +268,6 @@ class Eagle3Config(AttentionConfig):
     def own_values(
         target: dict, config: DrafterConfig, vocab_size: int, num_blocks: int, mask: int
     ) -> dict[str, Any]:
-        """See `AttentionConfig`."""
         names = target["architectures"]
         return {
             "num_hidden_layers": config.num_layers or 1,
@@ -414,7 +413,6 @@ class DFlashConfig(AttentionConfig):
 
     @property
     def num_tokens(self) -> int:
-        """See `AttentionConfig`."""
         return max(self.vocab_size, self.mask_token_id + 1)
 
     @classmethod
@@ -428,14 +426,31 @@ class DFlashConfig(AttentionConfig):
         if isinstance(nested, dict):
             # Both places are in use.
             config = config | nested
-        _check_supported(config, place)
+        if "speculators_model_type" in config:
+            raise UserError(
+                "lmx does not read DFlash drafters in the speculators format: programs "
+                "disagree on the numbers of the target's layers in it",
+                place=place,
+                hint="use a drafter in the z-lab format",
+            )
+        names = architectures(config) or [DFLASH]
+        faults = [f"architectures: {names}"] * (DFLASH not in names)
+        # A key of another version or design, such as DFlash 2, DSpark or Domino.
+        known = {*cls.model_fields, "rope_parameters", "tie_word_embeddings"}
+        known |= set() if config.get("use_sliding_window") else {"sliding_window"}
+        for key, value in config.items():
+            is_harmless = HARMLESS.search(key) and not key.startswith("dflash")
+            if value and key not in known and not is_harmless:
+                faults.append(f"{key}: {value}")
+        if faults:
+            message = f"lmx does not support this kind of DFlash drafter: {faults[0]}"
+            raise UserError(message, place=place)
         return cls.read(config, place=place)
 
     @staticmethod
     def own_values(
         target: dict, config: DrafterConfig, vocab_size: int, num_blocks: int, mask: int
     ) -> dict[str, Any]:
-        """See `AttentionConfig`."""
         return {
             "num_hidden_layers": config.num_layers or DFLASH_LAYERS,
             "block_size": config.num_draft_tokens + 1,
@@ -473,25 +488,3 @@ def spread(num_blocks: int) -> list[int]:
     last = num_blocks - 1
     first, end = min(1, last), max(min(1, last), num_blocks - 3)
     return sorted({first, round((first + end) / 2), end})
-
-
-def _check_supported(config: dict, place: str) -> None:
-    if "speculators_model_type" in config:
-        raise UserError(
-            "lmx does not read DFlash drafters in the speculators format: programs "
-            "disagree on the numbers of the target's layers in it",
-            place=place,
-            hint="use a drafter in the z-lab format",
-        )
-    names = architectures(config) or [DFLASH]
-    faults = [f"architectures: {names}"] * (DFLASH not in names)
-    # A key of another version or design, such as DFlash 2, DSpark or Domino.
-    known = {*DFlashConfig.model_fields, "rope_parameters", "tie_word_embeddings"}
-    known |= set() if config.get("use_sliding_window") else {"sliding_window"}
-    for key, value in config.items():
-        is_harmless = HARMLESS.search(key) and not key.startswith("dflash")
-        if value and key not in known and not is_harmless:
-            faults.append(f"{key}: {value}")
-    if faults:
-        message = f"lmx does not support this kind of DFlash drafter: {faults[0]}"
-        raise UserError(message, place=place)

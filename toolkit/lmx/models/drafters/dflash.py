@@ -158,8 +158,8 @@ class DFlashDrafter(Drafter):
         starts: mx.array,
         num_draft_tokens: int,
     ) -> mx.array:
-        """See `Drafter`. All blocks pass through the layers side by side."""
-        rows = self._context_rows(states)
+        """The outputs of all blocks, which pass through the layers side by side."""
+        rows = self.hidden_norm(self.fc(states))
         # The target has not processed the anchor.
         mask = mx.arange(states.shape[1]) < starts[..., None]
         hidden = self._embed_blocks(mx.take_along_axis(tokens, starts, axis=1))
@@ -191,7 +191,7 @@ class DFlashDrafter(Drafter):
 
     def extend_context(self, states: mx.array, start: int, cache: list) -> None:
         """Add hidden states [1, N, n * width] from the position `start` on."""
-        rows = self._context_rows(states)
+        rows = self.hidden_norm(self.fc(states))
         for layer, stored in zip(self.layers, cache, strict=True):
             stored.update_and_fetch(*layer.self_attn.keys_values(rows, start))
 
@@ -210,9 +210,6 @@ class DFlashDrafter(Drafter):
             )
             hidden = layer(hidden, starts, context, None)
         return self._outputs(hidden, num_draft_tokens)[0, 0]
-
-    def _context_rows(self, states: mx.array) -> mx.array:
-        return self.hidden_norm(self.fc(states))
 
     def _embed_blocks(self, anchors: mx.array) -> mx.array:
         """The embeddings [B, M, S, width] of blocks with these anchors [B, M]."""
@@ -233,7 +230,7 @@ class DFlashDrafter(Drafter):
 
     @classmethod
     def matches(cls, config: dict) -> bool:
-        """See `Drafter`. Any version of DFlash."""
+        """Whether a config.json is of any version of DFlash."""
         return (
             "dflash_config" in config
             or config.get("speculators_model_type") == "dflash"
@@ -241,5 +238,4 @@ class DFlashDrafter(Drafter):
         )
 
     def export_weights(self) -> dict[str, mx.array]:
-        """See `Drafter`."""
         return dict(tree_flatten(self.parameters()))

@@ -101,7 +101,8 @@ class Eagle3Attention(nn.Module):
         """Outputs [B, L, width] for inputs [B, L, input_size], causal."""
         offset = 0 if cache is None else cache.offset
         queries, keys, values = (
-            self._split(y, heads) for y, heads in self._projections(x)
+            y.reshape(*y.shape[:2], heads, self.head_dim).swapaxes(1, 2)
+            for y, heads in self._projections(x)
         )
         queries, keys = (
             self.rope(queries, offset=offset),
@@ -165,9 +166,6 @@ class Eagle3Attention(nn.Module):
             (self.k_proj(x), self.num_kv_heads),
             (self.v_proj(x), self.num_kv_heads),
         ]
-
-    def _split(self, x: mx.array, heads: int) -> mx.array:
-        return x.reshape(*x.shape[:2], heads, self.head_dim).swapaxes(1, 2)
 
 
 class Eagle3Layer(nn.Module):
@@ -302,7 +300,7 @@ class Eagle3Drafter(Drafter):
         starts: mx.array,
         num_draft_tokens: int,
     ) -> mx.array:
-        """See `Drafter`. This is the training-time test of the paper."""
+        """The outputs in the training-time test of the paper."""
         text = self._causal(tokens[:, 1:], self._join(states))
         return mx.stack(self._draft(tokens, starts, num_draft_tokens, text), axis=2)
 
@@ -313,7 +311,7 @@ class Eagle3Drafter(Drafter):
         mask: mx.array,
         num_draft_tokens: int,
     ) -> list[TrainingRounds]:
-        """See `Drafter`: the first draft tokens of all rounds, later ones of some.
+        """The first draft tokens of all rounds, later ones of some.
 
         The pass over the text gives the former; a later draft token takes a pass of its
         own over its rounds.
@@ -427,7 +425,7 @@ class Eagle3Drafter(Drafter):
         return self.config.model_copy(update={"layer_ids": self.layer_ids}).to_json()
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """See `Drafter`.
+        """Stored weights under the names of the parameters.
 
         Raises:
             UserError: `d2t` does not lead to distinct tokens, or not to those of `t2d`.
@@ -440,7 +438,19 @@ class Eagle3Drafter(Drafter):
         if "d2t" in weights:
             if "d2t" in self:
                 weights["d2t"] = weights["d2t"].astype(mx.int32)
-                self._require_tokens(weights["d2t"], mask)
+                tokens = np.array(weights["d2t"]) + np.arange(len(weights["d2t"]))
+                size, distinct = self.config.vocab_size, {*tokens.tolist()}
+                is_valid = min(distinct) >= 0 and max(distinct) < size
+                is_valid = is_valid and len(distinct) == len(tokens)
+                if is_valid and mask is not None:
+                    marked = np.flatnonzero(np.array(mask))
+                    is_valid = np.array_equal(marked, np.sort(tokens))
+                if not is_valid:
+                    raise UserError(
+                        "d2t of the drafter's files does not name the tokens that it "
+                        "can draft",
+                        hint="d2t[d] is the token of draft id d, minus d",
+                    )
             elif not weights["d2t"].any():
                 del weights["d2t"]
         return {
@@ -462,16 +472,3 @@ class Eagle3Drafter(Drafter):
             )
         ]
         return weights | {"embed_tokens.weight": mx.concatenate(embeddings)}
-
-    def _require_tokens(self, d2t: mx.array, mask: mx.array | None) -> None:
-        tokens = np.array(d2t) + np.arange(len(d2t))
-        size = self.config.vocab_size
-        is_valid = tokens.min() >= 0 and tokens.max() < size
-        is_valid = is_valid and len(set(tokens.tolist())) == len(tokens)
-        if is_valid and mask is not None:
-            is_valid = np.array_equal(np.flatnonzero(np.array(mask)), np.sort(tokens))
-        if not is_valid:
-            raise UserError(
-                "d2t of the drafter's files does not name the tokens that it can draft",
-                hint="d2t[d] is the token of draft id d, minus d",
-            )

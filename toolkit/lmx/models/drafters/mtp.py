@@ -62,7 +62,12 @@ class MTPHead(nn.Module):
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.pre_fc_norm_embedding = nn.RMSNorm(width, eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(width, eps)
-        self.layers = _decoder_layers(config, text.get("mtp_num_hidden_layers") or 1)
+        # Layers of the model's own architecture, all with full attention.
+        own, count = copy.deepcopy(config), text.get("mtp_num_hidden_layers") or 1
+        for block in (own, own.get("text_config") or {}):
+            block |= {"num_hidden_layers": count, "full_attention_interval": 1}
+        blocks = find_blocks(build_model(own))
+        self.layers = blocks.trunk[blocks.name]
         self.norm = nn.RMSNorm(width, eps)
         blocks = find_blocks(model)
         self.layer_ids = (len(blocks.trunk[blocks.name]) - 1,)
@@ -140,15 +145,6 @@ def is_split_head(source: str | Path) -> bool:
     return is_file and read_json(file).get("model_type") == SPLIT_MODEL_TYPE
 
 
-def _decoder_layers(config: dict, count: int) -> list[nn.Module]:
-    """Decoder layers of the model's own architecture, all with full attention."""
-    config = copy.deepcopy(config)
-    for block in (config, config.get("text_config") or {}):
-        block |= {"num_hidden_layers": count, "full_attention_interval": 1}
-    blocks = find_blocks(build_model(config))
-    return blocks.trunk[blocks.name]
-
-
 def read_mtp(folder: Path, config: dict) -> dict[str, mx.array]:
     """The tensors of a checkpoint's MTP head in MLX's layout, unread.
 
@@ -180,7 +176,27 @@ def as_mlx(tensors: dict[str, mx.array], *, place: str) -> dict[str, mx.array]:
     # Only the weights of norms are vectors.
     is_norm = {n: n.endswith(".weight") and v.ndim == 1 for n, v in tensors.items()}
     tensors = {n: v + 1 if is_norm[n] else v for n, v in tensors.items()}
-    return _stack_experts(tensors, place)
+    stacked: dict[str, mx.array] = {}
+    # By path, and by number.
+    single: dict[str, dict[int, mx.array]] = {}
+    for name, value in tensors.items():
+        if match := SINGLE_EXPERT.fullmatch(name):
+            block, index, layer = match.groups()
+            path = f"{block}.switch_mlp.{layer}.weight"
+            single.setdefault(path, {})[int(index)] = value
+        elif match := JOINED_EXPERTS.fullmatch(name):
+            block, layer = match.groups()
+            layers = ("gate_proj", "up_proj") if "gate" in layer else (layer,)
+            parts = mx.split(value, len(layers), axis=-2)
+            for layer, part in zip(layers, parts, strict=True):
+                stacked[f"{block}.switch_mlp.{layer}.weight"] = part
+        else:
+            stacked[name] = value
+    for path, experts in single.items():
+        if experts.keys() != set(range(len(experts))):
+            raise UserError(f"an expert of {path} is missing", place=place)
+        stacked[path] = mx.stack([experts[index] for index in range(len(experts))])
+    return stacked
 
 
 def copy_mtp(source: Path, target: Path, config: dict) -> None:
@@ -264,38 +280,13 @@ def _mtp_files(folder: Path, config: dict) -> list[Path]:
     if kind == SPLIT_MODEL_TYPE:
         return sorted(set(in_model.values()))
     files = {in_model[name] for name in in_model if name.startswith(PREFIX)}
-    return sorted(files or filter(_has_mtp, folder.glob("mtp*.safetensors")))
+    for file in () if files else folder.glob("mtp*.safetensors"):
+        if any(name.startswith(PREFIX) for name in read_header(file)):
+            files.add(file)
+    return sorted(files)
 
 
 def _load(file: Path) -> tuple[dict[str, mx.array], bool]:
     """The tensors of a file, unread, and whether they are in MLX's layout."""
     tensors, metadata = mx.load(str(file), return_metadata=True)
     return tensors, metadata.get("format") == "mlx"
-
-
-def _has_mtp(file: Path) -> bool:
-    return any(name.startswith(PREFIX) for name in read_header(file))
-
-
-def _stack_experts(tensors: dict[str, mx.array], place: str) -> dict[str, mx.array]:
-    """Experts by mlx-lm's names, each projection of all experts in one tensor."""
-    stacked: dict[str, mx.array] = {}
-    single: dict[str, dict[int, mx.array]] = {}
-    for name, value in tensors.items():
-        if match := SINGLE_EXPERT.fullmatch(name):
-            block, index, layer = match.groups()
-            path = f"{block}.switch_mlp.{layer}.weight"
-            single.setdefault(path, {})[int(index)] = value
-        elif match := JOINED_EXPERTS.fullmatch(name):
-            block, layer = match.groups()
-            layers = ("gate_proj", "up_proj") if "gate" in layer else (layer,)
-            parts = mx.split(value, len(layers), axis=-2)
-            for layer, part in zip(layers, parts, strict=True):
-                stacked[f"{block}.switch_mlp.{layer}.weight"] = part
-        else:
-            stacked[name] = value
-    for path, experts in single.items():
-        if experts.keys() != set(range(len(experts))):
-            raise UserError(f"an expert of {path} is missing", place=place)
-        stacked[path] = mx.stack([experts[index] for index in range(len(experts))])
-    return stacked

@@ -230,7 +230,18 @@ def init_adapter(model: nn.Module, folder: Path) -> None:
     layers = adapted_layers(model)
     given = {name.rpartition(".")[0] for name in tensors}
     expected = {}
-    for path in layers.keys() & (given | _named_layers(model, config)):
+    # The layers that the config of the adapter names.
+    blocks = (block.named_modules() for block in config.blocks(model))
+    inside = {id(module): key for modules in blocks for key, module in modules}
+    keys = lora.keys
+    named = {
+        path
+        for path, layer in layers.items()
+        if path in (keys or ())
+        or config.is_peft_target(path)
+        or (id(layer) in inside and (keys is None or inside[id(layer)] in keys))
+    }
+    for path in layers.keys() & (given | named):
         for leaf in layers[path].TRAINABLE:
             shape = list(layers[path][leaf].shape)
             if (axis := layers[path].RANK_AXIS.get(leaf)) is not None:
@@ -247,17 +258,3 @@ def init_adapter(model: nn.Module, folder: Path) -> None:
             _, additional = mx.split(layer[leaf], [lora.rank], axis=axis)
             value = mx.concatenate([value, additional], axis=axis)
         layer[leaf] = value
-
-
-def _named_layers(model: nn.Module, config: AdapterConfig) -> set[str]:
-    """The adapted layers of a model that the config of an adapter names."""
-    keys = config.lora_parameters.keys
-    blocks = (block.named_modules() for block in config.blocks(model))
-    inside = {id(module): key for modules in blocks for key, module in modules}
-    return {
-        path
-        for path, layer in adapted_layers(model).items()
-        if path in (keys or ())
-        or config.is_peft_target(path)
-        or (id(layer) in inside and (keys is None or inside[id(layer)] in keys))
-    }

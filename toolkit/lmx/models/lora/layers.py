@@ -1,7 +1,7 @@
 """Adapter layers: LoRA (arXiv 2106.09685) and DoRA (2402.09353)."""
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -87,10 +87,8 @@ class DoRALinear(LoRALinear):
 
     TRAINABLE: ClassVar = ("lora_a", "lora_b", "m")
 
-    def __init__(
-        self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
-    ):
-        super().__init__(linear, rank, scale, dropout, key)
+    def __init__(self, linear: nn.Module, *settings: Any):
+        super().__init__(linear, *settings)
         self._squares = quantized_layers.dequantized_weight(linear).square().sum(axis=1)
         self.m = mx.sqrt(self._squares)
 
@@ -149,7 +147,8 @@ class LoRAEmbedding(AdapterLayer):
 
     def __call__(self, tokens: mx.array) -> mx.array:
         y = self.embedding(tokens)
-        return y + self._update(tokens).astype(y.dtype)
+        update = self.dropout(self.scale * (self.lora_a[tokens] @ self.lora_b))
+        return y + update.astype(y.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits [..., tokens] of x [..., width], where the embedding is the head."""
@@ -161,9 +160,6 @@ class LoRAEmbedding(AdapterLayer):
         a, b = trained["lora_a"], trained["lora_b"]
         return mx.addmm(weight.astype(mx.float32), a, b, alpha=self.scale)
 
-    def _update(self, tokens: mx.array) -> mx.array:
-        return self.dropout(self.scale * (self.lora_a[tokens] @ self.lora_b))
-
 
 class DoRAEmbedding(LoRAEmbedding):
     """LoRA whose merged weight has rows of the trained norms m [tokens].
@@ -173,13 +169,10 @@ class DoRAEmbedding(LoRAEmbedding):
 
     TRAINABLE: ClassVar = ("lora_a", "lora_b", "m")
 
-    def __init__(
-        self, embedding: nn.Module, rank: int, scale: float, dropout: float, key
-    ):
-        super().__init__(embedding, rank, scale, dropout, key)
-        self._squares = (
-            quantized_layers.dequantized_weight(embedding).square().sum(axis=1)
-        )
+    def __init__(self, embedding: nn.Module, *settings: Any):
+        super().__init__(embedding, *settings)
+        weight = quantized_layers.dequantized_weight(embedding)
+        self._squares = weight.square().sum(axis=1)
         self.m = mx.sqrt(self._squares)
 
     def __call__(self, tokens: mx.array) -> mx.array:

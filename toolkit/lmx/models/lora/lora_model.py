@@ -58,12 +58,6 @@ class TargetModule(NamedTuple):
         """Whether it is a linear or expert layer of a block."""
         return self.inside and self.kind != EMBEDDING
 
-    def is_worthwhile(self, rank: int) -> bool:
-        """Whether gradients reach the layer and an adapter is smaller than it."""
-        *_, outputs, inputs = quantized_layers.weight_shape(self.layer)
-        is_smaller = rank * (outputs + inputs) < outputs * inputs
-        return is_smaller and INDEXER not in self.key.split(".")
-
 
 def find_target_modules(
     model: nn.Module, num_layers: int | None = None
@@ -83,12 +77,22 @@ def find_target_modules(
     keys = {id(m): key for block in blocks for key, m in block.named_modules()}
     last_blocks = blocks[-(num_layers or 0) :]
     included = {id(m) for block in last_blocks for m in block.modules()}
-    num_experts = _num_experts(model)
+    modules = dict(model.named_modules())
+    # Number of experts by path of the module that contains their group.
+    num_experts = {
+        path.rsplit(".", 2)[0]: quantized_layers.weight_shape(module)[0]
+        for path, module in modules.items()
+        if layer_kind(module) == EXPERTS
+    }
     targets = []
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         kind, inside = layer_kind(module), id(module) in keys
         key = keys.get(id(module), path)
-        if kind is None or _is_router(path, key, module, num_experts):
+        if kind is None or {*key.split(".")} & {*ROUTERS}:
+            continue
+        # Another router has one output per expert beside their group.
+        experts = num_experts.get(path.rpartition(".")[0])
+        if experts and quantized_layers.weight_shape(module)[-2] == experts:
             continue
         if not inside or id(module) in included:
             targets.append(TargetModule(path, key, module, kind, inside))
@@ -104,23 +108,6 @@ def layer_kind(module: nn.Module) -> str | None:
     if type(module) is nn.Embedding or isinstance(module, nn.QuantizedEmbedding):
         return EMBEDDING
     return None
-
-
-def _num_experts(model: nn.Module) -> dict[str, int]:
-    """Number of experts by path of the module that contains their group."""
-    return {
-        path.rsplit(".", 2)[0]: quantized_layers.weight_shape(module)[0]
-        for path, module in model.named_modules()
-        if layer_kind(module) == EXPERTS
-    }
-
-
-def _is_router(path: str, key: str, module: nn.Module, num_experts: dict) -> bool:
-    """By its name, or by one output per expert beside their group."""
-    if set(key.split(".")) & set(ROUTERS):
-        return True
-    experts = num_experts.get(path.rpartition(".")[0])
-    return experts is not None and quantized_layers.weight_shape(module)[-2] == experts
 
 
 def attach(
@@ -140,10 +127,30 @@ def attach(
     """
     model.freeze()
     classes = {LINEAR: LoRALinear} if merged else LAYER_CLASSES[adapter.type]
-    targets = _match_targets(model, adapter, classes)
+    found = find_target_modules(model, adapter.num_layers)
+    candidates = [target for target in found if target.kind in classes]
+    for pattern, rank in adapter.ranks.items():
+        if any(_matches(pattern, target, rank) for target in candidates):
+            continue
+        names = ", ".join(sorted({target.key for target in candidates}))
+        if pattern == AUTO and any(target.in_block for target in candidates):
+            raise UserError(
+                f"rank {rank} is too large: an adapter would be no smaller than its "
+                "layer",
+                hint=f"a lower rank, or layers by name: {names}",
+            )
+        raise UserError(
+            f"no layer that {adapter.type} adapts here matches {pattern!r}",
+            hint=f"there are: {names}",
+        )
+    # The first pattern that matches gives the rank.
+    targets = []
+    for target in candidates:
+        ranks = (r for p, r in adapter.ranks.items() if _matches(p, target, r))
+        if rank := next(ranks, None):
+            targets.append((target, rank))
     paths, keys = ({getattr(t, name) for t, _ in targets} for name in ("path", "key"))
-    others = find_target_modules(model, adapter.num_layers)
-    if any(other.key in keys and other.path not in paths for other in others):
+    if any(other.key in keys and other.path not in paths for other in found):
         keys = paths
     key, layers = mx.random.key(seed), []
     for target, rank in sorted(targets, key=lambda pair: pair[0].path):
@@ -160,45 +167,12 @@ def attach(
     return sorted(keys)
 
 
-def _match_targets(
-    model: nn.Module, adapter: LoRAConfig, classes: dict
-) -> list[tuple[TargetModule, int]]:
-    """The layers that a pattern matches, each with its rank."""
-    targets = [
-        target
-        for target in find_target_modules(model, adapter.num_layers)
-        if target.kind in classes
-    ]
-    ranks = adapter.ranks.items()
-    for pattern, rank in ranks:
-        if not any(_matches(pattern, target, rank) for target in targets):
-            raise _unmatched(adapter, pattern, rank, targets)
-    matches = []
-    for target in targets:
-        matching = (rank for pattern, rank in ranks if _matches(pattern, target, rank))
-        if rank := next(matching, None):
-            matches.append((target, rank))
-    return matches
-
-
-def _unmatched(
-    adapter: LoRAConfig, pattern: str, rank: int, targets: list[TargetModule]
-) -> UserError:
-    names = ", ".join(sorted({target.key for target in targets}))
-    if pattern == AUTO and any(target.in_block for target in targets):
-        return UserError(
-            f"rank {rank} is too large: an adapter would be no smaller than its layer",
-            hint=f"a lower rank, or layers by name: {names}",
-        )
-    return UserError(
-        f"no layer that {adapter.type} adapts here matches {pattern!r}",
-        hint=f"there are: {names}",
-    )
-
-
 def _matches(pattern: str, target: TargetModule, rank: int) -> bool:
     if pattern == AUTO:
-        return target.in_block and target.is_worthwhile(rank)
+        # Gradients must reach the layer, and an adapter must be smaller than it.
+        *_, outputs, inputs = quantized_layers.weight_shape(target.layer)
+        is_smaller = rank * (outputs + inputs) < outputs * inputs
+        return target.in_block and is_smaller and INDEXER not in target.key.split(".")
     if pattern == EVERYTHING:
         return target.in_block
     return fnmatchcase(target.key, pattern)

@@ -14,12 +14,13 @@ from mlx.utils import tree_unflatten
 
 from ...errors import UserError
 from ..dtypes import stored_dtype
+from ..hooks import put_in_front
 from .lora_model import EXPERTS, layer_kind
 from .multi_lora_layers import (
     AdapterRows,
+    ExpertsByRow,
     MultiLoRAExperts,
     MultiLoRALinear,
-    split_by_row,
 )
 
 BASE = 0
@@ -61,17 +62,52 @@ class MultiLoRA:
         """
         if name in self.numbers:
             raise UserError(f"there is an adapter {name!r} already")
-        weights = dict(_adapter_weights(adapted, name))
+        # A and scale * B by the paths of adapted layers.
+        weights: dict[str, tuple[mx.array, mx.array]] = {}
+        inside = {id(m) for block in adapted.layers for m in block.modules()}
+        modules = dict(adapted.named_modules())
+        for path, module in modules.items():
+            kind = type(module).__name__
+            if kind not in SUPPORTED and kind not in UNSUPPORTED:
+                continue
+            group = type(modules[path.rpartition(".")[0]]).__name__
+            what = UNSUPPORTED.get(kind)
+            if id(module) not in inside:
+                what = what or "a layer outside the blocks"
+            elif kind in SUPPORTED[1:] and group not in EXPERT_GROUPS:
+                what = f"experts in a {group}"
+            if what:
+                raise UserError(
+                    f"the adapter {name!r} has {what} ({path}), and several adapters "
+                    "of a model may have linear layers and usual experts of its blocks",
+                    hint="fuse it into the model (mlx_lm.fuse), and use that",
+                )
+            weights[path] = module.lora_a, module.scale * module.lora_b
+        if not weights:
+            raise UserError(f"the adapter {name!r} is no low-rank adapter")
         modules = dict(self._model.named_modules())
         for path in weights:
-            if path not in self._layers:
-                self._wrap(path, modules)
+            if path in self._layers:
+                continue
+            new = {path: MultiLoRALinear(modules[path], self.rows)}
+            if layer_kind(modules[path]) == EXPERTS:
+                # All layers of the group must read what it makes of their indices.
+                parent = path.rpartition(".")[0]
+                modules[parent]._adapter_rows = self.rows
+                put_in_front(ExpertsByRow, modules[parent])
+                new = {
+                    f"{parent}.{leaf}": MultiLoRAExperts(layer, self.rows)
+                    for leaf, layer in modules[parent].children().items()
+                    if layer_kind(layer) == EXPERTS
+                }
+            self._layers |= new
+            self._model.update_modules(tree_unflatten([*new.items()]))
         self._last += 1
         # Not a layer's own: scales may be of 8 bits.
         dtype = stored_dtype(self._model)
         for path, (a, b) in weights.items():
             adapters = self._layers[path].adapters
-            adapters.add(self._last, a.astype(dtype), b.astype(dtype))
+            adapters.add_adapter(self._last, a.astype(dtype), b.astype(dtype))
         self.numbers[name] = self._last
         return self._last
 
@@ -96,23 +132,8 @@ class MultiLoRA:
         number = self.number(name)
         del self.numbers[name]
         for layer in self._layers.values():
-            layer.adapters.remove(number)
+            layer.adapters.remove_adapter(number)
         return number
-
-    def _wrap(self, path: str, modules: dict[str, nn.Module]) -> None:
-        """Let a layer have adapters, and with experts all layers of their group."""
-        if layer_kind(modules[path]) == EXPERTS:
-            parent = path.rpartition(".")[0]
-            split_by_row(modules[parent], self.rows)
-            new = {
-                f"{parent}.{name}": MultiLoRAExperts(layer, self.rows)
-                for name, layer in modules[parent].children().items()
-                if layer_kind(layer) == EXPERTS
-            }
-        else:
-            new = {path: MultiLoRALinear(modules[path], self.rows)}
-        self._layers |= new
-        self._model.update_modules(tree_unflatten([*new.items()]))
 
 
 def multi_lora(model: Any) -> MultiLoRA:
@@ -138,32 +159,3 @@ def adapter_rows(model: Any, numbers: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         rows.end()
-
-
-def _adapter_weights(
-    adapted: nn.Module, name: str
-) -> Iterator[tuple[str, tuple[mx.array, mx.array]]]:
-    """A and scale * B by the paths of adapted layers."""
-    found = False
-    inside = {id(m) for block in adapted.layers for m in block.modules()}
-    modules = dict(adapted.named_modules())
-    for path, module in modules.items():
-        kind = type(module).__name__
-        if kind not in SUPPORTED and kind not in UNSUPPORTED:
-            continue
-        group = type(modules[path.rpartition(".")[0]]).__name__
-        what = UNSUPPORTED.get(kind)
-        if id(module) not in inside:
-            what = what or "a layer outside the blocks"
-        elif kind in SUPPORTED[1:] and group not in EXPERT_GROUPS:
-            what = f"experts in a {group}"
-        if what:
-            raise UserError(
-                f"the adapter {name!r} has {what} ({path}), and several adapters of a "
-                "model may have linear layers and usual experts of its blocks",
-                hint="fuse it into the model (mlx_lm.fuse), and use that",
-            )
-        found = True
-        yield path, (module.lora_a, module.scale * module.lora_b)
-    if not found:
-        raise UserError(f"the adapter {name!r} is no low-rank adapter")

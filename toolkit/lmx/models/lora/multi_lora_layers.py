@@ -70,35 +70,33 @@ class LayerAdapters:
     weights: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
     joined: JoinedAdapters | None = None
 
-    def add(self, number: int, a: mx.array, b: mx.array) -> None:
+    def add_adapter(self, number: int, a: mx.array, b: mx.array) -> None:
         """Add A [in, rank] and scale * B [rank, out]."""
         mx.eval(a, b)
         self.weights[number] = a, b
 
-    def remove(self, number: int) -> None:
+    def remove_adapter(self, number: int) -> None:
         """Free an adapter."""
         self.weights.pop(number, None)
         self.joined = None
 
-    def of(self, rows: tuple[int, ...]) -> JoinedAdapters | None:
-        """Those of rows; None if no row has one. Kept for the next pass."""
+    def for_rows(self, rows: tuple[int, ...]) -> JoinedAdapters | None:
+        """The adapters of rows, kept for the next pass; None if no row has one."""
         if self.joined is None or self.joined.rows is not rows:
             numbers = sorted({*rows} & self.weights.keys())
             if not numbers:
                 return None
-            self.joined = self._join(rows, numbers)
+            pairs = [self.weights[number] for number in numbers]
+            if len({*rows}) == 1:
+                self.joined = JoinedAdapters(rows, *pairs[0], None)
+                return self.joined
+            a = mx.concatenate([a for a, _ in pairs], axis=1)
+            b = mx.concatenate([b for _, b in pairs])
+            sizes = zip(numbers, pairs, strict=True)
+            owners = [number for number, (_, b) in sizes for _ in range(len(b))]
+            mask = mx.array(rows)[:, None] == mx.array(owners)
+            self.joined = JoinedAdapters(rows, a, b, mask)
         return self.joined
-
-    def _join(self, rows: tuple[int, ...], numbers: Sequence[int]) -> JoinedAdapters:
-        pairs = [self.weights[number] for number in numbers]
-        if len({*rows}) == 1:
-            return JoinedAdapters(rows, *pairs[0], None)
-        a = mx.concatenate([a for a, _ in pairs], axis=1)
-        b = mx.concatenate([b for _, b in pairs])
-        sizes = zip(numbers, pairs, strict=True)
-        owners = [number for number, (_, b) in sizes for _ in range(len(b))]
-        mask = mx.array(rows)[:, None] == mx.array(owners)
-        return JoinedAdapters(rows, a, b, mask)
 
 
 class MultiLoRALinear(nn.Module):
@@ -117,7 +115,7 @@ class MultiLoRALinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         y, rows = self.linear(x), self._rows.numbers
-        joined = self._adapters.of(rows) if rows else None
+        joined = self._adapters.for_rows(rows) if rows else None
         if joined is None:
             return y
         update = x @ joined.a
@@ -166,19 +164,19 @@ class ExpertAdapters:
     b: mx.array | None = None
     chosen: ChosenAdapters | None = None
 
-    def add(self, number: int, a: mx.array, b: mx.array) -> None:
+    def add_adapter(self, number: int, a: mx.array, b: mx.array) -> None:
         """Add A [experts, rank, in] and scale * B [experts, out, rank]."""
         self._stack(self._pairs() | {number: (a, b)})
 
-    def remove(self, number: int) -> None:
+    def remove_adapter(self, number: int) -> None:
         """Free an adapter. The others are copied."""
         if number in self.ranks:
             pairs = self._pairs()
             del pairs[number]
             self._stack(pairs)
 
-    def of(self, rows: tuple[int, ...]) -> ChosenAdapters | None:
-        """Those of rows; None if no row has one. Kept for the next pass."""
+    def for_rows(self, rows: tuple[int, ...]) -> ChosenAdapters | None:
+        """The adapters of rows, kept for the next pass; None if no row has one."""
         if self.chosen is None or self.chosen.rows is not rows:
             present, numbers = [*self.ranks], sorted({*rows})
             has = [number in self.ranks for number in numbers]
@@ -232,7 +230,7 @@ class MultiLoRAExperts(nn.Module):
         if count := self._rows.distinct:
             indices, of_row = indices // count, indices % count
         y = self.linear(x, indices, sorted_indices=sorted_indices)
-        chosen = adapters.of(numbers) if numbers else None
+        chosen = adapters.for_rows(numbers) if numbers else None
         if chosen is None:
             return y
         slots = chosen.slots if of_row is None else chosen.slots[of_row]
@@ -263,10 +261,3 @@ class ExpertsByRow:
             by_row = indices.reshape(len(rows.numbers), -1) * rows.distinct
             indices = (by_row + rows.order[:, None]).reshape(indices.shape)
         return super().__call__(x, indices)
-
-
-def split_by_row(group: nn.Module, rows: AdapterRows) -> None:
-    """Let a group of experts be `ExpertsByRow`. All of its layers must read that."""
-    kind = type(group)
-    group._adapter_rows = rows
-    group.__class__ = type(kind.__name__, (ExpertsByRow, kind), {})
