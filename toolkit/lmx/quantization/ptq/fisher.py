@@ -212,9 +212,7 @@ class ForwardBackwardPass:
         """
         for index in reversed(range(len(self.blockwise))):
             sums = OutputGradients()
-            with (
-                self.blockwise.loaded_block(index, self.compute),
-            ):
+            with self.blockwise.loaded_block(index, self.compute):
                 for shard in self.own_shards:
                     self._run_back(index, shard, layers[index], sums)
                     self.progress.advance(2)

@@ -43,7 +43,16 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
         if self._spec.global_scale:
             self._global_scale = global_scale.largest_magnitude(weight)
             weight = global_scale.normalized(weight, self._global_scale)
-        self._scales = self._fit(weight)
+        # The scales with the least squared error, uint8 [..., G].
+        rows = weight.reshape(-1, weight.shape[-1])
+        size, costs = max(1, CHUNK_WEIGHTS // rows.shape[1]), mx.ones(rows.shape[1])
+        codes = []
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size].astype(mx.float32)
+            scales = fit_float_groups(part, costs, self._spec).scales
+            codes.append(self._mode.scales.codes(scales).astype(mx.uint8))
+            mx.eval(codes)
+        self._scales = mx.concatenate(codes).reshape(*weight.shape[:-1], -1)
         mx.eval(self._scales)
         return {}
 
@@ -94,18 +103,6 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
         # Not so where the scale is zero, NaN, or too small for float32.
         is_same = self._nearest(self._positions(weight)) == self._grouped(elements)
         return mx.where(is_same.reshape(weight.shape), weight, levels)
-
-    def _fit(self, weight: mx.array) -> mx.array:
-        """Codes of the scales with the least squared error, uint8 [..., G]."""
-        rows = weight.reshape(-1, weight.shape[-1])
-        size, costs = max(1, CHUNK_WEIGHTS // rows.shape[1]), mx.ones(rows.shape[1])
-        codes = []
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size].astype(mx.float32)
-            scales = fit_float_groups(part, costs, self._spec).scales
-            codes.append(self._mode.scales.codes(scales).astype(mx.uint8))
-            mx.eval(codes)
-        return mx.concatenate(codes).reshape(*weight.shape[:-1], -1)
 
     def _positions(self, weight: mx.array) -> mx.array:
         """Weights divided by their scales, float32 [..., G, group size]."""

@@ -44,7 +44,10 @@ class ScaleMapping:
         name = f"{self.producer}.weight"
         names = [f"{path}.weight" for path in self.consumers]
         changed = {name: weights[name] * scale for name in names}
-        weight, factors = weights[name], self._output_factors(weights[name], scale)
+        weight = weights[name]
+        outputs = weight.shape[0] if weight.ndim == 1 else weight.shape[-2]
+        after = outputs - self.start - self.width
+        factors = mx.pad(1 / scale, (self.start, after), constant_values=1)
         if weight.ndim == 1:
             changed[name] = (weight + self.offset) * factors - self.offset
         else:
@@ -53,12 +56,6 @@ class ScaleMapping:
         if bias in weights:
             changed[bias] = weights[bias] * factors
         return changed
-
-    def _output_factors(self, weight: mx.array, scale: mx.array) -> mx.array:
-        """The factor of every output of the producer."""
-        outputs = weight.shape[0] if weight.ndim == 1 else weight.shape[-2]
-        after = outputs - self.start - self.width
-        return mx.pad(1 / scale, (self.start, after), constant_values=1)
 
     def round_scale(
         self, weights: Weights, scale: mx.array, dtype: mx.Dtype
@@ -124,7 +121,10 @@ class _MappingFinder:
             mapping = None if place in mappings else self._with_consumers(candidate)
             if mapping is not None:
                 mappings[place] = mapping
-        return sorted(mappings.values(), key=self._call_index)
+        # In the order of the calls of the first consumers.
+        return sorted(
+            mappings.values(), key=lambda m: self.layers.index(m.consumers[0])
+        )
 
     def _candidates(self) -> Iterator[ScaleMapping]:
         for path, weight in self.producers.items():
@@ -175,10 +175,6 @@ class _MappingFinder:
     def _columns(self, path: str) -> int:
         return self.weights[f"{path}.weight"].shape[-1]
 
-    def _call_index(self, mapping: ScaleMapping) -> int:
-        """Position of the first consumer in the order of calls."""
-        return self.layers.index(mapping.consumers[0])
-
     def run_with(self, weights: Weights) -> tuple[mx.array, CapturedInputs]:
         self.block.update(tree_unflatten(list(weights.items())))
         with capture_inputs(self.block, self.layers) as captured:
@@ -221,10 +217,14 @@ class BlockMappings:
         # By the names and shapes of a block's parameters.
         self._known: dict[tuple, list[ScaleMapping]] = {}
 
-    def of(
+    def for_block(
         self, block: nn.Module, run: BlockForward, hidden: mx.array
     ) -> list[ScaleMapping]:
-        """See `find_mappings`; the first of the sequences are used."""
+        """The mappings of a block, found with the first sequence of `hidden`.
+
+        Args:
+            block, run, hidden: as of `find_mappings`.
+        """
         parameters = tree_flatten(block.parameters())
         shapes = tuple((name, *value.shape) for name, value in parameters)
         sample = block, run, hidden[:1]
