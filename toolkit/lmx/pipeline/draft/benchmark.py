@@ -46,9 +46,30 @@ class DraftEvaluation:
         Raises:
             UserError: a threshold is missed.
         """
-        context = self.context
+        config, context, target = self.config.benchmark, self.context, self.target
         size = checkpoint_size(folder).bytes
-        result = self._benchmark(candidate)
+        draft = MeasuredCandidate(candidate, self.costs(candidate))
+        benchmark = DraftBenchmark(
+            target.model,
+            draft,
+            target.tokenizer,
+            {
+                name: [prompt.tokens for prompt in prompts]
+                for name, prompts in self.data.prompt_sets.items()
+            },
+            max_tokens=config.max_tokens,
+            logger=context.logger,
+        )
+        modes = decoding_modes(config.temperature, context.seed)
+        results = {name: benchmark.run(sampling) for name, sampling in modes.items()}
+        result = DraftReport(
+            self.data.digest,
+            cache.key_of(fingerprint.tokenizer(target.path)),
+            draft.costs,
+            results,
+            platform.platform(),
+            self.config.architecture,
+        )
         context.logger.table("draft", *result.table())
         context.logger.info(
             f"{result.recommendation}: speed-up {result.speedup:.2f}x measured on this "
@@ -61,11 +82,18 @@ class DraftEvaluation:
             for mode, benchmark in result.benchmarks.items()
             for name, columns in benchmark.by_name(mode).items()
         }
-        self._write_report(record)
+        # An evaluate stage may have begun the report.
+        before = read_report(context.output / REPORT)
+        empty = {"name": context.name, "models": {}, "thresholds": []}
+        context.write_report(empty | before | record)
         self._check_thresholds(result)
-        target = self._publish(folder, result, facts)
+        place = context.output / DRAFT_FOLDER
+        with atomic_folder(place) as partial:
+            copy_folder(folder, partial)
+            report.write_report(partial, result, name=context.name, training=facts)
+        context.logger.info(f"draft: {place}")
         facts = context.current.facts | record
-        return replace(context.current, draft=target, facts=facts)
+        return replace(context.current, draft=place, facts=facts)
 
     def load_model(self, folder: Path) -> ModelCandidate:
         """The draft model in a folder.
@@ -83,43 +111,12 @@ class DraftEvaluation:
         require_servable(draft.config, self.target.config, tokens, place=place)
         return ModelCandidate(draft.model)
 
-    def _benchmark(self, candidate: Candidate) -> DraftReport:
-        config, context, target = self.config.benchmark, self.context, self.target
-        draft = MeasuredCandidate(candidate, self.costs(candidate))
-        benchmark = DraftBenchmark(
-            target.model,
-            draft,
-            target.tokenizer,
-            {
-                name: [prompt.tokens for prompt in prompts]
-                for name, prompts in self.data.prompt_sets.items()
-            },
-            max_tokens=config.max_tokens,
-            logger=context.logger,
-        )
-        modes = decoding_modes(config.temperature, context.seed)
-        results = {name: benchmark.run(sampling) for name, sampling in modes.items()}
-        return DraftReport(
-            self.data.digest,
-            cache.key_of(fingerprint.tokenizer(target.path)),
-            draft.costs,
-            results,
-            platform.platform(),
-            self.config.architecture,
-        )
-
     def costs(self, candidate: Candidate) -> SpeculationCosts:
         """Measured costs of the target and of a draft, as they are served."""
         length = mean_prompt_length(self.data.benchmark_prompts)
         return measure_speculation_costs(
             self.target.model, candidate, prompt_length=length
         )
-
-    def _write_report(self, record: dict) -> None:
-        """Add to report.json, which an evaluate stage may have begun."""
-        before = read_report(self.context.output / REPORT)
-        empty = {"name": self.context.name, "models": {}, "thresholds": []}
-        self.context.write_report(empty | before | record)
 
     def _check_thresholds(self, result: DraftReport) -> None:
         missed = [
@@ -136,11 +133,3 @@ class DraftEvaluation:
                 hint="train longer, on more prompts, or keep more blocks",
                 code=FAILED,
             )
-
-    def _publish(self, source: Path, result: DraftReport, facts: dict) -> Path:
-        target = self.context.output / DRAFT_FOLDER
-        with atomic_folder(target) as partial:
-            copy_folder(source, partial)
-            report.write_report(partial, result, name=self.context.name, training=facts)
-        self.context.logger.info(f"draft: {target}")
-        return target

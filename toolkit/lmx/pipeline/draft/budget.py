@@ -35,19 +35,17 @@ def steps_within(
         return known.facts["steps"]
     # The model keeps its weights.
     step = make_step()
-    weights = step.model.trainable_parameters()
-    each = sum(_seconds_per_step(step, batches) for batches in parts) / len(parts)
+    weights, total = step.model.trainable_parameters(), 0.0
+    for batches in parts:
+        for number in range(UNTIMED_STEPS + TIMED_STEPS):
+            if number == UNTIMED_STEPS:
+                start = time.perf_counter()
+            output = step(batches(number), learning_rate=0.0, seed=0)
+            mx.eval(output, step.parameters, step.optimizer.state)
+        total += time.perf_counter() - start
     step.model.update(weights)
-    steps = max(1, int(seconds / ranks.broadcast_object(each)))
+    each = ranks.broadcast_object(total / TIMED_STEPS / len(parts))
+    steps = max(1, int(seconds / each))
     if ranks.is_first:
         store.put("budget", key, lambda _: {"steps": steps})
     return steps
-
-
-def _seconds_per_step(step: TrainStep, batches: Batches) -> float:
-    for number in range(UNTIMED_STEPS + TIMED_STEPS):
-        if number == UNTIMED_STEPS:
-            start = time.perf_counter()
-        output = step(batches(number), learning_rate=0.0, seed=0)
-        mx.eval(output, step.parameters, step.optimizer.state)
-    return (time.perf_counter() - start) / TIMED_STEPS

@@ -138,9 +138,19 @@ class DraftDistillation(ABC):
         Args:
             parts: batches of the training, one after the other; see `with_text`.
         """
-        config, steps = self.config, self._num_steps(make_step, parts)
-        step, batches = make_step(), self._in_turn(parts, steps)
-        ranks, logger = step.ranks, self.context.logger
+        config, context = self.config, self.context
+        logger, steps = context.logger, config.num_steps
+        if not steps:
+            seconds = config.budget_seconds
+            steps = steps_within(seconds, make_step, parts, context.artifacts)
+            logger.info(f"{steps:,} steps fit into {config.budget}")
+        step, (*text, batches) = make_step(), parts
+        ranks = step.ranks
+        if text:
+            batches = TextFirst(*text, steps // 2, batches)
+            logger.info(
+                f"steps 1 to {steps // 2:,} train on text, the others on completions"
+            )
 
         def accepted_length(done: int) -> float:
             """With all draft tokens, so that all evaluations can be compared."""
@@ -158,8 +168,8 @@ class DraftDistillation(ABC):
             batches,
             TrainerConfig(
                 steps,
-                self.context.seed,
-                self.context.folder / "checkpoints",
+                context.seed,
+                context.folder / "checkpoints",
                 config.logging_steps,
                 config.eval_steps,
                 config.save_steps,
@@ -178,30 +188,8 @@ class DraftDistillation(ABC):
             logger=logger,
             on_evaluate=accepted_length,
             score_name="accepted length",
-            on_event=self.context.extensions.callbacks.call,
+            on_event=context.extensions.callbacks.call,
         )
-
-    def _num_steps(
-        self, make_step: Callable[[], TrainStep], parts: list[Batches]
-    ) -> int:
-        """The steps of the recipe, or those that fit into its budget of time."""
-        config, context = self.config, self.context
-        if config.num_steps:
-            return config.num_steps
-        seconds = config.budget_seconds
-        steps = steps_within(seconds, make_step, parts, context.artifacts)
-        context.logger.info(f"{steps:,} steps fit into {config.budget}")
-        return steps
-
-    def _in_turn(self, parts: list[Batches], steps: int) -> Batches:
-        """The batches of all steps: text in the first half of them, if there is any."""
-        *text, completions = parts
-        if not text:
-            return completions
-        self.context.logger.info(
-            f"steps 1 to {steps // 2:,} train on text, the others on completions"
-        )
-        return TextFirst(*text, steps // 2, completions)
 
     def facts(self, trainer: Trainer, loss: float, model: nn.Module) -> dict:
         """Facts about the training of a model or drafter, for the report."""

@@ -141,10 +141,8 @@ class BlockCalibration:
             with statistics.summed_over(self.ranks):
                 for shard in _own_from(num_compared, self.tokens, self.ranks):
                     captured = self._capture(path, shard)
-                    rows, token_weights = (
-                        captured.rows[path],
-                        weights and weights[shard],
-                    )
+                    rows = captured.rows[path]
+                    token_weights = weights and weights[shard]
                     if experts is None:
                         statistics.add(rows, weights=token_weights)
                         continue
@@ -166,10 +164,8 @@ class BlockCalibration:
     ) -> Iterator[CalibrationShard]:
         path = group[0]
         for shard in self.ranks.shard(range(self.num_compared)):
-            captured, token_weights = (
-                self._capture(path, shard),
-                weights and weights[shard],
-            )
+            captured = self._capture(path, shard)
+            token_weights = weights and weights[shard]
             full, errors = activation_cache.load(self.after, FULL_INPUTS, shard), None
             if path in self._residual_writers:
                 with self._block_until(path):

@@ -57,8 +57,9 @@ def damped(moments: mx.array, group_size: int, damping: float) -> Hessian:
             code=FAILED,
         )
     costs = (diagonal / mean).reshape(-1, group_size)
-    groups, in_group = mx.argsort(-costs.max(axis=1)), mx.argsort(-costs, axis=1)
-    order = (groups[:, None] * group_size + in_group[groups]).reshape(-1)
+    groups = mx.argsort(-costs.max(axis=1))
+    in_group = mx.argsort(-costs, axis=1)[groups]
+    order = (groups[:, None] * group_size + in_group).reshape(-1)
     columns = mx.arange(len(moments))
     while True:
         matrix = (moments / mean).at[columns, columns].add(damping)

@@ -122,9 +122,8 @@ class _MappingFinder:
             if mapping is not None:
                 mappings[place] = mapping
         # In the order of the calls of the first consumers.
-        return sorted(
-            mappings.values(), key=lambda m: self.layers.index(m.consumers[0])
-        )
+        calls = {path: number for number, path in enumerate(self.layers)}
+        return sorted(mappings.values(), key=lambda m: calls[m.consumers[0]])
 
     def _candidates(self) -> Iterator[ScaleMapping]:
         for path, weight in self.producers.items():
