@@ -12,10 +12,9 @@ from ..convert.importers import find_importable, gguf
 from ..data import builtin
 from ..data.dataset import RecordReader
 from ..data.record_formats import DataRecord
-from ..data.tokenization import EncodeResult, encode_all, render_mask, template_messages
+from ..data.tokenization import encode_all, render_mask, template_messages
 from ..models.rope_parameters import check_length
 from ..models.tensor_parallel import shard_share
-from ..quantization.target_layers import QuantizationPlan
 from ..run import terminal
 from ..run.parallel_dims import require_process_count
 from ..run.progress import readable_size
@@ -97,7 +96,15 @@ class DryRun:
             yield from lines
         lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
         yield from lines
-        yield from _stages(plan)
+        yield "output", f"{plan.output}, recipe {plan.recipe_hash[:12]}"
+        finished = plan.finished()
+        for planned in plan.stages:
+            name, outputs = planned.name, ", ".join(map(str, planned.outputs))
+            done = ", already complete" * (name in finished)
+            yield "plan", f"{name}: {', '.join(planned.inputs)} -> {outputs}{done}"
+            # The run itself checks whether the token may write to the Hub.
+            for text in planned.stage.offline_checks():
+                yield "plan", f"{name}: {text}"
         share = sample.total / max(1, len(sample.rows))
         if shape:
             check_length(shape.config, max(lengths, default=0))
@@ -142,7 +149,9 @@ def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
     check = ResourceCheck(loaded, plan, shape)
     if check.fits:
         return
-    if _is_local(loaded):
+    sources = loaded.recipe.data.train
+    is_local = all(s.startswith(builtin.PREFIX) or loaded.find(s) for s in sources)
+    if is_local:
         run = DryRun(loaded, plan)
         for _ in run.lines():
             pass
@@ -171,12 +180,6 @@ def _parallel(config: ParallelConfig, shape: ModelShape) -> Iterator[Line]:
         yield "parallel", f"a process holds {share:.0%} of the model, {held}"
 
 
-def _is_local(loaded: LoadedRecipe) -> bool:
-    """Whether all training data is on this disk."""
-    sources = loaded.recipe.data.train
-    return all(s.startswith(builtin.PREFIX) or loaded.find(s) for s in sources)
-
-
 def _model(
     loaded: LoadedRecipe, plan: RunPlan
 ) -> tuple[ModelShape | None, Any, list[Line]]:
@@ -196,8 +199,17 @@ def _model(
     )
     lines = [("model", text)]
     for planned in plan.stages:
-        if quantization := planned.stage.quantization:
-            lines += _quantized_layers(shape.selection(quantization))
+        if not (quantization := planned.stage.quantization):
+            continue
+        selection = shape.selection(quantization)
+        count = len(selection.specs) + len(selection.skipped)
+        text = f"{len(selection.specs)} of {count} layers are quantized"
+        lines.append(("model", text))
+        for reason in dict.fromkeys(selection.skipped.values()):
+            paths = sorted(p for p, why in selection.skipped.items() if why == reason)
+            more = ", ..." * (len(paths) > MAX_NAMES)
+            names = ", ".join(paths[:MAX_NAMES])
+            lines.append(("model", f"left unquantized, {reason}: {names}{more}"))
     if model.from_scratch:
         lines.append(("model", "its tokenizer is trained at the start of the run"))
         return shape, None, lines
@@ -207,17 +219,6 @@ def _model(
     # The weights stay unread. Their shapes are compared with the config.
     checkpoint = load(place, compute="stored", lazy=True)
     return shape, checkpoint.tokenizer, lines
-
-
-def _quantized_layers(selection: QuantizationPlan) -> Iterator[Line]:
-    """How many layers a stage quantizes, and which it leaves unquantized."""
-    count = len(selection.specs) + len(selection.skipped)
-    yield "model", f"{len(selection.specs)} of {count} layers are quantized"
-    for reason in dict.fromkeys(selection.skipped.values()):
-        paths = sorted(p for p, why in selection.skipped.items() if why == reason)
-        more = ", ..." * (len(paths) > MAX_NAMES)
-        names = ", ".join(paths[:MAX_NAMES])
-        yield "model", f"left unquantized, {reason}: {names}{more}"
 
 
 def _split(
@@ -270,25 +271,20 @@ def _tokens(
     spans = render_mask(first, tokenizer)
     text = "".join(f"⟦{span}⟧" if is_trained else span for span, is_trained in spans)
     example = _example(first.where + MARKS, text)
-    # The first token of an example is only an input, the last one only a target.
-    lengths = [len(example.tokens) - 1 for example in encoded.examples]
-    return lengths, [*_lengths(encoded, len(sample), total), *example]
-
-
-def _lengths(encoded: EncodeResult, sampled: int, total: int) -> Iterator[Line]:
     lengths = sorted(len(example.tokens) for example in encoded.examples)
     trained = sum(int(example.mask.sum()) for example in encoded.examples)
-    yield (
-        "tokens",
-        f"{sampled:,} of {total:,} examples tokenized: {len(lengths):,} sequences of "
-        f"{lengths[0]} to {lengths[-1]} tokens, median "
+    texts = [
+        f"{len(sample):,} of {total:,} examples tokenized: {len(lengths):,} sequences "
+        f"of {lengths[0]} to {lengths[-1]} tokens, median "
         f"{lengths[len(lengths) // 2]}; {trained / sum(lengths):.0%} are trained",
-    )
-    yield "tokens", f"{encoded.truncated:,} truncated, {len(encoded.dropped):,} skipped"
-    for text in template_messages(vars(encoded)):
-        yield "tokens", text
-    for where, reason in encoded.dropped[:MAX_NAMES]:
-        yield "tokens", f"skipped: {where}: {reason}"
+        f"{encoded.truncated:,} truncated, {len(encoded.dropped):,} skipped",
+        *template_messages(vars(encoded)),
+    ]
+    skipped = encoded.dropped[:MAX_NAMES]
+    texts += [f"skipped: {where}: {reason}" for where, reason in skipped]
+    # The first token of an example is only an input, the last one only a target.
+    lengths = [len(example.tokens) - 1 for example in encoded.examples]
+    return lengths, [*(("tokens", text) for text in texts), *example]
 
 
 def _example(title: str, text: str) -> Iterator[Line]:
@@ -296,15 +292,3 @@ def _example(title: str, text: str) -> Iterator[Line]:
     more = " ..." * (len(text) > MAX_EXAMPLE_CHARACTERS)
     for line in (text[:MAX_EXAMPLE_CHARACTERS] + more).splitlines():
         yield "", f"  {line}"
-
-
-def _stages(plan: RunPlan) -> Iterator[Line]:
-    """The plan. The run itself checks whether the token may write to the Hub."""
-    yield "output", f"{plan.output}, recipe {plan.recipe_hash[:12]}"
-    finished = plan.finished()
-    for planned in plan.stages:
-        outputs = ", ".join(map(str, planned.outputs))
-        done = ", already complete" * (planned.name in finished)
-        yield "plan", f"{planned.name}: {', '.join(planned.inputs)} -> {outputs}{done}"
-        for text in planned.stage.offline_checks():
-            yield "plan", f"{planned.name}: {text}"

@@ -3,7 +3,6 @@
 A finished stage is kept, and an interrupted one goes on, only with the same content.
 """
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,7 +56,14 @@ def stage_inputs(
             continue
         # A finished stage does not need its dataset of the Hub any more.
         with suppress(*[UserError] * is_on_hub):
-            splits = [*_splits(key, source, loaded)]
+            find, splits = loaded.find, []
+            if key != "data.valid":
+                splits.append(source_fingerprint(source, "train", find=find))
+            has_valid = key == "data.valid"
+            if not loaded.recipe.data.valid:
+                has_valid = has_split(source, "valid", find=find)
+            if has_valid:
+                splits.append(source_fingerprint(source, "valid", find=find))
             files[redact(f"{key} ({source})")] = key_of(splits)
     return {"models": models, "files": files}
 
@@ -69,12 +75,3 @@ def checkpoint_hash(place: Path) -> str:
         files = [source, *sorted(source.parent.glob("tokenizer*.json"))]
         return key_of([*map(file_hash, files)])
     return key_of([weights_digest(source), fingerprint.tokenizer(source)])
-
-
-def _splits(key: str, source: str, loaded: LoadedRecipe) -> Iterator[list]:
-    find, is_valid = loaded.find, key == "data.valid"
-    if not is_valid:
-        yield source_fingerprint(source, "train", find=find)
-    is_both = not loaded.recipe.data.valid and has_split(source, "valid", find=find)
-    if is_valid or is_both:
-        yield source_fingerprint(source, "valid", find=find)

@@ -30,7 +30,6 @@ from .inputs import stage_inputs
 from .quantize.stage import QuantizeStage
 from .stage import (
     Find,
-    Formats,
     ModelState,
     RawStage,
     Stage,
@@ -151,8 +150,13 @@ def plan(loaded: LoadedRecipe) -> RunPlan:
     output = Path(os.path.expanduser(recipe.output or RUNS / loaded.name))
     current = recipe.model.path or "from scratch"
     kinds = [STAGES[s.kind](s.config, n) for n, s in enumerate(recipe.stages, 1)]
-    stages = []
-    for stage, identity in zip(kinds, _identities(loaded.resolved, kinds), strict=True):
+    values = _result_values(loaded.resolved)
+    blocks, data = values.pop("stages"), values.pop("data")
+    functions, stages = values.pop("python") or {}, []
+    identity = _hash(values)
+    for stage, block in zip(kinds, blocks, strict=True):
+        used = functions.get(FUNCTIONS.get(stage.kind, ""))
+        identity = _hash([identity, block, used, stage.data_read(data)])
         folder = output / "stages" / stage.name
         inputs = tuple(dict.fromkeys((current, *stage.inputs(recipe.data))))
         outputs = (folder, *stage.outputs(output))
@@ -160,18 +164,6 @@ def plan(loaded: LoadedRecipe) -> RunPlan:
         if stage.changes_model:
             current = str(folder)
     return RunPlan(loaded, output, tuple(stages), recipe_hash(loaded.resolved))
-
-
-def _identities(resolved: str, stages: list[Stage]) -> Iterator[str]:
-    """The identity of every stage of a resolved recipe, in order."""
-    values = _result_values(resolved)
-    blocks, data = values.pop("stages"), values.pop("data")
-    functions = values.pop("python") or {}
-    identity = _hash(values)
-    for stage, block in zip(stages, blocks, strict=True):
-        used = functions.get(FUNCTIONS.get(stage.kind, ""))
-        identity = _hash([identity, block, used, stage.data_read(data)])
-        yield identity
 
 
 def recipe_hash(resolved: str) -> str:
@@ -197,7 +189,15 @@ def check_recipe(data: dict, find: Find) -> list[Problem]:
     """
     dataset_problems, formats = check_datasets(data.get("data"), find)
     problems = [*_check_model(data, find), *dataset_problems]
-    stages = list(_raw_stages(data, find, formats))
+    entries, datasets = data.get("stages"), data.get("data")
+    datasets = datasets if isinstance(datasets, dict) else {}
+    stages = []
+    for index, entry in enumerate(entries if isinstance(entries, list) else []):
+        if isinstance(entry, dict) and len(entry) == 1:
+            [(kind, block)] = entry.items()
+            block = block if isinstance(block, dict) else {}
+            path = ("stages", index, kind)
+            stages.append(RawStage(path, kind, block, datasets, find, formats))
     problems += _check_functions(data, stages)
     problems += _check_trackers(data.get("tracker"))
     state = initial_state(data, find)
@@ -209,17 +209,6 @@ def check_recipe(data: dict, find: Find) -> list[Problem]:
             # The schema reports the unknown kind. It may have trained the model.
             state = replace(state, is_untrained=False)
     return problems
-
-
-def _raw_stages(data: dict, find: Find, formats: Formats) -> Iterator[RawStage]:
-    stages, block = data.get("stages"), data.get("data")
-    datasets = block if isinstance(block, dict) else {}
-    for index, entry in enumerate(stages if isinstance(stages, list) else []):
-        if isinstance(entry, dict) and len(entry) == 1:
-            [(kind, block)] = entry.items()
-            block = block if isinstance(block, dict) else {}
-            path = ("stages", index, kind)
-            yield RawStage(path, kind, block, datasets, find, formats)
 
 
 def initial_state(data: dict, find: Find) -> ModelState:

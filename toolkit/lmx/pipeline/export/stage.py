@@ -24,7 +24,6 @@ from ...run.tables import table
 from ..context import ModelArtifact, StageContext
 from ..estimate import Estimate, ModelShape, Workload
 from ..stage import (
-    Find,
     ModelState,
     RawStage,
     Stage,
@@ -60,9 +59,13 @@ class ExportStage(Stage):
     @classmethod
     def check(cls, raw: RawStage, state: ModelState) -> Iterator[Problem]:
         yield from super().check(raw, state)
-        adapter = raw.value("adapter_path")
+        adapter, path = raw.value("adapter_path"), (*raw.path, "adapter_path")
         if isinstance(adapter, str):
-            yield from _check_adapter((*raw.path, "adapter_path"), adapter, raw.find)
+            if (folder := raw.find(adapter)) is None:
+                yield missing_source(path, adapter, raw.find)
+            elif not all((folder / name).is_file() for name in ADAPTER_FILES):
+                message = f"the folder '{adapter}' has no {' and '.join(ADAPTER_FILES)}"
+                yield Problem(path, message, "name the folder adapters/ of a run")
         draft = raw.value("draft_model")
         if isinstance(draft, str) and is_missing(draft, raw.find):
             yield missing_source((*raw.path, "draft_model"), draft, raw.find)
@@ -114,11 +117,16 @@ class ExportStage(Stage):
             for name, target in targets.items():
                 partial = together.enter_context(atomic_folder(target))
                 FORMATS[name].export(partial, source)
-                card = FORMATS[name].CARD
+                card, described = FORMATS[name].CARD, facts
                 if card.is_adapter and config.adapter_path:
-                    write_card(partial, _of_adapter(facts, adapters, context), card)
-                else:
-                    write_card(partial, facts, card)
+                    # The adapter itself may name its base.
+                    base = read_json(adapters / ADAPTER_FILES[0]).get("model")
+                    if base:
+                        is_local = context.find(base) or looks_local(base, context.find)
+                        described = replace(
+                            facts, base=None if is_local else base, origin=f"`{base}`"
+                        )
+                write_card(partial, described, card)
         for name, target in targets.items():
             context.logger.info(f"exported {name}: {target}")
         if name := config.hub_repo_id:
@@ -169,15 +177,6 @@ class ExportStage(Stage):
         return hub.license_metadata(source.path, source.revision)
 
 
-def _of_adapter(facts: CardFacts, adapter: Path, context: StageContext) -> CardFacts:
-    """The facts with the model that the adapter itself names as its base."""
-    name = read_json(adapter / ADAPTER_FILES[0]).get("model")
-    if not name:
-        return facts
-    is_on_hub = context.find(name) is None and not looks_local(name, context.find)
-    return replace(facts, base=name if is_on_hub else None, origin=f"`{name}`")
-
-
 def _check_format(
     path: KeyPath, name: str, state: ModelState, has_other_draft: bool
 ) -> Iterator[Problem]:
@@ -200,13 +199,3 @@ def _check_format(
         require_draft(state.config, state.draft)
     except UserError as error:
         yield Problem(path, error.message, WITHOUT_DRAFT)
-
-
-def _check_adapter(path: KeyPath, source: str, find: Find) -> Iterator[Problem]:
-    """The problem of an adapter_path without an adapter of mlx-lm."""
-    folder = find(source)
-    if folder is None:
-        yield missing_source(path, source, find)
-    elif not all((folder / name).is_file() for name in ADAPTER_FILES):
-        message = f"the folder '{source}' has no {' and '.join(ADAPTER_FILES)}"
-        yield Problem(path, message, "name the folder adapters/ of a run")
