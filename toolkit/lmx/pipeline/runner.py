@@ -215,11 +215,8 @@ def _run_stages(
         Interrupted: a callback stops the run before its end.
         UserError: another process that runs a stage has other models or files.
     """
-    logger, ranks, callbacks = (
-        context.logger,
-        context.ranks,
-        context.extensions.callbacks,
-    )
+    logger, ranks = context.logger, context.ranks
+    callbacks = context.extensions.callbacks
     names = [planned.name for planned in plan.stages]
     for position, name in enumerate(names):
         record = run_dir.completed_stage(name, logger.warning)
