@@ -175,17 +175,6 @@ def generate(args: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _read_input(args: argparse.Namespace) -> str:
-    """The prompt or the content of the input file; empty for a chat."""
-    file = args.input_file or args.prompt_file
-    if not file:
-        return args.prompt or ""
-    if file != "-":
-        return read_text(Path(file), "prompt", max_bytes=MAX_INPUT)
-    with _standard_input() as stream:
-        return stream.read()
-
-
 @contextmanager
 def _standard_input() -> Iterator[TextIO]:
     if sys.stdin is None:
@@ -198,11 +187,15 @@ def _standard_input() -> Iterator[TextIO]:
 
 def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
     from ..generation.sampling import Sampling
-    from .batch_file import parse_requests
+    from .batch_file import answer_records, parse_requests
 
-    text, requests = "", None
+    text, requests, file = args.prompt or "", None, args.input_file or args.prompt_file
     if ranks.is_first:
-        text = _read_input(args)
+        if file == "-":
+            with _standard_input() as stream:
+                text = stream.read()
+        elif file:
+            text = read_text(Path(file), "prompt", max_bytes=MAX_INPUT)
         if args.input_file:
             requests = parse_requests(text, place=args.input_file)
     names = (name.replace("-", "_") for name in SAMPLING)
@@ -214,7 +207,17 @@ def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
         return follow(generator.engine)
     try:
         if requests is not None:
-            _answer_requests(args, generator, requests, sampling, grammar)
+            for response in answer_records(
+                generator,
+                requests,
+                max_tokens=args.max_tokens,
+                sampling=sampling,
+                grammar=grammar,
+                stop=args.stop,
+                system=args.system,
+                ignore_chat_template=args.ignore_chat_template,
+            ):
+                terminal.write_json(response)
             return 0
         session = InteractiveSession(args, loaded, generator, sampling, grammar)
         if args.chat:
@@ -225,29 +228,6 @@ def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
     finally:
         generator.end()
     return 0
-
-
-def _answer_requests(
-    args: argparse.Namespace,
-    generator: "Generator",
-    requests: list[dict],
-    sampling: "Sampling",
-    grammar: "Grammar | None",
-) -> None:
-    """Generate the responses of an input file, and print them."""
-    from .batch_file import answer_records
-
-    for response in answer_records(
-        generator,
-        requests,
-        max_tokens=args.max_tokens,
-        sampling=sampling,
-        grammar=grammar,
-        stop=args.stop,
-        system=args.system,
-        ignore_chat_template=args.ignore_chat_template,
-    ):
-        terminal.write_json(response)
 
 
 def _grammar(args: argparse.Namespace) -> "Grammar | None":
@@ -340,7 +320,11 @@ class InteractiveSession:
 
     def respond(self, text: str) -> None:
         """Generate the response to one prompt and print it."""
-        prompt = self._encode(text)
+        if self._args.ignore_chat_template:
+            prompt = self._generator.encode_text(text)
+        else:
+            self._messages.append({"role": "user", "content": utf8_text(text)})
+            prompt = self._generator.encode_chat(self._messages)
         texts: list[str] = []
         try:
             result = self._answer(prompt, texts)
@@ -407,12 +391,6 @@ class InteractiveSession:
         if not adapter:
             return digest
         return f"{digest} {weights_digest(Path(os.path.expanduser(adapter)))}"
-
-    def _encode(self, text: str) -> list[int]:
-        if self._args.ignore_chat_template:
-            return self._generator.encode_text(text)
-        self._messages.append({"role": "user", "content": utf8_text(text)})
-        return self._generator.encode_chat(self._messages)
 
     def _report(self, prompt: list[int], result: "GenerationResult") -> None:
         import mlx.core as mx
