@@ -63,7 +63,7 @@ class HintingParser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):
-        """As in argparse; keeps the words for the hints of an error."""
+        """Parse, and keep the words for the hints of an error."""
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 

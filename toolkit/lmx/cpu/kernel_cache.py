@@ -93,7 +93,7 @@ def keep_cuda_kernels() -> Path | None:
 
 
 def _candidates() -> list[Path]:
-    """Below the temporary folder, else below the home folder."""
+    """The private folder below the temporary folder, else below the home folder."""
     name = f"lmx-{os.getuid()}"
     home = [Path.home() / ".cache" / name] if "HOME" in os.environ else []
     try:

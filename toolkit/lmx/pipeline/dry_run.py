@@ -53,7 +53,7 @@ class RowReservoir:
             longest = replace(longest, text=longest.text[:SAMPLE_CHARACTERS])
         return [*self._rows, longest]
 
-    def add(self, row: DataRecord) -> None:
+    def add_row(self, row: DataRecord) -> None:
         """Count an example, and sample it if its number is a multiple of n."""
         characters = len(row.as_text())
         if characters > self._most_characters:
@@ -240,7 +240,7 @@ def _split(
             limit=data.max_samples,
         )
         for row in reader:
-            sample.add(row)
+            sample.add_row(row)
         stats = reader.stats
         lines += [(split, text) for text in (*stats.counts(), *stats.problems())]
     return (sample if sample.total else default), lines

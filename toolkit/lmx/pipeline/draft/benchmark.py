@@ -36,7 +36,7 @@ class DraftEvaluation:
         self.context = data.context
         self.target = data.target
 
-    def run(self, folder: Path, candidate: Candidate, facts: dict) -> ModelArtifact:
+    def publish(self, folder: Path, candidate: Candidate, facts: dict) -> ModelArtifact:
         """Benchmark the draft in a folder, write the report, and publish it.
 
         Args:

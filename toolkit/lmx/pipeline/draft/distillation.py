@@ -153,7 +153,7 @@ class DraftDistillation(ABC):
             )
 
         def accepted_length(done: int) -> float:
-            """With all draft tokens, so that all evaluations can be compared."""
+            """The length with all draft tokens, which all evaluations have."""
             model, length = step.materialize(), 0.0
             if ranks.is_first:
                 predicted = self.predicted(model, self.data.selection_references)

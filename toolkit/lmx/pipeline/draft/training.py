@@ -92,7 +92,7 @@ class DraftModelDistillation(DraftDistillation):
             predicted = self._predict(quantized, costs, self.data.references)
             context.logger.info(f"quantized: {self.summary(predicted)}")
             facts |= {"before_quantizing": facts["expected"], "expected": predicted}
-        return self.evaluation.run(draft, self.evaluation.load_model(draft), facts)
+        return self.evaluation.publish(draft, self.evaluation.load_model(draft), facts)
 
     def _folder_costs(self, folder: Path) -> SpeculationCosts:
         """Costs of the target and of the model in a folder, as they are served."""
@@ -155,7 +155,7 @@ class DrafterDistillation(DraftDistillation):
         folder = self.context.folder / "drafter"
         with atomic_folder(folder) as partial:
             save_drafter(partial, drafter, self.target.dtype)
-        return self.evaluation.run(folder, self._candidate(drafter), facts)
+        return self.evaluation.publish(folder, self._candidate(drafter), facts)
 
     def _make_drafter(self) -> Drafter:
         """A drafter with random weights, for the current model."""

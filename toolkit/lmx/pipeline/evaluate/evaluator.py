@@ -195,7 +195,7 @@ class Evaluator:
 
     @property
     def _thresholds(self) -> list[dict]:
-        """As in report.json; a value that was not measured misses its threshold."""
+        """The entries of report.json. A value that was not measured misses."""
         figures, results = [*self.metrics.values()][-1], []
         for name, limit in self.config.thresholds.model_dump().items():
             if limit is None:
@@ -215,7 +215,7 @@ class Evaluator:
         for metric in METRICS:
             figures |= metric(model, inputs)
             inputs.bar.skip_time()
-        inputs.work.end(model.name)
+        inputs.work.end_model(model.name)
 
     def _batches(self, loaded: LoadedModel) -> list[Batch]:
         """The first batches that hold the trained tokens to measure.

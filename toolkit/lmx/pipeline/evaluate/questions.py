@@ -160,7 +160,7 @@ class Questions:
             def count(response: GenerationResponse) -> None:
                 nonlocal started
                 before, first = steps.count, started
-                steps.add(1, is_last=response.finish_reason is not None)
+                steps.add_tokens(1, is_last=response.finish_reason is not None)
                 started = len(requests) - len(generator.engine.scheduler.waiting)
                 tokens = (started - first) * each * ranks.size
                 # A stream that is read has tokens that came with those of another one.
@@ -185,7 +185,7 @@ class DecodingSteps:
         self.count = 0
         self._ends, self._length = [0] * rows, 0
 
-    def add(self, tokens: int, *, is_last: bool) -> None:
+    def add_tokens(self, tokens: int, *, is_last: bool) -> None:
         """The answer has these tokens more. The next answer comes after the last."""
         self._length += tokens
         end = self._ends[0] + self._length

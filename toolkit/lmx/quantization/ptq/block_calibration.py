@@ -144,7 +144,7 @@ class BlockCalibration:
                     rows = captured.rows[path]
                     token_weights = weights and weights[shard]
                     if experts is None:
-                        statistics.add(rows, weights=token_weights)
+                        statistics.add_inputs(rows, weights=token_weights)
                         continue
                     visible = None if token_weights is None else token_weights > 0
                     statistics.add_routed(rows, captured.experts[path], visible)
@@ -300,7 +300,7 @@ class HeadCalibration:
             with statistics.summed_over(self.ranks):
                 for shard in _own_from(self.num_compared, self.tokens, self.ranks):
                     (x,), counted = self._inputs(path, shard, [QUANTIZED])
-                    statistics.add(x, weights=counted)
+                    statistics.add_inputs(x, weights=counted)
         return statistics
 
     def _compare(self, path: str) -> Iterator[CalibrationShard]:

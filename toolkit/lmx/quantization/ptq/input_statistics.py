@@ -30,7 +30,7 @@ STRENGTH_DAMPENING_FRAC = 0.01
 
 @dataclass(frozen=True)
 class CalibrationShard:
-    """Inputs of a layer on some tokens; see `InputStatistics.add`.
+    """Inputs of a layer on some tokens; see `InputStatistics.add_inputs`.
 
     Attributes:
         start: number of inputs in all shards before this one.
@@ -137,7 +137,7 @@ class InputStatistics:
         sums = {name: getattr(self, name) for name in names}
         return {name: value for name, value in sums.items() if value is not None}
 
-    def add(
+    def add_inputs(
         self,
         x: mx.array,
         y: mx.array | None = None,
@@ -232,7 +232,7 @@ class InputStatistics:
 
     def _add_shard(self, shard: CalibrationShard) -> None:
         if len(shard.x):
-            self.add(shard.x, shard.y, shard.errors, shard.weights)
+            self.add_inputs(shard.x, shard.y, shard.errors, shard.weights)
 
 
 @dataclass(frozen=True)

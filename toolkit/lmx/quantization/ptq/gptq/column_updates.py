@@ -156,7 +156,7 @@ class BestGridTracker:
         self.output = ((target @ matrix) * target).sum(axis=1)
         self.errors: mx.array | None = None
 
-    def add(self, name: str, grid: Grid) -> None:
+    def add_grid(self, name: str, grid: Grid) -> None:
         """Evaluate a grid as it is stored."""
         difference = self.target - grid.weight(self.dtype)
         descent = difference @ self.matrix

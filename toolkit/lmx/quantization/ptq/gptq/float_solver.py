@@ -43,11 +43,11 @@ def solve_float_rows(
     """
     mode = MODES[spec.mode]
     best = BestGridTracker(target, hessian.matrix, dtype)
-    best.add("RTN", FloatGrid.from_tensors(pack(weight, spec, dtype), spec))
-    best.add("GPTQ", float_gptq(target, hessian, spec))
+    best.add_grid("RTN", FloatGrid.from_tensors(pack(weight, spec, dtype), spec))
+    best.add_grid("GPTQ", float_gptq(target, hessian, spec))
     for iteration in range(refine_iters):
         grid = group_descent(best.grid, best.descent, hessian.matrix, mode)
-        best.add(f"refined {iteration + 1}", grid)
+        best.add_grid(f"refined {iteration + 1}", grid)
     best.candidates["best"] = best.errors
     return best
 

@@ -222,13 +222,13 @@ def solve_rows(
     """The best affine grid of every row for a target, float32 [N, K]."""
     group_size, levels = spec.group_size, 2.0**spec.bits
     best = BestGridTracker(target, hessian.matrix, dtype)
-    best.add("RTN", AffineGrid.from_tensors(pack(weight, spec, dtype), spec))
-    best.add("GPTQ", gptq(target, hessian, group_size, levels, dtype))
+    best.add_grid("RTN", AffineGrid.from_tensors(pack(weight, spec, dtype), spec))
+    best.add_grid("GPTQ", gptq(target, hessian, group_size, levels, dtype))
     for iteration in range(refine_iters):
         grid = refit(best.grid, best.descent, hessian.matrix, dtype)
         descent = (target - grid.weight(dtype)) @ hessian.matrix
         grid = coordinate_descent(grid, descent, hessian.matrix, levels)
-        best.add(f"refined {iteration + 1}", grid)
+        best.add_grid(f"refined {iteration + 1}", grid)
     best.candidates["best"] = best.errors
     return best
 

@@ -6,7 +6,7 @@ SmoothQuant uses such scales. There is no table of layer names: `find_mappings` 
 out where this holds.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -115,8 +115,21 @@ class _MappingFinder:
         self.widths = {self._columns(path) for path in called} - uncalled
 
     def find(self) -> list[ScaleMapping]:
+        candidates: list[ScaleMapping] = []
+        for path, weight in self.producers.items():
+            if weight.ndim == 1 and weight.size in self.widths:
+                candidates.append(ScaleMapping(path, (), weight.size))
+                candidates.append(ScaleMapping(path, (), weight.size, offset=1))
+            elif weight.ndim == 2:
+                outputs = len(weight)
+                # In a fused layer, the values come last.
+                candidates += [
+                    ScaleMapping(path, (), width, outputs - width)
+                    for width in self.widths
+                    if outputs % width == 0
+                ]
         mappings: dict[tuple, ScaleMapping] = {}
-        for candidate in self._candidates():
+        for candidate in candidates:
             place = candidate.producer, candidate.start, candidate.width
             mapping = None if place in mappings else self._with_consumers(candidate)
             if mapping is not None:
@@ -124,18 +137,6 @@ class _MappingFinder:
         # In the order of the calls of the first consumers.
         calls = {path: number for number, path in enumerate(self.layers)}
         return sorted(mappings.values(), key=lambda m: calls[m.consumers[0]])
-
-    def _candidates(self) -> Iterator[ScaleMapping]:
-        for path, weight in self.producers.items():
-            if weight.ndim == 1 and weight.size in self.widths:
-                yield ScaleMapping(path, (), weight.size)
-                yield ScaleMapping(path, (), weight.size, offset=1)
-            elif weight.ndim == 2:
-                outputs = len(weight)
-                for width in self.widths:
-                    # In a fused layer, the values come last.
-                    if outputs % width == 0:
-                        yield ScaleMapping(path, (), width, outputs - width)
 
     def _with_consumers(self, mapping: ScaleMapping) -> ScaleMapping | None:
         """The mapping with all its consumers. None if it changes the output."""
@@ -207,27 +208,3 @@ def _probe_scale(mapping: ScaleMapping) -> mx.array:
     key = mx.random.key(mapping.width)
     indices = mx.random.randint(0, 4, (mapping.width,), key=key)
     return mx.array([0.25, 0.5, 2.0, 4.0])[indices]
-
-
-class BlockMappings:
-    """The mappings of a model's blocks. Equal blocks are searched once."""
-
-    def __init__(self):
-        # By the names and shapes of a block's parameters.
-        self._known: dict[tuple, list[ScaleMapping]] = {}
-
-    def for_block(
-        self, block: nn.Module, run: BlockForward, hidden: mx.array
-    ) -> list[ScaleMapping]:
-        """The mappings of a block, found with the first sequence of `hidden`.
-
-        Args:
-            block, run, hidden: as of `find_mappings`.
-        """
-        parameters = tree_flatten(block.parameters())
-        shapes = tuple((name, *value.shape) for name, value in parameters)
-        sample = block, run, hidden[:1]
-        known = self._known.get(shapes)
-        if known is None or not preserves_output(known, *sample):
-            known = self._known[shapes] = find_mappings(*sample)
-        return known

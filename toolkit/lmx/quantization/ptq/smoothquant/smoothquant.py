@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,10 +27,7 @@ from ....interfaces import Progress
 from ....models.blockwise import BlockwiseModel, cast
 from ....models.hooks import capture_inputs
 from ..base import PTQContext, Weights
-from .scale_mappings import BlockMappings, ScaleMapping
-
-if TYPE_CHECKING:
-    from ....data.calibration import CalibrationBatch
+from .scale_mappings import ScaleMapping, find_mappings, preserves_output
 
 # Tokens that the largest inputs are taken from, if the recipe gives no number, and
 # tokens of a forward pass.
@@ -149,8 +145,19 @@ def _smooth(context: PTQContext, config: PTQConfig) -> Smoothing:
         scales = mx.load(str(known.folder / SCALES))
         smoothing = _from_tensors(known.facts["mappings"], scales)
     else:
+        parts, logger = batch.parts(BATCH_TOKENS), context.logger
+        shards = [(mx.array(p.tokens), mx.array(p.seen.copy())) for p in parts]
         try:
-            smoothing = Smoothing(_search(context, strength, batch))
+            blockwise = BlockwiseModel(context.model, context.reread, hint=HINT)
+            with logger.progress(len(blockwise), "smoothing block") as progress:
+                args = context, strength, shards, blockwise, progress
+                smoothing = Smoothing(list(_places(*args)))
+            if not smoothing.places:
+                raise UserError(
+                    "no norm or linear layer of this model can take the scales of "
+                    "smoothing_strength",
+                    hint=HINT,
+                )
         except UserError as error:
             if config.smoothing_strength is not None:
                 raise
@@ -167,24 +174,6 @@ def _smooth(context: PTQContext, config: PTQConfig) -> Smoothing:
     return smoothing
 
 
-def _search(
-    context: PTQContext, strength: float, batch: "CalibrationBatch"
-) -> list[tuple[ScaleMapping, mx.array]]:
-    """The mappings of all blocks with their scales."""
-    parts = batch.parts(BATCH_TOKENS)
-    shards = [(mx.array(p.tokens), mx.array(p.seen.copy())) for p in parts]
-    blockwise = BlockwiseModel(context.model, context.reread, hint=HINT)
-    with context.logger.progress(len(blockwise), "smoothing block") as progress:
-        places = list(_places(context, strength, shards, blockwise, progress))
-    if not places:
-        raise UserError(
-            "no norm or linear layer of this model can take the scales of "
-            "smoothing_strength",
-            hint=HINT,
-        )
-    return places
-
-
 def _places(
     context: PTQContext,
     strength: float,
@@ -192,20 +181,27 @@ def _places(
     blockwise: BlockwiseModel,
     progress: Progress,
 ) -> Iterator[tuple[ScaleMapping, mx.array]]:
+    """The mappings of all blocks with their scales."""
     blockwise.verify(shards[0][0][:1, :8])
     hidden = [cast(blockwise.embed(tokens), mx.float32) for tokens, _ in shards]
     mx.eval(hidden)
-    block_mappings = BlockMappings()
+    # By the names and shapes of a block's parameters: equal blocks are searched once.
+    known: dict[tuple, list[ScaleMapping]] = {}
     for index, module in enumerate(progress.track(blockwise.blocks)):
         dtypes = {k: v.dtype for k, v in tree_flatten(module.parameters())}
         prefix = f"{blockwise.prefix}{index}."
         with blockwise.loaded_block(index, mx.float32) as block:
             run = partial(blockwise.run_block, index)
             sample = partial(run, shards[0][0][:1]), hidden[0][:1]
+            named = tree_flatten(block.parameters())
+            shapes = tuple((name, *value.shape) for name, value in named)
+            found = known.get(shapes)
+            if found is None or not preserves_output(found, block, *sample):
+                found = known[shapes] = find_mappings(block, *sample)
             modules = dict(block.named_modules())
             # With a layer that each feeds and whose inputs are quantized: no expert.
             mappings: list[tuple[ScaleMapping, str]] = []
-            for mapping in block_mappings.for_block(block, *sample):
+            for mapping in found:
                 fed = [p for p in mapping.consumers if prefix + p in context.specs]
                 if linear := [p for p in fed if isinstance(modules[p], nn.Linear)]:
                     mappings.append((mapping, linear[0]))
