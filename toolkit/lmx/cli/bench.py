@@ -67,51 +67,15 @@ def bench(args: argparse.Namespace) -> int:
 
     cpu.enable()
     from ..convert.importers import load_model
-
-    path = model_folder(args.model)
-    loaded = load_model(path, trust_remote_code=args.trust_remote_code)
-    if not args.json:
-        terminal.write_out(f"{args.model}\n")
-    rows = _bench(args, loaded)
-    if args.json:
-        terminal.write_json({args.model: rows}, indent=2)
-    return 0
-
-
-def _decoders(args: argparse.Namespace, loaded: "LoadedModel") -> "BenchmarkArms":
-    """Standard decoding and the proposers to compare, by name."""
-    from ..convert.importers import load_model
-    from ..generation.generator import Generator
-    from ..generation.speculative.draft_length import DraftLengthController
-    from ..generation.speculative.factory import PROMPT_LOOKUP, proposer_factory
-    from ..generation.speculative.prompt_lookup import PromptLookupProposer
-
-    proposers = {PROMPT_LOOKUP: lambda _: PromptLookupProposer()}
-    if args.draft_model and args.draft_model != PROMPT_LOOKUP:
-        proposers[f"draft {Path(args.draft_model).name}"] = proposer_factory(
-            args.draft_model,
-            loaded,
-            load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
-        )
-
-    def speculative(make_proposer):
-        return lambda: Generator(
-            loaded.model,
-            loaded.tokenizer,
-            make_proposer=make_proposer,
-            draft_length=DraftLengthController(fixed=args.num_draft_tokens),
-        )
-
-    standard = {STANDARD: lambda: Generator(loaded.model, loaded.tokenizer)}
-    return standard | {name: speculative(make) for name, make in proposers.items()}
-
-
-def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
     from ..evaluation import latency
     from ..evaluation.memory_bandwidth import measure_memory_bandwidth, weight_bytes
     from ..generation.kv_cache.batch import require_batchable
     from ..generation.prompt import encode_text
 
+    path = model_folder(args.model)
+    loaded = load_model(path, trust_remote_code=args.trust_remote_code)
+    if not args.json:
+        terminal.write_out(f"{args.model}\n")
     lengths, sizes = args.prompt_lengths, args.batch_sizes
     if max(sizes) > 1:
         require_batchable(loaded.model)
@@ -146,7 +110,37 @@ def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
             terminal.write_out(_cells(row) + "\n")
             if "parity" in row:
                 terminal.write_out(f"{'':15}{parity_line(row['parity'])}\n")
-    return rows
+    if args.json:
+        terminal.write_json({args.model: rows}, indent=2)
+    return 0
+
+
+def _decoders(args: argparse.Namespace, loaded: "LoadedModel") -> "BenchmarkArms":
+    """Standard decoding and the proposers to compare, by name."""
+    from ..convert.importers import load_model
+    from ..generation.generator import Generator
+    from ..generation.speculative.draft_length import DraftLengthController
+    from ..generation.speculative.factory import PROMPT_LOOKUP, proposer_factory
+    from ..generation.speculative.prompt_lookup import PromptLookupProposer
+
+    proposers = {PROMPT_LOOKUP: lambda _: PromptLookupProposer()}
+    if args.draft_model and args.draft_model != PROMPT_LOOKUP:
+        proposers[f"draft {Path(args.draft_model).name}"] = proposer_factory(
+            args.draft_model,
+            loaded,
+            load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
+        )
+
+    def speculative(make_proposer):
+        return lambda: Generator(
+            loaded.model,
+            loaded.tokenizer,
+            make_proposer=make_proposer,
+            draft_length=DraftLengthController(fixed=args.num_draft_tokens),
+        )
+
+    standard = {STANDARD: lambda: Generator(loaded.model, loaded.tokenizer)}
+    return standard | {name: speculative(make) for name, make in proposers.items()}
 
 
 def _cells(row: dict) -> str:

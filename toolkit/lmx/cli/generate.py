@@ -320,34 +320,14 @@ class InteractiveSession:
 
     def respond(self, text: str) -> None:
         """Generate the response to one prompt and print it."""
+        from ..run.signals import stop_requested
+
         if self._args.ignore_chat_template:
             prompt = self._generator.encode_text(text)
         else:
             self._messages.append({"role": "user", "content": utf8_text(text)})
             prompt = self._generator.encode_chat(self._messages)
         texts: list[str] = []
-        try:
-            result = self._answer(prompt, texts)
-        except _AnswerStopped:
-            # What was said stays in the conversation.
-            result = None
-            self._output.finish()
-            terminal.write_out("\n")
-        self._messages.append({"role": "assistant", "content": "".join(texts)})
-        if result:
-            self._report(prompt, result)
-
-    def _answer(self, prompt: list[int], texts: list[str]) -> "GenerationResult":
-        """Generate one response.
-
-        Args:
-            texts: gets the text of every token.
-
-        Raises:
-            _AnswerStopped: Ctrl-C in a chat. It is noted and takes effect after the
-                token, as an interrupted forward pass would leave half a KV cache.
-        """
-        from ..run.signals import stop_requested
 
         def on_token(response: "GenerationResponse") -> None:
             texts.append(response.text)
@@ -356,16 +336,27 @@ class InteractiveSession:
             if stopping():
                 raise _AnswerStopped
 
+        # Ctrl-C in a chat is noted and takes effect after the token, as an interrupted
+        # forward pass would leave half a KV cache.
         noted = stop_requested(signal.SIGINT)
-        with noted if self._args.chat else nullcontext(lambda: False) as stopping:
-            return self._generator.generate(
-                prompt,
-                max_tokens=self._args.max_tokens,
-                sampling=self._sampling,
-                grammar=self._grammar,
-                stop=self._args.stop,
-                on_token=on_token,
-            )
+        try:
+            with noted if self._args.chat else nullcontext(lambda: False) as stopping:
+                result = self._generator.generate(
+                    prompt,
+                    max_tokens=self._args.max_tokens,
+                    sampling=self._sampling,
+                    grammar=self._grammar,
+                    stop=self._args.stop,
+                    on_token=on_token,
+                )
+        except _AnswerStopped:
+            # What was said stays in the conversation.
+            result = None
+            self._output.finish()
+            terminal.write_out("\n")
+        self._messages.append({"role": "assistant", "content": "".join(texts)})
+        if result:
+            self._report(prompt, result)
 
     def save(self) -> None:
         """Save the KV cache if `--save-prompt-cache` is given."""

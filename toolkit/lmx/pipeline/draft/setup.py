@@ -169,11 +169,6 @@ class DraftData:
         """The prompts of all sets, in order."""
         return _all_prompts(self.prompt_sets)
 
-    @property
-    def stop_tokens(self) -> frozenset[int]:
-        """The tokens that end a completion."""
-        return frozenset(self.target.tokenizer.eos_token_ids)
-
     def _prompts(self, select: Callable, rows: Iterable[DataRecord], count: int) -> Any:
         """Prompts that `select` chooses, which leave room for a completion."""
         tokenizer, longest = self.target.tokenizer, self.context.data.max_seq_length
@@ -190,10 +185,9 @@ class DraftData:
         return prompts
 
     def _generator(self, ranks: Communicator) -> CachedGenerator:
-        model = self.target.model
-        return CachedGenerator(
-            lambda: model, self.digest, self.stop_tokens, self.context.logger, ranks
-        )
+        model, logger = self.target.model, self.context.logger
+        ends = frozenset(self.target.tokenizer.eos_token_ids)
+        return CachedGenerator(lambda: model, self.digest, ends, logger, ranks)
 
     def _completed(self, split: str, count: int) -> list[Example]:
         context, config = self.context, self.config.data_generation

@@ -139,6 +139,12 @@ class ExportStage(Stage):
         report = read_report(context.output / REPORT)
         path = context.source.path
         is_on_hub = path is not None and context.find(path) is None
+        # The license that the recipe names, else that of the recipe's model.
+        terms = {"license": self.config.license} if self.config.license else {}
+        if not terms and context.base is not None:
+            terms = hub.license_metadata_of(context.base / "README.md")
+            if not terms and is_on_hub:
+                terms = hub.license_metadata(path, context.source.revision)
         sources = [HubDataset.parse(s, context.find) for s in context.data.train]
         current = context.current
         trained = {
@@ -153,7 +159,7 @@ class ExportStage(Stage):
             recipe=(context.output / "recipe.yaml").read_text(),
             base=path if is_on_hub else None,
             origin=f"`{path}`" if path else "random weights",
-            terms=self._license(context),
+            terms=terms,
             datasets=list(dict.fromkeys(source.name for source in sources if source)),
             stored_as=stored_as(current.model),
             **trained,
@@ -163,18 +169,6 @@ class ExportStage(Stage):
                 read_config(current.model).get(QUANTIZE_ACTIVATIONS)
             ),
         )
-
-    def _license(self, context: StageContext) -> dict[str, str]:
-        """The license that the recipe names, else that of the recipe's model."""
-        if self.config.license:
-            return {"license": self.config.license}
-        if context.base is None:
-            return {}
-        source = context.source
-        metadata = hub.license_metadata_of(context.base / "README.md")
-        if metadata or context.find(source.path):
-            return metadata
-        return hub.license_metadata(source.path, source.revision)
 
 
 def _check_format(
