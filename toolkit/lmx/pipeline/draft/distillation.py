@@ -24,7 +24,6 @@ from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
 from ..context import ModelArtifact, StageContext
 from ..estimate import training_dtype
-from .benchmark import DraftEvaluation
 from .budget import steps_within
 from .setup import DraftData
 
@@ -45,8 +44,6 @@ class DraftDistillation(ABC):
         self.target = context.load(context.current.model)
         self.digest = weights_digest(self.target.path)
         self.data = DraftData(config, context, self.target, self.digest)
-        # Here, so that a bad baseline model is refused before the training.
-        self.evaluation = DraftEvaluation(self.data)
 
     def run(self) -> ModelArtifact:
         """Leave the draft in draft/ and its metrics in report.json.

@@ -27,6 +27,7 @@ from ...training.chunked_loss import ChunkedLoss
 from ...training.trainer import Trainer
 from ..context import MODELS, ModelArtifact, write_model
 from ..quantize.stage import QuantizeStage
+from .benchmark import draft_costs, load_draft, publish_draft
 from .distillation import DraftDistillation, References
 from .setup import INITIAL, write_initial
 
@@ -92,11 +93,12 @@ class DraftModelDistillation(DraftDistillation):
             predicted = self._predict(quantized, costs, self.data.references)
             context.logger.info(f"quantized: {self.summary(predicted)}")
             facts |= {"before_quantizing": facts["expected"], "expected": predicted}
-        return self.evaluation.publish(draft, self.evaluation.load_model(draft), facts)
+        return publish_draft(self.data, draft, load_draft(self.data, draft), facts)
 
     def _folder_costs(self, folder: Path) -> SpeculationCosts:
         """Costs of the target and of the model in a folder, as they are served."""
-        return self.evaluation.costs(ModelCandidate(self.context.load(folder).model))
+        candidate = ModelCandidate(self.context.load(folder).model)
+        return draft_costs(self.data, candidate)
 
     def _predict(self, model, costs: SpeculationCosts, references: References) -> dict:
         """Acceptance on held-out completions, and the speed-up that it predicts."""
@@ -136,7 +138,7 @@ class DrafterDistillation(DraftDistillation):
             f"{', '.join(map(str, drafter.layer_ids))}"
         )
         if ranks.is_first:
-            self._costs = self.evaluation.costs(self._candidate(drafter))
+            self._costs = draft_costs(self.data, self._candidate(drafter))
         chunk = loss_chunk(drafter.draft_vocab_size, on_cpu=on_cpu())
         loss = DrafterLoss(self.config, chunk=chunk)
         return self.trainer(
@@ -155,7 +157,7 @@ class DrafterDistillation(DraftDistillation):
         folder = self.context.folder / "drafter"
         with atomic_folder(folder) as partial:
             save_drafter(partial, drafter, self.target.dtype)
-        return self.evaluation.publish(folder, self._candidate(drafter), facts)
+        return publish_draft(self.data, folder, self._candidate(drafter), facts)
 
     def _make_drafter(self) -> Drafter:
         """A drafter with random weights, for the current model."""
