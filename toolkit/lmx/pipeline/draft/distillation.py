@@ -1,8 +1,9 @@
 """What the distillation of a draft model and of a drafter have in common."""
 
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -16,6 +17,8 @@ from ...draft.acceptance import ReferenceCompletion, predict_accepted_lengths
 from ...draft.candidates import Candidate, all_acceptance_probs
 from ...draft.cost_model import SpeculationCosts
 from ...draft.text_first import Batches, TextFirst
+from ...files.artifacts import ArtifactStore
+from ...files.hashes import key_of
 from ...models.checkpoint import weights_digest
 from ...models.dtypes import set_compute_dtype
 from ...training.optimizers import OptimizerConfig
@@ -24,10 +27,11 @@ from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
 from ..context import ModelArtifact, StageContext
 from ..estimate import training_dtype
-from .budget import steps_within
 from .setup import DraftData
 
 WARMUP_RATIO, MIN_LR_RATIO = 0.05, 0.1
+# Of a budget of time. The first steps compile kernels.
+UNTIMED_STEPS, TIMED_STEPS = 2, 5
 # The target's completions by decoding mode.
 References = dict[str, list[ReferenceCompletion]]
 
@@ -205,3 +209,40 @@ class DraftDistillation(ABC):
             f"{predicted['accepted_length'][length - 1]:.2f}, speed-up "
             f"{predicted['predicted_speedup']:.2f}x"
         )
+
+
+def steps_within(
+    seconds: float,
+    make_step: Callable[[], TrainStep],
+    parts: Sequence[Batches],
+    store: ArtifactStore,
+) -> int:
+    """How many steps take so long. A resumed training gets the number of the first.
+
+    Some steps are timed, and their weights thrown away. All ranks call this.
+
+    Args:
+        make_step: makes a step with the weights of its model.
+        parts: batches, each of an equal share of the steps.
+        store: keeps the number.
+    """
+    ranks = store.ranks
+    key = key_of([seconds, *(batches.digest for batches in parts)])
+    if known := store.find_on_first("budget", key):
+        return known.facts["steps"]
+    # The model keeps its weights.
+    step = make_step()
+    weights, total = step.model.trainable_parameters(), 0.0
+    for batches in parts:
+        for number in range(UNTIMED_STEPS + TIMED_STEPS):
+            if number == UNTIMED_STEPS:
+                start = time.perf_counter()
+            output = step(batches(number), learning_rate=0.0, seed=0)
+            mx.eval(output, step.parameters, step.optimizer.state)
+        total += time.perf_counter() - start
+    step.model.update(weights)
+    each = ranks.broadcast_object(total / TIMED_STEPS / len(parts))
+    steps = max(1, int(seconds / each))
+    if ranks.is_first:
+        store.put("budget", key, lambda _: {"steps": steps})
+    return steps
