@@ -93,36 +93,6 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", **switch, help="run the model's own Python")
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Refuse invalid combinations.
-
-    Raises:
-        UserError: with the names of the options.
-    """
-    raw = args.ignore_chat_template
-    template = "{} needs the chat template: remove --ignore-chat-template"
-    refuse(
-        {
-            template.format("--system"): raw and args.system is not None,
-            template.format("--chat"): raw and args.chat,
-            f"--max-tokens must be 0 or more, got {args.max_tokens}": (
-                args.max_tokens < 0
-            ),
-            "--stop is empty": not all(args.stop),
-            "--input-file does not work with prompt caches": (
-                args.input_file and _keeps_cache(args)
-            ),
-            "--check-parity compares greedy decoding: remove --temperature": (
-                args.check_parity and args.temperature != 0
-            ),
-            "--check-parity does not work with --json-schema and --regex": (
-                args.check_parity and (args.json_schema or args.regex)
-            ),
-            **draft_argument_faults(args),
-        }
-    )
-
-
 def _keeps_cache(args: argparse.Namespace) -> bool:
     return bool(args.save_prompt_cache or args.prompt_cache_file)
 
@@ -160,7 +130,28 @@ def generate(args: argparse.Namespace) -> int:
     Raises:
         UserError: the model or a file does not exist, or an option is invalid.
     """
-    _check(args)
+    raw = args.ignore_chat_template
+    template = "{} needs the chat template: remove --ignore-chat-template"
+    refuse(
+        {
+            template.format("--system"): raw and args.system is not None,
+            template.format("--chat"): raw and args.chat,
+            f"--max-tokens must be 0 or more, got {args.max_tokens}": (
+                args.max_tokens < 0
+            ),
+            "--stop is empty": not all(args.stop),
+            "--input-file does not work with prompt caches": (
+                args.input_file and _keeps_cache(args)
+            ),
+            "--check-parity compares greedy decoding: remove --temperature": (
+                args.check_parity and args.temperature != 0
+            ),
+            "--check-parity does not work with --json-schema and --regex": (
+                args.check_parity and (args.json_schema or args.regex)
+            ),
+            **draft_argument_faults(args),
+        }
+    )
     ranks = join_processes(
         args,
         check_parity=args.check_parity,

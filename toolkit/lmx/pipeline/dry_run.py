@@ -7,7 +7,6 @@ from typing import Any
 
 from .. import launcher
 from ..config.loader import LoadedRecipe
-from ..config.parallel import ParallelConfig
 from ..convert.importers import find_importable, gguf
 from ..data import builtin
 from ..data.dataset import RecordReader
@@ -110,7 +109,19 @@ class DryRun:
             check_length(shape.config, max(lengths, default=0))
             self.resources = ResourceCheck(loaded, plan, shape, lengths, share)
             yield from self.resources.lines()
-            yield from _parallel(loaded.recipe.parallel, shape)
+            config = loaded.recipe.parallel
+            tensor = config.tensor
+            size = (config.data or 1) * tensor
+            if launcher.launched_rank() is not None:
+                size = launcher.process_count()
+                require_process_count(config, size)
+            if size > 1:
+                text = f"{size // tensor} (data) x {tensor} (tensor) = {size} processes"
+                yield "parallel", text
+            if size > 1 and tensor > 1:
+                held = shard_share(shape.model(), tensor)
+                size = readable_size(int(held * shape.bytes))
+                yield "parallel", f"a process holds {held:.0%} of the model, {size}"
 
     def require(self) -> None:
         """Raise UserError with code 3 if memory or disk are too small."""
@@ -158,26 +169,6 @@ def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
         run.require()
     else:
         check.require()
-
-
-def _parallel(config: ParallelConfig, shape: ModelShape) -> Iterator[Line]:
-    """What several processes hold, if the recipe or a launcher has them.
-
-    Raises:
-        UserError: the launcher has started another number of processes.
-    """
-    size = (config.data or 1) * config.tensor
-    if launcher.launched_rank() is not None:
-        size = launcher.process_count()
-        require_process_count(config, size)
-    if size == 1:
-        return
-    data, tensor = size // config.tensor, config.tensor
-    yield "parallel", f"{data} (data) x {tensor} (tensor) = {size} processes"
-    if tensor > 1:
-        share = shard_share(shape.model(), tensor)
-        held = readable_size(int(share * shape.bytes))
-        yield "parallel", f"a process holds {share:.0%} of the model, {held}"
 
 
 def _model(
