@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,14 @@ from ..config.loader import LoadedRecipe, load_recipe, load_recipe_data
 from ..config.messages import Problem
 from ..config.overrides import Override
 from ..config.quant_spec import QuantSpec
-from ..convert.importers import find_importable
+from ..config.redaction import redact
+from ..convert.importers import fetch_checkpoint, find_importable
+from ..data import fingerprint
+from ..data.cache import file_hash, key_of
+from ..data.dataset import has_split, source_fingerprint
+from ..data.hub_datasets import HubDataset
 from ..errors import UserError
-from ..models.checkpoint import read_config
+from ..models.checkpoint import read_config, weights_digest
 from ..run import manifest
 from ..run.earlier_run import EarlierRun
 from ..run.tables import KEYS_WITHOUT_EFFECT
@@ -26,7 +32,6 @@ from .dataset_checks import check_datasets
 from .draft.stage import DraftStage
 from .evaluate.stage import EvaluateStage
 from .export.stage import ExportStage
-from .inputs import stage_inputs
 from .quantize.stage import QuantizeStage
 from .stage import (
     Find,
@@ -95,9 +100,54 @@ class RunPlan:
         return {planned.name: planned.identity for planned in self.stages}
 
     def inputs(self, name: str, *, offline: bool = False) -> manifest.StageInputs:
-        """What a stage reads: see `stage_inputs`."""
-        stages = {planned.name: planned.stage for planned in self.stages}
-        return stage_inputs(stages[name], self.loaded, offline=offline)
+        """Hashes of the models and the files that a stage reads, by key and name.
+
+        A finished stage is kept, and an interrupted one goes on, only with the same
+        content. Models that the run itself has made are left out. The result depends
+        on contents and names only, not on places.
+
+        Args:
+            name: of the stage.
+            offline: leave out what is on the Hub.
+
+        Raises:
+            UserError: a model is not there, or a file cannot be read.
+        """
+        loaded, model = self.loaded, self.loaded.recipe.model
+        [stage] = [each.stage for each in self.stages if each.name == name]
+        named = {"model": model.path} if model.path else {}
+        models, files = {}, {}
+        for key, name in [*named.items(), *stage.named_models.items()]:
+            place = loaded.find(name)
+            if place is None and not offline:
+                place = fetch_checkpoint(
+                    name,
+                    revision=model.revision if key == "model" else None,
+                    trust_remote_code=model.trust_remote_code,
+                )
+            if place is not None:
+                models[redact(f"{key} ({name})")] = checkpoint_hash(place)
+        for key, name in stage.named_files:
+            place = loaded.find(name) or Path(name)
+            # An adapter is a folder.
+            content = (file_hash if place.is_file() else weights_digest)(place)
+            files[redact(f"{key} ({name})")] = content
+        for key, source in stage.sources(loaded.recipe.data):
+            is_on_hub = HubDataset.parse(source, loaded.find) is not None
+            if offline and is_on_hub:
+                continue
+            # A finished stage does not need its dataset of the Hub any more.
+            with suppress(*[UserError] * is_on_hub):
+                find, splits = loaded.find, []
+                if key != "data.valid":
+                    splits.append(source_fingerprint(source, "train", find=find))
+                has_valid = key == "data.valid"
+                if not loaded.recipe.data.valid:
+                    has_valid = has_split(source, "valid", find=find)
+                if has_valid:
+                    splits.append(source_fingerprint(source, "valid", find=find))
+                files[redact(f"{key} ({source})")] = key_of(splits)
+        return {"models": models, "files": files}
 
     def finished(self) -> set[str]:
         """The stages that the run directory has, so that a run would skip them.
@@ -112,6 +162,15 @@ class RunPlan:
         earlier = EarlierRun(self.output, content, self.identities, "", inputs)
         earlier.require_same_inputs()
         return {*earlier.records}
+
+
+def checkpoint_hash(place: Path) -> str:
+    """A hash of a checkpoint as published: weights, config, tokenizer and template."""
+    source = find_importable(place) or place
+    if source.is_file():
+        files = [source, *sorted(source.parent.glob("tokenizer*.json"))]
+        return key_of([*map(file_hash, files)])
+    return key_of([weights_digest(source), fingerprint.tokenizer(source)])
 
 
 def load(
