@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from lmx.config.draft import DraftConfig
 from lmx.files.artifacts import ArtifactStore
-from lmx.pipeline.draft.budget import steps_within
+from lmx.pipeline.draft.distillation import steps_within
 from test_draft_stage import DATA_GENERATION, DRAFT, make_run
 
 

@@ -57,7 +57,7 @@ def test_reservoir_samples_every_nth_example(count, monkeypatch):
     monkeypatch.setattr(dry_run, "SAMPLE_CHARACTERS", 600)
     sample = dry_run.RowReservoir()
     for number in range(count):
-        sample.add(DataRecord(str(number), text="x" * 10))
+        sample.add_row(DataRecord(str(number), text="x" * 10))
         assert len(sample.rows) <= 60
     positions = [int(record.where) for record in sample.rows]
     assert sample.total == count
@@ -67,7 +67,7 @@ def test_reservoir_samples_every_nth_example(count, monkeypatch):
 
 def test_reservoir_takes_an_oversized_example():
     sample = dry_run.RowReservoir()
-    sample.add(DataRecord("f:1", text="x" * (dry_run.SAMPLE_CHARACTERS + 1)))
+    sample.add_row(DataRecord("f:1", text="x" * (dry_run.SAMPLE_CHARACTERS + 1)))
     assert len(sample.rows) == 1
 
 

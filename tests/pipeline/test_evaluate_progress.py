@@ -174,5 +174,5 @@ def test_steps_of_answers_that_start_where_others_end(rows, lengths, count):
     steps = DecodingSteps(rows)
     for length in lengths:
         for token in range(length):
-            steps.add(1, is_last=token == length - 1)
+            steps.add_tokens(1, is_last=token == length - 1)
     assert steps.count == count

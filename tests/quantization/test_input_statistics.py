@@ -92,7 +92,7 @@ def test_moments_are_weighted():
     x, y, weights = rng.normal(size=(9, 4)), rng.normal(size=(9, 4)), rng.random(9)
     statistics = InputStatistics.empty(4, experts=None, with_cross=True)
     x, y, weights = (mx.array(v, mx.float32) for v in (x, y, weights))
-    statistics.add(x, y, weights=weights)
+    statistics.add_inputs(x, y, weights=weights)
     x, y, weights = (np.array(v, np.float64) for v in (x, y, weights))
     expected = x.T @ np.diag(weights) @ x
     np.testing.assert_allclose(statistics.second_moments, expected, atol=1e-5)

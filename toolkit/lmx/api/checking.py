@@ -95,16 +95,14 @@ def check(recipe: RecipeLike, *, overrides: Overrides | None = None) -> Check:
     run = DryRun(resolved.loaded, resolved.plan)
     lines = list(run.lines())
     needs = run.resources
-    stages = {
-        planned.name: StageCheck(None, None, None)
-        if needs is None
-        else StageCheck(
-            needs.stages[planned.name].memory or None,
-            int(needs.stages[planned.name].disk),
-            needs.stages[planned.name].seconds,
-        )
-        for planned in resolved.plan.stages
-    }
+    if needs:
+        stages = {
+            name: StageCheck(each.memory or None, int(each.disk), each.seconds)
+            for name, each in needs.stages.items()
+        }
+    else:
+        unknown = StageCheck(None, None, None)
+        stages = {planned.name: unknown for planned in resolved.plan.stages}
     return Check(
         resolved,
         resolved.output,

@@ -136,7 +136,15 @@ def evaluate(
     run = model if isinstance(model, Run) else None
     if data is None and run is None:
         raise UserError("nothing to evaluate on", hint="lmx.evaluate(model, data=...)")
-    recipe = _recipe(model, data, run, seed, keys)
+    block = run.resolved["data"] if run and data is None else data_block(data, "valid")
+    recipe = Recipe(
+        {
+            "model": model_path(model),
+            "data": block,
+            "seed": seed,
+            "stages": [{"evaluate": keys}],
+        }
+    )
     functions = {name: checked_metric(f, name) for name, f in (metrics or {}).items()}
     with TemporaryDirectory() as scratch:
         context = make_context(
@@ -163,22 +171,6 @@ def evaluate(
     # As a report has them: plain data with text keys.
     models = json.loads(json.dumps(evaluator.metrics))
     return Evaluation(models, evaluator.samples)
-
-
-def _recipe(
-    model: Model | ModelLike,
-    data: Data | None,
-    run: Run | None,
-    seed: int,
-    keys: dict[str, Any],
-) -> Recipe:
-    """A recipe with one evaluate stage."""
-    block = data_block(data, "valid")
-    if run and data is None:
-        block = run.resolved["data"]
-    stages = [{"evaluate": keys}]
-    recipe = {"model": model_path(model), "data": block, "seed": seed, "stages": stages}
-    return Recipe(recipe)
 
 
 def _loader(model: Model | ModelLike) -> Callable[[], LoadedModel]:

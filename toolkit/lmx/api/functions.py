@@ -47,13 +47,22 @@ def identity(function: Callable[..., Any], *, name: str) -> str:
         source: Any = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):  # as in exec() and in an interactive interpreter
         source = _code_facts(code)
-    cells = function.__closure__ or ()
+    captured: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            captured.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            captured.append(None)
     values = [
         function.__defaults__ or (),
         sorted((function.__kwdefaults__ or {}).items()),
-        [_captured(cell) for cell in cells],
+        captured,
     ]
-    facts = json.dumps([source, values], default=_shown)
+
+    def shown(value: Any) -> str:
+        return repr(value) if isinstance(value, PLAIN) else type(value).__qualname__
+
+    facts = json.dumps([source, values], default=shown)
     digest = hashlib.sha256(facts.encode()).hexdigest()
     return f"{function.__module__}.{function.__qualname__} sha256:{digest}"
 
@@ -135,7 +144,17 @@ def checked_metric(function: MetricFunction, name: str) -> Metric:
     """
 
     def measure(loaded: LoadedModel, records: list[DataRecord]) -> float:
-        examples = [_example(record) for record in records]
+        # The keys of each example that it has.
+        examples = [
+            {
+                key: [dict(each) for each in value]
+                if isinstance(value, tuple)
+                else value
+                for key, value in vars(record).items()
+                if value is not None
+            }
+            for record in records
+        ]
         try:
             return float(function(Model(loaded), examples))
         except UserError:
@@ -148,28 +167,8 @@ def checked_metric(function: MetricFunction, name: str) -> Metric:
     return measure
 
 
-def _example(record: DataRecord) -> dict[str, Any]:
-    """The keys of an example that it has."""
-    return {
-        key: [dict(each) for each in value] if isinstance(value, tuple) else value
-        for key, value in vars(record).items()
-        if value is not None
-    }
-
-
-def _captured(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
 def _code_facts(code: CodeType) -> list[Any]:
     constants = [
         _code_facts(c) if isinstance(c, CodeType) else c for c in code.co_consts
     ]
     return [code.co_code.hex(), list(code.co_names), constants]
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, PLAIN) else type(value).__qualname__

@@ -141,7 +141,8 @@ def generate(
     stop = [stop] if isinstance(stop, str) else stop
     wanted: dict[str, Any] = {"sampling": sampling, "grammar": grammar}
     wanted["max_tokens"] = settings["max_tokens"]
-    if _is_batch(prompt):
+    is_chat = bool(prompt) and all(isinstance(part, dict) for part in prompt)
+    if isinstance(prompt, list) and not is_chat:
         if stream:
             raise UserError("stream works with one prompt, not with a list")
         prompts = [_encode(loaded, each, settings) for each in prompt]
@@ -153,13 +154,6 @@ def generate(
     if stream:
         return generator.stream(tokens, stop=stop, **wanted)
     return generator.generate(tokens, stop=stop, **wanted)
-
-
-def _is_batch(prompt: Any) -> bool:
-    """Whether it is a list of prompts, not one prompt."""
-    if not isinstance(prompt, list):
-        return False
-    return not prompt or not all(isinstance(part, dict) for part in prompt)
 
 
 def _encode(model: Model, prompt: Any, settings: dict[str, Any]) -> list[int]:

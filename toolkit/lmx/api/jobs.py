@@ -14,7 +14,7 @@ from ..run.callbacks import Callback, CallbackList
 from .arguments import Integer, Keys, PathLike, checked
 from .functions import Metrics, checked_loss, checked_metric, python_block
 from .model import Model, ModelLike, model_path
-from .recipe import Overrides, Recipe, RecipeLike, as_recipe
+from .recipe import Overrides, RecipeLike, as_recipe
 from .run import Run, open_run
 
 Data = PathLike | Sequence[str] | Keys
@@ -68,29 +68,26 @@ def train(
     functions = {name: checked_metric(f, name) for name, f in (metrics or {}).items()}
     used = checked_loss(loss) if loss else None
     extensions = Extensions(CallbackList(callbacks), used, functions, allow_python)
+    loaded, output = resolved.loaded, resolved.output
+    # What resumes the run: a command, or the same call if it needs Python.
+    words = [str(output / "recipe.yaml"), f"output={output}"]
+    if loaded.path:
+        words = [str(loaded.path), *loaded.overrides]
+    command = shlex.join(["lmx-train", *words])
+    if resolved.config.python:
+        command = "the same call of lmx.train"
     try:
         runner.run(
-            resolved.loaded,
+            loaded,
             resolved.plan,
             **{"restart": restart, "ignore_limits": ignore_limits, "quiet": quiet},
-            command=_command(resolved),
+            command=command,
             extensions=extensions,
         )
     except Interrupted as stop:
         if not extensions.callbacks.is_stopped:
             raise KeyboardInterrupt(str(stop)) from stop
-    return open_run(resolved.output)
-
-
-def _command(recipe: Recipe) -> str:
-    """What resumes the run: a command, or the same call if it needs Python."""
-    loaded = recipe.loaded
-    if recipe.config.python:
-        return "the same call of lmx.train"
-    if loaded.path:
-        return shlex.join(["lmx-train", str(loaded.path), *loaded.overrides])
-    file = recipe.output / "recipe.yaml"
-    return shlex.join(["lmx-train", str(file), f"output={recipe.output}"])
+    return open_run(output)
 
 
 @checked

@@ -157,7 +157,16 @@ def _recipe(source: RecipeLike, overrides: Overrides | None) -> LoadedRecipe:
     """The recipe of the arguments of `Recipe`."""
     pairs = _pairs(overrides)
     if isinstance(source, Recipe):
-        return _derived(source.loaded, pairs)
+        before = source.loaded
+        if not pairs:
+            return before
+        loaded = load_data(before.data, pairs, name=before.name, root=before.root)
+        return replace(
+            loaded,
+            path=before.path,
+            arguments=(*before.arguments, *loaded.arguments),
+            name=before.name if before.path else _name(loaded),
+        )
     if isinstance(source, Mapping):
         loaded = load_data(source, pairs, name="recipe", root=Path.cwd())
         return replace(loaded, name=_name(loaded))
@@ -213,19 +222,6 @@ def _pairs(overrides: Overrides | None) -> list[Override]:
     if errors:
         raise ConfigErrors(None, "", errors)
     return pairs
-
-
-def _derived(before: LoadedRecipe, pairs: list[Override]) -> LoadedRecipe:
-    """A recipe with further overrides."""
-    if not pairs:
-        return before
-    loaded = load_data(before.data, pairs, name=before.name, root=before.root)
-    return replace(
-        loaded,
-        path=before.path,
-        arguments=(*before.arguments, *loaded.arguments),
-        name=before.name if before.path else _name(loaded),
-    )
 
 
 def _name(loaded: LoadedRecipe) -> str:

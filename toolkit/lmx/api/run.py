@@ -181,13 +181,10 @@ class Run:
         if not stages:
             return None
         last = max(stages, key=lambda name: int(name.partition("-")[0]))
-        return ModelArtifact.from_json(stages[last]["result"], self.path, self._base)
-
-    @property
-    def _base(self) -> Path | None:
-        """The folder, file or Hub id of the recipe's model; None if from scratch."""
+        # The folder, file or Hub id of the recipe's model; None if from scratch.
         name = self.resolved["model"]["path"]
-        return name and (find(name, self.path) or Path(name))
+        base = name and (find(name, self.path) or Path(name))
+        return ModelArtifact.from_json(stages[last]["result"], self.path, base)
 
 
 @checked

@@ -14,7 +14,6 @@ from .options import add_draft_arguments, draft_argument_faults, refuse
 
 if TYPE_CHECKING:
     from ..evaluation.latency import BenchmarkArms
-    from ..generation.speculative.proposer import MakeProposer
     from ..models.loader import LoadedModel
 
 
@@ -68,90 +67,38 @@ def bench(args: argparse.Namespace) -> int:
 
     cpu.enable()
     from ..convert.importers import load_model
+    from ..evaluation import latency
+    from ..evaluation.memory_bandwidth import measure_memory_bandwidth, weight_bytes
+    from ..generation.kv_cache.batch import require_batchable
+    from ..generation.prompt import encode_text
 
     path = model_folder(args.model)
     loaded = load_model(path, trust_remote_code=args.trust_remote_code)
     if not args.json:
         terminal.write_out(f"{args.model}\n")
-    rows = _bench(args, loaded)
-    if args.json:
-        terminal.write_json({args.model: rows}, indent=2)
-    return 0
-
-
-def _corpus_tokens(args: argparse.Namespace, loaded: "LoadedModel") -> list[int]:
-    """Tokens of the text from which prompts are cut."""
-    from ..evaluation.latency import sample_text
-    from ..generation.prompt import encode_text
-
-    tokens = encode_text(loaded.tokenizer, sample_text(args.corpus))
+    lengths, sizes = args.prompt_lengths, args.batch_sizes
+    if max(sizes) > 1:
+        require_batchable(loaded.model)
+    # Prompts are cut from this text.
+    tokens = encode_text(loaded.tokenizer, latency.sample_text(args.corpus))
     model_args = getattr(loaded.model, "args", None)
     positions = getattr(model_args, "max_position_embeddings", 0)
-    longest = max(args.prompt_lengths)
-    if positions and longest + args.tokens > positions:
+    if positions and max(lengths) + args.tokens > positions:
         raise UserError(
-            f"prompts of {longest} and outputs of {args.tokens} tokens exceed the "
+            f"prompts of {max(lengths)} and outputs of {args.tokens} tokens exceed the "
             f"model's maximum of {positions}",
             hint="reduce --prompt-lengths or --tokens",
         )
-    return tokens
-
-
-def _proposers(
-    args: argparse.Namespace, loaded: "LoadedModel"
-) -> dict[str, "MakeProposer"]:
-    """Factories of the proposers to compare, by decoder name."""
-    from ..convert.importers import load_model
-    from ..generation.speculative.factory import PROMPT_LOOKUP, proposer_factory
-    from ..generation.speculative.prompt_lookup import PromptLookupProposer
-
-    proposers = {PROMPT_LOOKUP: lambda _: PromptLookupProposer()}
-    if args.draft_model and args.draft_model != PROMPT_LOOKUP:
-        proposers[f"draft {Path(args.draft_model).name}"] = proposer_factory(
-            args.draft_model,
-            loaded,
-            load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
-        )
-    return proposers
-
-
-def _decoders(args: argparse.Namespace, loaded: "LoadedModel") -> "BenchmarkArms":
-    from ..generation.generator import Generator
-    from ..generation.speculative.draft_length import DraftLengthController
-
-    def speculative(make_proposer):
-        return lambda: Generator(
-            loaded.model,
-            loaded.tokenizer,
-            make_proposer=make_proposer,
-            draft_length=DraftLengthController(fixed=args.num_draft_tokens),
-        )
-
-    proposers = _proposers(args, loaded).items()
-    standard = {STANDARD: lambda: Generator(loaded.model, loaded.tokenizer)}
-    return standard | {name: speculative(make) for name, make in proposers}
-
-
-def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
-    from ..evaluation.latency import BenchmarkPlan, measure_verify_cost, run_benchmark
-    from ..evaluation.memory_bandwidth import measure_memory_bandwidth, weight_bytes
-    from ..generation.kv_cache.batch import require_batchable
-
-    if max(args.batch_sizes) > 1:
-        require_batchable(loaded.model)
-
-    tokens = _corpus_tokens(args, loaded)
     decoders = _decoders(args, loaded)
-    lengths, sizes = args.prompt_lengths, args.batch_sizes
     amounts = (lengths, sizes, args.tokens, args.repeats)
-    plan = BenchmarkPlan(*amounts, check_parity=args.check_parity)
+    plan = latency.BenchmarkPlan(*amounts, check_parity=args.check_parity)
     bandwidth = measure_memory_bandwidth()
-    verify_cost = measure_verify_cost(loaded.model, prompt_length=min(lengths))
+    verify_cost = latency.measure_verify_cost(loaded.model, prompt_length=min(lengths))
     if not args.json:
         head = HEAD.format(bandwidth / 1e9, verify_cost)
         terminal.write_out(head + ROW.format(*COLUMNS) + "\n")
     rows = []
-    for row in run_benchmark(tokens, plan, decoders):
+    for row in latency.run_benchmark(tokens, plan, decoders):
         if row["decoder"] == STANDARD:
             # A step reads the weights once for the whole batch.
             steps = row["decode_tokens_per_second"]["p50"] / row["batch_size"]
@@ -163,7 +110,37 @@ def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
             terminal.write_out(_cells(row) + "\n")
             if "parity" in row:
                 terminal.write_out(f"{'':15}{parity_line(row['parity'])}\n")
-    return rows
+    if args.json:
+        terminal.write_json({args.model: rows}, indent=2)
+    return 0
+
+
+def _decoders(args: argparse.Namespace, loaded: "LoadedModel") -> "BenchmarkArms":
+    """Standard decoding and the proposers to compare, by name."""
+    from ..convert.importers import load_model
+    from ..generation.generator import Generator
+    from ..generation.speculative.draft_length import DraftLengthController
+    from ..generation.speculative.factory import PROMPT_LOOKUP, proposer_factory
+    from ..generation.speculative.prompt_lookup import PromptLookupProposer
+
+    proposers = {PROMPT_LOOKUP: lambda _: PromptLookupProposer()}
+    if args.draft_model and args.draft_model != PROMPT_LOOKUP:
+        proposers[f"draft {Path(args.draft_model).name}"] = proposer_factory(
+            args.draft_model,
+            loaded,
+            load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
+        )
+
+    def speculative(make_proposer):
+        return lambda: Generator(
+            loaded.model,
+            loaded.tokenizer,
+            make_proposer=make_proposer,
+            draft_length=DraftLengthController(fixed=args.num_draft_tokens),
+        )
+
+    standard = {STANDARD: lambda: Generator(loaded.model, loaded.tokenizer)}
+    return standard | {name: speculative(make) for name, make in proposers.items()}
 
 
 def _cells(row: dict) -> str:

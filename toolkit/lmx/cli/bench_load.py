@@ -6,14 +6,10 @@ import os
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from ..run import terminal
 from .serve import API_KEY
-
-if TYPE_CHECKING:
-    from ..evaluation.server_load import LoadPlan
 
 ROW = "{:>10}{:>10}{:>8}{:>24}{:>22}{:>12}{:>10}{:>9}{:>13}"
 DEFAULTS = {
@@ -91,55 +87,18 @@ def bench_load(args: argparse.Namespace) -> int:
     Raises:
         UserError: inference-perf is not installed, or the server does not answer.
     """
-    from ..evaluation.server_load import (
-        COLUMNS,
-        cells,
-        cost_per_million,
-        label,
-        measure_load,
-        require_program,
-    )
+    from ..evaluation import server_load
+    from ..evaluation.server_load import COLUMNS, cells
 
-    require_program()
-    plan = _plan(args)
-    if not args.json:
-        terminal.write_out(f"{plan.url}: {plan.model}\n{ROW.format(*COLUMNS)}\n")
-    rows = []
-    loads = measure_load(plan)
-    for number, (kind, value) in enumerate(plan.loads):
-        left = len(plan.loads) - number
-        # The time of a number of clients is not known before.
-        about = f"about {plan.seconds} s" if kind == "rate" else "some time"
-        note = f"{label(kind, value)}: {about}, {left - 1} loads after it\n"
-        terminal.write_err(note)
-        row = next(loads)
-        if args.price_per_hour:
-            row["cost_per_million"] = cost_per_million(row, args.price_per_hour)
-        rows.append(row)
-        if not args.json:
-            terminal.write_out(ROW.format(*cells(row)) + "\n")
-    if args.report:
-        from ..run.html.load_page import load_page
-
-        table = [*COLUMNS], [cells(row) for row in rows]
-        args.report.write_text(load_page(plan.url, plan.model, rows, table))
-    if args.json:
-        terminal.write_json({plan.url: rows}, indent=2)
-    return 0
-
-
-def _plan(args: argparse.Namespace) -> "LoadPlan":
-    from ..evaluation.server_load import LoadPlan
-
+    server_load.require_program()
     given = {
         name: default if getattr(args, name) is None else getattr(args, name)
         for name, default in DEFAULTS.items()
     }
     if args.rates and args.concurrency is None:
         given["concurrency"] = []
-    key = os.environ.get(API_KEY) or None
-    url = args.load.rstrip("/")
-    return LoadPlan(
+    key, url = os.environ.get(API_KEY) or None, args.load.rstrip("/")
+    plan = server_load.LoadPlan(
         url=url,
         model=_served_model(url, key),
         tokenizer=os.path.expanduser(args.model),
@@ -154,6 +113,30 @@ def _plan(args: argparse.Namespace) -> "LoadPlan":
         max_inter_token=given["max_inter_token"],
         api_key=key,
     )
+    if not args.json:
+        terminal.write_out(f"{plan.url}: {plan.model}\n{ROW.format(*COLUMNS)}\n")
+    rows = []
+    loads = server_load.measure_load(plan)
+    for number, (kind, value) in enumerate(plan.loads):
+        left = len(plan.loads) - number
+        # The time of a number of clients is not known before.
+        about = f"about {plan.seconds} s" if kind == "rate" else "some time"
+        load = server_load.label(kind, value)
+        terminal.write_err(f"{load}: {about}, {left - 1} loads after it\n")
+        row = next(loads)
+        if price := args.price_per_hour:
+            row["cost_per_million"] = server_load.cost_per_million(row, price)
+        rows.append(row)
+        if not args.json:
+            terminal.write_out(ROW.format(*cells(row)) + "\n")
+    if args.report:
+        from ..run.html.load_page import load_page
+
+        table = [*COLUMNS], [cells(row) for row in rows]
+        args.report.write_text(load_page(plan.url, plan.model, rows, table))
+    if args.json:
+        terminal.write_json({plan.url: rows}, indent=2)
+    return 0
 
 
 def _served_model(url: str, key: str | None) -> str:

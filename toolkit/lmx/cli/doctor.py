@@ -38,7 +38,49 @@ def doctor(arguments: argparse.Namespace) -> int:
     """
     if arguments.distributed:
         return _doctor_of_network()
-    for label, value in (*_software(), *_machine(), *_speed(), *_disk(), *_hub()):
+    import mlx.core as mx
+    from huggingface_hub import constants, get_token
+
+    from ..pipeline.work import rates
+
+    status, device = cpu.enable(), mx.default_device()
+    info = ", ".join(f"{k} {v}" for k, v in mx.device_info().items())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    blas = {
+        "BLAS file": status.blas.path,
+        "BLAS threads": status.blas.threads,
+        "BLAS reason": status.blas.reason,
+    }
+    # Speed of matrix products, of memory, and of the work that dry runs count.
+    a, b = mx.random.normal((2, MATMUL_WIDTH, MATMUL_WIDTH), key=mx.random.key(0))
+    flops = 2 * MATMUL_WIDTH**3 / shortest_time(lambda: mx.eval(a @ b))
+    bandwidth = measure_memory_bandwidth()
+    speeds = []
+    for dtype in [mx.float32] if cpu.on_cpu() else [mx.float32, mx.bfloat16]:
+        amounts = asdict(rates(dtype, again=True))
+        solved, name = amounts.pop("solved"), str(dtype).rpartition(".")[2]
+        text = ", ".join(f"{k} {v / 1e9:,.3g} GFLOP/s" for k, v in amounts.items())
+        text += f", solved {solved / 1e6:,.3g} M weights/s ({name})"
+        speeds.append(("dry runs", text))
+    facts = [
+        ("lmx", __version__),
+        ("Python", f"{platform.python_version()} ({sys.executable})"),
+        *((name, _version(name)) for name in ("mlx", "mlx-lm")),
+        ("system", platform.platform()),
+        ("device", f"{device}: {info}"),
+        *_unused_cuda(device.type == mx.gpu),
+        ("memory", f"{memory / 2**30:.1f} GiB"),
+        ("BLAS", status.blas.name),
+        ("CPU functions", "replaced" if status.fast_functions else "MLX's own"),
+        *((label, str(value)) for label, value in blas.items() if value),
+        ("matmul", f"{flops / 1e9:,.0f} GFLOP/s (float32, 1024 x 1024)"),
+        ("memory bandwidth", f"{bandwidth / 1e9:,.1f} GB/s (reading)"),
+        *speeds,
+        ("cache", f"{cache.root()}, {cache.size() / 1e6:,.1f} MB"),
+        ("Hub offline", "yes" if constants.HF_HUB_OFFLINE else "no"),
+        ("Hub token", "present" if get_token() else "none"),
+    ]
+    for label, value in facts:
         terminal.write_out(f"{label:<18}{value}\n")
     return 0
 
@@ -78,39 +120,11 @@ def _doctor_of_network() -> int:
     return 0
 
 
-def _software() -> list[tuple[str, str]]:
-    packages = [(name, _version(name)) for name in ("mlx", "mlx-lm")]
-    python = f"{platform.python_version()} ({sys.executable})"
-    return [("lmx", __version__), ("Python", python), *packages]
-
-
 def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _machine() -> list[tuple[str, str]]:
-    import mlx.core as mx
-
-    status = cpu.enable()
-    info = ", ".join(f"{k} {v}" for k, v in mx.device_info().items())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    blas = {
-        "BLAS file": status.blas.path,
-        "BLAS threads": status.blas.threads,
-        "BLAS reason": status.blas.reason,
-    }
-    return [
-        ("system", platform.platform()),
-        ("device", f"{mx.default_device()}: {info}"),
-        *_unused_cuda(mx.default_device().type == mx.gpu),
-        ("memory", f"{memory / 2**30:.1f} GiB"),
-        ("BLAS", status.blas.name),
-        ("CPU functions", "replaced" if status.fast_functions else "MLX's own"),
-        *((label, str(value)) for label, value in blas.items() if value),
-    ]
 
 
 def _unused_cuda(on_gpu: bool) -> list[tuple[str, str]]:
@@ -121,41 +135,3 @@ def _unused_cuda(on_gpu: bool) -> list[tuple[str, str]]:
         return []
     remedy = f"pip install --force-reinstall --no-deps {cuda[0]}"
     return [("CUDA", f"{cuda[0]} is installed but not in use; {remedy}")]
-
-
-def _speed() -> list[tuple[str, str]]:
-    """Speed of matrix products, of memory, and of the work that dry runs count."""
-    import mlx.core as mx
-
-    from ..pipeline.work import rates
-
-    a, b = mx.random.normal((2, MATMUL_WIDTH, MATMUL_WIDTH), key=mx.random.key(0))
-    flops = 2 * MATMUL_WIDTH**3 / shortest_time(lambda: mx.eval(a @ b))
-    bandwidth = measure_memory_bandwidth()
-    dtypes = [mx.float32] if cpu.on_cpu() else [mx.float32, mx.bfloat16]
-    return [
-        ("matmul", f"{flops / 1e9:,.0f} GFLOP/s (float32, 1024 x 1024)"),
-        ("memory bandwidth", f"{bandwidth / 1e9:,.1f} GB/s (reading)"),
-        *(("dry runs", _rates(d, rates(d, again=True))) for d in dtypes),
-    ]
-
-
-def _rates(dtype, measured) -> str:
-    amounts = asdict(measured)
-    solved = amounts.pop("solved")
-    text = ", ".join(f"{k} {v / 1e9:,.3g} GFLOP/s" for k, v in amounts.items())
-    name = str(dtype).rpartition(".")[2]
-    return f"{text}, solved {solved / 1e6:,.3g} M weights/s ({name})"
-
-
-def _disk() -> list[tuple[str, str]]:
-    return [("cache", f"{cache.root()}, {cache.size() / 1e6:,.1f} MB")]
-
-
-def _hub() -> list[tuple[str, str]]:
-    from huggingface_hub import constants, get_token
-
-    return [
-        ("Hub offline", "yes" if constants.HF_HUB_OFFLINE else "no"),
-        ("Hub token", "present" if get_token() else "none"),
-    ]

@@ -91,6 +91,7 @@ def recipe_of(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
     """
     # Loads PyYAML, which `--help` does not need.
     from ..config.overrides import merge
+    from ..config.yaml_io import read
 
     needed = ["--model"] + ["--data"] * (kind == "train")
     given = given_options(arguments, kind)
@@ -101,23 +102,20 @@ def recipe_of(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
     stage: dict[str, Any] = {}
     stages = [{kind: stage}, {"export": {}}]
     data = {"model": None, "data": {}, "seed": 0, "stages": stages}
-    values = {flag: _value(flag, text) for flag, text in given.items()}
-    merge(data, [(OPTIONS[kind][flag][0], value) for flag, value in values.items()])
+    values: list[tuple[str, Any]] = []
+    for flag, text in given.items():
+        value: Any = text
+        if flag not in TEXTS:
+            document = read(text)
+            if document.errors:
+                raise UserError(f"{flag}: {document.errors[0].message}")
+            value = document.data
+        values.append((OPTIONS[kind][flag][0], value))
+    merge(data, values)
     for keys, value in DEFAULTS.items() if kind == "train" else ():
         if not stage.keys() & {*keys}:
             stage[keys[-1]] = value
     return data
-
-
-def _value(flag: str, text: str) -> Any:
-    from ..config.yaml_io import read
-
-    if flag in TEXTS:
-        return text
-    document = read(text)
-    if document.errors:
-        raise UserError(f"{flag}: {document.errors[0].message}")
-    return document.data
 
 
 def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,25 +173,20 @@ def _execute(arguments: argparse.Namespace, kind: str, source: str | None) -> in
     from ..pipeline.extensions import Extensions
     from ..pipeline.runner import run
 
+    # The command that resumes the run.
+    words = [str(recipe.output / "recipe.yaml"), f"output={recipe.output}"]
+    if source:
+        words = [source, *recipe.loaded.overrides]
     run(
         recipe.loaded,
         recipe.plan,
         restart=arguments.restart,
         ignore_limits=arguments.ignore_limits,
         quiet=arguments.quiet,
-        command=_command(recipe, source, arguments),
+        command=shlex.join(["lmx-train", *words, *kept_flags(arguments)]),
         extensions=Extensions(allow_python="--allow-python" in kept_flags(arguments)),
     )
     return 0
-
-
-def _command(recipe, source: str | None, arguments: argparse.Namespace) -> str:
-    """The command that resumes the run."""
-    if source:
-        words = [source, *recipe.loaded.overrides]
-    else:
-        words = [str(recipe.output / "recipe.yaml"), f"output={recipe.output}"]
-    return shlex.join(["lmx-train", *words, *kept_flags(arguments)])
 
 
 def kept_flags(arguments: argparse.Namespace) -> list[str]:

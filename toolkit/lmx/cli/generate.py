@@ -93,36 +93,6 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", **switch, help="run the model's own Python")
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Refuse invalid combinations.
-
-    Raises:
-        UserError: with the names of the options.
-    """
-    raw = args.ignore_chat_template
-    template = "{} needs the chat template: remove --ignore-chat-template"
-    refuse(
-        {
-            template.format("--system"): raw and args.system is not None,
-            template.format("--chat"): raw and args.chat,
-            f"--max-tokens must be 0 or more, got {args.max_tokens}": (
-                args.max_tokens < 0
-            ),
-            "--stop is empty": not all(args.stop),
-            "--input-file does not work with prompt caches": (
-                args.input_file and _keeps_cache(args)
-            ),
-            "--check-parity compares greedy decoding: remove --temperature": (
-                args.check_parity and args.temperature != 0
-            ),
-            "--check-parity does not work with --json-schema and --regex": (
-                args.check_parity and (args.json_schema or args.regex)
-            ),
-            **draft_argument_faults(args),
-        }
-    )
-
-
 def _keeps_cache(args: argparse.Namespace) -> bool:
     return bool(args.save_prompt_cache or args.prompt_cache_file)
 
@@ -160,7 +130,28 @@ def generate(args: argparse.Namespace) -> int:
     Raises:
         UserError: the model or a file does not exist, or an option is invalid.
     """
-    _check(args)
+    raw = args.ignore_chat_template
+    template = "{} needs the chat template: remove --ignore-chat-template"
+    refuse(
+        {
+            template.format("--system"): raw and args.system is not None,
+            template.format("--chat"): raw and args.chat,
+            f"--max-tokens must be 0 or more, got {args.max_tokens}": (
+                args.max_tokens < 0
+            ),
+            "--stop is empty": not all(args.stop),
+            "--input-file does not work with prompt caches": (
+                args.input_file and _keeps_cache(args)
+            ),
+            "--check-parity compares greedy decoding: remove --temperature": (
+                args.check_parity and args.temperature != 0
+            ),
+            "--check-parity does not work with --json-schema and --regex": (
+                args.check_parity and (args.json_schema or args.regex)
+            ),
+            **draft_argument_faults(args),
+        }
+    )
     ranks = join_processes(
         args,
         check_parity=args.check_parity,
@@ -175,17 +166,6 @@ def generate(args: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _read_input(args: argparse.Namespace) -> str:
-    """The prompt or the content of the input file; empty for a chat."""
-    file = args.input_file or args.prompt_file
-    if not file:
-        return args.prompt or ""
-    if file != "-":
-        return read_text(Path(file), "prompt", max_bytes=MAX_INPUT)
-    with _standard_input() as stream:
-        return stream.read()
-
-
 @contextmanager
 def _standard_input() -> Iterator[TextIO]:
     if sys.stdin is None:
@@ -198,11 +178,15 @@ def _standard_input() -> Iterator[TextIO]:
 
 def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
     from ..generation.sampling import Sampling
-    from .batch_file import parse_requests
+    from .batch_file import answer_records, parse_requests
 
-    text, requests = "", None
+    text, requests, file = args.prompt or "", None, args.input_file or args.prompt_file
     if ranks.is_first:
-        text = _read_input(args)
+        if file == "-":
+            with _standard_input() as stream:
+                text = stream.read()
+        elif file:
+            text = read_text(Path(file), "prompt", max_bytes=MAX_INPUT)
         if args.input_file:
             requests = parse_requests(text, place=args.input_file)
     names = (name.replace("-", "_") for name in SAMPLING)
@@ -214,7 +198,17 @@ def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
         return follow(generator.engine)
     try:
         if requests is not None:
-            _answer_requests(args, generator, requests, sampling, grammar)
+            for response in answer_records(
+                generator,
+                requests,
+                max_tokens=args.max_tokens,
+                sampling=sampling,
+                grammar=grammar,
+                stop=args.stop,
+                system=args.system,
+                ignore_chat_template=args.ignore_chat_template,
+            ):
+                terminal.write_json(response)
             return 0
         session = InteractiveSession(args, loaded, generator, sampling, grammar)
         if args.chat:
@@ -225,29 +219,6 @@ def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
     finally:
         generator.end()
     return 0
-
-
-def _answer_requests(
-    args: argparse.Namespace,
-    generator: "Generator",
-    requests: list[dict],
-    sampling: "Sampling",
-    grammar: "Grammar | None",
-) -> None:
-    """Generate the responses of an input file, and print them."""
-    from .batch_file import answer_records
-
-    for response in answer_records(
-        generator,
-        requests,
-        max_tokens=args.max_tokens,
-        sampling=sampling,
-        grammar=grammar,
-        stop=args.stop,
-        system=args.system,
-        ignore_chat_template=args.ignore_chat_template,
-    ):
-        terminal.write_json(response)
 
 
 def _grammar(args: argparse.Namespace) -> "Grammar | None":
@@ -340,30 +311,14 @@ class InteractiveSession:
 
     def respond(self, text: str) -> None:
         """Generate the response to one prompt and print it."""
-        prompt = self._encode(text)
-        texts: list[str] = []
-        try:
-            result = self._answer(prompt, texts)
-        except _AnswerStopped:
-            # What was said stays in the conversation.
-            result = None
-            self._output.finish()
-            terminal.write_out("\n")
-        self._messages.append({"role": "assistant", "content": "".join(texts)})
-        if result:
-            self._report(prompt, result)
-
-    def _answer(self, prompt: list[int], texts: list[str]) -> "GenerationResult":
-        """Generate one response.
-
-        Args:
-            texts: gets the text of every token.
-
-        Raises:
-            _AnswerStopped: Ctrl-C in a chat. It is noted and takes effect after the
-                token, as an interrupted forward pass would leave half a KV cache.
-        """
         from ..run.signals import stop_requested
+
+        if self._args.ignore_chat_template:
+            prompt = self._generator.encode_text(text)
+        else:
+            self._messages.append({"role": "user", "content": utf8_text(text)})
+            prompt = self._generator.encode_chat(self._messages)
+        texts: list[str] = []
 
         def on_token(response: "GenerationResponse") -> None:
             texts.append(response.text)
@@ -372,16 +327,27 @@ class InteractiveSession:
             if stopping():
                 raise _AnswerStopped
 
+        # Ctrl-C in a chat is noted and takes effect after the token, as an interrupted
+        # forward pass would leave half a KV cache.
         noted = stop_requested(signal.SIGINT)
-        with noted if self._args.chat else nullcontext(lambda: False) as stopping:
-            return self._generator.generate(
-                prompt,
-                max_tokens=self._args.max_tokens,
-                sampling=self._sampling,
-                grammar=self._grammar,
-                stop=self._args.stop,
-                on_token=on_token,
-            )
+        try:
+            with noted if self._args.chat else nullcontext(lambda: False) as stopping:
+                result = self._generator.generate(
+                    prompt,
+                    max_tokens=self._args.max_tokens,
+                    sampling=self._sampling,
+                    grammar=self._grammar,
+                    stop=self._args.stop,
+                    on_token=on_token,
+                )
+        except _AnswerStopped:
+            # What was said stays in the conversation.
+            result = None
+            self._output.finish()
+            terminal.write_out("\n")
+        self._messages.append({"role": "assistant", "content": "".join(texts)})
+        if result:
+            self._report(prompt, result)
 
     def save(self) -> None:
         """Save the KV cache if `--save-prompt-cache` is given."""
@@ -407,12 +373,6 @@ class InteractiveSession:
         if not adapter:
             return digest
         return f"{digest} {weights_digest(Path(os.path.expanduser(adapter)))}"
-
-    def _encode(self, text: str) -> list[int]:
-        if self._args.ignore_chat_template:
-            return self._generator.encode_text(text)
-        self._messages.append({"role": "user", "content": utf8_text(text)})
-        return self._generator.encode_chat(self._messages)
 
     def _report(self, prompt: list[int], result: "GenerationResult") -> None:
         import mlx.core as mx

@@ -63,7 +63,7 @@ class HintingParser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):
-        """As in argparse; keeps the words for the hints of an error."""
+        """Parse, and keep the words for the hints of an error."""
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
@@ -129,7 +129,25 @@ def _train(argv: list[str]) -> int:
     options = [*given_options(arguments, "train")]
     if not (arguments.recipe or arguments.list or options):
         parser.error("give a recipe, options such as --model, or --list")
-    return _run_recipe(arguments, options)
+    if arguments.list:
+        from ..launcher import launched_rank
+        from .schema import listing
+
+        if not launched_rank():
+            terminal.write_out(listing() + "\n")
+        return 0
+    if not options:
+        return execute(arguments, "train", arguments.recipe)
+    if arguments.recipe and "=" not in arguments.recipe:
+        raise UserError(
+            f"a recipe and {options[0]}: give one of them",
+            place=arguments.recipe,
+            hint="override values of a recipe with key=value, such as "
+            "stages.train.steps=50",
+        )
+    if arguments.recipe:
+        arguments.overrides.insert(0, arguments.recipe)
+    return execute(arguments, "train")
 
 
 def _main(argv: list[str]) -> int:
@@ -203,28 +221,6 @@ def complete(parser: argparse.ArgumentParser) -> None:
         if completer := completers.get(action.dest):
             action.completer = completer
     argcomplete.autocomplete(parser, always_complete_options="long")
-
-
-def _run_recipe(arguments: argparse.Namespace, options: list[str]) -> int:
-    if arguments.list:
-        from ..launcher import launched_rank
-        from .schema import listing
-
-        if not launched_rank():
-            terminal.write_out(listing() + "\n")
-        return 0
-    if not options:
-        return execute(arguments, "train", arguments.recipe)
-    if arguments.recipe and "=" not in arguments.recipe:
-        raise UserError(
-            f"a recipe and {options[0]}: give one of them",
-            place=arguments.recipe,
-            hint="override values of a recipe with key=value, such as "
-            "stages.train.steps=50",
-        )
-    if arguments.recipe:
-        arguments.overrides.insert(0, arguments.recipe)
-    return execute(arguments, "train")
 
 
 def _guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:

@@ -129,6 +129,7 @@ def init(arguments: argparse.Namespace) -> int:
         UserError: the file exists, or a value is missing or does not work.
     """
     from ..models.checkpoint import model_folder
+    from ..pipeline.plan import load, plan
 
     task = arguments.task
     if arguments.model:
@@ -151,7 +152,12 @@ def init(arguments: argparse.Namespace) -> int:
     target = arguments.output or Path(f"{name}.yaml")
     _require_new(target)
     text = recipe_text(task, arguments.model, arguments.data, quantization)
-    _check(target, text)
+    try:
+        plan(load(target, text=text))
+    except ConfigErrors as errors:
+        # There is no file whose lines could be named.
+        found = [replace(error, place=None) for error in errors.errors]
+        raise ConfigErrors(None, "", found) from None
     write_recipe(target, text)
     lines = [str(target)]
     if "thresholds:" in text:
@@ -275,18 +281,6 @@ def _values(data: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
     else:
         return [(path, data)]
     return [pair for key, value in items for pair in _values(value, (*path, key))]
-
-
-def _check(target: Path, text: str) -> None:
-    """Refuse a recipe that `lmx-train` would refuse: all errors, with their keys."""
-    from ..pipeline.plan import load, plan
-
-    try:
-        plan(load(target, text=text))
-    except ConfigErrors as errors:
-        # There is no file whose lines could be named.
-        found = [replace(error, place=None) for error in errors.errors]
-        raise ConfigErrors(None, "", found) from None
 
 
 def set_value(text: str, path: KeyPath, value: Any, key: str | None = None) -> str:

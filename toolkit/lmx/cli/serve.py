@@ -15,7 +15,6 @@ from .tensor_parallel import (
 )
 
 if TYPE_CHECKING:
-    from ..generation.generator import Generator
     from ..interfaces import Communicator
     from ..serving.engine_thread import ServedModel
 
@@ -157,7 +156,8 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     from ..convert.importers import load_model
     from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
-    from ..generation.sampling import sampling_defaults
+    from ..generation.sampling import Sampling, sampling_defaults
+    from ..generation.sequence import GenerationRequest
     from ..serving.engine_thread import ServedModel
 
     loaded = load_part(args, ranks)
@@ -184,22 +184,11 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
         return load_model(loaded.path, adapter=path, **options).model
 
     if ranks.is_first:
-        _warm_up(generator)
+        # Compile what the first requests need. Predictions that are NaN are refused.
+        requests = [GenerationRequest([0] * n, 8, Sampling(1.0)) for n in (4, 40, 12)]
+        for _ in generator.generate_all(requests):
+            pass
     for name, path in args.adapter:
         generator.engine.scheduler.adapters.add(name, load_adapter(path))
     sampling = sampling_defaults(loaded.path)
     return ServedModel(generator, sampling, load_adapter)
-
-
-def _warm_up(generator: "Generator") -> None:
-    """Compile what the first requests need, before they come.
-
-    Raises:
-        UserError: the model's predictions are NaN.
-    """
-    from ..generation.sampling import Sampling
-    from ..generation.sequence import GenerationRequest
-
-    requests = [GenerationRequest([0] * n, 8, Sampling(1.0)) for n in (4, 40, 12)]
-    for _ in generator.generate_all(requests):
-        pass

@@ -98,7 +98,16 @@ def sweep(arguments: argparse.Namespace) -> int:
         UserError: the arguments are not valid.
         Interrupted: Ctrl-C or SIGTERM; resumable.
     """
-    folder, runs = _plan(arguments)
+    from ..api.recipe import Recipe
+
+    given = arguments.output
+    folder, runs = Path(os.path.expanduser(given)) if given else None, []
+    for values in expand(arguments.overrides):
+        overrides = [f"{key}={value}" for key, value in values.items()]
+        recipe = Recipe(arguments.recipe, overrides=overrides)
+        folder = folder or Path("exports") / f"{recipe.name}-sweep"
+        runs.append(PlannedRun(values, folder / folder_name(values), recipe.hash))
+    assert folder, "a sweep has runs"
     if arguments.dry_run:
         lines = [
             f"{'done' if run.is_done else 'to run':<8}{run.folder}" for run in runs
@@ -110,27 +119,18 @@ def sweep(arguments: argparse.Namespace) -> int:
         try:
             failed = _run_all(arguments, runs, logger)
         finally:
-            groups = _write_page(folder, runs)
+            # The runs that have started are compared.
+            swept = [(run.values, run.summary) for run in runs]
+            groups = narrower(*groups_table(swept))
+            if summaries := [summary for _, summary in swept if summary]:
+                tables = (TITLE, *groups)
+                page = comparison_page(summaries, title=folder.name, groups=tables)
+                write_atomic(folder / PAGE, page)
     logger.table(TITLE, *groups)
     logger.info(str(folder / PAGE))
     for run, code in failed.items():
         logger.warning(f"failed with exit code {code}: {run}")
     return FAILED if failed else 0
-
-
-def _plan(arguments: argparse.Namespace) -> tuple[Path, list[PlannedRun]]:
-    """The folder of the sweep and its runs, all of whose recipes are valid."""
-    from ..api.recipe import Recipe
-
-    given = arguments.output
-    folder, runs = Path(os.path.expanduser(given)) if given else None, []
-    for values in expand(arguments.overrides):
-        overrides = [f"{key}={value}" for key, value in values.items()]
-        recipe = Recipe(arguments.recipe, overrides=overrides)
-        folder = folder or Path("exports") / f"{recipe.name}-sweep"
-        runs.append(PlannedRun(values, folder / folder_name(values), recipe.hash))
-    assert folder, "a sweep has runs"
-    return folder, runs
 
 
 def expand(arguments: list[str]) -> list[dict[str, str]]:
@@ -231,15 +231,3 @@ def _run(words: list[str]) -> int:
         process.send_signal(signal.SIGTERM)
         process.wait()
         return INTERRUPTED
-
-
-def _write_page(
-    folder: Path, runs: list[PlannedRun]
-) -> tuple[list[str], list[list[str]]]:
-    """Write the comparison of the runs that have started; returns their means."""
-    swept = [(run.values, run.summary) for run in runs]
-    groups = narrower(*groups_table(swept))
-    if summaries := [summary for _, summary in swept if summary]:
-        page = comparison_page(summaries, title=folder.name, groups=(TITLE, *groups))
-        write_atomic(folder / PAGE, page)
-    return groups

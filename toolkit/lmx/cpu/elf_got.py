@@ -53,7 +53,12 @@ def imports(files: Iterable[Path], wanted: re.Pattern) -> dict[str, list[int]]:
             library = ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         except OSError:
             continue
-        for name, slot in _slots(_link_map(library)):
+        pointer = ctypes.c_void_p()
+        dlinfo = ctypes.CDLL(None).dlinfo
+        handle = ctypes.c_void_p(library._handle)
+        if dlinfo(handle, RTLD_DI_LINKMAP, ctypes.byref(pointer)):
+            raise OSError("dlinfo fails for a loaded library")
+        for name, slot in _slots(_LinkMap.from_address(pointer.value)):
             if wanted.fullmatch(name):
                 slots.setdefault(name, []).append(slot)
     return slots
@@ -93,15 +98,6 @@ def file_of(function) -> Path:
     if not dladdr(ctypes.c_void_p(address(function)), ctypes.byref(info)):
         raise OSError("a function belongs to no loaded library")
     return Path(os.fsdecode(info.file))
-
-
-def _link_map(library: ctypes.CDLL) -> _LinkMap:
-    pointer = ctypes.c_void_p()
-    dlinfo = ctypes.CDLL(None).dlinfo
-    handle = ctypes.c_void_p(library._handle)
-    if dlinfo(handle, RTLD_DI_LINKMAP, ctypes.byref(pointer)):
-        raise OSError("dlinfo fails for a loaded library")
-    return _LinkMap.from_address(pointer.value)
 
 
 def _slots(link: _LinkMap) -> Iterable[tuple[str, int]]:

@@ -36,7 +36,6 @@ ELF_MAGIC = b"\x7fELF"
 SECTION_TABLE, SECTION_ENTRIES = (0x28, "<Q"), (0x3A, "<HH")
 ELF_HEADER = 64
 
-
 HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
 # Locked by the process that makes the header, whose size it has afterwards.
 LOCK = "lock"
@@ -93,7 +92,7 @@ def keep_cuda_kernels() -> Path | None:
 
 
 def _candidates() -> list[Path]:
-    """Below the temporary folder, else below the home folder."""
+    """The private folder below the temporary folder, else below the home folder."""
     name = f"lmx-{os.getuid()}"
     home = [Path.home() / ".cache" / name] if "HOME" in os.environ else []
     try:
@@ -123,7 +122,7 @@ def remove_unfinished(folder: Path) -> None:
     A young file may be that of a running compiler, which gets `SETTLED` seconds.
     """
     deadline = time.time() + SETTLED
-    waiting = [file for file in folder.rglob("*") if file.suffix in IS_FINISHED]
+    waiting = [file for file in folder.rglob("*") if file.suffix in (".so", ".ptx")]
     while waiting := [file for file in waiting if _is_young(file, deadline)]:
         time.sleep(0.1)
 
@@ -133,7 +132,7 @@ def _is_young(file: Path, deadline: float) -> bool:
     # Another process may have removed it.
     with suppress(OSError):
         if file.is_file():
-            if IS_FINISHED[file.suffix](file):
+            if _is_finished(file):
                 return False
             if time.time() < min(deadline, file.stat().st_mtime + SETTLED):
                 return True
@@ -141,7 +140,11 @@ def _is_young(file: Path, deadline: float) -> bool:
     return False
 
 
-def _has_last_table(file: Path) -> bool:
+def _is_finished(file: Path) -> bool:
+    """Whether a CUDA module has its source, which MLX writes after the module; whether
+    a library has its last table."""
+    if file.suffix == ".ptx":
+        return file.with_suffix(".cu").exists()
     size = file.stat().st_size
     with file.open("rb") as stream:
         header = stream.read(ELF_HEADER)
@@ -150,14 +153,6 @@ def _has_last_table(file: Path) -> bool:
     (start,) = struct.unpack_from(SECTION_TABLE[1], header, SECTION_TABLE[0])
     width, count = struct.unpack_from(SECTION_ENTRIES[1], header, SECTION_ENTRIES[0])
     return size >= start + width * count
-
-
-def _has_source(file: Path) -> bool:
-    """MLX writes the source of a CUDA module after the module."""
-    return file.with_suffix(".cu").exists()
-
-
-IS_FINISHED = {".so": _has_last_table, ".ptx": _has_source}
 
 
 def precompile_header() -> Path | None:

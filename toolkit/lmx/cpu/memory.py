@@ -32,15 +32,12 @@ def available_memory() -> int:
     limit = memory_limit()
     if _gpu_memory():
         return limit - mx.get_active_memory()
-    return min(limit, _free_memory()) // launcher.local_process_count()
-
-
-def _free_memory() -> int:
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for line in MEMORY_FILE.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            return 1024 * int(value.split()[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+            free = 1024 * int(value.split()[0])
+    return min(limit, free) // launcher.local_process_count()
 
 
 def _gpu_memory() -> int:

@@ -1,6 +1,6 @@
 """Checks of the datasets that a recipe names, before any weight is read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..config.errors import KeyPath
@@ -23,7 +23,12 @@ def check_datasets(block: Any, find: Find) -> tuple[list[Problem], Formats]:
     except UserError as error:
         problems.append(Problem(("data", "columns"), error.message, error.hint))
     for split, names in formats.items():
-        for path, source in _sources(block, split):
+        value = block.get(split)
+        listed = enumerate(value) if isinstance(value, list) else ()
+        sources = [(("data", split, i), source) for i, source in listed]
+        for path, source in sources or [(("data", split), value)]:
+            if not isinstance(source, str):
+                continue
             problem, name = check_source(path, source, split, find, columns)
             problems += [problem] if problem else []
             names.append(name)
@@ -66,13 +71,3 @@ def _columns(block: dict) -> dict[str, str]:
     columns = block.get("columns")
     items = columns.items() if isinstance(columns, dict) else ()
     return {k: v for k, v in items if isinstance(k, str) and isinstance(v, str)}
-
-
-def _sources(block: dict, split: str) -> Iterator[tuple[KeyPath, str]]:
-    sources = block.get(split)
-    if isinstance(sources, str):
-        yield ("data", split), sources
-    elif isinstance(sources, list):
-        for index, source in enumerate(sources):
-            if isinstance(source, str):
-                yield ("data", split, index), source

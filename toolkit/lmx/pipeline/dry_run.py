@@ -7,15 +7,13 @@ from typing import Any
 
 from .. import launcher
 from ..config.loader import LoadedRecipe
-from ..config.parallel import ParallelConfig
 from ..convert.importers import find_importable, gguf
 from ..data import builtin
 from ..data.dataset import RecordReader
 from ..data.record_formats import DataRecord
-from ..data.tokenization import EncodeResult, encode_all, render_mask, template_messages
+from ..data.tokenization import encode_all, render_mask, template_messages
 from ..models.rope_parameters import check_length
 from ..models.tensor_parallel import shard_share
-from ..quantization.target_layers import QuantizationPlan
 from ..run import terminal
 from ..run.parallel_dims import require_process_count
 from ..run.progress import readable_size
@@ -54,7 +52,7 @@ class RowReservoir:
             longest = replace(longest, text=longest.text[:SAMPLE_CHARACTERS])
         return [*self._rows, longest]
 
-    def add(self, row: DataRecord) -> None:
+    def add_row(self, row: DataRecord) -> None:
         """Count an example, and sample it if its number is a multiple of n."""
         characters = len(row.as_text())
         if characters > self._most_characters:
@@ -97,13 +95,33 @@ class DryRun:
             yield from lines
         lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
         yield from lines
-        yield from _stages(plan)
+        yield "output", f"{plan.output}, recipe {plan.recipe_hash[:12]}"
+        finished = plan.finished()
+        for planned in plan.stages:
+            name, outputs = planned.name, ", ".join(map(str, planned.outputs))
+            done = ", already complete" * (name in finished)
+            yield "plan", f"{name}: {', '.join(planned.inputs)} -> {outputs}{done}"
+            # The run itself checks whether the token may write to the Hub.
+            for text in planned.stage.offline_checks():
+                yield "plan", f"{name}: {text}"
         share = sample.total / max(1, len(sample.rows))
         if shape:
             check_length(shape.config, max(lengths, default=0))
             self.resources = ResourceCheck(loaded, plan, shape, lengths, share)
             yield from self.resources.lines()
-            yield from _parallel(loaded.recipe.parallel, shape)
+            config = loaded.recipe.parallel
+            tensor = config.tensor
+            size = (config.data or 1) * tensor
+            if launcher.launched_rank() is not None:
+                size = launcher.process_count()
+                require_process_count(config, size)
+            if size > 1:
+                text = f"{size // tensor} (data) x {tensor} (tensor) = {size} processes"
+                yield "parallel", text
+            if size > 1 and tensor > 1:
+                held = shard_share(shape.model(), tensor)
+                size = readable_size(int(held * shape.bytes))
+                yield "parallel", f"a process holds {held:.0%} of the model, {size}"
 
     def require(self) -> None:
         """Raise UserError with code 3 if memory or disk are too small."""
@@ -142,39 +160,15 @@ def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
     check = ResourceCheck(loaded, plan, shape)
     if check.fits:
         return
-    if _is_local(loaded):
+    sources = loaded.recipe.data.train
+    is_local = all(s.startswith(builtin.PREFIX) or loaded.find(s) for s in sources)
+    if is_local:
         run = DryRun(loaded, plan)
         for _ in run.lines():
             pass
         run.require()
     else:
         check.require()
-
-
-def _parallel(config: ParallelConfig, shape: ModelShape) -> Iterator[Line]:
-    """What several processes hold, if the recipe or a launcher has them.
-
-    Raises:
-        UserError: the launcher has started another number of processes.
-    """
-    size = (config.data or 1) * config.tensor
-    if launcher.launched_rank() is not None:
-        size = launcher.process_count()
-        require_process_count(config, size)
-    if size == 1:
-        return
-    data, tensor = size // config.tensor, config.tensor
-    yield "parallel", f"{data} (data) x {tensor} (tensor) = {size} processes"
-    if tensor > 1:
-        share = shard_share(shape.model(), tensor)
-        held = readable_size(int(share * shape.bytes))
-        yield "parallel", f"a process holds {share:.0%} of the model, {held}"
-
-
-def _is_local(loaded: LoadedRecipe) -> bool:
-    """Whether all training data is on this disk."""
-    sources = loaded.recipe.data.train
-    return all(s.startswith(builtin.PREFIX) or loaded.find(s) for s in sources)
 
 
 def _model(
@@ -196,8 +190,17 @@ def _model(
     )
     lines = [("model", text)]
     for planned in plan.stages:
-        if quantization := planned.stage.quantization:
-            lines += _quantized_layers(shape.selection(quantization))
+        if not (quantization := planned.stage.quantization):
+            continue
+        selection = shape.selection(quantization)
+        count = len(selection.specs) + len(selection.skipped)
+        text = f"{len(selection.specs)} of {count} layers are quantized"
+        lines.append(("model", text))
+        for reason in dict.fromkeys(selection.skipped.values()):
+            paths = sorted(p for p, why in selection.skipped.items() if why == reason)
+            more = ", ..." * (len(paths) > MAX_NAMES)
+            names = ", ".join(paths[:MAX_NAMES])
+            lines.append(("model", f"left unquantized, {reason}: {names}{more}"))
     if model.from_scratch:
         lines.append(("model", "its tokenizer is trained at the start of the run"))
         return shape, None, lines
@@ -207,17 +210,6 @@ def _model(
     # The weights stay unread. Their shapes are compared with the config.
     checkpoint = load(place, compute="stored", lazy=True)
     return shape, checkpoint.tokenizer, lines
-
-
-def _quantized_layers(selection: QuantizationPlan) -> Iterator[Line]:
-    """How many layers a stage quantizes, and which it leaves unquantized."""
-    count = len(selection.specs) + len(selection.skipped)
-    yield "model", f"{len(selection.specs)} of {count} layers are quantized"
-    for reason in dict.fromkeys(selection.skipped.values()):
-        paths = sorted(p for p, why in selection.skipped.items() if why == reason)
-        more = ", ..." * (len(paths) > MAX_NAMES)
-        names = ", ".join(paths[:MAX_NAMES])
-        yield "model", f"left unquantized, {reason}: {names}{more}"
 
 
 def _split(
@@ -239,7 +231,7 @@ def _split(
             limit=data.max_samples,
         )
         for row in reader:
-            sample.add(row)
+            sample.add_row(row)
         stats = reader.stats
         lines += [(split, text) for text in (*stats.counts(), *stats.problems())]
     return (sample if sample.total else default), lines
@@ -270,25 +262,20 @@ def _tokens(
     spans = render_mask(first, tokenizer)
     text = "".join(f"⟦{span}⟧" if is_trained else span for span, is_trained in spans)
     example = _example(first.where + MARKS, text)
-    # The first token of an example is only an input, the last one only a target.
-    lengths = [len(example.tokens) - 1 for example in encoded.examples]
-    return lengths, [*_lengths(encoded, len(sample), total), *example]
-
-
-def _lengths(encoded: EncodeResult, sampled: int, total: int) -> Iterator[Line]:
     lengths = sorted(len(example.tokens) for example in encoded.examples)
     trained = sum(int(example.mask.sum()) for example in encoded.examples)
-    yield (
-        "tokens",
-        f"{sampled:,} of {total:,} examples tokenized: {len(lengths):,} sequences of "
-        f"{lengths[0]} to {lengths[-1]} tokens, median "
+    texts = [
+        f"{len(sample):,} of {total:,} examples tokenized: {len(lengths):,} sequences "
+        f"of {lengths[0]} to {lengths[-1]} tokens, median "
         f"{lengths[len(lengths) // 2]}; {trained / sum(lengths):.0%} are trained",
-    )
-    yield "tokens", f"{encoded.truncated:,} truncated, {len(encoded.dropped):,} skipped"
-    for text in template_messages(vars(encoded)):
-        yield "tokens", text
-    for where, reason in encoded.dropped[:MAX_NAMES]:
-        yield "tokens", f"skipped: {where}: {reason}"
+        f"{encoded.truncated:,} truncated, {len(encoded.dropped):,} skipped",
+        *template_messages(vars(encoded)),
+    ]
+    skipped = encoded.dropped[:MAX_NAMES]
+    texts += [f"skipped: {where}: {reason}" for where, reason in skipped]
+    # The first token of an example is only an input, the last one only a target.
+    lengths = [len(example.tokens) - 1 for example in encoded.examples]
+    return lengths, [*(("tokens", text) for text in texts), *example]
 
 
 def _example(title: str, text: str) -> Iterator[Line]:
@@ -296,15 +283,3 @@ def _example(title: str, text: str) -> Iterator[Line]:
     more = " ..." * (len(text) > MAX_EXAMPLE_CHARACTERS)
     for line in (text[:MAX_EXAMPLE_CHARACTERS] + more).splitlines():
         yield "", f"  {line}"
-
-
-def _stages(plan: RunPlan) -> Iterator[Line]:
-    """The plan. The run itself checks whether the token may write to the Hub."""
-    yield "output", f"{plan.output}, recipe {plan.recipe_hash[:12]}"
-    finished = plan.finished()
-    for planned in plan.stages:
-        outputs = ", ".join(map(str, planned.outputs))
-        done = ", already complete" * (planned.name in finished)
-        yield "plan", f"{planned.name}: {', '.join(planned.inputs)} -> {outputs}{done}"
-        for text in planned.stage.offline_checks():
-            yield "plan", f"{planned.name}: {text}"

@@ -76,7 +76,11 @@ class ModelShape:
 
     @classmethod
     def of_folder(cls, folder: Path, config: dict) -> "ModelShape":
-        """From the headers of a checkpoint's files; UserError if they are damaged."""
+        """The shape in the headers of a checkpoint's files.
+
+        Raises:
+            UserError: the files are damaged.
+        """
         size = checkpoint_size(folder)
         is_quantized = "quantization" in config
         return cls(config, size.bytes, size.float_values if is_quantized else None)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,14 @@ from ..config.loader import LoadedRecipe, load_recipe, load_recipe_data
 from ..config.messages import Problem
 from ..config.overrides import Override
 from ..config.quant_spec import QuantSpec
-from ..convert.importers import find_importable
+from ..config.redaction import redact
+from ..convert.importers import fetch_checkpoint, find_importable
+from ..data import fingerprint
+from ..data.cache import file_hash, key_of
+from ..data.dataset import has_split, source_fingerprint
+from ..data.hub_datasets import HubDataset
 from ..errors import UserError
-from ..models.checkpoint import read_config
+from ..models.checkpoint import read_config, weights_digest
 from ..run import manifest
 from ..run.earlier_run import EarlierRun
 from ..run.tables import KEYS_WITHOUT_EFFECT
@@ -26,11 +32,9 @@ from .dataset_checks import check_datasets
 from .draft.stage import DraftStage
 from .evaluate.stage import EvaluateStage
 from .export.stage import ExportStage
-from .inputs import stage_inputs
 from .quantize.stage import QuantizeStage
 from .stage import (
     Find,
-    Formats,
     ModelState,
     RawStage,
     Stage,
@@ -96,9 +100,54 @@ class RunPlan:
         return {planned.name: planned.identity for planned in self.stages}
 
     def inputs(self, name: str, *, offline: bool = False) -> manifest.StageInputs:
-        """What a stage reads: see `stage_inputs`."""
-        stages = {planned.name: planned.stage for planned in self.stages}
-        return stage_inputs(stages[name], self.loaded, offline=offline)
+        """Hashes of the models and the files that a stage reads, by key and name.
+
+        A finished stage is kept, and an interrupted one goes on, only with the same
+        content. Models that the run itself has made are left out. The result depends
+        on contents and names only, not on places.
+
+        Args:
+            name: of the stage.
+            offline: leave out what is on the Hub.
+
+        Raises:
+            UserError: a model is not there, or a file cannot be read.
+        """
+        loaded, model = self.loaded, self.loaded.recipe.model
+        [stage] = [each.stage for each in self.stages if each.name == name]
+        named = {"model": model.path} if model.path else {}
+        models, files = {}, {}
+        for key, name in [*named.items(), *stage.named_models.items()]:
+            place = loaded.find(name)
+            if place is None and not offline:
+                place = fetch_checkpoint(
+                    name,
+                    revision=model.revision if key == "model" else None,
+                    trust_remote_code=model.trust_remote_code,
+                )
+            if place is not None:
+                models[redact(f"{key} ({name})")] = checkpoint_hash(place)
+        for key, name in stage.named_files:
+            place = loaded.find(name) or Path(name)
+            # An adapter is a folder.
+            content = (file_hash if place.is_file() else weights_digest)(place)
+            files[redact(f"{key} ({name})")] = content
+        for key, source in stage.sources(loaded.recipe.data):
+            is_on_hub = HubDataset.parse(source, loaded.find) is not None
+            if offline and is_on_hub:
+                continue
+            # A finished stage does not need its dataset of the Hub any more.
+            with suppress(*[UserError] * is_on_hub):
+                find, splits = loaded.find, []
+                if key != "data.valid":
+                    splits.append(source_fingerprint(source, "train", find=find))
+                has_valid = key == "data.valid"
+                if not loaded.recipe.data.valid:
+                    has_valid = has_split(source, "valid", find=find)
+                if has_valid:
+                    splits.append(source_fingerprint(source, "valid", find=find))
+                files[redact(f"{key} ({source})")] = key_of(splits)
+        return {"models": models, "files": files}
 
     def finished(self) -> set[str]:
         """The stages that the run directory has, so that a run would skip them.
@@ -113,6 +162,15 @@ class RunPlan:
         earlier = EarlierRun(self.output, content, self.identities, "", inputs)
         earlier.require_same_inputs()
         return {*earlier.records}
+
+
+def checkpoint_hash(place: Path) -> str:
+    """A hash of a checkpoint as published: weights, config, tokenizer and template."""
+    source = find_importable(place) or place
+    if source.is_file():
+        files = [source, *sorted(source.parent.glob("tokenizer*.json"))]
+        return key_of([*map(file_hash, files)])
+    return key_of([weights_digest(source), fingerprint.tokenizer(source)])
 
 
 def load(
@@ -151,8 +209,13 @@ def plan(loaded: LoadedRecipe) -> RunPlan:
     output = Path(os.path.expanduser(recipe.output or RUNS / loaded.name))
     current = recipe.model.path or "from scratch"
     kinds = [STAGES[s.kind](s.config, n) for n, s in enumerate(recipe.stages, 1)]
-    stages = []
-    for stage, identity in zip(kinds, _identities(loaded.resolved, kinds), strict=True):
+    values = _result_values(loaded.resolved)
+    blocks, data = values.pop("stages"), values.pop("data")
+    functions, stages = values.pop("python") or {}, []
+    identity = _hash(values)
+    for stage, block in zip(kinds, blocks, strict=True):
+        used = functions.get(FUNCTIONS.get(stage.kind, ""))
+        identity = _hash([identity, block, used, stage.data_read(data)])
         folder = output / "stages" / stage.name
         inputs = tuple(dict.fromkeys((current, *stage.inputs(recipe.data))))
         outputs = (folder, *stage.outputs(output))
@@ -160,18 +223,6 @@ def plan(loaded: LoadedRecipe) -> RunPlan:
         if stage.changes_model:
             current = str(folder)
     return RunPlan(loaded, output, tuple(stages), recipe_hash(loaded.resolved))
-
-
-def _identities(resolved: str, stages: list[Stage]) -> Iterator[str]:
-    """The identity of every stage of a resolved recipe, in order."""
-    values = _result_values(resolved)
-    blocks, data = values.pop("stages"), values.pop("data")
-    functions = values.pop("python") or {}
-    identity = _hash(values)
-    for stage, block in zip(stages, blocks, strict=True):
-        used = functions.get(FUNCTIONS.get(stage.kind, ""))
-        identity = _hash([identity, block, used, stage.data_read(data)])
-        yield identity
 
 
 def recipe_hash(resolved: str) -> str:
@@ -197,7 +248,15 @@ def check_recipe(data: dict, find: Find) -> list[Problem]:
     """
     dataset_problems, formats = check_datasets(data.get("data"), find)
     problems = [*_check_model(data, find), *dataset_problems]
-    stages = list(_raw_stages(data, find, formats))
+    entries, datasets = data.get("stages"), data.get("data")
+    datasets = datasets if isinstance(datasets, dict) else {}
+    stages = []
+    for index, entry in enumerate(entries if isinstance(entries, list) else []):
+        if isinstance(entry, dict) and len(entry) == 1:
+            [(kind, block)] = entry.items()
+            block = block if isinstance(block, dict) else {}
+            path = ("stages", index, kind)
+            stages.append(RawStage(path, kind, block, datasets, find, formats))
     problems += _check_functions(data, stages)
     problems += _check_trackers(data.get("tracker"))
     state = initial_state(data, find)
@@ -209,17 +268,6 @@ def check_recipe(data: dict, find: Find) -> list[Problem]:
             # The schema reports the unknown kind. It may have trained the model.
             state = replace(state, is_untrained=False)
     return problems
-
-
-def _raw_stages(data: dict, find: Find, formats: Formats) -> Iterator[RawStage]:
-    stages, block = data.get("stages"), data.get("data")
-    datasets = block if isinstance(block, dict) else {}
-    for index, entry in enumerate(stages if isinstance(stages, list) else []):
-        if isinstance(entry, dict) and len(entry) == 1:
-            [(kind, block)] = entry.items()
-            block = block if isinstance(block, dict) else {}
-            path = ("stages", index, kind)
-            yield RawStage(path, kind, block, datasets, find, formats)
 
 
 def initial_state(data: dict, find: Find) -> ModelState:

@@ -63,7 +63,19 @@ def run(
     cpu.enable()
     ranks = join()
     with ranks.ends_together():
-        _check(loaded, replace(plan, restart=restart), ranks, ignore_limits)
+        # Refuse a run that cannot reach its end.
+        ranks.require_same(
+            [plan.recipe_hash, loaded.recipe.parallel.model_dump()],
+            "runs another recipe",
+            hint="give all machines the same file and the same arguments",
+        )
+        for planned in plan.stages:
+            planned.stage.check_ranks(ranks)
+        if not ignore_limits:
+            require_resources(loaded, replace(plan, restart=restart))
+        if ranks.is_first:
+            for planned in plan.stages:
+                planned.stage.remote_checks()
         parallel = ParallelDims.build(loaded.recipe.parallel, ranks)
         opened = _open(loaded, plan, command, restart, ranks)
     with opened as run_dir:
@@ -169,24 +181,6 @@ def _models(output: Path) -> dict[str, dict]:
     return read_report(output / REPORT).get("models", {})
 
 
-def _check(
-    loaded: LoadedRecipe, plan: RunPlan, ranks: Communicator, ignore_limits: bool
-) -> None:
-    """Refuse a run that cannot reach its end."""
-    ranks.require_same(
-        [plan.recipe_hash, loaded.recipe.parallel.model_dump()],
-        "runs another recipe",
-        hint="give all machines the same file and the same arguments",
-    )
-    for planned in plan.stages:
-        planned.stage.check_ranks(ranks)
-    if not ignore_limits:
-        require_resources(loaded, plan)
-    if ranks.is_first:
-        for planned in plan.stages:
-            planned.stage.remote_checks()
-
-
 def _open(
     loaded: LoadedRecipe,
     plan: RunPlan,
@@ -215,11 +209,16 @@ def _open(
 def _run_stages(
     context: StageContext, plan: RunPlan, run_dir: RunDir | NullRunDir
 ) -> ModelArtifact:
-    """Run the stages in order; returns the artifact of the last one."""
+    """Run the stages in order; returns the artifact of the last one.
+
+    Raises:
+        Interrupted: a callback stops the run before its end.
+        UserError: another process that runs a stage has other models or files.
+    """
     logger, ranks = context.logger, context.ranks
+    callbacks = context.extensions.callbacks
     names = [planned.name for planned in plan.stages]
-    for position, planned in enumerate(plan.stages):
-        name = planned.name
+    for position, name in enumerate(names):
         record = run_dir.completed_stage(name, logger.warning)
         if record is None:
             run_dir.discard_stages(names[position + 1 :])
@@ -229,24 +228,25 @@ def _run_stages(
         else:
             logger.stage = name
             logger.info(f"stage {name}")
-            _start_stage(planned.stage, context, plan, run_dir)
+            stage = plan.stages[position].stage
+            is_shared = stage.runs_on_all_ranks and ranks.size > 1
+            inputs = plan.inputs(name) if is_shared or ranks.is_first else {}
+            if is_shared:
+                _require_same_inputs(inputs, context)
+            run_dir.start_stage(name, inputs)
+            ranks.wait_for_all()
             with logger.heartbeat():
-                record = _run_stage(planned.stage, context, run_dir)
-            _call_back(name, context, is_last=name == names[-1])
-        context = replace(context, current=_local_artifact(record, context))
+                record = _run_stage(stage, context, run_dir)
+            callbacks.call("stage_end", stage=name, metrics=_models(context.output))
+            is_stopped = ranks.broadcast_object(callbacks.is_stopped)
+            if is_stopped and name != names[-1]:
+                raise Interrupted(f"stopped after stage {name}")
+        # Rank 0's artifact, with this machine's path of the recipe's model.
+        is_base = record["model"] is None or record["reference"] is None
+        base = context.base if is_base else None
+        current = ModelArtifact.from_json(record, context.output, base)
+        context = replace(context, current=current)
     return context.current
-
-
-def _call_back(name: str, context: StageContext, *, is_last: bool) -> None:
-    """Tell the callbacks that a stage has ended.
-
-    Raises:
-        Interrupted: one of them stops the run before its end.
-    """
-    callbacks = context.extensions.callbacks
-    callbacks.call("stage_end", stage=name, metrics=_models(context.output))
-    if context.ranks.broadcast_object(callbacks.is_stopped) and not is_last:
-        raise Interrupted(f"stopped after stage {name}")
 
 
 def _run_stage(
@@ -270,23 +270,6 @@ def _run_stage(
     return ranks.broadcast_object(record)
 
 
-def _start_stage(
-    stage: Stage, context: StageContext, plan: RunPlan, run_dir: RunDir | NullRunDir
-) -> None:
-    """Record what a stage reads.
-
-    Raises:
-        UserError: another process that runs the stage has other models or files.
-    """
-    ranks = context.ranks
-    is_shared = stage.runs_on_all_ranks and ranks.size > 1
-    inputs = plan.inputs(stage.name) if is_shared or ranks.is_first else {}
-    if is_shared:
-        _require_same_inputs(inputs, context)
-    run_dir.start_stage(stage.name, inputs)
-    ranks.wait_for_all()
-
-
 def _require_same_inputs(inputs: StageInputs, context: StageContext) -> None:
     ranks, current, models = context.ranks, context.current, {}
     for name in ("model", "reference") if current else ():
@@ -299,13 +282,6 @@ def _require_same_inputs(inputs: StageInputs, context: StageContext) -> None:
             f"process {ranks.rank} has another {names} than the first one",
             hint="give all machines the same files, or the same revision",
         )
-
-
-def _local_artifact(record: dict, context: StageContext) -> ModelArtifact:
-    """Rank 0's artifact with this machine's path of the recipe's model."""
-    is_base = record["model"] is None or record["reference"] is None
-    base = context.base if is_base else None
-    return ModelArtifact.from_json(record, context.output, base)
 
 
 def make_context(

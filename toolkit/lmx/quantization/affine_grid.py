@@ -1,6 +1,7 @@
 """Affine grids (codes, scales and biases), and the search for the best one."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Self
 
 import mlx.core as mx
 
@@ -16,18 +17,44 @@ SHRINK_FACTORS = (0.96, 0.92, 0.88, 0.83, 0.78, 0.72, 0.65, 0.57, 0.48, 0.38)
 LEAST_SQUARES_ITERS = 5
 
 
+class Grid:
+    """A quantized weight [N, K] before its codes are packed.
+
+    A subclass is a frozen dataclass. Its first array has a column for each weight, and
+    `scales` has one for each group.
+    """
+
+    scales: mx.array
+
+    @property
+    def arrays(self) -> dict[str, mx.array]:
+        """The arrays, which have N rows each, by name."""
+        return {k: v for k, v in vars(self).items() if isinstance(v, mx.array)}
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        codes = next(iter(self.arrays.values()))
+        return codes.shape[1] // self.scales.shape[1]
+
+    def __getitem__(self, rows: slice) -> Self:
+        """Some of the rows."""
+        return replace(self, **{k: v[rows] for k, v in self.arrays.items()})
+
+    def over(self, other: Self, rows: mx.array) -> Self:
+        """This grid in the rows that are True, `other` elsewhere."""
+        pairs = ((k, v, getattr(other, k)) for k, v in self.arrays.items())
+        merged = {k: mx.where(rows[:, None], a, b) for k, a, b in pairs}
+        return replace(self, **merged)
+
+
 @dataclass(frozen=True)
-class AffineGrid:
+class AffineGrid(Grid):
     """Codes [N, K], scales [N, G] and biases [N, G], float32, of storable values."""
 
     codes: mx.array
     scales: mx.array
     biases: mx.array
-
-    @property
-    def group(self) -> int:
-        """Columns that share a scale."""
-        return self.codes.shape[1] // self.scales.shape[1]
 
     def weight(self, dtype: mx.Dtype = mx.float32) -> mx.array:
         """The dequantized weight [N, K], float32, computed in `dtype`."""
@@ -37,15 +64,6 @@ class AffineGrid:
         products = round_to_dtype(codes * self.scales[..., None], dtype)
         weight = round_to_dtype(products + self.biases[..., None], dtype)
         return weight.reshape(self.codes.shape)
-
-    def __getitem__(self, rows: slice) -> "AffineGrid":
-        """Some of the rows."""
-        return AffineGrid(self.codes[rows], self.scales[rows], self.biases[rows])
-
-    def over(self, other: "AffineGrid", rows: mx.array) -> "AffineGrid":
-        """This grid in the rows that are True, `other` elsewhere."""
-        pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return AffineGrid(*(mx.where(rows[:, None], a, b) for a, b in pairs))
 
     def tensors(self, spec: QuantSpec) -> dict[str, mx.array]:
         """The tensors to store, with float32 scales and biases."""

@@ -6,37 +6,23 @@ import mlx.core as mx
 
 from ..config.quant_spec import QuantSpec
 from ..models.float_formats import MODES
+from .affine_grid import Grid
 from .backend import round_to_dtype
 from .bit_packing import pack_codes, unpack_codes
 
 
 @dataclass(frozen=True)
-class FloatGrid:
+class FloatGrid(Grid):
     """Elements [N, K] and scales [N, G], float32, of representable values."""
 
     elements: mx.array
     scales: mx.array
-
-    @property
-    def group(self) -> int:
-        """Columns that share a scale."""
-        return self.elements.shape[1] // self.scales.shape[1]
 
     def weight(self, dtype: mx.Dtype = mx.float32) -> mx.array:
         """The dequantized weight [N, K], float32, computed in `dtype`."""
         elements = self.elements.reshape(*self.scales.shape, self.group)
         weight = round_to_dtype(elements * self.scales[..., None], dtype)
         return weight.reshape(self.elements.shape)
-
-    def __getitem__(self, rows: slice) -> "FloatGrid":
-        """Some of the rows."""
-        return FloatGrid(self.elements[rows], self.scales[rows])
-
-    def over(self, other: "FloatGrid", rows: mx.array) -> "FloatGrid":
-        """This grid in the rows that are True, `other` elsewhere."""
-        rows = rows[:, None]
-        elements = mx.where(rows, self.elements, other.elements)
-        return FloatGrid(elements, mx.where(rows, self.scales, other.scales))
 
     def tensors(self, spec: QuantSpec) -> dict[str, mx.array]:
         """The stored tensors: packed codes, and uint8 scales."""

@@ -10,13 +10,13 @@ Float32 holds all these products exactly, so MLX, llama.cpp and the `gguf` packa
 compute the same weights from a block. The layout of the bytes is in `convert/gguf`.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from ..config.quant_spec import GGUF_MODES, K_BLOCK, QuantSpec
 from ..models import gguf_scales
-from .affine_grid import AffineGrid, safe_scale
+from .affine_grid import AffineGrid, Grid, safe_scale
 from .backend import FLOAT16_MAX, library, round_to_dtype
 
 
@@ -55,26 +55,21 @@ class BlockFormat:
         return self.groups == 1
 
 
-def _k_format(mode: str, scales: tuple[int, int], **settings) -> BlockFormat:
-    group, bits = GGUF_MODES[mode]
-    return BlockFormat(bits, group, K_BLOCK // group, scales, **settings)
-
-
-def _small_format(mode: str) -> BlockFormat:
-    group, bits = GGUF_MODES[mode]
-    return BlockFormat(bits, group, 1, (1, 1))
-
-
-FORMATS = {mode: _small_format(mode) for mode in ("q4_0", "q5_0", "q8_0")} | {
-    "q3_k": _k_format("q3_k", (-32, 31)),
-    "q4_k": _k_format("q4_k", (0, 63), has_minimum=True),
-    "q5_k": _k_format("q5_k", (0, 63), has_minimum=True),
-    "q6_k": _k_format("q6_k", (-128, 127)),
+K_SCALES = {"q3_k": (-32, 31), "q4_k": (0, 63), "q5_k": (0, 63), "q6_k": (-128, 127)}
+FORMATS = {
+    mode: BlockFormat(
+        bits,
+        group,
+        groups=K_BLOCK // group if mode in K_SCALES else 1,
+        scales=K_SCALES.get(mode, (1, 1)),
+        has_minimum=mode in ("q4_k", "q5_k"),
+    )
+    for mode, (group, bits) in GGUF_MODES.items()
 }
 
 
 @dataclass(frozen=True)
-class GGUFGrid:
+class GGUFGrid(Grid):
     """Blocks of a matrix [N, K], all float32.
 
     Attributes:
@@ -90,11 +85,6 @@ class GGUFGrid:
     scales: mx.array
     minima: mx.array
     middle: float
-
-    @property
-    def group(self) -> int:
-        """Columns that share a scale."""
-        return self.codes.shape[1] // self.scales.shape[1]
 
     @property
     def affine(self) -> AffineGrid:
@@ -115,16 +105,6 @@ class GGUFGrid:
         assert dtype == mx.float32, dtype
         return self.affine.weight()
 
-    def __getitem__(self, rows: slice) -> "GGUFGrid":
-        """Some of the rows."""
-        return GGUFGrid(*(array[rows] for array in self._arrays()), self.middle)
-
-    def over(self, other: "GGUFGrid", rows: mx.array) -> "GGUFGrid":
-        """This grid in the rows that are True, `other` elsewhere."""
-        pairs = zip(self._arrays(), other._arrays(), strict=True)
-        merged = (mx.where(rows[:, None], a, b) for a, b in pairs)
-        return GGUFGrid(*merged, self.middle)
-
     def tensors(self, spec: QuantSpec) -> dict[str, mx.array]:
         """The stored tensors: affine groups, or the dense weight and the factors of its
         groups; see `QuantSpec.stored`."""
@@ -135,9 +115,6 @@ class GGUFGrid:
                 gguf_scales.SCALES: self.scales.astype(mx.int8),
             }
         return self.affine.tensors(spec)
-
-    def _arrays(self) -> list[mx.array]:
-        return [getattr(self, f.name) for f in fields(self) if f.name != "middle"]
 
 
 def pack(weight: mx.array, spec: QuantSpec) -> dict[str, mx.array]:

@@ -278,7 +278,7 @@ def _check(name, plain, kernel, arguments: tuple, settings: dict) -> bool:
 
 
 def _share_of_differences(expected, found) -> float:
-    """Of the output with most differences."""
+    """The share of wrong values in the output that has most."""
     outputs = (x if isinstance(x, tuple) else (x,) for x in (expected, found))
     shares = []
     for right, other in zip(*outputs, strict=True):

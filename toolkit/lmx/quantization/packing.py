@@ -95,15 +95,6 @@ def layer_specs(model: nn.Module) -> dict[str, QuantSpec]:
     }
 
 
-def packed_layers(model: nn.Module) -> PackedLayers:
-    """Packed codes and grids of the quantized layers by path and name."""
-    return {
-        path: {n: module[n] for n in quantized_layers.TENSORS if n in module}
-        for path, module in model.named_modules()
-        if quantized_layers.is_quantized(module)
-    }
-
-
 def dequantized_model(
     loaded: LoadedModel, dtype: mx.Dtype
 ) -> tuple[LoadedModel, PackedLayers]:
@@ -122,12 +113,15 @@ def dequantized_model(
             place=str(loaded.path),
             hint="start from the unquantized model",
         )
-    tensors = dict(tree_flatten(loaded.model.parameters()))
-    packed, modules = packed_layers(loaded.model), dict(loaded.model.named_modules())
-    for path, stored in packed.items():
+    tensors, packed = dict(tree_flatten(loaded.model.parameters())), {}
+    for path, module in loaded.model.named_modules():
+        if not quantized_layers.is_quantized(module):
+            continue
+        stored = {n: module[n] for n in quantized_layers.TENSORS if n in module}
+        packed[path] = stored
         for name in stored:
             del tensors[f"{path}.{name}"]
-        dense = quantized_layers.dequantize(modules[path], stored)
+        dense = quantized_layers.dequantize(module, stored)
         tensors[f"{path}.weight"] = dense.astype(dtype)
     config = {k: v for k, v in loaded.config.items() if "quantization" not in k}
     model = build_model(config)

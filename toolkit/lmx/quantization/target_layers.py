@@ -84,7 +84,14 @@ def select_layers(
     if not specs:
         reasons = "; ".join(sorted(set(skipped.values()))) or "it has no linear layer"
         raise UserError(f"no layer of this model can be quantized: {reasons}")
-    _require_global_scales(quantization, specs)
+    grids = quantization, *quantization.overrides.values()
+    wanted = any(getattr(grid, "global_scale", None) for grid in grids)
+    if wanted and not any(spec.global_scale for spec in specs.values()):
+        raise UserError(
+            "global_scale is for the experts of a mixture, and no layer that is "
+            "quantized to nvfp4 has any",
+            hint="remove global_scale",
+        )
     return QuantizationPlan(
         specs, skipped, explicit & specs.keys(), quantization.quantize_activations
     )
@@ -102,19 +109,6 @@ def has_known_inputs(module: nn.Module) -> bool:
 def takes_global_scale(module: nn.Module) -> bool:
     """Whether mlx-lm's quantized layer for this one has a `global_scale`."""
     return "global_scale" in inspect.signature(module.to_quantized).parameters
-
-
-def _require_global_scales(
-    quantization: QuantizationConfig, specs: dict[str, QuantSpec]
-) -> None:
-    grids = quantization, *quantization.overrides.values()
-    wanted = any(getattr(grid, "global_scale", None) for grid in grids)
-    if wanted and not any(spec.global_scale for spec in specs.values()):
-        raise UserError(
-            "global_scale is for the experts of a mixture, and no layer that is "
-            "quantized to nvfp4 has any",
-            hint="remove global_scale",
-        )
 
 
 def _no_input_quantization(module: nn.Module, spec: QuantSpec) -> str | None:

@@ -20,7 +20,7 @@ from .logger import read_metrics
 
 # The folder of the folders of the stages.
 STAGES = "stages"
-# By kind, hashes of what a stage reads by key of the recipe; see `pipeline.inputs`. An
+# By kind, hashes of what a stage reads by key of the recipe; see `RunPlan.inputs`. An
 # unfinished stage goes on only with the same models. With other data, adapters and
 # programs, it says itself whether it goes on.
 StageInputs = dict[Literal["models", "files"], dict[str, str]]

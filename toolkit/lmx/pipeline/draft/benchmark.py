@@ -23,124 +23,100 @@ from .setup import DraftData
 DRAFT_THRESHOLDS = {"min_acceptance_rate": "acceptance_rate", "min_speedup": "speedup"}
 
 
-class DraftEvaluation:
-    """Benchmarks a finished draft model as it will be served, and publishes it.
+def publish_draft(
+    data: DraftData, folder: Path, candidate: Candidate, facts: dict
+) -> ModelArtifact:
+    """Benchmark the draft in a folder, write the report, and publish it.
 
     Args:
         data: of the distillation.
+        candidate: the draft model or drafter of the folder.
+        facts: about its training.
+
+    Raises:
+        UserError: a threshold is missed.
     """
-
-    def __init__(self, data: DraftData):
-        self.data = data
-        self.config = data.config
-        self.context = data.context
-        self.target = data.target
-
-    def run(self, folder: Path, candidate: Candidate, facts: dict) -> ModelArtifact:
-        """Benchmark the draft in a folder, write the report, and publish it.
-
-        Args:
-            candidate: the draft model or drafter of the folder.
-            facts: about its training.
-
-        Raises:
-            UserError: a threshold is missed.
-        """
-        context = self.context
-        size = checkpoint_size(folder).bytes
-        result = self._benchmark(candidate)
-        context.logger.table("draft", *result.table())
-        context.logger.info(
-            f"{result.recommendation}: speed-up {result.speedup:.2f}x measured on this "
-            f"machine with {result.num_draft_tokens} draft tokens"
+    config, context, target = data.config.benchmark, data.context, data.target
+    size = checkpoint_size(folder).bytes
+    draft = MeasuredCandidate(candidate, draft_costs(data, candidate))
+    benchmark = DraftBenchmark(
+        target.model,
+        draft,
+        target.tokenizer,
+        {
+            name: [prompt.tokens for prompt in prompts]
+            for name, prompts in data.prompt_sets.items()
+        },
+        max_tokens=config.max_tokens,
+        logger=context.logger,
+    )
+    modes = decoding_modes(config.temperature, context.seed)
+    results = {name: benchmark.run(sampling) for name, sampling in modes.items()}
+    result = DraftReport(
+        data.digest,
+        cache.key_of(fingerprint.tokenizer(target.path)),
+        draft.costs,
+        results,
+        platform.platform(),
+        data.config.architecture,
+    )
+    context.logger.table("draft", *result.table())
+    context.logger.info(
+        f"{result.recommendation}: speed-up {result.speedup:.2f}x measured on this "
+        f"machine with {result.num_draft_tokens} draft tokens"
+    )
+    facts |= {"bytes": size}
+    record = {"draft": result.to_json() | {"training": facts}}
+    record["speculation"] = {
+        name: {decoder: vars(stats) for decoder, stats in columns.items()}
+        for mode, benchmark in result.benchmarks.items()
+        for name, columns in benchmark.by_name(mode).items()
+    }
+    # An evaluate stage may have begun the report.
+    before = read_report(context.output / REPORT)
+    empty = {"name": context.name, "models": {}, "thresholds": []}
+    context.write_report(empty | before | record)
+    missed = [
+        f"{name} is {value:.3g}, limit {limit:g}"
+        for name, limit in data.config.thresholds.model_dump().items()
+        if limit is not None
+        and (value := getattr(result, DRAFT_THRESHOLDS[name])) < limit
+    ]
+    if missed:
+        raise UserError(
+            f"the draft misses its thresholds: {'; '.join(missed)}; nothing is "
+            "published",
+            place=str(context.folder),
+            hint="train longer, on more prompts, or keep more blocks",
+            code=FAILED,
         )
-        facts |= {"bytes": size}
-        record = {"draft": result.to_json() | {"training": facts}}
-        record["speculation"] = {
-            name: {decoder: vars(stats) for decoder, stats in columns.items()}
-            for mode, benchmark in result.benchmarks.items()
-            for name, columns in benchmark.by_name(mode).items()
-        }
-        self._write_report(record)
-        self._check_thresholds(result)
-        target = self._publish(folder, result, facts)
-        facts = context.current.facts | record
-        return replace(context.current, draft=target, facts=facts)
+    place = context.output / DRAFT_FOLDER
+    with atomic_folder(place) as partial:
+        copy_folder(folder, partial)
+        report.write_report(partial, result, name=context.name, training=facts)
+    context.logger.info(f"draft: {place}")
+    facts = context.current.facts | record
+    return replace(context.current, draft=place, facts=facts)
 
-    def load_model(self, folder: Path) -> ModelCandidate:
-        """The draft model in a folder.
 
-        Raises:
-            UserError: no engine could serve it.
-        """
-        draft = self.context.load(folder)
-        target, tokenizer = self.target.tokenizer, draft.tokenizer
-        place = str(draft.path)
-        require_same_tokenizer(target, tokenizer, place=place)
-        if tokenizer.chat_template != target.chat_template:
-            raise UserError("the draft has another chat template", place=place)
-        tokens = len(target.get_vocab())
-        require_servable(draft.config, self.target.config, tokens, place=place)
-        return ModelCandidate(draft.model)
+def load_draft(data: DraftData, folder: Path) -> ModelCandidate:
+    """The draft model in a folder.
 
-    def _benchmark(self, candidate: Candidate) -> DraftReport:
-        config, context, target = self.config.benchmark, self.context, self.target
-        draft = MeasuredCandidate(candidate, self.costs(candidate))
-        benchmark = DraftBenchmark(
-            target.model,
-            draft,
-            target.tokenizer,
-            {
-                name: [prompt.tokens for prompt in prompts]
-                for name, prompts in self.data.prompt_sets.items()
-            },
-            max_tokens=config.max_tokens,
-            logger=context.logger,
-        )
-        modes = decoding_modes(config.temperature, context.seed)
-        results = {name: benchmark.run(sampling) for name, sampling in modes.items()}
-        return DraftReport(
-            self.data.digest,
-            cache.key_of(fingerprint.tokenizer(target.path)),
-            draft.costs,
-            results,
-            platform.platform(),
-            self.config.architecture,
-        )
+    Raises:
+        UserError: no engine could serve it.
+    """
+    draft = data.context.load(folder)
+    target, tokenizer = data.target.tokenizer, draft.tokenizer
+    place = str(draft.path)
+    require_same_tokenizer(target, tokenizer, place=place)
+    if tokenizer.chat_template != target.chat_template:
+        raise UserError("the draft has another chat template", place=place)
+    tokens = len(target.get_vocab())
+    require_servable(draft.config, data.target.config, tokens, place=place)
+    return ModelCandidate(draft.model)
 
-    def costs(self, candidate: Candidate) -> SpeculationCosts:
-        """Measured costs of the target and of a draft, as they are served."""
-        length = mean_prompt_length(self.data.benchmark_prompts)
-        return measure_speculation_costs(
-            self.target.model, candidate, prompt_length=length
-        )
 
-    def _write_report(self, record: dict) -> None:
-        """Add to report.json, which an evaluate stage may have begun."""
-        before = read_report(self.context.output / REPORT)
-        empty = {"name": self.context.name, "models": {}, "thresholds": []}
-        self.context.write_report(empty | before | record)
-
-    def _check_thresholds(self, result: DraftReport) -> None:
-        missed = [
-            f"{name} is {value:.3g}, limit {limit:g}"
-            for name, limit in self.config.thresholds.model_dump().items()
-            if limit is not None
-            and (value := getattr(result, DRAFT_THRESHOLDS[name])) < limit
-        ]
-        if missed:
-            raise UserError(
-                f"the draft misses its thresholds: {'; '.join(missed)}; nothing is "
-                "published",
-                place=str(self.context.folder),
-                hint="train longer, on more prompts, or keep more blocks",
-                code=FAILED,
-            )
-
-    def _publish(self, source: Path, result: DraftReport, facts: dict) -> Path:
-        target = self.context.output / DRAFT_FOLDER
-        with atomic_folder(target) as partial:
-            copy_folder(source, partial)
-            report.write_report(partial, result, name=self.context.name, training=facts)
-        self.context.logger.info(f"draft: {target}")
-        return target
+def draft_costs(data: DraftData, candidate: Candidate) -> SpeculationCosts:
+    """Measured costs of the target and of a draft, as they are served."""
+    length = mean_prompt_length(data.benchmark_prompts)
+    return measure_speculation_costs(data.target.model, candidate, prompt_length=length)

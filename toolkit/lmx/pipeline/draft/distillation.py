@@ -1,8 +1,9 @@
 """What the distillation of a draft model and of a drafter have in common."""
 
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -16,6 +17,8 @@ from ...draft.acceptance import ReferenceCompletion, predict_accepted_lengths
 from ...draft.candidates import Candidate, all_acceptance_probs
 from ...draft.cost_model import SpeculationCosts
 from ...draft.text_first import Batches, TextFirst
+from ...files.artifacts import ArtifactStore
+from ...files.hashes import key_of
 from ...models.checkpoint import weights_digest
 from ...models.dtypes import set_compute_dtype
 from ...training.optimizers import OptimizerConfig
@@ -24,11 +27,11 @@ from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
 from ..context import ModelArtifact, StageContext
 from ..estimate import training_dtype
-from .benchmark import DraftEvaluation
-from .budget import steps_within
 from .setup import DraftData
 
 WARMUP_RATIO, MIN_LR_RATIO = 0.05, 0.1
+# Of a budget of time. The first steps compile kernels.
+UNTIMED_STEPS, TIMED_STEPS = 2, 5
 # The target's completions by decoding mode.
 References = dict[str, list[ReferenceCompletion]]
 
@@ -45,8 +48,6 @@ class DraftDistillation(ABC):
         self.target = context.load(context.current.model)
         self.digest = weights_digest(self.target.path)
         self.data = DraftData(config, context, self.target, self.digest)
-        # Here, so that a bad baseline model is refused before the training.
-        self.evaluation = DraftEvaluation(self.data)
 
     def run(self) -> ModelArtifact:
         """Leave the draft in draft/ and its metrics in report.json.
@@ -138,12 +139,22 @@ class DraftDistillation(ABC):
         Args:
             parts: batches of the training, one after the other; see `with_text`.
         """
-        config, steps = self.config, self._num_steps(make_step, parts)
-        step, batches = make_step(), self._in_turn(parts, steps)
-        ranks, logger = step.ranks, self.context.logger
+        config, context = self.config, self.context
+        logger, steps = context.logger, config.num_steps
+        if not steps:
+            seconds = config.budget_seconds
+            steps = steps_within(seconds, make_step, parts, context.artifacts)
+            logger.info(f"{steps:,} steps fit into {config.budget}")
+        step, (*text, batches) = make_step(), parts
+        ranks = step.ranks
+        if text:
+            batches = TextFirst(*text, steps // 2, batches)
+            logger.info(
+                f"steps 1 to {steps // 2:,} train on text, the others on completions"
+            )
 
         def accepted_length(done: int) -> float:
-            """With all draft tokens, so that all evaluations can be compared."""
+            """The length with all draft tokens, which all evaluations have."""
             model, length = step.materialize(), 0.0
             if ranks.is_first:
                 predicted = self.predicted(model, self.data.selection_references)
@@ -158,8 +169,8 @@ class DraftDistillation(ABC):
             batches,
             TrainerConfig(
                 steps,
-                self.context.seed,
-                self.context.folder / "checkpoints",
+                context.seed,
+                context.folder / "checkpoints",
                 config.logging_steps,
                 config.eval_steps,
                 config.save_steps,
@@ -178,30 +189,8 @@ class DraftDistillation(ABC):
             logger=logger,
             on_evaluate=accepted_length,
             score_name="accepted length",
-            on_event=self.context.extensions.callbacks.call,
+            on_event=context.extensions.callbacks.call,
         )
-
-    def _num_steps(
-        self, make_step: Callable[[], TrainStep], parts: list[Batches]
-    ) -> int:
-        """The steps of the recipe, or those that fit into its budget of time."""
-        config, context = self.config, self.context
-        if config.num_steps:
-            return config.num_steps
-        seconds = config.budget_seconds
-        steps = steps_within(seconds, make_step, parts, context.artifacts)
-        context.logger.info(f"{steps:,} steps fit into {config.budget}")
-        return steps
-
-    def _in_turn(self, parts: list[Batches], steps: int) -> Batches:
-        """The batches of all steps: text in the first half of them, if there is any."""
-        *text, completions = parts
-        if not text:
-            return completions
-        self.context.logger.info(
-            f"steps 1 to {steps // 2:,} train on text, the others on completions"
-        )
-        return TextFirst(*text, steps // 2, completions)
 
     def facts(self, trainer: Trainer, loss: float, model: nn.Module) -> dict:
         """Facts about the training of a model or drafter, for the report."""
@@ -220,3 +209,40 @@ class DraftDistillation(ABC):
             f"{predicted['accepted_length'][length - 1]:.2f}, speed-up "
             f"{predicted['predicted_speedup']:.2f}x"
         )
+
+
+def steps_within(
+    seconds: float,
+    make_step: Callable[[], TrainStep],
+    parts: Sequence[Batches],
+    store: ArtifactStore,
+) -> int:
+    """How many steps take so long. A resumed training gets the number of the first.
+
+    Some steps are timed, and their weights thrown away. All ranks call this.
+
+    Args:
+        make_step: makes a step with the weights of its model.
+        parts: batches, each of an equal share of the steps.
+        store: keeps the number.
+    """
+    ranks = store.ranks
+    key = key_of([seconds, *(batches.digest for batches in parts)])
+    if known := store.find_on_first("budget", key):
+        return known.facts["steps"]
+    # The model keeps its weights.
+    step = make_step()
+    weights, total = step.model.trainable_parameters(), 0.0
+    for batches in parts:
+        for number in range(UNTIMED_STEPS + TIMED_STEPS):
+            if number == UNTIMED_STEPS:
+                start = time.perf_counter()
+            output = step(batches(number), learning_rate=0.0, seed=0)
+            mx.eval(output, step.parameters, step.optimizer.state)
+        total += time.perf_counter() - start
+    step.model.update(weights)
+    each = ranks.broadcast_object(total / TIMED_STEPS / len(parts))
+    steps = max(1, int(seconds / each))
+    if ranks.is_first:
+        store.put("budget", key, lambda _: {"steps": steps})
+    return steps

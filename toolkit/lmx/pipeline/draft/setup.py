@@ -66,10 +66,18 @@ class DraftData:
 
     def generate(self) -> None:
         """Complete the prompts, each rank its share; all ranks get all completions."""
-        config = self.config.data_generation
+        config, context = self.config.data_generation, self.context
         self._train_examples = self._completed("train", config.num_prompts)
         self._eval_examples = self._completed("valid", config.num_eval_prompts)
-        self._text_examples = self._text()
+        self._text_examples: list[Example] = []
+        if count := config.text_tokens:
+            everything = context.data.model_copy(update={"loss_on": "all"})
+            context = replace(context, data=everything)
+            examples = tokenized_examples(context, self.target)
+            text = [*choose_text(examples, count, seed=context.seed)]
+            tokens = sum(len(example.tokens) for example in text)
+            context.logger.info(f"text: {len(text):,} examples, {tokens:,} tokens")
+            self._text_examples = text
 
     @cached_property
     def train_batches(self) -> DistillationBatches:
@@ -83,7 +91,7 @@ class DraftData:
 
     @cached_property
     def eval_batches(self) -> DistillationBatches:
-        """The same of the validation prompts."""
+        """Completions of the validation prompts, with the target's predictions."""
         return self._batches(self._eval_examples)
 
     def with_text(
@@ -114,7 +122,7 @@ class DraftData:
 
     @cached_property
     def selection_references(self) -> dict[str, list[ReferenceCompletion]]:
-        """Those of other prompts, by which the best weights are selected."""
+        """The target's completions of other prompts, which select the best weights."""
         return self._references(_all_prompts(self._split_sets[1]))
 
     def _references(
@@ -161,14 +169,13 @@ class DraftData:
         """The prompts of all sets, in order."""
         return _all_prompts(self.prompt_sets)
 
-    @property
-    def stop_tokens(self) -> frozenset[int]:
-        """The tokens that end a completion."""
-        return frozenset(self.target.tokenizer.eos_token_ids)
-
     def _prompts(self, select: Callable, rows: Iterable[DataRecord], count: int) -> Any:
         """Prompts that `select` chooses, which leave room for a completion."""
-        tokenizer, longest = self.target.tokenizer, self._max_prompt_tokens
+        tokenizer, longest = self.target.tokenizer, self.context.data.max_seq_length
+        if positions := config_int(self.target.config, "max_position_embeddings"):
+            config = self.config
+            new = max(config.data_generation.max_tokens, config.benchmark.max_tokens)
+            longest = min(longest, positions - new)
         prompts = select(rows, tokenizer, count=count, max_prompt_tokens=longest)
         if not prompts:
             raise UserError(
@@ -177,44 +184,20 @@ class DraftData:
             )
         return prompts
 
-    @property
-    def _max_prompt_tokens(self) -> int:
-        """Tokens of a prompt that leaves room for its completion."""
-        longest = self.context.data.max_seq_length
-        if positions := config_int(self.target.config, "max_position_embeddings"):
-            config = self.config
-            new = max(config.data_generation.max_tokens, config.benchmark.max_tokens)
-            longest = min(longest, positions - new)
-        return longest
-
     def _generator(self, ranks: Communicator) -> CachedGenerator:
-        model = self.target.model
-        return CachedGenerator(
-            lambda: model, self.digest, self.stop_tokens, self.context.logger, ranks
-        )
+        model, logger = self.target.model, self.context.logger
+        ends = frozenset(self.target.tokenizer.eos_token_ids)
+        return CachedGenerator(lambda: model, self.digest, ends, logger, ranks)
 
     def _completed(self, split: str, count: int) -> list[Example]:
         context, config = self.context, self.config.data_generation
-        ranks = context.ranks
         rows = getattr(context.rows, split)
         prompts = self._prompts(dataset.select_prompts, rows, count)
         context.logger.info(f"{len(prompts):,} prompts for the target to complete")
         completions = dataset.generate_completions(
-            prompts, config, self._generator(ranks), seed=context.seed
+            prompts, config, self._generator(context.ranks), seed=context.seed
         )
         return dataset.completion_examples(prompts, completions)
-
-    def _text(self) -> list[Example]:
-        """Examples of the training data as it is."""
-        context, count = self.context, self.config.data_generation.text_tokens
-        if not count:
-            return []
-        everything = context.data.model_copy(update={"loss_on": "all"})
-        examples = tokenized_examples(replace(context, data=everything), self.target)
-        text = [*choose_text(examples, count, seed=context.seed)]
-        tokens = sum(len(example.tokens) for example in text)
-        context.logger.info(f"text: {len(text):,} examples, {tokens:,} tokens")
-        return text
 
     def _batches(self, examples: list[Example]) -> DistillationBatches:
         config, context = self.config.data_generation, self.context
@@ -268,7 +251,14 @@ def write_initial(
     """
 
     def make(folder: Path) -> None:
-        source = _load_source(config.init_from, context, target)
+        path = context.current.reference
+        if config.init_from:
+            path = context.resolve(config.init_from)
+        source = context.load(path, compute="stored")
+        place = str(config.init_from or path)
+        require_same_tokenizer(target.tokenizer, source.tokenizer, place=place)
+        if "quantization" in source.config:
+            source, _ = dequantized_model(source, source.dtype)
         weights = dict(tree_flatten(source.model.parameters()))
         set_compute_dtype(source.model, compute_dtype("auto", source.dtype))
         layers = config.num_layers
@@ -288,16 +278,3 @@ def write_initial(
         context.logger.info(f"initial draft model: blocks {blocks} of {source.path}")
 
     return context.artifacts.get_or_make(MODELS, INITIAL, make).folder
-
-
-def _load_source(
-    name: str | None, context: StageContext, target: LoadedModel
-) -> LoadedModel:
-    """The model to prune, dequantized, in its stored dtype."""
-    path = context.resolve(name) if name else context.current.reference
-    loaded = context.load(path, compute="stored")
-    place = str(name or path)
-    require_same_tokenizer(target.tokenizer, loaded.tokenizer, place=place)
-    if "quantization" in loaded.config:
-        loaded, _ = dequantized_model(loaded, loaded.dtype)
-    return loaded

@@ -22,12 +22,12 @@ from ...models.checkpoint import config_int
 from ...models.drafters.base import Drafter
 from ...models.drafters.io import ARCHITECTURES, bind_target, save_drafter
 from ...models.hooks import require_hidden_states
-from ...models.loader import LoadedModel
 from ...run.parallel_dims import ParallelDims
 from ...training.chunked_loss import ChunkedLoss
 from ...training.trainer import Trainer
 from ..context import MODELS, ModelArtifact, write_model
 from ..quantize.stage import QuantizeStage
+from .benchmark import draft_costs, load_draft, publish_draft
 from .distillation import DraftDistillation, References
 from .setup import INITIAL, write_initial
 
@@ -56,12 +56,17 @@ class DraftModelDistillation(DraftDistillation):
         context = self.context
         initial = context.require_visible(context.artifacts.folder(MODELS, INITIAL))
         self._initial = loaded = context.load(initial, compute="stored")
+        chunk = loss_chunk(config_int(loaded.config, "vocab_size"), on_cpu=on_cpu())
+        try:
+            chunked = ChunkedLoss(loaded.model, chunk)
+        except NoTrunkHeadSplit:
+            chunked = None
         make_step = partial(
             self.make_step,
             loaded.model,
             loaded.dtype,
             loss=DraftLoss(cross_entropy=self.config.ce_weight),
-            chunked_loss=self._chunked_loss(loaded),
+            chunked_loss=chunked,
         )
         parts = self.data.with_text(lambda batches: batches)
         return self.trainer(make_step, parts, self.data.eval_batches)
@@ -69,27 +74,31 @@ class DraftModelDistillation(DraftDistillation):
     def finish(self, trainer: Trainer, loss: float) -> ModelArtifact:
         context, model = self.context, trainer.step.materialize()
         facts = self.facts(trainer, loss, model)
-        trained, facts["parameters"] = self._write(model)
-        draft = self._quantize(trained)
-        if draft != trained:
+        weights = dict(tree_flatten(model.parameters()))
+        weights = {k: v.astype(self._initial.dtype) for k, v in weights.items()}
+        facts["parameters"] = sum(value.size for value in weights.values())
+        draft = trained = context.folder / "dense"
+        write_model(trained, self._initial, weights)
+        if self.config.quantization:
+            folder = context.folder / "quantization"
+            folder.mkdir(exist_ok=True)
+            current = ModelArtifact(trained, trained)
+            # The other ranks wait for this one.
+            alone = replace(
+                context, folder=folder, current=current, parallel=ParallelDims()
+            )
+            draft = QuantizeStage(self.config.quantization).run(alone).model
             costs = self._folder_costs(draft)
             quantized = context.load(draft).model
             predicted = self._predict(quantized, costs, self.data.references)
             context.logger.info(f"quantized: {self.summary(predicted)}")
             facts |= {"before_quantizing": facts["expected"], "expected": predicted}
-        return self.evaluation.run(draft, self.evaluation.load_model(draft), facts)
-
-    def _chunked_loss(self, loaded: LoadedModel) -> ChunkedLoss | None:
-        """None if the model cannot be split into trunk and head."""
-        try:
-            vocabulary = config_int(loaded.config, "vocab_size")
-            return ChunkedLoss(loaded.model, loss_chunk(vocabulary, on_cpu=on_cpu()))
-        except NoTrunkHeadSplit:
-            return None
+        return publish_draft(self.data, draft, load_draft(self.data, draft), facts)
 
     def _folder_costs(self, folder: Path) -> SpeculationCosts:
         """Costs of the target and of the model in a folder, as they are served."""
-        return self.evaluation.costs(ModelCandidate(self.context.load(folder).model))
+        candidate = ModelCandidate(self.context.load(folder).model)
+        return draft_costs(self.data, candidate)
 
     def _predict(self, model, costs: SpeculationCosts, references: References) -> dict:
         """Acceptance on held-out completions, and the speed-up that it predicts."""
@@ -107,27 +116,6 @@ class DraftModelDistillation(DraftDistillation):
 
     def predicted(self, model: nn.Module, references: References) -> dict:
         return self._predict(model, self._costs, references)
-
-    def _write(self, model: nn.Module) -> tuple[Path, int]:
-        """The folder of the trained draft model, and the number of its weights."""
-        folder, loaded = self.context.folder / "dense", self._initial
-        weights = dict(tree_flatten(model.parameters()))
-        weights = {k: v.astype(loaded.dtype) for k, v in weights.items()}
-        parameters = sum(value.size for value in weights.values())
-        write_model(folder, loaded, weights)
-        return folder, parameters
-
-    def _quantize(self, trained: Path) -> Path:
-        """The folder of the draft model as it will be served."""
-        if not self.config.quantization:
-            return trained
-        folder = self.context.folder / "quantization"
-        folder.mkdir(exist_ok=True)
-        current = ModelArtifact(trained, trained)
-        # The other ranks wait for this one.
-        alone = ParallelDims()
-        context = replace(self.context, folder=folder, current=current, parallel=alone)
-        return QuantizeStage(self.config.quantization).run(context).model
 
     def summary(self, predicted: dict) -> str:
         return (
@@ -150,7 +138,7 @@ class DrafterDistillation(DraftDistillation):
             f"{', '.join(map(str, drafter.layer_ids))}"
         )
         if ranks.is_first:
-            self._costs = self.evaluation.costs(self._candidate(drafter))
+            self._costs = draft_costs(self.data, self._candidate(drafter))
         chunk = loss_chunk(drafter.draft_vocab_size, on_cpu=on_cpu())
         loss = DrafterLoss(self.config, chunk=chunk)
         return self.trainer(
@@ -166,8 +154,10 @@ class DrafterDistillation(DraftDistillation):
         drafter = trainer.step.materialize()
         facts = {"parameters": self._num_parameters}
         facts |= self.facts(trainer, loss, drafter)
-        folder = self._save(drafter)
-        return self.evaluation.run(folder, self._candidate(drafter), facts)
+        folder = self.context.folder / "drafter"
+        with atomic_folder(folder) as partial:
+            save_drafter(partial, drafter, self.target.dtype)
+        return publish_draft(self.data, folder, self._candidate(drafter), facts)
 
     def _make_drafter(self) -> Drafter:
         """A drafter with random weights, for the current model."""
@@ -177,6 +167,10 @@ class DrafterDistillation(DraftDistillation):
         # The first block is there in every model; more are checked with the drafter.
         width = require_hidden_states(target.model, (0,), place=place)
         vocab_size = target.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        # The mask is the padding token, or an end-of-sequence token.
+        mask = getattr(target.tokenizer, "pad_token_id", None)
+        if mask is None:
+            mask = min(target.tokenizer.eos_token_ids)
         mx.random.seed(self.context.seed)
         drafter = cls.for_target(
             target.config,
@@ -184,7 +178,7 @@ class DrafterDistillation(DraftDistillation):
             width=width,
             vocab_size=vocab_size,
             num_blocks=num_blocks,
-            mask_token_id=self._mask_token_id,
+            mask_token_id=mask,
         )
         # One forward pass gives the predictions and the hidden states.
         self.data.teacher = HiddenStateRecorder(target.model, drafter.layer_ids)
@@ -193,13 +187,6 @@ class DrafterDistillation(DraftDistillation):
         bind_target(drafter, target.model, place=place)
         drafter.initialize()
         return drafter
-
-    @property
-    def _mask_token_id(self) -> int:
-        """The padding token, or an end-of-sequence token."""
-        tokenizer = self.target.tokenizer
-        mask = getattr(tokenizer, "pad_token_id", None)
-        return min(tokenizer.eos_token_ids) if mask is None else mask
 
     def _batches(self, batches: DistillationBatches) -> HiddenStateBatches:
         return HiddenStateBatches(
@@ -213,9 +200,3 @@ class DrafterDistillation(DraftDistillation):
 
     def _candidate(self, drafter: Drafter) -> DrafterCandidate:
         return DrafterCandidate(drafter, self.target.model)
-
-    def _save(self, drafter: Drafter) -> Path:
-        folder = self.context.folder / "drafter"
-        with atomic_folder(folder) as partial:
-            save_drafter(partial, drafter, self.target.dtype)
-        return folder

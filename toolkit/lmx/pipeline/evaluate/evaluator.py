@@ -1,7 +1,7 @@
 """Evaluation of a run's models, one after the other, each against its reference."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -81,8 +81,12 @@ class Evaluator:
     @property
     def loaders(self) -> dict[str, Callable[[], LoadedModel]]:
         """Functions that load the models of `folders`."""
-        folders = self.folders.items()
-        return {name: partial(self._load, path) for name, path in folders}
+        context = self.context
+
+        def load(path: Path) -> LoadedModel:
+            return context.load(context.require_visible(path), sharded=True)
+
+        return {name: partial(load, path) for name, path in self.folders.items()}
 
     def measure(self, models: dict[str, Callable[[], LoadedModel]]) -> None:
         """Fill `metrics` and the answers to the questions.
@@ -90,25 +94,45 @@ class Evaluator:
         Args:
             models: functions that load the models, each after its reference.
         """
+        config, context = self.config, self.context
         (name, load), *others = models.items()
         start = time.monotonic()
         loaded = load()
         load_seconds = time.monotonic() - start
-        kv_memory = self._kv_memory()
+        tensor, kv_memory = context.parallel.tensor, None
+        if tensor.size > 1:
+            # Half of what is left, because another model is loaded beside this one.
+            kv_memory = min(tensor.gather_objects(available_memory() // 2))
         batches = self._batches(loaded)
         reference = first = Measured(name, loaded, batches, None, kv_memory)
         self._check_questions(first)
-        work = self._plan(first, load_seconds, models)
-        with self.context.logger.progress(
-            work.kinds, "evaluating", percent=True
-        ) as bar:
+        metrics = context.extensions.metrics
+        uncounted = {
+            "latency": config.latency_tokens,
+            "tasks": config.tasks,
+            "custom": metrics,
+        }
+        work = PlannedWork(
+            config,
+            self.questions,
+            batches,
+            first.generator(),
+            load_seconds,
+            models,
+            [name for name, asked in uncounted.items() if asked],
+            context.parallel.data.size,
+        )
+        with context.logger.progress(work.kinds, "evaluating", percent=True) as bar:
             inputs = Inputs(
-                self.config,
-                self.context.rows.valid,
+                config,
+                context.rows.valid,
                 self.questions,
-                self._tasks,
-                dict(self.context.extensions.metrics),
-                self.context.parallel,
+                [
+                    context.find(t) or t if lm_eval.is_file(t) else t
+                    for t in config.tasks
+                ],
+                dict(metrics),
+                context.parallel,
                 work,
                 bar,
             )
@@ -171,7 +195,7 @@ class Evaluator:
 
     @property
     def _thresholds(self) -> list[dict]:
-        """As in report.json; a value that was not measured misses its threshold."""
+        """The entries of report.json. A value that was not measured misses."""
         figures, results = [*self.metrics.values()][-1], []
         for name, limit in self.config.thresholds.model_dump().items():
             if limit is None:
@@ -191,21 +215,7 @@ class Evaluator:
         for metric in METRICS:
             figures |= metric(model, inputs)
             inputs.bar.skip_time()
-        inputs.work.end(model.name)
-
-    def _load(self, path: Path) -> LoadedModel:
-        context = self.context
-        return context.load(context.require_visible(path), sharded=True)
-
-    def _kv_memory(self) -> int | None:
-        """Bytes that every rank of a model has for keys and values; None = one rank.
-
-        Half of what is left, because another model is loaded beside this one.
-        """
-        tensor = self.context.parallel.tensor
-        if tensor.size == 1:
-            return None
-        return min(tensor.gather_objects(available_memory() // 2))
+        inputs.work.end_model(model.name)
 
     def _batches(self, loaded: LoadedModel) -> list[Batch]:
         """The first batches that hold the trained tokens to measure.
@@ -248,28 +258,3 @@ class Evaluator:
                 f"{len(fitting)} expected answers are longer: raise "
                 "exact_match_max_tokens"
             )
-
-    def _plan(
-        self, first: Measured, load_seconds: float, names: Collection[str]
-    ) -> PlannedWork:
-        uncounted = {
-            "latency": self.config.latency_tokens,
-            "tasks": self.config.tasks,
-            "custom": self.context.extensions.metrics,
-        }
-        return PlannedWork(
-            self.config,
-            self.questions,
-            first.batches,
-            first.generator(),
-            load_seconds,
-            names,
-            [name for name, asked in uncounted.items() if asked],
-            self.context.parallel.data.size,
-        )
-
-    @property
-    def _tasks(self) -> list[str | Path]:
-        """The names of the tasks, and the paths of those that are files."""
-        tasks = self.config.tasks
-        return [self.context.find(t) or t if lm_eval.is_file(t) else t for t in tasks]

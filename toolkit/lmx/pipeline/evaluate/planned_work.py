@@ -58,7 +58,7 @@ class PlannedWork:
                 # A model that was not trained on such answers seldom ends as they do,
                 # and of some questions no answer is expected.
                 known = name != BASE and length > 1
-                steps.add(min(limit, length) if known else limit, is_last=True)
+                steps.add_tokens(min(limit, length) if known else limit, is_last=True)
             self._steps[name] = steps.count
         count = len(names)
         self._pass = sum(batch.tokens.size for batch in batches)
@@ -76,7 +76,7 @@ class PlannedWork:
         """More passes over all batches, which a model turns out to need."""
         self.kinds["tokens"].total += count * self._pass
 
-    def end(self, name: str) -> None:
+    def end_model(self, name: str) -> None:
         """A model is measured: its answers had their own lengths."""
         del self._steps[name]
         steps = self.kinds["steps"]

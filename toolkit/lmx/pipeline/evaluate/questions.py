@@ -14,7 +14,6 @@ from ...generation.generator import Generator
 from ...generation.kv_cache.batch import is_batchable
 from ...generation.kv_cache.prefix import common_length
 from ...generation.outputs import GenerationResponse
-from ...generation.sequence import GenerationRequest
 from ...interfaces import SINGLE_PROCESS, Communicator
 
 # Words of a text that the models continue.
@@ -155,39 +154,25 @@ class Questions:
                 generator.request(fitting[question], max_tokens=max_tokens)
                 for question in share
             ]
-            count = _counter(generator, requests, each * ranks.size, advance)
+            steps = DecodingSteps(batch_rows(generator, len(requests)))
+            started = 0
+
+            def count(response: GenerationResponse) -> None:
+                nonlocal started
+                before, first = steps.count, started
+                steps.add_tokens(1, is_last=response.finish_reason is not None)
+                started = len(requests) - len(generator.engine.scheduler.waiting)
+                tokens = (started - first) * each * ranks.size
+                # A stream that is read has tokens that came with those of another one.
+                if started > first or steps.count > before:
+                    advance({"tokens": tokens, "steps": steps.count - before})
+
             results = generator.generate_all(requests, on_token=count)
             return (result.text for result in results)
 
         answers = ranks.divide(questions, complete)
         for question, answer in zip(questions, answers, strict=True):
             question.answers[name] = answer
-
-
-def _counter(
-    generator: Generator,
-    requests: Sequence[GenerationRequest],
-    each: float,
-    advance: Callable[[Mapping[str, float]], None],
-) -> Callable[[GenerationResponse], None]:
-    """A function that counts the work of requests from their responses.
-
-    Args:
-        each: tokens that are counted for a prompt.
-    """
-    steps, started = DecodingSteps(batch_rows(generator, len(requests))), 0
-
-    def count(response: GenerationResponse) -> None:
-        nonlocal started
-        before, first = steps.count, started
-        steps.add(1, is_last=response.finish_reason is not None)
-        started = len(requests) - len(generator.engine.scheduler.waiting)
-        prompts = started - first
-        # A stream that is read has tokens that came with those of another one.
-        if prompts or steps.count > before:
-            advance({"tokens": prompts * each, "steps": steps.count - before})
-
-    return count
 
 
 class DecodingSteps:
@@ -200,7 +185,7 @@ class DecodingSteps:
         self.count = 0
         self._ends, self._length = [0] * rows, 0
 
-    def add(self, tokens: int, *, is_last: bool) -> None:
+    def add_tokens(self, tokens: int, *, is_last: bool) -> None:
         """The answer has these tokens more. The next answer comes after the last."""
         self._length += tokens
         end = self._ends[0] + self._length

@@ -24,7 +24,6 @@ from ...run.tables import table
 from ..context import ModelArtifact, StageContext
 from ..estimate import Estimate, ModelShape, Workload
 from ..stage import (
-    Find,
     ModelState,
     RawStage,
     Stage,
@@ -60,9 +59,13 @@ class ExportStage(Stage):
     @classmethod
     def check(cls, raw: RawStage, state: ModelState) -> Iterator[Problem]:
         yield from super().check(raw, state)
-        adapter = raw.value("adapter_path")
+        adapter, path = raw.value("adapter_path"), (*raw.path, "adapter_path")
         if isinstance(adapter, str):
-            yield from _check_adapter((*raw.path, "adapter_path"), adapter, raw.find)
+            if (folder := raw.find(adapter)) is None:
+                yield missing_source(path, adapter, raw.find)
+            elif not all((folder / name).is_file() for name in ADAPTER_FILES):
+                message = f"the folder '{adapter}' has no {' and '.join(ADAPTER_FILES)}"
+                yield Problem(path, message, "name the folder adapters/ of a run")
         draft = raw.value("draft_model")
         if isinstance(draft, str) and is_missing(draft, raw.find):
             yield missing_source((*raw.path, "draft_model"), draft, raw.find)
@@ -114,11 +117,16 @@ class ExportStage(Stage):
             for name, target in targets.items():
                 partial = together.enter_context(atomic_folder(target))
                 FORMATS[name].export(partial, source)
-                card = FORMATS[name].CARD
+                card, described = FORMATS[name].CARD, facts
                 if card.is_adapter and config.adapter_path:
-                    write_card(partial, _of_adapter(facts, adapters, context), card)
-                else:
-                    write_card(partial, facts, card)
+                    # The adapter itself may name its base.
+                    base = read_json(adapters / ADAPTER_FILES[0]).get("model")
+                    if base:
+                        is_local = context.find(base) or looks_local(base, context.find)
+                        described = replace(
+                            facts, base=None if is_local else base, origin=f"`{base}`"
+                        )
+                write_card(partial, described, card)
         for name, target in targets.items():
             context.logger.info(f"exported {name}: {target}")
         if name := config.hub_repo_id:
@@ -131,6 +139,12 @@ class ExportStage(Stage):
         report = read_report(context.output / REPORT)
         path = context.source.path
         is_on_hub = path is not None and context.find(path) is None
+        # The license that the recipe names, else that of the recipe's model.
+        terms = {"license": self.config.license} if self.config.license else {}
+        if not terms and context.base is not None:
+            terms = hub.license_metadata_of(context.base / "README.md")
+            if not terms and is_on_hub:
+                terms = hub.license_metadata(path, context.source.revision)
         sources = [HubDataset.parse(s, context.find) for s in context.data.train]
         current = context.current
         trained = {
@@ -145,7 +159,7 @@ class ExportStage(Stage):
             recipe=(context.output / "recipe.yaml").read_text(),
             base=path if is_on_hub else None,
             origin=f"`{path}`" if path else "random weights",
-            terms=self._license(context),
+            terms=terms,
             datasets=list(dict.fromkeys(source.name for source in sources if source)),
             stored_as=stored_as(current.model),
             **trained,
@@ -155,27 +169,6 @@ class ExportStage(Stage):
                 read_config(current.model).get(QUANTIZE_ACTIVATIONS)
             ),
         )
-
-    def _license(self, context: StageContext) -> dict[str, str]:
-        """The license that the recipe names, else that of the recipe's model."""
-        if self.config.license:
-            return {"license": self.config.license}
-        if context.base is None:
-            return {}
-        source = context.source
-        metadata = hub.license_metadata_of(context.base / "README.md")
-        if metadata or context.find(source.path):
-            return metadata
-        return hub.license_metadata(source.path, source.revision)
-
-
-def _of_adapter(facts: CardFacts, adapter: Path, context: StageContext) -> CardFacts:
-    """The facts with the model that the adapter itself names as its base."""
-    name = read_json(adapter / ADAPTER_FILES[0]).get("model")
-    if not name:
-        return facts
-    is_on_hub = context.find(name) is None and not looks_local(name, context.find)
-    return replace(facts, base=name if is_on_hub else None, origin=f"`{name}`")
 
 
 def _check_format(
@@ -200,13 +193,3 @@ def _check_format(
         require_draft(state.config, state.draft)
     except UserError as error:
         yield Problem(path, error.message, WITHOUT_DRAFT)
-
-
-def _check_adapter(path: KeyPath, source: str, find: Find) -> Iterator[Problem]:
-    """The problem of an adapter_path without an adapter of mlx-lm."""
-    folder = find(source)
-    if folder is None:
-        yield missing_source(path, source, find)
-    elif not all((folder / name).is_file() for name in ADAPTER_FILES):
-        message = f"the folder '{source}' has no {' and '.join(ADAPTER_FILES)}"
-        yield Problem(path, message, "name the folder adapters/ of a run")

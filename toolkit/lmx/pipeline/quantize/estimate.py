@@ -92,6 +92,10 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
     # These need NumPy, which reading a recipe does not load.
     from ...models.loader import make_cache
     from ...quantization.mixed_precision import kv_bits, search
+    from ...quantization.ptq import sequential
+    from ...quantization.ptq.gptq import gptq
+    from ...quantization.ptq.gptq.solver import MAX_ELEMENTS
+    from ...quantization.ptq.output_fisher import num_fisher_tokens
     from ...quantization.ptq.smoothquant import smoothquant
     from ...training.teacher_cache import logit_positions
     from ...training.teacher_targets import bytes_per_token
@@ -106,7 +110,34 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
     if config.mixed_precision:
         held_out = PLANS * search.HELD_OUT_TOKENS
         yield Phase(0, 0, held_out, search.CALIBRATION_TOKENS, GRIDS)
-    yield _method(config, shape, sizes)
+    # Rounding, or the calibration of block by block.
+    if config.method == "rtn" or not sizes.blocks:
+        yield Phase(shape.dtype.size * sizes.weights // 2)
+    else:
+        width, hidden = sizes.width, sizes.hidden
+        tokens = calibration.num_tokens or sequential.default_num_tokens(width)
+        # Tokens that go forward and back before the blocks are quantized, and tokens of
+        # the full-precision stream.
+        fisher = compared = solves = 0
+        if isinstance(config, GPTQConfig):
+            outputs = [hidden] * config.output_hessian
+            most = min(gptq.GPTQ.max_fisher_tokens, tokens)
+            fisher = num_fisher_tokens([hidden], outputs, most)
+            compared = min(gptq.COMPARED_TOKENS[config.effort], tokens)
+            compared *= config.asymmetric_calibration
+            solves = 1 + config.refine_iters
+        yield Phase(
+            (4 + shape.dtype.size) * sizes.largest
+            + 4 * SOLVER_ARRAYS * MAX_ELEMENTS
+            + sizes.predictions(PREDICTED)
+            + 4 * HESSIANS * width**2,
+            (tokens + compared) * (2 * 4 * width + 6 * 4 * hidden)
+            + fisher * 4 * hidden * (len(sizes.blocks) + 1),
+            # Through the full-precision block, then the quantized one.
+            2 * tokens + compared,
+            fisher,
+            solves,
+        )
     held_out, dense = calibration.num_eval_tokens, 4 * sizes.weights
     compared = dense + sizes.predictions(logit_positions())
     if tuning := config.scale_tuning:
@@ -129,38 +160,3 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
         passes = 1 + bits * len(make_cache(shape.model()))
         tokens = passes * kv_bits.CALIBRATION_TOKENS + (2 + bits) * held_out
         yield Phase(compared, forward=tokens)
-
-
-def _method(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Phase:
-    """Rounding, or the calibration of block by block."""
-    from ...quantization.ptq.gptq.gptq import COMPARED_TOKENS, GPTQ
-    from ...quantization.ptq.gptq.solver import MAX_ELEMENTS
-    from ...quantization.ptq.output_fisher import num_fisher_tokens
-    from ...quantization.ptq.sequential import default_num_tokens
-
-    if config.method == "rtn" or not sizes.blocks:
-        return Phase(shape.dtype.size * sizes.weights // 2)
-    width, hidden = sizes.width, sizes.hidden
-    tokens = config.calibration.num_tokens or default_num_tokens(width)
-    # Tokens that go forward and back before the blocks are quantized, and tokens of the
-    # full-precision stream.
-    fisher = compared = solves = 0
-    if isinstance(config, GPTQConfig):
-        outputs = [hidden] * config.output_hessian
-        most = min(GPTQ.max_fisher_tokens, tokens)
-        fisher = num_fisher_tokens([hidden], outputs, most)
-        compared = min(COMPARED_TOKENS[config.effort], tokens)
-        compared *= config.asymmetric_calibration
-        solves = 1 + config.refine_iters
-    return Phase(
-        (4 + shape.dtype.size) * sizes.largest
-        + 4 * SOLVER_ARRAYS * MAX_ELEMENTS
-        + sizes.predictions(PREDICTED)
-        + 4 * HESSIANS * width**2,
-        (tokens + compared) * (2 * 4 * width + 6 * 4 * hidden)
-        + fisher * 4 * hidden * (len(sizes.blocks) + 1),
-        # Through the full-precision block, then the quantized one.
-        2 * tokens + compared,
-        fisher,
-        solves,
-    )

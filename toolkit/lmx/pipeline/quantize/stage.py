@@ -18,8 +18,6 @@ from ..stage import ModelState, RawStage, Stage, quantization_values
 from .estimate import quantize_cost
 
 if TYPE_CHECKING:
-    import mlx.core as mx
-
     from ...models.loader import LoadedModel
     from ...quantization.ptq.base import PTQContext
     from ...quantization.target_layers import QuantizationPlan
@@ -104,7 +102,9 @@ class QuantizeStage(Stage):
         """
         # Imported here, so that a recipe is checked without the libraries of a run.
         from ...quantization.mixed_precision.search import search_plan
-        from .refinement import quantize_kv_cache
+        from ...quantization.ptq.methods import METHODS
+        from ...quantization.ptq.smoothquant.smoothquant import Smoothing, smooth
+        from .refinement import PostQuantRefinement, quantize_kv_cache
 
         config, ranks = self.config, context.ranks
         loaded, selection, calibration, task = self._begin(context)
@@ -118,9 +118,15 @@ class QuantizeStage(Stage):
             del model
             task = replace(task, specs=selection.specs)
             facts["mixed_precision"] = result
-        tensors, measured = self._quantize(
-            context, loaded, calibration, selection, task
-        )
+        smoothing = smooth(task, config) if config.smoothing else Smoothing([])
+        # Without names for the method and the models, which are freed.
+        tensors = METHODS[config.method](config, smoothing.context(task)).quantize()
+        tensors |= smoothing.unquantized(task)
+        measured = {}
+        if self._refines:
+            tensors, measured = PostQuantRefinement(
+                config, context, calibration, loaded, selection
+            ).run(tensors)
         target = context.folder / "model"
         if ranks.is_first:
             # Lazy, referenced nowhere else, so that each is freed once written.
@@ -169,30 +175,3 @@ class QuantizeStage(Stage):
             ranks,
         )
         return loaded, selection, calibration, task
-
-    def _quantize(
-        self,
-        context: StageContext,
-        loaded: "LoadedModel",
-        calibration: "CalibrationData",
-        selection: "QuantizationPlan",
-        task: "PTQContext",
-    ) -> tuple[dict[str, "mx.array"], dict]:
-        """The tensors of the best candidate, and facts for the report."""
-        from ...quantization.ptq.methods import METHODS
-        from ...quantization.ptq.smoothquant.smoothquant import Smoothing, smooth
-        from .refinement import PostQuantRefinement
-
-        config = self.config
-        smoothing = Smoothing([])
-        if config.smoothing:
-            smoothing = smooth(task, config)
-        smoothed = smoothing.context(task)
-        tensors = METHODS[config.method](config, smoothed).quantize()
-        tensors |= smoothing.unquantized(task)
-        if not self._refines:
-            return tensors, {}
-        refinement = PostQuantRefinement(
-            config, context, calibration, loaded, selection
-        )
-        return refinement.run(tensors)

@@ -62,7 +62,12 @@ def _relax(items: Items, budget: int) -> tuple[float, list[int]]:
         The lowest such price, nearly, and the choice.
     """
     # A choice changes only at the exchange rates between two options.
-    prices = np.unique(np.concatenate([_prices(*item) for item in items] + [[0.0]]))
+    prices = [np.zeros(1)]
+    for sizes, costs in items:
+        more, saved = sizes[:, None] - sizes, costs - costs[:, None]
+        is_exchange = (more > 0) & (saved > 0)
+        prices.append(saved[is_exchange] / more[is_exchange])
+    prices = np.unique(np.concatenate(prices))
     low, high = 0, len(prices) - 1
     while low < high:
         middle = (low + high) // 2
@@ -71,13 +76,6 @@ def _relax(items: Items, budget: int) -> tuple[float, list[int]]:
         else:
             low = middle + 1
     return float(prices[low]), _choose(items, prices[low])
-
-
-def _prices(sizes: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    more = sizes[:, None] - sizes
-    saved = costs - costs[:, None]
-    is_exchange = (more > 0) & (saved > 0)
-    return saved[is_exchange] / more[is_exchange]
 
 
 def _choose(items: Items, price: float) -> list[int]:

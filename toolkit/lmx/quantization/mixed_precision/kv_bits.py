@@ -138,11 +138,35 @@ def choose_kv_bits(
     limit = _limit(config, layers, options, dtype)
     costs = layer_sensitivities(model, layers, options, calibration, logger, ranks)
     plans = _candidate_plans(model, dtype, layers, costs, limit)
-    candidates = _measure(model, dtype, layers, plans, held_out, limit, logger, ranks)
+    with logger.progress(len(plans), "comparing KV-cache bits") as progress:
+        trials = list(plans.values())
+        measured = _divergences(
+            model, layers, trials, held_out, progress.advance, ranks
+        )
+    candidates = {}
+    for (name, plan), (kl, stderr) in zip(plans.items(), measured, strict=True):
+        size = sum(layer.bits_per_token(plan[layer.index], dtype) for layer in layers)
+        candidates[name] = {
+            "kl": kl,
+            "kl_stderr": stderr,
+            "bytes_per_token": size // 8,
+            "fits": size <= limit,
+        }
     fitting = [name for name, facts in candidates.items() if facts["fits"]]
     best = min(fitting, key=lambda name: candidates[name]["kl"])
     dense = sum(layer.bits_per_token(UNQUANTIZED, dtype) for layer in layers) // 8
-    _log(candidates, best, dense, logger)
+    rows = [
+        [
+            name,
+            f"{facts['bytes_per_token']:,}",
+            f"{facts['kl']:.5f}",
+            f"± {facts['kl_stderr']:.5f}",
+            "" if facts["fits"] else "over the budget",
+        ]
+        for name, facts in candidates.items()
+    ]
+    columns = ["KV-cache bits", "bytes per token", "KL", "error", ""]
+    logger.table(f"KV cache: selected {best} ({dense:,} bytes before)", columns, rows)
     return plans[best], {
         "bits": plans[best],
         "selected": best,
@@ -177,36 +201,6 @@ def _candidate_plans(
         for bits in options
         if bits != UNQUANTIZED
     } | {"by layer": chosen}
-
-
-def _measure(
-    model: nn.Module,
-    dtype: mx.Dtype,
-    layers: Sequence[KVLayer],
-    plans: dict[str, list[int]],
-    held_out: CalibrationBatch,
-    limit: int,
-    logger: Logger,
-    ranks: Communicator,
-) -> dict[str, dict]:
-    """KL, its error and bytes per token of every candidate, and whether it fits."""
-    with logger.progress(len(plans), "comparing KV-cache bits") as progress:
-        trials = list(plans.values())
-        args = model, layers, trials, held_out, progress.advance, ranks
-        measured = _divergences(*args)
-    sizes = [
-        sum(layer.bits_per_token(plan[layer.index], dtype) for layer in layers)
-        for plan in plans.values()
-    ]
-    return {
-        name: {
-            "kl": kl,
-            "kl_stderr": stderr,
-            "bytes_per_token": size // 8,
-            "fits": size <= limit,
-        }
-        for name, (kl, stderr), size in zip(plans, measured, sizes, strict=True)
-    }
 
 
 def quantizable_layers(model: nn.Module) -> list[KVLayer]:
@@ -322,18 +316,3 @@ def _batch_divergences(
     for plan in plans:
         kl = (mx.exp(target) * (target - predict(plan))).sum(axis=-1)
         yield mx.where(counted, kl, 0.0).sum(axis=-1)
-
-
-def _log(candidates: dict, best: str, dense: int, logger: Logger) -> None:
-    rows = [
-        [
-            name,
-            f"{facts['bytes_per_token']:,}",
-            f"{facts['kl']:.5f}",
-            f"± {facts['kl_stderr']:.5f}",
-            "" if facts["fits"] else "over the budget",
-        ]
-        for name, facts in candidates.items()
-    ]
-    columns = ["KV-cache bits", "bytes per token", "KL", "error", ""]
-    logger.table(f"KV cache: selected {best} ({dense:,} bytes before)", columns, rows)

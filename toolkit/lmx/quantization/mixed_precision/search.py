@@ -35,7 +35,6 @@ from .sensitivity import LayerStatistics, collect_stats, input_energies, sensiti
 # Grids by path.
 SpecByLayer = dict[str, QuantSpec]
 
-
 # Tokens for sensitivities, and tokens for comparing plans.
 CALIBRATION_TOKENS, HELD_OUT_TOKENS = 4096, 4096
 # Predictions hold for small errors and for one quantized layer, so plans are also made
@@ -69,7 +68,7 @@ class SizeModel:
     dtype: mx.Dtype
 
     @classmethod
-    def of(
+    def from_task(
         cls, task: PTQContext, plan: QuantizationPlan, config: MixedPrecisionConfig
     ) -> "SizeModel":
         """The sizes of a task's model.
@@ -171,10 +170,18 @@ def search_plan(
     Raises:
         UserError: the budget is too small for any choice, or holds the dense model.
     """
-    sizes = SizeModel.of(task, plan, config.mixed_precision)
+    sizes = SizeModel.from_task(task, plan, config.mixed_precision)
     limit = sizes.max_bytes(config.mixed_precision)
-    calibration, held_out = _tokens(config, task)
-    ranks = task.ranks
+    ranks, default = task.ranks, CALIBRATION_TOKENS + HELD_OUT_TOKENS
+    windows = task.windows(min(config.calibration.num_tokens or default, default))
+    if len(windows) < 2:
+        raise UserError(
+            "a budget needs two windows of calibration tokens, and there is one",
+            hint="give calibration a smaller length, or another source",
+        )
+    split = max(1, len(windows) * CALIBRATION_TOKENS // default)
+    calibration = mx.array(windows[:split].tokens)
+    held_out = mx.array(windows[split:].tokens)
     with _scratch_of_all(task.folder, ranks) as folder:
         facts, energies = _sensitivities(
             model, sizes, calibration, task, source, folder
@@ -190,7 +197,19 @@ def search_plan(
             }
         evaluator.close()
     best = min(losses, key=losses.get)
-    _log(candidates, losses, best, sizes, task)
+    rows = []
+    for name, specs in candidates.items():
+        bits = sizes.bits_per_weight(sizes.total_bytes(specs))
+        rows.append([name, f"{bits:.3f}", f"{losses[name]:.5f}"])
+    columns = ["plan", "bits per weight", "KL after RTN"]
+    task.logger.table(f"mixed precision: selected {best}", columns, rows)
+    weights: Counter = Counter()
+    for path, spec in candidates[best].items():
+        weights[_spec_name(spec)] += sizes.free[path]
+        task.logger.debug(f"{path}: {_spec_name(spec)}")
+    total = weights.total()
+    shares = [f"{n / total:.0%} {name}" for name, n in sorted(weights.items())]
+    task.logger.info("weights: " + ", ".join(shares))
     size = sizes.total_bytes(candidates[best])
     assert size <= limit
     facts = {
@@ -215,20 +234,6 @@ def _scratch_of_all(folder: Path, ranks: Communicator) -> Iterator[Path]:
         yield folder / ranks.broadcast_object(name)
 
 
-def _tokens(config: PTQConfig, task: PTQContext) -> tuple[mx.array, mx.array]:
-    """Sequences for sensitivities, and others for comparing plans."""
-    default = CALIBRATION_TOKENS + HELD_OUT_TOKENS
-    allowed = config.calibration.num_tokens or default
-    windows = task.windows(min(allowed, default))
-    if len(windows) < 2:
-        raise UserError(
-            "a budget needs two windows of calibration tokens, and there is one",
-            hint="give calibration a smaller length, or another source",
-        )
-    split = max(1, len(windows) * CALIBRATION_TOKENS // default)
-    return tuple(mx.array(p.tokens) for p in (windows[:split], windows[split:]))
-
-
 def _sensitivities(
     model: nn.Module,
     sizes: SizeModel,
@@ -239,59 +244,36 @@ def _sensitivities(
 ) -> tuple[dict, dict[str, mx.array]]:
     """Groups of layers and sensitivities by path, and energies by path.
 
-    They are cached by model, tokens and grids, on the machine of rank 0.
+    They are cached by model, tokens and grids, on the machine of rank 0. Every process
+    runs some sequences, then measures some layers.
     """
-    options, ranks = sizes.options, task.ranks
+    options, ranks, key = sizes.options, task.ranks, ""
     store = cache.store(task.logger.warning, ranks)
-    key = _key(source, tokens, options, task) if ranks.is_first else ""
+    if ranks.is_first:
+        files = sorted(source.glob("model*.safetensors"))
+        key = cache.key_of(
+            {
+                "version": VERSION,
+                "model": [cache.file_hash(f) for f in files],
+                "tokens": hashlib.sha256(memoryview(tokens)).hexdigest(),
+                "options": {p: [s.model_dump() for s in o] for p, o in options.items()},
+                "dtype": str(task.dtype),
+            }
+        )
     known = store.find_on_first("sensitivity", key)
-    if known is None:
-        facts, energies = _measure(model, sizes, tokens, task, scratch)
-
-        def write(folder: Path) -> dict:
-            mx.save_safetensors(str(folder / ENERGIES_FILE), energies)
-            return facts
-
-        if ranks.is_first:
-            store.get_or_make("sensitivity", key, write)
-        return facts, energies
-    energies = mx.load(str(known.folder / ENERGIES_FILE)) if ranks.is_first else {}
-    return known.facts, ranks.exchange(energies)
-
-
-def _key(source: Path, tokens: mx.array, options: dict, task: PTQContext) -> str:
-    files = sorted(source.glob("model*.safetensors"))
-    return cache.key_of(
-        {
-            "version": VERSION,
-            "model": [cache.file_hash(f) for f in files],
-            "tokens": hashlib.sha256(memoryview(tokens)).hexdigest(),
-            "options": {p: [s.model_dump() for s in o] for p, o in options.items()},
-            "dtype": str(task.dtype),
-        }
-    )
-
-
-def _measure(
-    model: nn.Module,
-    sizes: SizeModel,
-    tokens: mx.array,
-    task: PTQContext,
-    scratch: Path,
-) -> tuple[dict, dict[str, mx.array]]:
-    """Every process runs some sequences, then measures some layers."""
-    options, ranks = sizes.options, task.ranks
+    if known:
+        energies = mx.load(str(known.folder / ENERGIES_FILE)) if ranks.is_first else {}
+        return known.facts, ranks.exchange(energies)
     task.logger.info(
         f"measuring the sensitivity of {len(options)} layers to every grid"
     )
-    args = model, list(options), tokens, scratch
-    stats = collect_stats(*args, logger=task.logger, ranks=ranks)
+    stats = collect_stats(
+        model, list(options), tokens, scratch, logger=task.logger, ranks=ranks
+    )
     groups, costs, energies = stats.groups(), {}, {}
     paths = [path for group in groups for path in group]
     own = list(ranks.shard(paths))
-    with (
-        task.logger.progress(len(own), "sensitivity of layers") as progress,
-    ):
+    with task.logger.progress(len(own), "sensitivity of layers") as progress:
         modules = dict(model.named_modules())
         for path in progress.track(own):
             weight = modules[path].weight.astype(task.dtype)
@@ -300,7 +282,15 @@ def _measure(
             costs[path] = sensitivity(path, layer, options[path], stats)
     by_path = {k: v for part in ranks.gather_objects(costs) for k, v in part.items()}
     facts = {"groups": groups, "costs": {path: by_path[path] for path in paths}}
-    return facts, ranks.exchange(energies)
+    energies = ranks.exchange(energies)
+
+    def write(folder: Path) -> dict:
+        mx.save_safetensors(str(folder / ENERGIES_FILE), energies)
+        return facts
+
+    if ranks.is_first:
+        store.get_or_make("sensitivity", key, write)
+    return facts, energies
 
 
 def candidate_plans(
@@ -320,7 +310,12 @@ def candidate_plans(
     rules |= {f"sensitivity ** {power:g}": (tied, power) for power in POWERS}
     plans = {}
     for name, (layers, power) in rules.items():
-        items = [_item(group, sizes, costs, power) for group in layers]
+        items = []
+        for group in layers:
+            options = sizes.options[group[0]]
+            grid_sizes = [[sizes.layer_bytes(p, s) for s in options] for p in group]
+            grid_costs = np.array([costs[p] for p in group]).sum(axis=0)
+            items.append((np.array(grid_sizes).sum(axis=0), grid_costs**power))
         choice = knapsack.solve(items, limit - sizes.fixed_bytes)
         assert choice is not None
         specs = {
@@ -331,16 +326,6 @@ def candidate_plans(
         if specs not in plans.values():
             plans[name] = specs
     return plans | _uniform_plan(sizes, costs, limit)
-
-
-def _item(group: list[str], sizes: SizeModel, costs: dict, power: float):
-    """Sizes and costs of the grids that a group of layers shares."""
-    options = sizes.options[group[0]]
-    layer_sizes = [
-        [sizes.layer_bytes(path, spec) for spec in options] for path in group
-    ]
-    layer_costs = [costs[path] for path in group]
-    return np.array(layer_sizes).sum(axis=0), np.array(layer_costs).sum(axis=0) ** power
 
 
 def _complete_costs(sizes: SizeModel, costs: dict) -> dict[str, list[float]]:
@@ -381,29 +366,6 @@ def _spec_name(spec: QuantSpec) -> str:
     return f"{spec.bits} bits g{spec.group_size}"
 
 
-def _log(
-    candidates: dict[str, SpecByLayer],
-    losses: dict[str, float],
-    best: str,
-    sizes: SizeModel,
-    task: PTQContext,
-) -> None:
-    rows = []
-    for name, specs in candidates.items():
-        bits = sizes.bits_per_weight(sizes.total_bytes(specs))
-        rows.append([name, f"{bits:.3f}", f"{losses[name]:.5f}"])
-    columns = ["plan", "bits per weight", "KL after RTN"]
-    task.logger.table(f"mixed precision: selected {best}", columns, rows)
-    weights: Counter = Counter()
-    for path, spec in candidates[best].items():
-        weights[_spec_name(spec)] += sizes.free[path]
-        task.logger.debug(f"{path}: {_spec_name(spec)}")
-    shares = [
-        f"{n / weights.total():.0%} {name}" for name, n in sorted(weights.items())
-    ]
-    task.logger.info("weights: " + ", ".join(shares))
-
-
 class GridEvaluator:
     """Measures the divergence of a model on candidate grids from the model itself.
 
@@ -442,7 +404,14 @@ class GridEvaluator:
         step, total = self.ranks.size, 0.0
         # One layer of every process at a time, as all would need much memory.
         for start in range(0, len(changed), step):
-            self._quantize({p: specs[p] for p in changed[start : start + step]})
+            paths = changed[start : start + step]
+            own = {p: self._quantized(p, specs[p]) for p in self.ranks.shard(paths)}
+            mx.eval(own)
+            for path, weight in self.ranks.exchange(own).items():
+                dense = self._dense.setdefault(path, self._modules[path].weight)
+                self._modules[path].weight = weight.astype(dense.dtype)
+                mx.eval(self._modules[path].weight)
+                self._specs[path] = specs[path]
         for number in self._own:
             logits = mx.load(self._logits_file(number))["logits"]
             reference = _log_softmax(logits)
@@ -457,16 +426,6 @@ class GridEvaluator:
         for path, weight in self._dense.items():
             self._modules[path].weight = weight
         self._specs.clear()
-
-    def _quantize(self, specs: dict[str, QuantSpec]) -> None:
-        """Set the weights of some layers, each computed by one process."""
-        own = {p: self._quantized(p, specs[p]) for p in self.ranks.shard(specs)}
-        mx.eval(own)
-        for path, weight in self.ranks.exchange(own).items():
-            dense = self._dense.setdefault(path, self._modules[path].weight)
-            self._modules[path].weight = weight.astype(dense.dtype)
-            mx.eval(self._modules[path].weight)
-        self._specs |= specs
 
     def _quantized(self, path: str, spec: QuantSpec) -> mx.array:
         """The dequantized weight of a layer, in the type the checkpoint stores."""

@@ -16,8 +16,7 @@ from ...config.quant_spec import QuantSpec
 from ...files.atomic import require_space
 from ...interfaces import SINGLE_PROCESS, Communicator, Logger
 from ...models.hooks import GradientTap, differentiable, hook_calls, is_hidden, path_of
-from ..affine_grid import AffineGrid
-from ..float_grid import FloatGrid, fit_float_groups
+from ..float_grid import fit_float_groups
 from ..ptq.fisher import sampled_label_loss
 from ..ptq.gptq.solver import fit_groups
 
@@ -87,9 +86,7 @@ def collect_stats(
     """
     logger, sources = logger or Logger(), {}
     own = list(ranks.shard(range(len(tokens))))
-    with (
-        logger.progress(len(own), "gradients of sequences") as progress,
-    ):
+    with logger.progress(len(own), "gradients of sequences") as progress:
         for number in progress.track(own):
             key, sequence = mx.random.key(number), tokens[number]
             sources, tensors = _run_sequence(model, paths, sequence[None], key)
@@ -122,20 +119,13 @@ def _run_sequence(model: nn.Module, paths: list[str], tokens: mx.array, key: mx.
         (_, inputs, experts), gradients = mx.value_and_grad(loss)(zeros)
     tensors = {f"gradients.{call}": _flatten(g) for call, g in gradients.items()}
     for call in set(forward.sources.values()):
-        tensors |= _input_tensors(call, inputs[call], experts.get(call))
+        x, routes = inputs[call], experts.get(call)
+        if is_hidden(x) and routes is not None:
+            # [..., 1, K] for each expert, or for all of them together.
+            x = mx.broadcast_to(x.squeeze(-2), (*routes.shape, x.shape[-1]))
+            tensors[f"experts.{call}"] = routes.reshape(-1)
+        tensors[f"inputs.{call}"] = _flatten(x) if is_hidden(x) else x.reshape(-1)
     return forward.sources, tensors
-
-
-def _input_tensors(
-    call: str, x: mx.array, experts: mx.array | None
-) -> dict[str, mx.array]:
-    if not is_hidden(x):
-        return {f"inputs.{call}": x.reshape(-1)}
-    if experts is None:
-        return {f"inputs.{call}": _flatten(x)}
-    # [..., 1, K] for each expert, or for all of them together.
-    x = mx.broadcast_to(x.squeeze(-2), (*experts.shape, x.shape[-1]))
-    return {f"inputs.{call}": _flatten(x), f"experts.{call}": experts.reshape(-1)}
 
 
 def _flatten(x: mx.array) -> mx.array:
@@ -162,16 +152,14 @@ class LayerStatistics:
         chunks = []
         for start in range(0, len(flat), rows):
             chunk = flat[start : start + rows].astype(mx.float32)
-            grid = self._fit(chunk, spec)
+            if spec.mode == "affine":
+                levels = 2.0**spec.bits
+                grid = fit_groups(chunk, self.costs, spec.group_size, levels, dtype)
+            else:
+                grid = fit_float_groups(chunk, self.costs, spec)
             chunks.append(grid.weight(dtype).astype(dtype))
             mx.eval(chunks[-1])
         return mx.concatenate(chunks).reshape(self.weight.shape)
-
-    def _fit(self, rows: mx.array, spec: QuantSpec) -> AffineGrid | FloatGrid:
-        if spec.mode != "affine":
-            return fit_float_groups(rows, self.costs, spec)
-        levels, dtype = 2.0**spec.bits, self.weight.dtype
-        return fit_groups(rows, self.costs, spec.group_size, levels, dtype)
 
 
 def input_energies(path: str, width: int, stats: CalibrationStats) -> mx.array:
@@ -200,27 +188,22 @@ def sensitivity(
         total = mx.array(0.0)
         for tensors in stats.sequences():
             for call in stats.calls(path):
-                source = stats.sources[call]
-                total = total + _squared_changes(tensors, call, source, error)
+                moved = _output_changes(tensors, stats.sources[call], error)
+                gradients = tensors[f"gradients.{call}"].astype(mx.float32)
+                total = total + ((moved * gradients).sum(axis=-1) ** 2).sum()
             mx.eval(total)
         divergences.append(total.item() / 2 / stats.num_tokens)
     return divergences
 
 
-def _squared_changes(
-    tensors: dict, call: str, source: str, error: mx.array
-) -> mx.array:
-    """The sum of (g'd)^2 over the tokens of a call."""
-    x = tensors[f"inputs.{source}"]
-    gradients = tensors[f"gradients.{call}"].astype(mx.float32)
-    experts = tensors.get(f"experts.{source}")
+def _output_changes(tensors: dict, source: str, error: mx.array) -> mx.array:
+    """What an error of the weight adds to the output of every token, [T, N]."""
+    x, experts = tensors[f"inputs.{source}"], tensors.get(f"experts.{source}")
     if experts is not None:
         # Each token [K] times the error of the expert that it was routed to.
         x = x.astype(mx.float32)[:, None]
         error = error.swapaxes(-1, -2)
-        moved = mx.gather_mm(x, error, rhs_indices=experts)[:, 0]
-    elif mx.issubdtype(x.dtype, mx.floating):
-        moved = x.astype(mx.float32) @ error.T
-    else:
-        moved = error[x]
-    return ((moved * gradients).sum(axis=-1) ** 2).sum()
+        return mx.gather_mm(x, error, rhs_indices=experts)[:, 0]
+    if mx.issubdtype(x.dtype, mx.floating):
+        return x.astype(mx.float32) @ error.T
+    return error[x]

@@ -73,9 +73,10 @@ class BlockCalibration:
         self.after = after
         self.num_compared = num_compared
         modules = dict(self._block.named_modules())
-        captured = self._run_one_window(
-            [path for path in paths if has_known_inputs(modules[path])]
-        )
+        hidden = self._one_window()
+        known = [path for path in paths if has_known_inputs(modules[path])]
+        with capture_inputs(self._block, known) as captured:
+            self.blockwise.run_block(index, tokens[0][:1], hidden)
         self.groups = captured.groups()
         self._called_again = captured.called_again
         self._cached: list[list[str]] = []
@@ -85,7 +86,12 @@ class BlockCalibration:
             if num_compared and self._adds_to_residual(group)
         ]
         if ranks.is_first:
-            self._check_space(captured)
+            inputs = {id(value): value.nbytes for value in captured.objects.values()}
+            sizes = [shard.size / hidden.shape[1] for shard in tokens]
+            per_window = hidden.nbytes + sum(inputs.values())
+            compared = per_window + hidden.nbytes * len(self._residual_writers)
+            size = sum(sizes) * per_window + sum(sizes[:num_compared]) * compared
+            require_space(after.parent, ceil(size))
 
     def run_full_precision(self) -> None:
         """Run the full-precision stream and cache the inputs of the layers.
@@ -133,26 +139,17 @@ class BlockCalibration:
             statistics.add_compared(shards, compared, dense, self.ranks)
         if num_compared < len(self.tokens):
             with statistics.summed_over(self.ranks):
-                self._add_others(path, weights, statistics, num_compared)
+                for shard in _own_from(num_compared, self.tokens, self.ranks):
+                    captured = self._capture(path, shard)
+                    rows = captured.rows[path]
+                    token_weights = weights and weights[shard]
+                    if experts is None:
+                        statistics.add_inputs(rows, weights=token_weights)
+                        continue
+                    visible = None if token_weights is None else token_weights > 0
+                    statistics.add_routed(rows, captured.experts[path], visible)
         self._cached.append(group)
         return statistics
-
-    def _add_others(
-        self,
-        path: str,
-        weights: list[mx.array] | None,
-        statistics: InputStatistics,
-        first: int,
-    ) -> None:
-        """Add this process's shards from `first` on, which are not compared."""
-        for shard in _own_from(first, self.tokens, self.ranks):
-            captured = self._capture(path, shard)
-            token_weights = weights and weights[shard]
-            if not statistics.counts.ndim:
-                statistics.add(captured.rows[path], weights=token_weights)
-                continue
-            visible = None if token_weights is None else token_weights > 0
-            statistics.add_routed(captured.rows[path], captured.experts[path], visible)
 
     def _capture(self, path: str, shard: int) -> CapturedInputs:
         """Capture and cache the input of a layer in the quantized stream."""
@@ -167,10 +164,8 @@ class BlockCalibration:
     ) -> Iterator[CalibrationShard]:
         path = group[0]
         for shard in self.ranks.shard(range(self.num_compared)):
-            captured, token_weights = (
-                self._capture(path, shard),
-                weights and weights[shard],
-            )
+            captured = self._capture(path, shard)
+            token_weights = weights and weights[shard]
             full, errors = activation_cache.load(self.after, FULL_INPUTS, shard), None
             if path in self._residual_writers:
                 with self._block_until(path):
@@ -196,20 +191,6 @@ class BlockCalibration:
     def _num_experts(self, path: str) -> int | None:
         shape = dict(self._block.named_modules())[path].weight.shape
         return shape[0] if len(shape) == 3 else None
-
-    def _run_one_window(self, paths: list[str]) -> CapturedInputs:
-        with capture_inputs(self._block, paths) as captured:
-            self.blockwise.run_block(self.index, self.tokens[0][:1], self._one_window())
-        return captured
-
-    def _check_space(self, captured: CapturedInputs) -> None:
-        hidden = self._one_window()
-        inputs = {id(value): value.nbytes for value in captured.objects.values()}
-        sizes = [shard.size / hidden.shape[1] for shard in self.tokens]
-        per_window = hidden.nbytes + sum(inputs.values())
-        compared = per_window + hidden.nbytes * len(self._residual_writers)
-        size = sum(sizes) * per_window + sum(sizes[: self.num_compared]) * compared
-        require_space(self.after.parent, ceil(size))
 
     def _adds_to_residual(self, group: list[str]) -> bool:
         """Whether the output of a layer is added to the residual stream unchanged."""
@@ -319,7 +300,7 @@ class HeadCalibration:
             with statistics.summed_over(self.ranks):
                 for shard in _own_from(self.num_compared, self.tokens, self.ranks):
                     (x,), counted = self._inputs(path, shard, [QUANTIZED])
-                    statistics.add(x, weights=counted)
+                    statistics.add_inputs(x, weights=counted)
         return statistics
 
     def _compare(self, path: str) -> Iterator[CalibrationShard]:

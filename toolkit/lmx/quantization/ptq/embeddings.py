@@ -92,7 +92,11 @@ def embedding_statistics(
         is_of_tokens = all(rows.shape == tokens.shape for rows in lookups)
         if not is_of_tokens:
             continue
-        counts = _lookup_counts(fb_pass, path, len(weight))
+        counts = mx.zeros(len(weight))
+        for tokens, counted in zip(fb_pass.tokens, fb_pass.counted, strict=True):
+            visible = visible_positions(counted).reshape(-1).astype(mx.float32)
+            for rows in _lookups(fb_pass, path, tokens).inputs.values():
+                counts = counts.at[rows.reshape(-1)].add(visible)
         clusters = cluster_rows(weight, counts)
         sizes = _sum_by_cluster(clusters, mx.ones(len(weight)))
         # Clusters decide which sums are added, so all take those of rank 0.
@@ -105,16 +109,6 @@ def embedding_statistics(
             moments, None, cluster_counts, clusters=clusters
         )
     return statistics
-
-
-def _lookup_counts(fb_pass: ForwardBackwardPass, path: str, size: int) -> mx.array:
-    """Number of lookups of each row of an embedding, of all processes, float32 [V]."""
-    total = mx.zeros(size)
-    for tokens, counted in zip(fb_pass.tokens, fb_pass.counted, strict=True):
-        visible = visible_positions(counted).reshape(-1).astype(mx.float32)
-        for rows in _lookups(fb_pass, path, tokens).inputs.values():
-            total = total.at[rows.reshape(-1)].add(visible)
-    return total
 
 
 def _sum_by_cluster(clusters: mx.array, values: mx.array) -> mx.array:
@@ -140,7 +134,11 @@ def _lookup_moments(
                 sums.add_routed(gradients, clusters[rows], visible)
     num_lookups = max(1, sums.counts.sum().item())
     shrinkage = SHRINKAGE * min(1.0, FEW_TOKENS / num_lookups)
-    fisher = _shrink(sums.second_moments / fb_pass.num_counted_tokens, shrinkage)
+    fisher = sums.second_moments / fb_pass.num_counted_tokens
+    # Replace a share of each matrix by a multiple of the identity.
+    mean = mx.diagonal(fisher, axis1=1, axis2=2).mean(axis=1)
+    identity = mean[:, None, None] * mx.eye(width)
+    fisher = (1 - shrinkage) * fisher + shrinkage * identity
     lookups = sums.counts + PRIOR_LOOKUPS * sizes
     mean = fisher.sum(axis=0) * (lookups / lookups.sum())[:, None, None]
     return _blend(fisher, mean, sums.counts, HALF_LOOKUPS)
@@ -205,13 +203,6 @@ def _blend(
     """Moments of each cluster, blended with the mean if its count is small."""
     share = (counts / (counts + half))[:, None, None]
     return share * moments + (1 - share) * mean
-
-
-def _shrink(fisher: mx.array, share: float) -> mx.array:
-    """Replace a share of each matrix [C, K, K] by a multiple of the identity."""
-    mean = mx.diagonal(fisher, axis1=1, axis2=2).mean(axis=1)
-    identity = mean[:, None, None] * mx.eye(fisher.shape[-1])
-    return (1 - share) * fisher + share * identity
 
 
 def _lookups(fb_pass: ForwardBackwardPass, path: str, tokens: mx.array) -> GradientTap:

@@ -86,7 +86,9 @@ class OutputGradients:
     fisher: dict[str, mx.array] = field(default_factory=dict)
     squared_norms: dict[str, dict[int, list[mx.array]]] = field(default_factory=dict)
 
-    def add(self, path: str, shard: int, gradients: mx.array, num_tokens: int) -> None:
+    def add_gradients(
+        self, path: str, shard: int, gradients: mx.array, num_tokens: int
+    ) -> None:
         """Add gradients [B, L, N] of some windows of a shard.
 
         Args:
@@ -212,9 +214,7 @@ class ForwardBackwardPass:
         """
         for index in reversed(range(len(self.blockwise))):
             sums = OutputGradients()
-            with (
-                self.blockwise.loaded_block(index, self.compute),
-            ):
+            with self.blockwise.loaded_block(index, self.compute):
                 for shard in self.own_shards:
                     self._run_back(index, shard, layers[index], sums)
                     self.progress.advance(2)
@@ -234,7 +234,9 @@ class ForwardBackwardPass:
             gradient, by_call = self._vjp(index, list(layers), *args)
             for call, output_gradients in by_call.items():
                 path = path_of(call)
-                sums.add(path, shard, output_gradients, num_tokens * layers[path])
+                sums.add_gradients(
+                    path, shard, output_gradients, num_tokens * layers[path]
+                )
             mx.eval(gradient, vars(sums))
             before.append(gradient)
         self._save(GRADIENTS, shard, mx.concatenate(before))

@@ -56,7 +56,10 @@ def damped(moments: mx.array, group_size: int, damping: float) -> Hessian:
             "damaged",
             code=FAILED,
         )
-    order = _column_order(diagonal / mean, group_size)
+    costs = (diagonal / mean).reshape(-1, group_size)
+    groups = mx.argsort(-costs.max(axis=1))
+    in_group = mx.argsort(-costs, axis=1)[groups]
+    order = (groups[:, None] * group_size + in_group).reshape(-1)
     columns = mx.arange(len(moments))
     while True:
         matrix = (moments / mean).at[columns, columns].add(damping)
@@ -64,13 +67,6 @@ def damped(moments: mx.array, group_size: int, damping: float) -> Hessian:
         if _is_inverse(matrix, order, factor):
             return Hessian(matrix, order, factor, damping)
         damping *= 10
-
-
-def _column_order(costs: mx.array, group_size: int) -> mx.array:
-    costs = costs.reshape(-1, group_size)
-    groups = mx.argsort(-costs.max(axis=1))
-    columns = mx.argsort(-costs, axis=1)
-    return (groups[:, None] * group_size + columns[groups]).reshape(-1)
 
 
 def inverse_factor(matrix: mx.array, order: mx.array) -> mx.array:

@@ -30,7 +30,7 @@ STRENGTH_DAMPENING_FRAC = 0.01
 
 @dataclass(frozen=True)
 class CalibrationShard:
-    """Inputs of a layer on some tokens; see `InputStatistics.add`.
+    """Inputs of a layer on some tokens; see `InputStatistics.add_inputs`.
 
     Attributes:
         start: number of inputs in all shards before this one.
@@ -137,7 +137,7 @@ class InputStatistics:
         sums = {name: getattr(self, name) for name in names}
         return {name: value for name, value in sums.items() if value is not None}
 
-    def add(
+    def add_inputs(
         self,
         x: mx.array,
         y: mx.array | None = None,
@@ -151,8 +151,10 @@ class InputStatistics:
             weights: of the tokens, [T]. None = all 1.
         """
         x = x.astype(mx.float32)
+        scaled = x if weights is None else x * mx.sqrt(weights)[:, None]
         # Evaluated one after the other, so that one product is in memory at a time.
-        self._add_to("second_moments", _second_moments(x, weights))
+        self._add_to("second_moments", scaled.T @ scaled)
+        del scaled
         self._add_to("counts", mx.array(len(x)))
         left = (x if weights is None else x * weights[:, None]).T
         if y is not None:
@@ -211,7 +213,10 @@ class InputStatistics:
                 self._add_shard(first)
                 if len(rest.x):
                     break
-        hessian = _strength_hessian(self)
+        # Of the inputs so far; all layers share it.
+        moments = self.second_moments
+        hessian = damped(moments, len(moments), STRENGTH_DAMPENING_FRAC)
+        del moments
         estimates = {
             path: _CorrectionStrength(weight, self, hessian)
             for path, weight in weights.items()
@@ -227,20 +232,7 @@ class InputStatistics:
 
     def _add_shard(self, shard: CalibrationShard) -> None:
         if len(shard.x):
-            self.add(shard.x, shard.y, shard.errors, shard.weights)
-
-
-def _second_moments(x: mx.array, weights: mx.array | None) -> mx.array:
-    """The weighted sum of x'x over rows [T, K], float32 [K, K]."""
-    if weights is not None:
-        x = x * mx.sqrt(weights)[:, None]
-    return x.T @ x
-
-
-def _strength_hessian(statistics: InputStatistics) -> Hessian:
-    """The Hessian of the inputs so far, which all layers share."""
-    moments = statistics.second_moments
-    return damped(moments, len(moments), STRENGTH_DAMPENING_FRAC)
+            self.add_inputs(shard.x, shard.y, shard.errors, shard.weights)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ...interfaces import SINGLE_PROCESS, Communicator, Logger
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import differentiable
 from .embeddings import embedding_statistics, embeddings, tied_heads
-from .fisher import ForwardBackwardPass, OutputGradients, visible_positions
+from .fisher import ForwardBackwardPass, visible_positions
 from .input_statistics import InputStatistics
 
 # Tokens for each column of an embedding and for each output.
@@ -62,10 +61,18 @@ def estimate_output_fisher(
         UserError: the disk has no space.
     """
     all_count = all(part.all().item() for part in counted)
-    outputs = [
-        _num_outputs(block, paths, include_wide=not all_count)
-        for block, paths in zip(blockwise.blocks, block_paths, strict=True)
-    ]
+    # By block and path; 0 for layers with too many, of which only the norms are used.
+    outputs: list[dict[str, int]] = []
+    for block, paths in zip(blockwise.blocks, block_paths, strict=True):
+        modules, counts = dict(block.named_modules()), {}
+        for path in paths:
+            if modules[path].weight.ndim != 2:
+                continue
+            size, width = modules[path].weight.shape
+            is_wide = size > min(MAX_OUTPUTS, MAX_OUTPUT_RATIO * width)
+            if not (is_wide and all_count):
+                counts[path] = 0 if is_wide else size
+        outputs.append(counts)
     sizes = [size for by_path in outputs for size in by_path.values() if size]
     tables = embeddings(blockwise.model, embedding_paths)
     widths = [weight.shape[-1] for weight in tables.values()]
@@ -88,23 +95,15 @@ def estimate_output_fisher(
         fb_pass.start_backward()
         layers = [{path: size > 0 for path, size in o.items()} for o in outputs]
         for index, gradients in fb_pass.backward(layers):
-            tensors = _tensors_of_all(gradients, ranks, with_norms=not all_count)
+            fisher = gradients.fisher_of_all(ranks)
+            tensors = {f"fisher.{path}": value for path, value in fisher.items()}
+            if not all_count:
+                norms = gradients.norms_of_all(ranks)
+                tensors |= {f"norms.{path}": value for path, value in norms.items()}
             if tensors and ranks.is_first:
                 mx.save_safetensors(str(_file(folder, index)), tensors)
             ranks.wait_for_all()
         return embedding_statistics(fb_pass, embedding_paths, heads)
-
-
-def _tensors_of_all(
-    gradients: OutputGradients, ranks: Communicator, *, with_norms: bool
-) -> dict[str, mx.array]:
-    """What the file of a block has, from the gradients of all processes."""
-    fisher = gradients.fisher_of_all(ranks)
-    tensors = {f"fisher.{path}": value for path, value in fisher.items()}
-    if with_norms:
-        norms = gradients.norms_of_all(ranks)
-        tensors |= {f"norms.{path}": value for path, value in norms.items()}
-    return tensors
 
 
 def _first(shards: list[mx.array], limit: int) -> list[mx.array]:
@@ -149,20 +148,6 @@ def _load(folder: Path, index: int, prefix: str) -> dict[str, mx.array]:
 
 def _file(folder: Path, index: int) -> Path:
     return folder / f"fisher-{index:04d}.safetensors"
-
-
-def _num_outputs(
-    block: nn.Module, paths: list[str], *, include_wide: bool
-) -> dict[str, int]:
-    """Number of outputs of linear layers; 0 or no entry for layers with too many."""
-    modules = dict(block.named_modules())
-    shapes = {path: modules[path].weight.shape for path in paths}
-    matrices = {path: shape for path, shape in shapes.items() if len(shape) == 2}
-    counts = {
-        path: outputs if outputs <= min(MAX_OUTPUTS, MAX_OUTPUT_RATIO * inputs) else 0
-        for path, (outputs, inputs) in matrices.items()
-    }
-    return counts if include_wide else {k: n for k, n in counts.items() if n}
 
 
 def token_weights(

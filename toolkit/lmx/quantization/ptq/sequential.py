@@ -161,7 +161,15 @@ class SequentialPipeline:
             logger.progress(count, "quantization", percent=True) as progress,
         ):
             progress.advance(0, "Fisher information and embeddings")
-            first = self._start()
+            first = None
+            if self.ranks.is_first:
+                first = self._num_done()
+                if first is None:
+                    remove(self.folder)
+            first = self.ranks.broadcast_object(first)
+            if first is None:
+                self._write_first_streams()
+                first = 0
             progress.skip(first)
             for index in range(first, count):
                 progress.advance(0, f"block {index + 1} of {count}")
@@ -171,20 +179,8 @@ class SequentialPipeline:
         files = [self._tensors(name) / FILE for name in names]
         return {k: v for file in files for k, v in mx.load(str(file)).items()}
 
-    def _start(self) -> int:
-        """Write the streams before the first block, unless that is done.
-
-        Returns:
-            Number of blocks that are done.
-        """
-        done = None
-        if self.ranks.is_first:
-            done = self._num_done()
-            if done is None:
-                remove(self.folder)
-        done = self.ranks.broadcast_object(done)
-        if done is not None:
-            return done
+    def _write_first_streams(self) -> None:
+        """Quantize the embeddings, and write the streams before the first block."""
         self.blockwise.verify(self.tokens[0][:1, :8])
         self.ranks.wait_for_all()
         quantized = self._quantize_embeddings()
@@ -194,7 +190,6 @@ class SequentialPipeline:
             with replaced_weights(self.model, weights):
                 self._embed(target, QUANTIZED, len(self.tokens))
         self.blockwise.unload()
-        return 0
 
     def _num_done(self) -> int | None:
         """Number of blocks before the newest streams on disk.
@@ -272,23 +267,37 @@ class SequentialPipeline:
             activation_cache.save(folder, stream, shard, hidden)
 
     def _quantize_block(self, index: int, progress: Progress) -> None:
-        before, tensors = self._streams(index), {}
+        prefix, tensors = f"{self.blockwise.prefix}{index}.", {}
         with (
             self.state.together(STREAMS, self._key(index + 1)) as after,
-            self.blockwise.loaded_block(index, self.compute),
+            self.blockwise.loaded_block(index, self.compute) as block,
         ):
-            calibration = self._calibration(index, before, after)
+            modules = dict(block.named_modules())
+            calibration = BlockCalibration(
+                self.blockwise,
+                index,
+                self._block_paths[index],
+                self.tokens,
+                self._streams(index),
+                after,
+                num_compared=self.num_compared,
+                ranks=self.ranks,
+            )
             calibration.run_full_precision()
             called = {path for group in calibration.groups for path in group}
             uncalled = [[p] for p in self._block_paths[index] if p not in called]
             groups = [*calibration.groups, *uncalled]
             for group in groups:
                 # Passed on without a name, so that the method can free them.
+                is_called = group[0] in called
                 quantized = self.method.quantize_group(
-                    self._weights(index, group),
-                    self._statistics(index, group, calibration, called),
+                    {prefix + path: modules[path].weight for path in group},
+                    self._statistics(index, group, calibration) if is_called else None,
                 )
-                tensors |= self._assign(index, quantized)
+                for path, layer in quantized.items():
+                    weight = layer.weight.astype(self.compute)
+                    modules[path.removeprefix(prefix)].weight = weight
+                tensors |= _by_name(quantized)
                 # The passes over the tokens take longer than the solver.
                 progress.advance(1 / len(groups))
             calibration.run_quantized()
@@ -299,36 +308,11 @@ class SequentialPipeline:
             f"block {index + 1} of {len(self.blockwise)} quantized"
         )
 
-    def _calibration(self, index: int, before: Path, after: Path) -> BlockCalibration:
-        return BlockCalibration(
-            self.blockwise,
-            index,
-            self._block_paths[index],
-            self.tokens,
-            before,
-            after,
-            num_compared=self.num_compared,
-            ranks=self.ranks,
-        )
-
-    def _prefix(self, index: int) -> str:
-        return f"{self.blockwise.prefix}{index}."
-
-    def _weights(self, index: int, group: list[str]) -> dict[str, mx.array]:
-        modules = dict(self.blockwise.blocks[index].named_modules())
-        return {self._prefix(index) + path: modules[path].weight for path in group}
-
     def _statistics(
-        self,
-        index: int,
-        group: list[str],
-        calibration: BlockCalibration,
-        called: set[str],
-    ) -> InputStatistics | None:
-        """Statistics of a group's input. None if calibration tokens do not reach it."""
-        if group[0] not in called:
-            return None
-        prefix, folder = self._prefix(index), self._tensors(EMBEDDINGS)
+        self, index: int, group: list[str], calibration: BlockCalibration
+    ) -> InputStatistics:
+        """Statistics of a group's input, with the Fisher information of its outputs."""
+        prefix, folder = f"{self.blockwise.prefix}{index}.", self._tensors(EMBEDDINGS)
         norms = gradient_norms(folder, index)
         known = [norms[path] for path in group if path in norms]
         weights = token_weights(sum(known) if known else None, self.counted)
@@ -336,16 +320,6 @@ class SequentialPipeline:
         fisher = output_fisher(folder, index)
         statistics.output_fisher = {prefix + p: fisher[p] for p in group if p in fisher}
         return statistics
-
-    def _assign(
-        self, index: int, quantized: dict[str, QuantizedTensor]
-    ) -> dict[str, mx.array]:
-        """Set dequantized weights in a block; the stored tensors by name."""
-        modules = dict(self.blockwise.blocks[index].named_modules())
-        for path, layer in quantized.items():
-            weight = layer.weight.astype(self.compute)
-            modules[path.removeprefix(self._prefix(index))].weight = weight
-        return _by_name(quantized)
 
     def _quantize_head(self) -> None:
         """Quantize the layers outside the blocks that are not done yet."""

@@ -60,33 +60,34 @@ class FakeQuant:
         self._has_begun = not self.config.fake_quant_after_n_steps
         modules = dict(model.named_modules())
         self._trained = [
-            path for path in specs if self._is_trained(path, modules[path])
+            path
+            for path in specs
+            if path in self._adapted or "weight" in modules[path].trainable_parameters()
         ]
         self.qparams, self._frozen = {}, {}
-        for path in specs:
-            self._init_layer(path, modules[path], packed and packed[path])
+        for path, quantizer in self._quantizers.items():
+            layer, codes = modules[path], packed and packed[path]
+            if path in self._trained:
+                weight = layer.base_weight if path in self._adapted else layer.weight
+                if codes:
+                    start = quantizer.init_from_codes(codes)
+                else:
+                    start = quantizer.init(weight)
+                self.qparams |= _with_path(path, start)
+                mx.eval(self.qparams)
+            else:
+                codes = codes or quantizer.pack(
+                    layer.weight, quantizer.init(layer.weight)
+                )
+                layer.weight = dequantize(codes, specs[path], dtype)
+                self._frozen |= _with_path(path, codes)
+                mx.eval(self._frozen, layer.weight)
         self.derived_weights = self._unfreeze_derived(modules)
         self._quantized_inputs = []
         if self.config.quantize_activations:
             self._quantized_inputs = [p for p in specs if _is_linear(modules[p])]
         self._layers = modules
         self._fake_quantize_inputs()
-
-    def _init_layer(self, path: str, layer: nn.Module, packed: dict | None) -> None:
-        quantizer = self._quantizers[path]
-        if path in self._trained:
-            weight = layer.base_weight if path in self._adapted else layer.weight
-            if packed:
-                qparams = quantizer.init_from_codes(packed)
-            else:
-                qparams = quantizer.init(weight)
-            self.qparams |= _with_path(path, qparams)
-            mx.eval(self.qparams)
-            return
-        packed = packed or quantizer.pack(layer.weight, quantizer.init(layer.weight))
-        layer.weight = dequantize(packed, self._specs[path], self.dtype)
-        self._frozen |= _with_path(path, packed)
-        mx.eval(self._frozen, layer.weight)
 
     def lr_multipliers(self) -> dict[str, float]:
         """Learning-rate multipliers other than 1, by parameter."""
@@ -174,9 +175,6 @@ class FakeQuant:
         for path in self._quantized_inputs:
             mode = self._specs[path].mode if self._has_begun else None
             fake_quantize_inputs(self._layers[path], mode)
-
-    def _is_trained(self, path: str, module: nn.Module) -> bool:
-        return path in self._adapted or "weight" in module.trainable_parameters()
 
     def _unfreeze_derived(self, modules: dict[str, nn.Module]) -> set[str]:
         """Unfreeze derived weights whose quantizers need their gradients."""

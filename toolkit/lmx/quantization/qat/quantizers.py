@@ -5,6 +5,7 @@ stores it (`pack`), and trainable quantization parameters (`init`): float32 scal
 biases by name, or none.
 """
 
+import math
 from typing import ClassVar
 
 import mlx.core as mx
@@ -12,14 +13,38 @@ import mlx.core as mx
 from ...config.qat import QATConfig
 from ...config.quant_spec import FLOAT_MODES, QuantSpec
 from ...models import global_scale
-from ...models.float_formats import MODES
+from ...models.float_formats import MODES, straight_through
+from ..affine_grid import fit_grid
 from ..bit_packing import pack_codes, unpack_codes
 from ..float_grid import fit_float_groups
 from ..packing import dequantize, pack
-from .ste import POSITION_ERROR, AffineSTE, StraightThroughQuantizer
 
 # Weights whose scales are searched at once: this bounds the memory.
 CHUNK_WEIGHTS = 1 << 24
+# Rounding of a position in float32, relative to the largest number it is computed from,
+# with a reserve for the inexact divisions of GPUs.
+POSITION_ERROR = 2.0**-20
+
+
+class StraightThroughQuantizer:
+    """A quantizer whose weight has the gradient of the quantized weight.
+
+    Subclasses have `pack`.
+
+    Attributes:
+        IS_STRAIGHT_THROUGH: whether that is so everywhere, so that the backward pass
+            can leave the quantizer out.
+    """
+
+    IS_STRAIGHT_THROUGH: ClassVar = True
+    _spec: QuantSpec
+    _dtype: mx.Dtype
+
+    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
+        """The quantized weight [..., K], float32, with the identity as its gradient."""
+        return straight_through(
+            lambda w: dequantize(self.pack(w, qparams), self._spec, self._dtype)
+        )(weight)
 
 
 class FixedBlockScaleQuantizer(StraightThroughQuantizer):
@@ -43,7 +68,16 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
         if self._spec.global_scale:
             self._global_scale = global_scale.largest_magnitude(weight)
             weight = global_scale.normalized(weight, self._global_scale)
-        self._scales = self._fit(weight)
+        # The scales with the least squared error, uint8 [..., G].
+        rows = weight.reshape(-1, weight.shape[-1])
+        size, costs = max(1, CHUNK_WEIGHTS // rows.shape[1]), mx.ones(rows.shape[1])
+        codes = []
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size].astype(mx.float32)
+            scales = fit_float_groups(part, costs, self._spec).scales
+            codes.append(self._mode.scales.codes(scales).astype(mx.uint8))
+            mx.eval(codes)
+        self._scales = mx.concatenate(codes).reshape(*weight.shape[:-1], -1)
         mx.eval(self._scales)
         return {}
 
@@ -77,7 +111,7 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
         self, packed: dict[str, mx.array], key: mx.array
     ) -> mx.array:
         """Initial latent weights [..., K], float32, at random in the cells of their
-        codes; see `AffineSTE.latent_within_cell`.
+        codes; see `LSQQuantizer.latent_within_cell`.
 
         A cell reaches halfway to the elements on both sides. The ends of the cell of
         the largest element have the same distance to it.
@@ -94,18 +128,6 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
         # Not so where the scale is zero, NaN, or too small for float32.
         is_same = self._nearest(self._positions(weight)) == self._grouped(elements)
         return mx.where(is_same.reshape(weight.shape), weight, levels)
-
-    def _fit(self, weight: mx.array) -> mx.array:
-        """Codes of the scales with the least squared error, uint8 [..., G]."""
-        rows = weight.reshape(-1, weight.shape[-1])
-        size, costs = max(1, CHUNK_WEIGHTS // rows.shape[1]), mx.ones(rows.shape[1])
-        codes = []
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size].astype(mx.float32)
-            scales = fit_float_groups(part, costs, self._spec).scales
-            codes.append(self._mode.scales.codes(scales).astype(mx.uint8))
-            mx.eval(codes)
-        return mx.concatenate(codes).reshape(*weight.shape[:-1], -1)
 
     def _positions(self, weight: mx.array) -> mx.array:
         """Weights divided by their scales, float32 [..., G, group size]."""
@@ -160,39 +182,31 @@ class MinMaxQuantizer(StraightThroughQuantizer):
         return pack(weight, self._spec, self._dtype)
 
 
-class AffineQuantizer:
-    """Levels of an affine grid with the gradients of `AffineSTE`."""
+class LSQQuantizer:
+    """Learned scale and bias of every group: LSQ with an offset (arXiv 1902.08153).
+
+    The levels of a group are scale * code + bias with codes 0 ... 2^bits - 1. Scales
+    and biases are float32 [M], one for each of the M groups in the order of the
+    weights. They are vectors, so that weight decay and optimizers for matrices leave
+    them alone.
+
+    Attributes:
+        CLIP_MARGIN: steps beyond the outermost levels where a weight still has a
+            gradient.
+    """
 
     IS_STRAIGHT_THROUGH: ClassVar = False
-    _affine: AffineSTE
-
-    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
-        """The quantized weight [..., K], float32; see `AffineSTE.fake_quantize`."""
-        return self._affine.fake_quantize(weight, *self._grid(qparams))
-
-    def pack(
-        self, weight: mx.array, qparams: dict[str, mx.array]
-    ) -> dict[str, mx.array]:
-        """Codes, scales and biases as a checkpoint stores them."""
-        return self._affine.pack(weight, *self._grid(qparams))
-
-    def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
-        """Scales and biases of the grid."""
-        return qparams["scales"], qparams["biases"]
-
-
-class LSQQuantizer(AffineQuantizer):
-    """Learned scale and bias of every group: LSQ with an offset (arXiv 1902.08153)."""
-
     CLIP_MARGIN: ClassVar = 0.0
 
     def __init__(self, spec: QuantSpec, dtype: mx.Dtype):
-        top = 2**spec.bits - 1
-        self._affine = AffineSTE(spec, dtype, top=top, clip_margin=self.CLIP_MARGIN)
+        self._spec, self._dtype, self._top = spec, dtype, 2**spec.bits - 1
 
     def init(self, weight: mx.array) -> dict[str, mx.array]:
-        """Initial scales and biases of a weight [..., K]."""
-        scales, biases = self._affine.init(weight)
+        """Scales and biases of a weight [..., K] with the least squared error."""
+        groups = weight.astype(mx.float32).reshape(-1, self._spec.group_size)
+        costs, groups = mx.ones(self._spec.group_size), mx.contiguous(groups.T)
+        pair = fit_grid(groups, costs, self._top + 1.0, self._dtype)
+        scales, biases = (v.astype(mx.float32).reshape(-1) for v in pair)
         return {"scales": scales, "biases": biases}
 
     def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -202,11 +216,94 @@ class LSQQuantizer(AffineQuantizer):
             for name in ("scales", "biases")
         }
 
+    def pack(
+        self, weight: mx.array, qparams: dict[str, mx.array]
+    ) -> dict[str, mx.array]:
+        """Codes of the nearest levels, with scales and biases, as a checkpoint stores
+        them."""
+        return self._pack(weight, *self._grid(qparams))
+
+    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
+        """The nearest levels [..., K], float32, with the gradients of LSQ with an
+        offset.
+
+        With t = (w - bias) / scale (arXiv 1902.08153, 2004.09576): within the range dw
+        is g, d scale sums g (code - t); beyond it dw is 0, d scale sums g code and
+        d bias sums g. Those sums are scaled by 1 / sqrt(group size * largest code).
+        """
+
+        @mx.custom_function
+        def forward(weight, scales, biases):
+            packed = self._pack(weight, scales, biases)
+            return dequantize(packed, self._spec, self._dtype).astype(mx.float32)
+
+        @forward.vjp
+        def backward(primals, cotangent, _):
+            positions = self._positions(*primals)
+            codes = self._nearest_codes(positions)
+            g = cotangent.reshape(positions.shape)
+            margin = self.CLIP_MARGIN
+            inside = (positions >= -margin) & (positions <= self._top + margin)
+            factor = 1 / math.sqrt(self._spec.group_size * self._top)
+            d_scale = (g * mx.where(inside, codes - positions, codes)).sum(axis=-1)
+            d_bias = mx.where(inside, 0.0, g).sum(axis=-1)
+            d_weight = mx.where(inside, g, 0.0).reshape(cotangent.shape)
+            return d_weight, factor * d_scale, factor * d_bias
+
+        return forward(weight.astype(mx.float32), *self._grid(qparams))
+
     def latent_within_cell(
         self, packed: dict[str, mx.array], key: mx.array
     ) -> mx.array:
-        """Initial latent weights; see `AffineSTE.latent_within_cell`."""
-        return self._affine.latent_within_cell(packed, key)
+        """Latent weights [..., K], float32, at random in the cells of their codes.
+
+        They quantize to the codes of `packed`. As all places are as probable, an update
+        by a fraction of a step changes this fraction of the codes by a step: on average
+        the quantized weights follow the updates, as in stochastic rounding
+        (arXiv 1502.02551). Each weight lies where it has a gradient.
+        """
+        pair = (packed[k].astype(mx.float32).reshape(-1) for k in ("scales", "biases"))
+        scales, biases = pair
+        levels = dequantize(packed, self._spec, mx.float32)
+        codes = unpack_codes(packed["weight"], self._spec.bits).astype(mx.float32)
+        codes = codes.reshape(-1, self._spec.group_size)
+        # The ends of the cells are so far inside that rounding does not move a weight
+        # out.
+        largest = mx.abs(biases / mx.where(scales == 0, 1.0, scales)) + self._top
+        margin = POSITION_ERROR * largest[:, None]
+        low = mx.maximum(codes - 0.5, -self.CLIP_MARGIN) + margin
+        high = mx.minimum(codes + 0.5, self._top + self.CLIP_MARGIN) - margin
+        places = mx.random.uniform(shape=codes.shape, key=key)
+        positions = low + (high - low) * places
+        weight = positions * scales[:, None] + biases[:, None]
+        # In a group whose scale is too small beside its bias, the levels are exact.
+        same = self._nearest_codes(self._positions(weight, scales, biases)) == codes
+        weight = mx.where(same & (low < high), weight, levels.reshape(weight.shape))
+        return weight.reshape(levels.shape)
+
+    def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
+        """Scales and biases of the grid."""
+        return qparams["scales"], qparams["biases"]
+
+    def _pack(
+        self, weight: mx.array, scales: mx.array, biases: mx.array
+    ) -> dict[str, mx.array]:
+        codes = self._nearest_codes(self._positions(weight, scales, biases))
+        codes = pack_codes(codes.reshape(weight.shape), self._spec.bits)
+        shape = (*weight.shape[:-1], -1)
+        pair = (v.astype(self._dtype).reshape(shape) for v in (scales, biases))
+        return dict(zip(("weight", "scales", "biases"), (codes, *pair), strict=True))
+
+    def _positions(self, weight, scales, biases) -> mx.array:
+        """(w - bias) / scale by group, [M, group size]."""
+        groups = weight.astype(mx.float32).reshape(-1, self._spec.group_size)
+        scales, biases = (
+            v.astype(self._dtype).astype(mx.float32)[:, None] for v in (scales, biases)
+        )
+        return mx.where(scales == 0, 0.0, (groups - biases) / scales)
+
+    def _nearest_codes(self, positions: mx.array) -> mx.array:
+        return mx.clip(mx.round(positions), 0, self._top)
 
 
 class FixedScaleQuantizer(LSQQuantizer):

@@ -14,10 +14,8 @@ import mlx.core as mx
 from ....interfaces import Communicator
 from ....models.float_formats import FloatFormat
 from ... import gpu_kernels
-from ...affine_grid import AffineGrid, nearest
+from ...affine_grid import Grid, nearest
 from ...backend import compiled_for, library
-from ...float_grid import FloatGrid
-from ...gguf_grid import GGUFGrid
 
 # Columns that are updated one by one.
 STRIP = 8
@@ -158,7 +156,7 @@ class BestGridTracker:
         self.output = ((target @ matrix) * target).sum(axis=1)
         self.errors: mx.array | None = None
 
-    def add(self, name: str, grid: AffineGrid | FloatGrid | GGUFGrid) -> None:
+    def add_grid(self, name: str, grid: Grid) -> None:
         """Evaluate a grid as it is stored."""
         difference = self.target - grid.weight(self.dtype)
         descent = difference @ self.matrix
@@ -181,8 +179,7 @@ class BestGridTracker:
         Args:
             count: of all rows; see `Communicator.own_rows`.
         """
-        grid = vars(self.grid)
-        values = {k: v for k, v in grid.items() if isinstance(v, mx.array)}
+        values = self.grid.arrays
         arrays = [*values.values(), self.target, self.output, *self.candidates.values()]
         rows = iter(ranks.gather_rows(arrays, count))
         self.grid = replace(self.grid, **dict(zip(values, rows, strict=False)))

@@ -43,11 +43,11 @@ def solve_float_rows(
     """
     mode = MODES[spec.mode]
     best = BestGridTracker(target, hessian.matrix, dtype)
-    best.add("RTN", FloatGrid.from_tensors(pack(weight, spec, dtype), spec))
-    best.add("GPTQ", float_gptq(target, hessian, spec))
+    best.add_grid("RTN", FloatGrid.from_tensors(pack(weight, spec, dtype), spec))
+    best.add_grid("GPTQ", float_gptq(target, hessian, spec))
     for iteration in range(refine_iters):
         grid = group_descent(best.grid, best.descent, hessian.matrix, mode)
-        best.add(f"refined {iteration + 1}", grid)
+        best.add_grid(f"refined {iteration + 1}", grid)
     best.candidates["best"] = best.errors
     return best
 
@@ -67,7 +67,9 @@ def float_gptq(target: mx.array, hessian: Hessian, spec: QuantSpec) -> FloatGrid
         largest = mx.array(library(rows).abs(rows).max(axis=0))
         scales = mode.candidates(mode.range_codes(largest), mode.scales.SEARCH)
         block = factor[columns, columns]
-        elements, scale, errors = _gptq_group(rows, block, scales, mode)
+        elements, errors, scales = _gptq_candidates(rows, block, scales, mode)
+        best = (errors * errors).sum(axis=0).argmin(axis=0)
+        elements, scale, errors = take_candidate(best, elements, scales, errors)
         spread = factor[columns, start + group_size :].T @ errors
         remaining = remaining[group_size:] - spread
         groups.append((elements, scale))
@@ -77,23 +79,15 @@ def float_gptq(target: mx.array, hessian: Hessian, spec: QuantSpec) -> FloatGrid
     return FloatGrid(grid.elements[:, mx.argsort(order)], grid.scales[:, by_group])
 
 
-def _gptq_group(rows, factor, scales: mx.array, mode: FloatMode):
-    """Elements [g, N], scales [N] and errors [g, N] of the best candidate scales.
+def _gptq_candidates(rows, factor, scales: mx.array, mode: FloatMode):
+    """Elements and errors [g, candidates, N], and scales [candidates, N].
+
+    All candidates are quantized side by side, as rows of one weight.
 
     Args:
         rows: [g, N], a column of the weight each.
         factor: [g, g], the part of the Hessian's factor for these columns.
         scales: [candidates, N].
-    """
-    elements, errors, scales = _gptq_candidates(rows, factor, scales, mode)
-    best = (errors * errors).sum(axis=0).argmin(axis=0)
-    return take_candidate(best, elements, scales, errors)
-
-
-def _gptq_candidates(rows, factor, scales: mx.array, mode: FloatMode):
-    """Elements and errors [g, candidates, N], and scales [candidates, N].
-
-    All candidates are quantized side by side, as rows of one weight.
     """
     backend, (count, size) = library(rows), scales.shape
     flat = to_fast_backend(scales.reshape(-1))

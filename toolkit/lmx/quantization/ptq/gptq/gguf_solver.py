@@ -65,14 +65,16 @@ def solve_gguf_rows(
     """
     form, matrix = FORMATS[spec.mode], hessian.matrix
     best = BestGridTracker(target, matrix, mx.float32)
-    best.add("RTN", round_to_nearest(weight.astype(mx.float32), form))
+    best.add_grid("RTN", round_to_nearest(weight.astype(mx.float32), form))
     start = fit_blocks(target, mx.diagonal(matrix), form)
-    best.add("fitted", start)
-    best.add("GPTQ", gguf_gptq(target, hessian, start, form))
+    best.add_grid("fitted", start)
+    best.add_grid("GPTQ", gguf_gptq(target, hessian, start, form))
     for iteration in range(refine_iters):
-        best.add(f"refit {iteration + 1}", refit_steps(best.grid, best.descent, matrix))
+        best.add_grid(
+            f"refit {iteration + 1}", refit_steps(best.grid, best.descent, matrix)
+        )
         grid = group_descent(best.grid, best.descent, matrix, form)
-        best.add(f"refined {iteration + 1}", grid)
+        best.add_grid(f"refined {iteration + 1}", grid)
     best.candidates["best"] = best.errors
     return best
 

@@ -5,7 +5,7 @@ decides which Hessian a layer gets, and `solver.solve_layers` quantizes the
 weights, with `float_solver` in the floating-point modes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -58,12 +58,20 @@ class GPTQ(PTQMethod):
             return {p: self._clusters(p, w, statistics) for p, w in weights.items()}
         if statistics.counts.ndim:
             return {p: self._experts(p, w, statistics) for p, w in weights.items()}
-        hessians = self._hessians(list(weights), statistics.second_moments)
+        hessians: dict[int, Hessian] = {}
+        # The layers of each grid are solved together.
+        by_spec: dict[QuantSpec, list[str]] = {}
+        for path in weights:
+            spec = context.specs[path]
+            by_spec.setdefault(spec, []).append(path)
+            if spec.group_size not in hessians:
+                moments = statistics.second_moments
+                hessians[spec.group_size] = self._hessian(path, moments)
         fisher, errors = statistics.output_fisher, self._output_errors(statistics)
         # As large as the Hessians, which are made of them.
-        del statistics
+        del statistics, moments
         quantized = {}
-        for spec, paths in self._by_spec(weights).items():
+        for spec, paths in by_spec.items():
             problems = {
                 path: LayerProblem(
                     weights[path].astype(context.dtype),
@@ -72,10 +80,9 @@ class GPTQ(PTQMethod):
                 )
                 for path in paths
             }
-            hessian = hessians[spec.group_size]
             layers = solve_layers(
                 problems,
-                hessian,
+                hessians[spec.group_size],
                 spec,
                 context.dtype,
                 refine_iters=self.config.refine_iters,
@@ -85,22 +92,6 @@ class GPTQ(PTQMethod):
                 self._log_errors(path, layer, errors.get(path))
                 quantized[path] = context.quantized_tensor(path, layer.tensors)
         return quantized
-
-    def _by_spec(self, paths: Iterable[str]) -> dict[QuantSpec, list[str]]:
-        """The layers of each grid, which are solved together."""
-        by_spec: dict[QuantSpec, list[str]] = {}
-        for path in paths:
-            by_spec.setdefault(self.context.specs[path], []).append(path)
-        return by_spec
-
-    def _hessians(self, paths: list[str], moments: mx.array) -> dict[int, Hessian]:
-        """Hessians by group size of the layers."""
-        hessians: dict[int, Hessian] = {}
-        for path in paths:
-            group_size = self.context.specs[path].group_size
-            if group_size not in hessians:
-                hessians[group_size] = self._hessian(path, moments)
-        return hessians
 
     def _hessian(self, path: str, moments: mx.array) -> Hessian:
         damping = self.config.dampening_frac
@@ -136,7 +127,8 @@ class GPTQ(PTQMethod):
     ) -> QuantizedTensor:
         """Quantize each cluster of embedding rows with its own Hessian."""
         order = mx.argsort(statistics.clusters)
-        sizes = _counts(statistics.clusters, len(statistics.second_moments))
+        sizes = mx.zeros(len(statistics.second_moments), mx.int32)
+        sizes = sizes.at[statistics.clusters].add(1).tolist()
         ends = [*accumulate(sizes, initial=0)]
         clusters = [order[start:end] for start, end in pairwise(ends)]
 
@@ -242,8 +234,3 @@ class GPTQ(PTQMethod):
         if compensated is not None:
             errors += f"; correction strength {compensated.strength:.0%}"
         self.context.logger.debug(f"{name}: relative output error: {errors}")
-
-
-def _counts(clusters: mx.array, size: int) -> list[int]:
-    """Number of rows of every cluster."""
-    return mx.zeros(size, mx.int32).at[clusters].add(1).tolist()

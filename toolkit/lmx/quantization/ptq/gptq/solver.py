@@ -17,9 +17,8 @@ targets of later sets, as the error of a column shifts later columns in GPTQ.
 Several processes divide the rows of every set.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 
 import mlx.core as mx
@@ -28,8 +27,6 @@ from ....config.quant_spec import QuantSpec
 from ....interfaces import SINGLE_PROCESS, Communicator
 from ...affine_grid import AffineGrid, fit_grid, nearest, safe_scale
 from ...backend import async_eval, library, to_fast_backend
-from ...float_grid import FloatGrid
-from ...gguf_grid import GGUFGrid
 from ...packing import pack
 from ..hessian import Hessian, OutputHessian
 from ..input_statistics import OutputError
@@ -95,43 +92,31 @@ def solve_layers(
         refine_iters: rounds of refit and coordinate descent after GPTQ.
         ranks: the processes that divide the rows; all have the same layers.
     """
-    solve = partial(_solver(spec), refine_iters=refine_iters)
+    if spec.is_gguf:
+        solve = solve_gguf_rows
+    else:
+        solve = solve_rows if spec.mode == "affine" else solve_float_rows
     num_sets = _num_sets(layers, ranks.size)
     solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}
     for index in range(num_sets):
         present = [rows for rows in solutions.values() if index < len(rows.sets)]
         sizes = [rows.size(index) for rows in present]
-        own = [
-            (rows, part)
-            for rows, part in zip(present, _own_parts(sizes, ranks), strict=True)
-            if part is not None
-        ]
+        # The rows of each layer's set that this process solves.
+        own_rows, own, end = ranks.own_rows(sum(sizes)), [], 0
+        for rows, size in zip(present, sizes, strict=True):
+            start, end = end, end + size
+            if part := [row - start for row in own_rows if start <= row < end]:
+                own.append((rows, mx.array(part)))
         weight = mx.concatenate([rows.weight(index, part) for rows, part in own])
         target = mx.concatenate([rows.target(index)[part] for rows, part in own])
-        best = solve(weight, target, hessian, spec, dtype)
+        best = solve(weight, target, hessian, spec, dtype, refine_iters=refine_iters)
         del target, weight
         best.gather(ranks, sum(sizes))
         end = 0
         for rows, size in zip(present, sizes, strict=True):
-            rows.add(index, best, slice(end, end := end + size), spec)
+            rows.add_solution(index, best, slice(end, end := end + size), spec)
         del best  # before the arrays of the next rows exist
     return {name: rows.quantized() for name, rows in solutions.items()}
-
-
-def _own_parts(sizes: list[int], ranks: Communicator) -> Iterator[mx.array | None]:
-    """The rows of each layer's set that this process solves. None = no row."""
-    own, start = ranks.own_rows(sum(sizes)), 0
-    for size in sizes:
-        rows = [row - start for row in own if start <= row < start + size]
-        yield mx.array(rows) if rows else None
-        start += size
-
-
-def _solver(spec: QuantSpec) -> Callable[..., BestGridTracker]:
-    """The function that solves rows on a grid; see `solve_rows`."""
-    if spec.is_gguf:
-        return solve_gguf_rows
-    return solve_rows if spec.mode == "affine" else solve_float_rows
 
 
 def _num_sets(layers: Mapping[str, LayerProblem], num_ranks: int) -> int:
@@ -188,16 +173,18 @@ class _LayerRows:
         """The rows of the weight in a set."""
         return self._order[self.sets[index]]
 
-    def add(
-        self,
-        index: int,
-        best: BestGridTracker,
-        part: slice,
-        spec: QuantSpec,
+    def add_solution(
+        self, index: int, best: BestGridTracker, part: slice, spec: QuantSpec
     ) -> None:
         """Keep the solution of a set, which is a part of the solved rows."""
         grid = best.grid[part]
-        self._packed.append(_packed(grid, spec, best.dtype))
+        tensors = grid.tensors(spec)
+        for name, value in tensors.items():
+            if value.dtype == mx.float32:
+                tensors[name] = value.astype(best.dtype)
+        # So that the unpacked codes are freed.
+        mx.eval(tensors)
+        self._packed.append(tensors)
         for name, errors in best.candidates.items():
             error = errors[part].sum().item()
             self._errors[name] = self._errors.get(name, 0.0) + error
@@ -235,13 +222,13 @@ def solve_rows(
     """The best affine grid of every row for a target, float32 [N, K]."""
     group_size, levels = spec.group_size, 2.0**spec.bits
     best = BestGridTracker(target, hessian.matrix, dtype)
-    best.add("RTN", AffineGrid.from_tensors(pack(weight, spec, dtype), spec))
-    best.add("GPTQ", gptq(target, hessian, group_size, levels, dtype))
+    best.add_grid("RTN", AffineGrid.from_tensors(pack(weight, spec, dtype), spec))
+    best.add_grid("GPTQ", gptq(target, hessian, group_size, levels, dtype))
     for iteration in range(refine_iters):
         grid = refit(best.grid, best.descent, hessian.matrix, dtype)
         descent = (target - grid.weight(dtype)) @ hessian.matrix
         grid = coordinate_descent(grid, descent, hessian.matrix, levels)
-        best.add(f"refined {iteration + 1}", grid)
+        best.add_grid(f"refined {iteration + 1}", grid)
     best.candidates["best"] = best.errors
     return best
 
@@ -378,18 +365,6 @@ def _refit_rows(grid: AffineGrid, descent: mx.array, blocks: mx.array, dtype: mx
     # The bias compensates for the rounding of the scale.
     biases = (middle - center * scales).astype(dtype).astype(mx.float32)
     return scales, biases
-
-
-def _packed(
-    grid: AffineGrid | FloatGrid | GGUFGrid, spec: QuantSpec, dtype: mx.Dtype
-) -> dict[str, mx.array]:
-    """The stored tensors of a grid, evaluated, so that its unpacked codes are freed."""
-    tensors = grid.tensors(spec)
-    for name, value in tensors.items():
-        if value.dtype == mx.float32:
-            tensors[name] = value.astype(dtype)
-    mx.eval(tensors)
-    return tensors
 
 
 def _stack_groups(groups: list[tuple]) -> AffineGrid:

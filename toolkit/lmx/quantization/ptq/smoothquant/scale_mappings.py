@@ -6,7 +6,7 @@ SmoothQuant uses such scales. There is no table of layer names: `find_mappings` 
 out where this holds.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -44,7 +44,10 @@ class ScaleMapping:
         name = f"{self.producer}.weight"
         names = [f"{path}.weight" for path in self.consumers]
         changed = {name: weights[name] * scale for name in names}
-        weight, factors = weights[name], self._output_factors(weights[name], scale)
+        weight = weights[name]
+        outputs = weight.shape[0] if weight.ndim == 1 else weight.shape[-2]
+        after = outputs - self.start - self.width
+        factors = mx.pad(1 / scale, (self.start, after), constant_values=1)
         if weight.ndim == 1:
             changed[name] = (weight + self.offset) * factors - self.offset
         else:
@@ -53,12 +56,6 @@ class ScaleMapping:
         if bias in weights:
             changed[bias] = weights[bias] * factors
         return changed
-
-    def _output_factors(self, weight: mx.array, scale: mx.array) -> mx.array:
-        """The factor of every output of the producer."""
-        outputs = weight.shape[0] if weight.ndim == 1 else weight.shape[-2]
-        after = outputs - self.start - self.width
-        return mx.pad(1 / scale, (self.start, after), constant_values=1)
 
     def round_scale(
         self, weights: Weights, scale: mx.array, dtype: mx.Dtype
@@ -118,25 +115,28 @@ class _MappingFinder:
         self.widths = {self._columns(path) for path in called} - uncalled
 
     def find(self) -> list[ScaleMapping]:
+        candidates: list[ScaleMapping] = []
+        for path, weight in self.producers.items():
+            if weight.ndim == 1 and weight.size in self.widths:
+                candidates.append(ScaleMapping(path, (), weight.size))
+                candidates.append(ScaleMapping(path, (), weight.size, offset=1))
+            elif weight.ndim == 2:
+                outputs = len(weight)
+                # In a fused layer, the values come last.
+                candidates += [
+                    ScaleMapping(path, (), width, outputs - width)
+                    for width in self.widths
+                    if outputs % width == 0
+                ]
         mappings: dict[tuple, ScaleMapping] = {}
-        for candidate in self._candidates():
+        for candidate in candidates:
             place = candidate.producer, candidate.start, candidate.width
             mapping = None if place in mappings else self._with_consumers(candidate)
             if mapping is not None:
                 mappings[place] = mapping
-        return sorted(mappings.values(), key=self._call_index)
-
-    def _candidates(self) -> Iterator[ScaleMapping]:
-        for path, weight in self.producers.items():
-            if weight.ndim == 1 and weight.size in self.widths:
-                yield ScaleMapping(path, (), weight.size)
-                yield ScaleMapping(path, (), weight.size, offset=1)
-            elif weight.ndim == 2:
-                outputs = len(weight)
-                for width in self.widths:
-                    # In a fused layer, the values come last.
-                    if outputs % width == 0:
-                        yield ScaleMapping(path, (), width, outputs - width)
+        # In the order of the calls of the first consumers.
+        calls = {path: number for number, path in enumerate(self.layers)}
+        return sorted(mappings.values(), key=lambda m: calls[m.consumers[0]])
 
     def _with_consumers(self, mapping: ScaleMapping) -> ScaleMapping | None:
         """The mapping with all its consumers. None if it changes the output."""
@@ -175,10 +175,6 @@ class _MappingFinder:
     def _columns(self, path: str) -> int:
         return self.weights[f"{path}.weight"].shape[-1]
 
-    def _call_index(self, mapping: ScaleMapping) -> int:
-        """Position of the first consumer in the order of calls."""
-        return self.layers.index(mapping.consumers[0])
-
     def run_with(self, weights: Weights) -> tuple[mx.array, CapturedInputs]:
         self.block.update(tree_unflatten(list(weights.items())))
         with capture_inputs(self.block, self.layers) as captured:
@@ -212,23 +208,3 @@ def _probe_scale(mapping: ScaleMapping) -> mx.array:
     key = mx.random.key(mapping.width)
     indices = mx.random.randint(0, 4, (mapping.width,), key=key)
     return mx.array([0.25, 0.5, 2.0, 4.0])[indices]
-
-
-class BlockMappings:
-    """The mappings of a model's blocks. Equal blocks are searched once."""
-
-    def __init__(self):
-        # By the names and shapes of a block's parameters.
-        self._known: dict[tuple, list[ScaleMapping]] = {}
-
-    def of(
-        self, block: nn.Module, run: BlockForward, hidden: mx.array
-    ) -> list[ScaleMapping]:
-        """See `find_mappings`; the first of the sequences are used."""
-        parameters = tree_flatten(block.parameters())
-        shapes = tuple((name, *value.shape) for name, value in parameters)
-        sample = block, run, hidden[:1]
-        known = self._known.get(shapes)
-        if known is None or not preserves_output(known, *sample):
-            known = self._known[shapes] = find_mappings(*sample)
-        return known

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,10 +27,7 @@ from ....interfaces import Progress
 from ....models.blockwise import BlockwiseModel, cast
 from ....models.hooks import capture_inputs
 from ..base import PTQContext, Weights
-from .scale_mappings import BlockMappings, ScaleMapping
-
-if TYPE_CHECKING:
-    from ....data.calibration import CalibrationBatch
+from .scale_mappings import ScaleMapping, find_mappings, preserves_output
 
 # Tokens that the largest inputs are taken from, if the recipe gives no number, and
 # tokens of a forward pass.
@@ -149,8 +145,19 @@ def _smooth(context: PTQContext, config: PTQConfig) -> Smoothing:
         scales = mx.load(str(known.folder / SCALES))
         smoothing = _from_tensors(known.facts["mappings"], scales)
     else:
+        parts, logger = batch.parts(BATCH_TOKENS), context.logger
+        shards = [(mx.array(p.tokens), mx.array(p.seen.copy())) for p in parts]
         try:
-            smoothing = Smoothing(_search(context, strength, batch))
+            blockwise = BlockwiseModel(context.model, context.reread, hint=HINT)
+            with logger.progress(len(blockwise), "smoothing block") as progress:
+                args = context, strength, shards, blockwise, progress
+                smoothing = Smoothing(list(_places(*args)))
+            if not smoothing.places:
+                raise UserError(
+                    "no norm or linear layer of this model can take the scales of "
+                    "smoothing_strength",
+                    hint=HINT,
+                )
         except UserError as error:
             if config.smoothing_strength is not None:
                 raise
@@ -167,23 +174,6 @@ def _smooth(context: PTQContext, config: PTQConfig) -> Smoothing:
     return smoothing
 
 
-def _search(
-    context: PTQContext, strength: float, batch: "CalibrationBatch"
-) -> list[tuple[ScaleMapping, mx.array]]:
-    parts = batch.parts(BATCH_TOKENS)
-    shards = [(mx.array(p.tokens), mx.array(p.seen.copy())) for p in parts]
-    blockwise = BlockwiseModel(context.model, context.reread, hint=HINT)
-    with context.logger.progress(len(blockwise), "smoothing block") as progress:
-        places = list(_places(context, strength, shards, blockwise, progress))
-    if not places:
-        raise UserError(
-            "no norm or linear layer of this model can take the scales of "
-            "smoothing_strength",
-            hint=HINT,
-        )
-    return places
-
-
 def _places(
     context: PTQContext,
     strength: float,
@@ -195,85 +185,74 @@ def _places(
     blockwise.verify(shards[0][0][:1, :8])
     hidden = [cast(blockwise.embed(tokens), mx.float32) for tokens, _ in shards]
     mx.eval(hidden)
-    block_mappings = BlockMappings()
+    # By the names and shapes of a block's parameters: equal blocks are searched once.
+    known: dict[tuple, list[ScaleMapping]] = {}
     for index, module in enumerate(progress.track(blockwise.blocks)):
         dtypes = {k: v.dtype for k, v in tree_flatten(module.parameters())}
         prefix = f"{blockwise.prefix}{index}."
         with blockwise.loaded_block(index, mx.float32) as block:
             run = partial(blockwise.run_block, index)
             sample = partial(run, shards[0][0][:1]), hidden[0][:1]
+            named = tree_flatten(block.parameters())
+            shapes = tuple((name, *value.shape) for name, value in named)
+            found = known.get(shapes)
+            if found is None or not preserves_output(found, block, *sample):
+                found = known[shapes] = find_mappings(block, *sample)
             modules = dict(block.named_modules())
-            mappings = [
-                (mapping, path)
-                for mapping in block_mappings.of(block, *sample)
-                if (path := _quantized_layer(mapping, modules, prefix, context))
-            ]
-            inputs, hidden = _run(block, run, [p for _, p in mappings], shards, hidden)
+            # With a layer that each feeds and whose inputs are quantized: no expert.
+            mappings: list[tuple[ScaleMapping, str]] = []
+            for mapping in found:
+                fed = [p for p in mapping.consumers if prefix + p in context.specs]
+                if linear := [p for p in fed if isinstance(modules[p], nn.Linear)]:
+                    mappings.append((mapping, linear[0]))
+            paths = [path for _, path in mappings]
+            inputs, hidden = _run_block(block, run, paths, shards, hidden)
             weights = dict(tree_flatten(block.parameters()))
             for mapping, path in mappings:
                 names = [p for p in mapping.consumers if prefix + p in context.specs]
-                columns = mx.stack([_columns(weights[f"{p}.weight"]) for p in names])
-                scale = smoothing_scale(inputs[path], columns.max(axis=0), strength)
+                columns = []
+                for name in names:
+                    weight = mx.abs(weights[f"{name}.weight"])
+                    columns.append(weight.reshape(-1, weight.shape[-1]).max(axis=0))
+                largest = mx.stack(columns).max(axis=0)
+                scale = smoothing_scale(inputs[path], largest, strength)
                 dtype = dtypes[f"{mapping.producer}.weight"]
                 scale = mapping.round_scale(weights, scale, dtype)
                 weights |= mapping.apply(weights, scale)
                 mx.eval(scale)
-                yield _in_model(mapping, prefix), scale
+                consumers = tuple(prefix + path for path in mapping.consumers)
+                producer = prefix + mapping.producer
+                yield replace(mapping, producer=producer, consumers=consumers), scale
     blockwise.unload()
 
 
-def _quantized_layer(
-    mapping: ScaleMapping,
-    modules: dict[str, nn.Module],
-    prefix: str,
-    context: PTQContext,
-) -> str | None:
-    """A layer that is fed and whose inputs are quantized: no expert. None = no such."""
-    for path in mapping.consumers:
-        if isinstance(modules[path], nn.Linear) and prefix + path in context.specs:
-            return path
-    return None
-
-
-def _run(
+def _run_block(
     block: nn.Module,
     run: Callable[[mx.array, mx.array], mx.array],
     paths: list[str],
     shards: list[Shard],
     hidden: list[mx.array],
 ) -> tuple[dict[str, mx.array], list[mx.array]]:
-    """Magnitudes [K] of the inputs of layers by path, and the outputs of the block."""
+    """Magnitudes [K] of the inputs of layers by path, and the outputs of the block.
+
+    A magnitude is the largest one of a sequence, as a mean over sequences. The maximum
+    over all tokens, as in the paper, grows with the number of tokens until single
+    tokens decide.
+    """
     sums: dict[str, mx.array] = dict.fromkeys(paths, mx.array(0.0))
     outputs = []
     for (tokens, seen), x in zip(shards, hidden, strict=True):
         with capture_inputs(block, paths) as captured:
             outputs.append(run(tokens, x))
         for path, rows in captured.rows.items():
-            sums[path] = sums[path] + _largest(rows, seen).sum(axis=0)
+            rows = mx.abs(rows).reshape(len(seen), -1, rows.shape[-1])
+            # A layer may be called more or less often than once for each token.
+            if rows.shape[:2] == seen.shape:
+                rows = mx.where(seen[..., None], rows, 0)
+            sums[path] = sums[path] + rows.max(axis=1).sum(axis=0)
         mx.eval(outputs[-1], sums)
     count = sum(len(tokens) for tokens, _ in shards)
     return {path: value / count for path, value in sums.items()}, outputs
-
-
-def _largest(rows: mx.array, seen: mx.array) -> mx.array:
-    """The largest magnitude of every column, by sequence [B, K].
-
-    Their mean over sequences is used. The maximum over all tokens, as in the paper,
-    grows with the number of tokens until single tokens decide.
-
-    Args:
-        rows: the inputs of a layer [B * L, K].
-        seen: bool [B, L], False for padding.
-    """
-    rows = mx.abs(rows).reshape(len(seen), -1, rows.shape[-1])
-    if rows.shape[:2] == seen.shape:
-        rows = mx.where(seen[..., None], rows, 0)
-    return rows.max(axis=1)
-
-
-def _columns(weight: mx.array) -> mx.array:
-    """The largest magnitude of every column [K] of a weight [..., N, K]."""
-    return mx.abs(weight).reshape(-1, weight.shape[-1]).max(axis=0)
 
 
 def smoothing_scale(inputs: mx.array, weights: mx.array, strength: float) -> mx.array:
@@ -294,12 +273,6 @@ def smoothing_scale(inputs: mx.array, weights: mx.array, strength: float) -> mx.
 def _positive(magnitudes: mx.array) -> mx.array:
     largest = magnitudes.max()
     return mx.where(largest == 0, 1, mx.maximum(magnitudes, MIN_MAGNITUDE * largest))
-
-
-def _in_model(mapping: ScaleMapping, prefix: str) -> ScaleMapping:
-    """The mapping with paths of the model instead of the block."""
-    consumers = tuple(prefix + path for path in mapping.consumers)
-    return replace(mapping, producer=prefix + mapping.producer, consumers=consumers)
 
 
 def _from_tensors(mappings: list[dict], scales: Weights) -> Smoothing:
