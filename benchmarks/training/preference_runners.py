@@ -153,6 +153,7 @@ def _with_reference(model, chunked, batches) -> tuple:
     """Batches with the reference's log-probabilities; wall and processor seconds."""
     from lmx.data.batching import TargetBatches, example_indices
     from lmx.run.logger import RunLogger
+    from lmx.training.losses import LossModel
     from lmx.training.reference_log_probs import (
         Reference,
         reference_log_probs,
@@ -161,7 +162,9 @@ def _with_reference(model, chunked, batches) -> tuple:
 
     start = time.perf_counter(), time.process_time()
     # The adapter changes nothing yet, so this is the reference.
-    reference = Reference(lambda: (model, chunked), "", RunLogger(None, quiet=True))
+    reference = Reference(
+        lambda: LossModel(model, chunked), "", RunLogger(None, quiet=True)
+    )
     indices = example_indices(batches, batches.per_epoch)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["LMX_CACHE"] = cache

@@ -159,7 +159,7 @@ def train(job: dict, arguments: argparse.Namespace) -> dict[str, float]:
         "before": before.loss_sum / before.loss_count,
         "after": training.eval_loss,
     }
-    if fake_quant := training.step.fake_quant:
+    if fake_quant := training.step.weight_transform:
         tensors = fake_quant.export_tensors(training.parameters)
         packed = training.model.packed
         changed, codes = fake_quant.count_changed_codes(packed, tensors)

@@ -166,7 +166,7 @@ def test_memory_with_fake_quantizers(adapter, quantizer, from_codes):
         lora_model.attach(network, config.adapter, seed=0, merged=True)
     fake_quant = FakeQuant(network, specs, mx.float16, config.qat, packed)
     set_compute_dtype(network, mx.float32)
-    step = TrainStep(network, OptimizerConfig(), fake_quant=fake_quant)
+    step = TrainStep(network, OptimizerConfig(), weight_transform=fake_quant)
     train_steps(step, constant_batch(1, 8))
     peak = mx.get_peak_memory() - start
     assert initial

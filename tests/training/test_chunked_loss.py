@@ -7,8 +7,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from lmx.models.blockwise import NoTrunkHeadSplit
+from lmx.models.cross_entropy import cross_entropy_sum
 from lmx.training.chunked_loss import ChunkedLoss
-from lmx.training.losses import cross_entropy_sum
 from mlx.utils import tree_flatten
 from tiny_llamas import GRID_MODES, MODES, family, llama, tokens_of
 from tiny_steps import (
@@ -22,7 +22,7 @@ from tiny_steps import (
 
 def outputs(model, fake_quant, chunk, batch, **settings):
     chunked = ChunkedLoss(model, chunk) if chunk else None
-    options = settings | {"fake_quant": fake_quant, "name": "sgd"}
+    options = settings | {"weight_transform": fake_quant, "name": "sgd"}
     step = make_step(model, chunked_loss=chunked, **options)
     loss, gradients = loss_and_gradients(step, batch)
     assert step.evaluate([batch])[0] == pytest.approx(loss, rel=1e-5)

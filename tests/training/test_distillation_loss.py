@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.train import TeacherConfig
+from lmx.models.cross_entropy import cross_entropy_sum
 from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.distillation import DistillationLoss, OnlineTeacher
 from lmx.training.document_mask import DocumentCaches
-from lmx.training.losses import cross_entropy_sum
 from lmx.training.teacher_targets import compress_targets
 from test_document_mask import documents_of, packed, separate_batches
 from tiny_llamas import VOCABULARY, llama, tokens_of
@@ -38,7 +38,7 @@ def gradients(loss, *batches, mode="full", chunk=None, **settings):
         settings["document_caches"] = DocumentCaches(model)
         if loss.online:
             loss.online.document_caches = DocumentCaches(loss.online.model)
-    settings |= {"fake_quant": fake_quant, "name": "sgd", "chunked_loss": chunked}
+    settings |= {"weight_transform": fake_quant, "name": "sgd", "chunked_loss": chunked}
     step = make_step(model, loss=loss, **settings)
     return loss_and_gradients(step, list(batches))
 

@@ -150,7 +150,7 @@ def test_fsdp_rank_holds_only_its_shard(two_processes, case, limit):
         assert 0.5 <= two_processes[rank][case]["state_bytes"] / whole <= limit
 
 
-FLOAT32 = {"stored_dtypes": {}, "compute_dtype": mx.float32}
+FLOAT32 = {"stored_dtypes": {}}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -15,7 +15,7 @@ from tiny_steps import Tiny, loss_and_gradients, make_step, peak_memory
 def outputs(mode, *, dropout=0.0, **settings):
     """Loss and gradients of a compiled step."""
     model, fake_quant = llama(mode, dropout=dropout)
-    step = make_step(model, fake_quant=fake_quant, name="sgd", **settings)
+    step = make_step(model, weight_transform=fake_quant, name="sgd", **settings)
     return loss_and_gradients(step, tokens_of())
 
 

@@ -55,7 +55,7 @@ def update_of(name: str, mode: str, batches, **settings) -> dict[str, np.ndarray
         settings["chunked_loss"] = ChunkedLoss(model, 7)
     step = make_step(
         model,
-        fake_quant=fake_quant,
+        weight_transform=fake_quant,
         loss=preference_loss(name),
         name="sgd",
         momentum=0.0,

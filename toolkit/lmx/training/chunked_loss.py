@@ -11,11 +11,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..models.blockwise import TrunkHeadSplit
-from .losses import cross_entropy_sum, token_log_probs
+from ..models.cross_entropy import cross_entropy_sum, token_log_probs
 
 # A summed loss of logits [T, V] and labels [T, ...]; the first two labels are the next
 # tokens and the loss mask.
-Loss = Callable[..., mx.array]
+LogitLoss = Callable[..., mx.array]
 
 
 class ChunkedLoss:
@@ -54,7 +54,7 @@ class ChunkedLoss:
         labels: Sequence[mx.array],
         places: mx.array | None = None,
         *,
-        loss: Loss = cross_entropy_sum,
+        loss: LogitLoss = cross_entropy_sum,
         **kwargs,
     ) -> mx.array:
         """The summed loss, in nats, with gradients.
@@ -86,7 +86,7 @@ class ChunkedLoss:
         labels: Sequence[mx.array],
         places: mx.array | None = None,
         *,
-        loss: Loss = cross_entropy_sum,
+        loss: LogitLoss = cross_entropy_sum,
         **kwargs,
     ) -> mx.array:
         """The summed loss without gradients."""

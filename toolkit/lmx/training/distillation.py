@@ -14,9 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config.train import DivergenceName, TeacherConfig
+from ..data.batching import BatchArrays
 from ..models.blockwise import NoTrunkHeadSplit, TrunkHeadSplit
+from ..models.cross_entropy import cross_entropy_sum, exp_nonpositive
 from .document_mask import DocumentCaches
-from .losses import cross_entropy_sum, exp_nonpositive
+from .losses import TokenLoss
 from .teacher_targets import TeacherTarget, full_targets
 
 # The lowest log-probability of a teacher, so that no loss is infinite.
@@ -181,7 +183,7 @@ class OnlineTeacher:
         return flat.reshape(*hidden.shape[:-1], -1)
 
 
-class DistillationLoss:
+class DistillationLoss(TokenLoss):
     """The loss against a teacher, mixed with cross-entropy, over the trained tokens.
 
     The divergence is multiplied by the squared temperature, which makes its gradients
@@ -195,18 +197,14 @@ class DistillationLoss:
         self.config = config
         self.online = online
 
-    def labels(
-        self,
-        inputs: mx.array,
-        documents: mx.array | None,
-        target: tuple[mx.array, ...] | None,
-    ) -> tuple[mx.array, ...]:
+    def labels(self, batch: BatchArrays) -> tuple[mx.array, ...]:
         """The teacher's part of the loss, [B, L, ...] each, without a gradient."""
         if self.online:
-            return (mx.stop_gradient(self.online.hidden(inputs, documents)),)
-        return target
+            hidden = self.online.hidden(batch.inputs, batch.documents)
+            return (mx.stop_gradient(hidden),)
+        return batch.target
 
-    def __call__(
+    def from_logits(
         self, logits: mx.array, targets: mx.array, mask: mx.array, *labels: mx.array
     ) -> mx.array:
         """The summed loss of logits [..., V] and targets, mask, labels [..., ...]."""

@@ -13,13 +13,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
-from ..interfaces import Communicator
+from ..interfaces import Communicator, WeightTransform
 from ..launcher import backend
 from ..models.dtypes import forward_weight
 from ..models.hooks import ModuleProxy, TransformerBlocks, replace_module
 
 
-class ShardedParameters:
+class ShardedParameters(WeightTransform):
     """Which parameters are sharded along their first axis, and their collectives.
 
     Parameters whose first axis is not divisible by the number of ranks are replicated.
@@ -28,8 +28,6 @@ class ShardedParameters:
     Args:
         parameters: full parameters of the model by path; empty = nothing is sharded.
         stored_dtypes: dtypes of the checkpoint, by path.
-        compute_dtype: dtype of the forward pass, to which shards are cast before they
-            are gathered.
         blocks: each one is gathered by itself when it runs. All other parameters stay
             gathered from the start of the forward pass to the end of the backward pass.
     """
@@ -40,12 +38,10 @@ class ShardedParameters:
         ranks: Communicator,
         *,
         stored_dtypes: dict[str, mx.Dtype],
-        compute_dtype: mx.Dtype,
         blocks: TransformerBlocks | None,
     ):
         self._ranks = ranks
-        self._stored_dtypes, self._compute_dtype = stored_dtypes, compute_dtype
-        self._blocks = blocks
+        self._stored_dtypes, self._blocks = stored_dtypes, blocks
         self._shapes = {
             path: value.shape
             for path, value in parameters.items()
@@ -105,12 +101,16 @@ class ShardedParameters:
         count = len(scalars)
         return sums[:count], sharded | dict(zip(replicated, sums[count:], strict=True))
 
-    def forward_weights(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
+    def forward_weights(
+        self, parameters: dict[str, mx.array], compute: mx.Dtype
+    ) -> dict[str, mx.array]:
         """The model's weights: full in the compute dtype, except the shards of blocks.
 
-        The shards of blocks stay float32, so that their gradients are float32.
+        The shards of blocks stay float32, so that their gradients are float32. They are
+        cast when they are gathered.
         """
         self._last, self._previous_inputs = [], []
+        self._compute_dtype = compute
         weights = {
             path: value if path in self else self._forward_weight(path, value)
             for path, value in parameters.items()

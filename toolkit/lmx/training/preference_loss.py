@@ -22,6 +22,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config.preference import PreferenceLossConfig
+from ..data.batching import BatchArrays
+from .losses import Loss, LossModel, LossSums
 
 # Losses that compare with the model before the training.
 WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -72,7 +74,7 @@ VALUES: dict[str, Callable[[Completions], mx.array]] = {
 }
 
 
-class PreferenceLoss:
+class PreferenceLoss(Loss):
     """A loss over pairs of sequences, summed over the examples of a batch.
 
     Args:
@@ -80,11 +82,7 @@ class PreferenceLoss:
 
     Attributes:
         needs_reference: whether batches carry the reference's log-probabilities.
-        metric_names: of the metrics, which are summed as the loss is.
-        main_metric: the one that a progress line shows.
     """
-
-    sequences_per_example, temperature = 2, 1.0
 
     def __init__(self, config: PreferenceLossConfig):
         self.config = config
@@ -93,13 +91,18 @@ class PreferenceLoss:
         self.metric_names = PAIR_METRICS if self.is_paired else KTO_METRICS
         self.main_metric = "rewards/accuracies" if self.is_paired else "kl"
 
-    def __call__(
+    def __call__(self, model: LossModel, batch: BatchArrays) -> LossSums:
+        """The sums of a batch; its target is what `from_log_probs` takes last."""
+        target = batch.target or ()
+        return self.from_log_probs(model.log_probs(batch), batch.mask, *target)
+
+    def from_log_probs(
         self,
         token_logps: mx.array,
         mask: mx.array,
         reference: mx.array | None = None,
         labels: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    ) -> LossSums:
         """The loss summed over the examples, their number, and the metrics.
 
         Sequences without a trained token fill a batch and do not count.

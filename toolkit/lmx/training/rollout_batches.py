@@ -319,7 +319,8 @@ class RolloutBatches:
         rewards = mx.array([each.reward for each in rollout])
         target = [advantages, rewards, mx.array(sampled)]
         if self.policy.loss.config.beta:
-            target.append(self.step.log_probs(batch, self._initial))
+            temperature = self.policy.loss.temperature
+            target.append(self.step.log_probs(batch, temperature, self._initial))
         return replace(batch, target=tuple(target))
 
     def _check_log_probs(self, batches: Sequence[Batch]) -> None:
@@ -329,7 +330,8 @@ class RolloutBatches:
             return
         difference = 0.0
         for batch in batches:
-            errors = mx.abs(self.step.log_probs(batch) - batch.target[2])
+            logps = self.step.log_probs(batch, self.policy.loss.temperature)
+            errors = mx.abs(logps - batch.target[2])
             largest = mx.where(batch.mask, errors, 0.0).max().item()
             difference = max(difference, largest)
         limit = MAX_LOGP_ERROR if multiplies_exactly() else MAX_LOGP_ERROR_TF32

@@ -258,6 +258,11 @@ class PartTargets(Sequence):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def batch(self, part: int) -> Batch:
+        """The tokens of a part as inputs, with their targets; no next tokens."""
+        tokens = mx.pad(self.tokens[part], [(0, 0), (0, 1)])
+        return Batch(tokens, self.counted[part], (), target=tuple(self[part]))
+
     def __getitem__(self, part: int) -> TeacherTarget:
         """The target of every position of a part; its probabilities sum to one."""
         return decompress_targets(*map(mx.array, load_targets(self._folders[part])))

@@ -321,9 +321,9 @@ class Trainer:
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
             "gradient_norm": norm,
         }
-        loss_metrics = metric_means(self.step.metric_names, progress.metrics_since)
+        loss_metrics = metric_means(self.step.loss.metric_names, progress.metrics_since)
         self._count_tokens()
-        main = getattr(self.step.loss, "main_metric", None)
+        main = self.step.loss.main_metric
         shown = {k: v for k, v in loss_metrics.items() if k == main}
         bar.update(progress.step, **metrics | shown)
         totals = {

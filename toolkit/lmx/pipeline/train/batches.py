@@ -1,11 +1,12 @@
 """The batches of a train stage, and how it cuts them into documents and chunks."""
 
+from collections.abc import Callable
 from functools import partial
 
 from ...config.train import TrainConfig
 from ...cpu import on_cpu
 from ...data import cache, fingerprint, token_store
-from ...data.batching import BucketBatchSampler, StepSampler
+from ...data.batching import BucketBatchSampler, ExampleDataset, StepSampler
 from ...data.dataset import ReadStats
 from ...data.packing import PackedBatchSampler, packed
 from ...data.splits import log_read_stats
@@ -22,14 +23,13 @@ from ...models.loader import LoadedModel
 from ...training.chunked_loss import ChunkedLoss
 from ...training.document_mask import DocumentCaches, PackingUnsupported
 from ..context import StageContext
-from .teacher import TeacherSetup
 
 
 def training_batches(
     config: TrainConfig,
     context: StageContext,
     loaded: LoadedModel,
-    teacher: TeacherSetup | None = None,
+    replace_completions: Callable[[ExampleDataset], ExampleDataset],
     *,
     packing: bool,
     encode: Encode | None = None,
@@ -38,14 +38,11 @@ def training_batches(
 
     Args:
         encode: makes the examples of records; None = one of each record.
-        teacher: may replace the completions of the examples.
         packing: several examples per sequence. If the recipe asks for packing and the
             model cannot do it, padded batches have as many tokens.
     """
     longest = context.data.max_seq_length
-    examples = tokenized_examples(context, loaded, encode)
-    if teacher:
-        examples = teacher.replace_completions(examples)
+    examples = replace_completions(tokenized_examples(context, loaded, encode))
     if not packing:
         return _padded_batches(examples, config, context, encode)
     batches = PackedBatchSampler(
@@ -96,13 +93,12 @@ def encode_valid(
 
 
 def document_caches(
-    loaded: LoadedModel, context: StageContext, teacher: TeacherSetup | None
+    loaded: LoadedModel, context: StageContext, enable_packing: Callable[[], None]
 ) -> DocumentCaches | None:
     """The mask between packed documents; None with a warning if it is unsupported."""
     try:
         caches = DocumentCaches(loaded.model)
-        if teacher:
-            teacher.enable_packing()
+        enable_packing()
         return caches
     except PackingUnsupported as reason:
         context.logger.warning(
