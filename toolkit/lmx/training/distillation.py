@@ -63,19 +63,13 @@ def divergence_sum(
     logits = logits.astype(mx.float32) / temperature
     if mask is None:
         mask = mx.ones(logits.shape[:-1], mx.bool_)
-    return _masked_sum(logits, target, mask, function)
-
-
-def _masked_sum(
-    logits: mx.array, target: TeacherTarget, mask: mx.array, divergence: DivergenceFn
-) -> mx.array:
     teacher, indices = teacher_distribution(target), target.indices
 
     @mx.custom_function
     def loss_sum(logits):
         """The sum, and what its gradient needs."""
         student, tail_sums = student_distribution(logits, indices)
-        losses, derivatives = divergence(teacher, student)
+        losses, derivatives = function(teacher, student)
         total = mx.where(mask, losses.sum(axis=-1), 0.0).sum()
         return total, derivatives, student.probs, *tail_sums
 
@@ -208,8 +202,15 @@ class DistillationLoss(TokenLoss):
         self, logits: mx.array, targets: mx.array, mask: mx.array, *labels: mx.array
     ) -> mx.array:
         """The summed loss of logits [..., V] and targets, mask, labels [..., ...]."""
-        config = self.config
-        shared, target = self._shared_vocabulary(logits, labels)
+        config, shared = self.config, logits
+        if self.online:
+            teacher_logits = self.online.logits(*labels)
+            # Models of one family may pad the vocabulary to different sizes.
+            size = min(logits.shape[-1], teacher_logits.shape[-1])
+            target = full_targets(teacher_logits[..., :size], config.temperature)
+            shared = logits[..., :size]
+        else:
+            target = TeacherTarget(*labels)
         divergence = divergence_sum(
             shared,
             target,
@@ -222,15 +223,3 @@ class DistillationLoss(TokenLoss):
             cross_entropy = cross_entropy_sum(logits, targets, mask)
             loss = loss + config.ce_weight * cross_entropy
         return loss
-
-    def _shared_vocabulary(
-        self, logits: mx.array, labels: tuple[mx.array, ...]
-    ) -> tuple[mx.array, TeacherTarget]:
-        """The student's logits and the target, of the tokens that both models have."""
-        if not self.online:
-            return logits, TeacherTarget(*labels)
-        teacher_logits = self.online.logits(*labels)
-        # Models of one family may pad the vocabulary to different sizes.
-        size = min(logits.shape[-1], teacher_logits.shape[-1])
-        target = full_targets(teacher_logits[..., :size], self.config.temperature)
-        return logits[..., :size], target

@@ -4,8 +4,7 @@ As in `mlx.nn.fully_shard` (ZeRO stage 3, arXiv 1910.02054), the parameters of a
 are all-gathered when it runs, and its gradients are reduce-scattered.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import accumulate
 
 import mlx.core as mx
@@ -16,7 +15,7 @@ from ..errors import UserError
 from ..interfaces import Communicator, WeightTransform
 from ..launcher import backend
 from ..models.dtypes import forward_weight
-from ..models.hooks import ModuleProxy, TransformerBlocks, replace_module
+from ..models.hooks import TransformerBlocks
 
 
 class ShardedParameters(WeightTransform):
@@ -118,20 +117,6 @@ class ShardedParameters(WeightTransform):
         prefix = self._blocks.prefix if self._blocks else None
         outside = [p for p in self._shapes if not (prefix and p.startswith(prefix))]
         return weights | self._gather({path: parameters[path] for path in outside})
-
-    @contextmanager
-    def gathered_blocks(self) -> Iterator[None]:
-        """Gather every block when it runs; backward passes may come later."""
-        blocks = self._blocks
-        if not (self and blocks):
-            yield
-            return
-        proxies = [
-            ModuleProxy(block, self.gathered_forward(number, block))
-            for number, block in enumerate(blocks.trunk[blocks.name])
-        ]
-        with replace_module(blocks.trunk, blocks.name, proxies):
-            yield
 
     def gathered_forward(self, number: int, block: nn.Module) -> Callable:
         """The forward pass of a block, which gathers the block's shards first."""

@@ -89,18 +89,17 @@ def make_optimizer(
     if isinstance(optimizer, Moments8bit):
         for path, size in (sizes or {k: v.size for k, v in parameters.items()}).items():
             if size >= MIN_8BIT_SIZE:
-                _require_whole_blocks(path, parameters[path].size, size)
+                shard_size = parameters[path].size
+                if shard_size != size and shard_size % BLOCK_SIZE:
+                    raise UserError(
+                        f"a shard of {path} has {shard_size} values: 8-bit moments "
+                        f"have blocks of {BLOCK_SIZE}, which must not lie in two "
+                        "shards",
+                        hint="use an optimizer without 8bit, or another number of "
+                        "processes",
+                    )
                 optimizer.use_8_bits(parameters[path], optimizer.state[path])
     return optimizer
-
-
-def _require_whole_blocks(path: str, shard_size: int, size: int) -> None:
-    if shard_size != size and shard_size % BLOCK_SIZE:
-        raise UserError(
-            f"a shard of {path} has {shard_size} values: 8-bit moments have blocks of "
-            f"{BLOCK_SIZE}, which must not lie in two shards",
-            hint="use an optimizer without 8bit, or another number of processes",
-        )
 
 
 class Moments8bit(optimizers.Optimizer):

@@ -137,7 +137,11 @@ class PreferenceLoss(Loss):
             losses, metrics = self._kto(first, second, labels[::2], valid, count)
         # Zero times infinity is no number, so examples are selected and not weighted.
         losses = mx.where(valid > 0, losses, 0.0)
-        return losses.sum(), count, _metric_sums(metrics, valid)
+        chosen = [(values, (valid > 0) & selected) for values, selected in metrics]
+        sums = [mx.where(selected, values, 0.0).sum() for values, selected in chosen]
+        counts = [selected.sum().astype(mx.float32) for _, selected in chosen]
+        metrics = mx.stop_gradient(mx.stack([mx.stack(sums), mx.stack(counts)]))
+        return losses.sum(), count, metrics
 
     def _pairs(self, chosen: Completions, rejected: Completions):
         config = self.config
@@ -146,7 +150,17 @@ class PreferenceLoss(Loss):
         scale = 1.0 if config.type in ("ipo", "orpo") else beta
         values = [scale * value(side) for side in (chosen, rejected)]
         margin = values[0] - values[1]
-        losses = self._pair_losses(margin)
+        if config.type == "ipo":
+            losses = mx.square(margin - 1 / (2 * beta))
+        elif config.type == "simpo":
+            losses = -nn.log_sigmoid(margin - config.gamma)
+        elif config.type == "orpo":
+            losses = -beta * nn.log_sigmoid(margin)
+        else:
+            smoothing = config.label_smoothing
+            losses = -(1 - smoothing) * nn.log_sigmoid(margin)
+            if smoothing:
+                losses = losses - smoothing * nn.log_sigmoid(-margin)
         if config.sft_weight:
             losses = losses - config.sft_weight * chosen.mean
         rewards = [beta / scale * value for value in values]
@@ -154,18 +168,6 @@ class PreferenceLoss(Loss):
         metrics = (*rewards, rewards[0] - rewards[1], accuracy)
         metrics = (*metrics, chosen.logps, rejected.logps)
         return losses, [(values, True) for values in metrics]
-
-    def _pair_losses(self, margin: mx.array) -> mx.array:
-        config = self.config
-        if config.type == "ipo":
-            return mx.square(margin - 1 / (2 * config.beta))
-        if config.type == "simpo":
-            return -nn.log_sigmoid(margin - config.gamma)
-        if config.type == "orpo":
-            return -config.beta * nn.log_sigmoid(margin)
-        smoothing = config.label_smoothing
-        losses = -(1 - smoothing) * nn.log_sigmoid(margin)
-        return losses - smoothing * nn.log_sigmoid(-margin) if smoothing else losses
 
     def _kto(self, completions: Completions, others: Completions, labels, valid, count):
         config, beta = self.config, self.config.beta
@@ -178,14 +180,6 @@ class PreferenceLoss(Loss):
         kl = mx.broadcast_to(kl, rewards.shape)
         metrics = [(rewards, labels), (rewards, ~labels), (kl, True)]
         return mx.where(labels, desirable, undesirable), metrics
-
-
-def _metric_sums(metrics: list, valid: mx.array) -> mx.array:
-    """Sums over the selected examples, and how many these are, [2, metrics]."""
-    chosen = [(values, (valid > 0) & selected) for values, selected in metrics]
-    sums = [mx.where(selected, values, 0.0).sum() for values, selected in chosen]
-    counts = [selected.sum().astype(mx.float32) for _, selected in chosen]
-    return mx.stop_gradient(mx.stack([mx.stack(sums), mx.stack(counts)]))
 
 
 def log_odds(mean_logp: mx.array) -> mx.array:

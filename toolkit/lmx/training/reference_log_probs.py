@@ -79,7 +79,21 @@ def reference_log_probs(
             return InMemoryExamples(examples[index] for index in blocks[number])
 
         def make(number: int, folder: Path) -> None:
-            _write(sequences(number), reference, bar, folder)
+            model, examples = reference.load(), sequences(number)
+            batches = BucketBatchSampler(
+                examples,
+                max_seq_length=int(examples.lengths.max()),
+                batch_tokens=BATCH_TOKENS,
+            )
+            sums = np.zeros(len(examples), np.float32)
+            for batch in batches.in_order():
+                logps = mx.where(batch.mask, model.log_probs(batch.arrays()), 0.0)
+                values, used = np.array(logps.sum(axis=-1)), batch.example_indices
+                sums[list(used)] = values[: len(used)]
+                bar.advance(len(used))
+            if np.isnan(sums).any():
+                raise nan_predictions("the reference")
+            np.save(folder / FILE, sums)
 
         def count(number: int, origin: Origin) -> None:
             if origin != "made":
@@ -98,21 +112,3 @@ def reference_log_probs(
     for block, artifact in zip(blocks, artifacts, strict=True):
         result[block] = np.load(artifact.folder / FILE, allow_pickle=False)
     return result
-
-
-def _write(sequences: InMemoryExamples, reference: Reference, bar, folder: Path):
-    model = reference.load()
-    longest = int(sequences.lengths.max())
-    batches = BucketBatchSampler(
-        sequences, max_seq_length=longest, batch_tokens=BATCH_TOKENS
-    )
-    sums = np.zeros(len(sequences), np.float32)
-    for batch in batches.in_order():
-        logps = mx.where(batch.mask, model.log_probs(batch.arrays()), 0.0)
-        values = np.array(logps.sum(axis=-1))
-        count = len(batch.example_indices)
-        sums[list(batch.example_indices)] = values[:count]
-        bar.advance(count)
-    if np.isnan(sums).any():
-        raise nan_predictions("the reference")
-    np.save(folder / FILE, sums)

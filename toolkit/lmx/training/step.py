@@ -1,7 +1,7 @@
 """One compiled optimizer step: float32 master weights, loss per trained token."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..data.batching import Batch, BatchArrays, shard_batch
 from ..errors import UserError
 from ..interfaces import SINGLE_PROCESS, Communicator, WeightTransform
-from ..models.hooks import find_blocks
+from ..models.hooks import ModuleProxy, find_blocks, replace_module
 from .chunked_loss import ChunkedLoss
 from .document_mask import DocumentCaches
 from .fsdp import ShardedParameters
@@ -110,7 +110,7 @@ class TrainStep:
                 "this model has no list of blocks to run twice",
                 hint="gradient_checkpointing: false",
             )
-        self._checkpointed_blocks = blocks if gradient_checkpointing else None
+        self._blocks, self._checkpoints = blocks, gradient_checkpointing
         # Derived weights are not trained, but what they are computed from.
         derived = self.weight_transform.derived_weights
         trained = tree_flatten(model.trainable_parameters())
@@ -309,7 +309,7 @@ class TrainStep:
         """The summed loss, its count, the trained tokens and the metrics."""
         batch = BatchArrays(*arrays)
         self._set_weights(parameters)
-        with self._block_forwards():
+        with self._replaced_blocks():
             loss, count, metrics = self.loss(self._loss_model, batch)
         # See `TokenLoss`: nothing else may be computed alike.
         num_tokens = mx.where(batch.mask, 1, 0).sum()
@@ -317,15 +317,27 @@ class TrainStep:
 
     def _log_probs(self, parameters, temperature: float, *arrays) -> mx.array:
         self._set_weights(parameters)
-        with self._block_forwards():
+        with self._replaced_blocks():
             return self._loss_model.log_probs(BatchArrays(*arrays), temperature)
 
-    def _block_forwards(self) -> AbstractContextManager:
-        """Checkpoint the blocks in training, and gather their shards."""
-        if self._checkpointed_blocks and self.model.training:
-            gathered = self.sharding.gathered_forward
-            return checkpointed(self._checkpointed_blocks, gathered)
-        return self.sharding.gathered_blocks()
+    @contextmanager
+    def _replaced_blocks(self) -> Iterator[None]:
+        """Checkpoint the blocks in training, and gather the shards of each.
+
+        Backward passes may run after the context closes.
+        """
+        blocks, checkpoints = self._blocks, self._checkpoints and self.model.training
+        if not (checkpoints or (self.sharding and blocks)):
+            yield
+            return
+        proxies = []
+        for number, block in enumerate(blocks.trunk[blocks.name]):
+            forward = self.sharding.gathered_forward(number, block)
+            if checkpoints:
+                forward = checkpointed(block, forward)
+            proxies.append(ModuleProxy(block, forward))
+        with replace_module(blocks.trunk, blocks.name, proxies):
+            yield
 
     def _update(
         self,

@@ -1,7 +1,6 @@
 """One training of a train stage: its parts, and the checkpoints it writes."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -111,7 +110,10 @@ class TrainRun:
         """Write the trained checkpoint, its full-precision reference, the adapter."""
         loaded, fake_quant = self.loaded, self.fake_quant
         parameters = self.parameters
-        weights = self._fuse()
+        # Lazy, and of the whole model.
+        weights = lora_model.fuse(
+            loaded.model, self.base_weights, parameters, loaded.dtype
+        )
         packed = fake_quant.export_tensors(parameters) if fake_quant else {}
         codes = self._count_changed_codes(packed)
         if self.config.adapter and not fake_quant:
@@ -123,13 +125,24 @@ class TrainRun:
             model = self.context.folder / "model"
             write_model(model, loaded, weights, self.selection, packed)
         adapters = self._write_adapter() if self.config.adapter else None
-        facts = self._facts() | codes
-        return ModelArtifact(model, reference, adapters, facts)
-
-    def _fuse(self) -> dict[str, mx.array]:
-        """The trained weights; lazy, and of the whole model."""
-        loaded, base = self.loaded, self.base_weights
-        return lora_model.fuse(loaded.model, base, self.parameters, loaded.dtype)
+        # Whether the reference has the values of codes, not of weights before them.
+        is_dequantized = bool(self.model.packed)
+        if is_dequantized and (current := self.context.current).is_quantized:
+            is_dequantized = current.facts.get("reference_is_dequantized", False)
+        progress = self.trainer.progress
+        facts = {
+            "steps": progress.step,
+            "best_step": progress.best_step,
+            "selected_step": self.trainer.selected_step,
+            "trained_tokens": progress.trained_tokens,
+            "qat": self.config.qat is not None,
+            "trained_parameters": sum(value.size for value in parameters.values()),
+            "seconds": progress.seconds,
+            "kept": self.selection.skipped,
+            "reference_is_dequantized": is_dequantized,
+            "validation_loss": self.eval_loss,
+        }
+        return ModelArtifact(model, reference, adapters, facts | codes)
 
     def _count_changed_codes(self, packed: dict[str, mx.array]) -> dict[str, int]:
         """Facts of a training from codes; a warning if almost no code has changed."""
@@ -182,16 +195,6 @@ class TrainRun:
         target = self.context.folder / "dense"
         write_model(target, loaded, weights)
         return target
-
-    @property
-    def _reference_is_dequantized(self) -> bool:
-        """Whether the reference has the values of codes, not of weights before them."""
-        if not self.model.packed:
-            return False
-        current = self.context.current
-        if not current.is_quantized:
-            return True
-        return current.facts.get("reference_is_dequantized", False)
 
     def _free_full_weights(self) -> None:
         """Keep only this rank's shards of the weights."""
@@ -261,9 +264,27 @@ class TrainRun:
         return Trainer(
             step,
             source,
-            self._trainer_config(steps),
+            TrainerConfig(
+                steps=steps,
+                seed=context.seed,
+                checkpoint_dir=context.folder / "checkpoints",
+                logging_steps=config.logging_steps,
+                eval_steps=config.eval_steps,
+                save_steps=config.save_steps,
+                save_total_limit=config.save_total_limit,
+                load_best_at_end=config.load_best_at_end,
+                early_stopping_patience=config.early_stopping_patience,
+            ),
             indices=source.indices,
-            learning_rate=self._learning_rate(steps),
+            learning_rate=partial(
+                learning_rate_at,
+                steps=steps,
+                peak=config.learning_rate,
+                schedule=config.lr_schedule,
+                warmup_ratio=config.warmup_ratio,
+                min_lr_ratio=config.min_lr_ratio,
+                decay_ratio=config.decay_ratio,
+            ),
             eval_batches=targets,
             logger=context.logger,
             evaluate=evaluate,
@@ -283,9 +304,22 @@ class TrainRun:
             self.fake_quant = FakeQuant(
                 network, specs, self.loaded.dtype, model.qat, model.packed
             )
+        lr_multipliers = {}
+        if config.adapter:
+            trained = dict(tree_flatten(network.trainable_parameters()))
+            lr_multipliers |= lora_model.lr_multipliers(trained, config.adapter)
+        if self.fake_quant:
+            lr_multipliers |= self.fake_quant.lr_multipliers()
         return TrainStep(
             network,
-            self._optimizer(),
+            OptimizerConfig(
+                config.optimizer,
+                config.beta1,
+                config.beta2,
+                weight_decay=config.weight_decay,
+                max_grad_norm=config.max_grad_norm,
+                lr_multipliers=lr_multipliers,
+            ),
             stored_dtypes={k: v.dtype for k, v in self.base_weights.items()},
             compute_dtype=compute_dtype,
             weight_transform=self.fake_quant,
@@ -295,48 +329,6 @@ class TrainRun:
             chunked_loss=chunked,
             document_caches=caches,
             loss=self.objective.loss,
-        )
-
-    def _trainer_config(self, steps: int) -> TrainerConfig:
-        config, context = self.config, self.context
-        return TrainerConfig(
-            steps=steps,
-            seed=context.seed,
-            checkpoint_dir=context.folder / "checkpoints",
-            logging_steps=config.logging_steps,
-            eval_steps=config.eval_steps,
-            save_steps=config.save_steps,
-            save_total_limit=config.save_total_limit,
-            load_best_at_end=config.load_best_at_end,
-            early_stopping_patience=config.early_stopping_patience,
-        )
-
-    def _learning_rate(self, steps: int) -> Callable[[int], float]:
-        config = self.config
-        return partial(
-            learning_rate_at,
-            steps=steps,
-            peak=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_ratio=config.warmup_ratio,
-            min_lr_ratio=config.min_lr_ratio,
-            decay_ratio=config.decay_ratio,
-        )
-
-    def _optimizer(self) -> OptimizerConfig:
-        config, lr_multipliers = self.config, {}
-        if config.adapter:
-            trained = dict(tree_flatten(self.loaded.model.trainable_parameters()))
-            lr_multipliers |= lora_model.lr_multipliers(trained, config.adapter)
-        if self.fake_quant:
-            lr_multipliers |= self.fake_quant.lr_multipliers()
-        return OptimizerConfig(
-            config.optimizer,
-            config.beta1,
-            config.beta2,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            lr_multipliers=lr_multipliers,
         )
 
     def _sample(self, done: int) -> None:
@@ -376,20 +368,6 @@ class TrainRun:
         with atomic_folder(self.context.output / "adapters") as partial:
             copy_folder(target, partial)
         return target
-
-    def _facts(self) -> dict:
-        return {
-            "steps": self.trainer.progress.step,
-            "best_step": self.trainer.progress.best_step,
-            "selected_step": self.trainer.selected_step,
-            "trained_tokens": self.trainer.progress.trained_tokens,
-            "qat": self.config.qat is not None,
-            "trained_parameters": sum(v.size for v in self.parameters.values()),
-            "seconds": self.trainer.progress.seconds,
-            "kept": self.selection.skipped,
-            "reference_is_dequantized": self._reference_is_dequantized,
-            "validation_loss": self.eval_loss,
-        }
 
     def _improvement(self, model: Path) -> dict:
         """Decrease of the validation loss: in training, and of the reloaded files."""
