@@ -33,7 +33,7 @@ from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
 from lmx.run.progress import readable_size
-from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.chunked_loss import ChunkedLossModel
 from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
@@ -78,7 +78,7 @@ def make_step(shape: ScratchModelConfig, config: TrainConfig) -> TrainStep:
         network,
         OptimizerConfig(config.optimizer),
         gradient_checkpointing=config.gradient_checkpointing,
-        chunked_loss=ChunkedLoss(network, chunk) if chunk else None,
+        loss_model=ChunkedLossModel(network, chunk) if chunk else None,
     )
 
 

@@ -111,7 +111,7 @@ def test_gradients_match_finite_differences(case, tmp_path, chunk, monkeypatch):
     tuner = tuner_of(case, tmp_path)
     tuner.model.dtype = mx.float32
     step, training = tuner._new_step(), case[1]
-    assert (step._loss_model.chunked is not None) == bool(chunk)
+    assert step._loss_model.uses_places == bool(chunk)
     start, recorded = dict(step.parameters), {}
     monkeypatch.setattr(
         optimizers.Adam,

@@ -7,7 +7,7 @@ import pytest
 from lmx.data.batching import Batch
 from lmx.models import logit_errors
 from lmx.training import document_mask
-from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.chunked_loss import ChunkedLossModel
 from lmx.training.document_mask import DocumentCaches, PackingUnsupported
 from lmx.training.step import TrainStep
 from tiny_families import WINDOW
@@ -100,7 +100,7 @@ def test_packing_respects_sliding_windows():
 def test_packing_with_gradient_checkpointing_and_chunked_loss():
     model, _ = llama()
     assert_packing_is_exact(model, gradient_checkpointing=True)
-    assert_packing_is_exact(model, chunked_loss=ChunkedLoss(model, 16))
+    assert_packing_is_exact(model, loss_model=ChunkedLossModel(model, 16))
 
 
 def test_packing_without_document_numbers_differs():

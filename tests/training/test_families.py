@@ -13,7 +13,7 @@ from lmx.models.loader import build_model
 from lmx.models.lora import lora_model
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
-from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.chunked_loss import ChunkedLossModel
 from mlx.utils import tree_flatten
 from tiny_families import (
     FAMILIES,
@@ -118,8 +118,8 @@ def test_families_train_with_fake_quantization(family, mode, batch):
 
 def outputs(family, batch, *, chunk=None, **settings):
     model = member(family)
-    chunked = ChunkedLoss(model, chunk) if chunk else None
-    step = make_step(model, name="sgd", chunked_loss=chunked, **settings)
+    chunked = ChunkedLossModel(model, chunk) if chunk else None
+    step = make_step(model, name="sgd", loss_model=chunked, **settings)
     return loss_and_gradients(step, batch)
 
 

@@ -11,7 +11,6 @@ import mlx.nn as nn
 
 from ..data.batching import BatchArrays
 from ..models.cross_entropy import cross_entropy_sum, token_log_probs
-from .chunked_loss import ChunkedLoss
 from .document_mask import DocumentCaches
 
 # The summed loss, its count (float32), and the metrics [2, M]: their sums, and the
@@ -20,25 +19,22 @@ LossSums = tuple[mx.array, mx.array, mx.array]
 
 
 class LossModel:
-    """A model as losses run it on a batch.
+    """A model as losses run it on a batch, with all logits at once.
 
     Args:
         module: the model. Its losses have gradients while it is in training mode.
-        chunked: computes the logits of some tokens at a time; None = all logits at
-            once.
+
+    Attributes:
         document_caches: keeps attention inside the documents of packed batches; None =
             no batch is packed.
+        uses_places: whether `BatchArrays.places` makes a difference.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        chunked: ChunkedLoss | None = None,
-        document_caches: DocumentCaches | None = None,
-    ):
+    document_caches: DocumentCaches | None = None
+    uses_places = False
+
+    def __init__(self, module: nn.Module):
         self.module = module
-        self.chunked = chunked
-        self.document_caches = document_caches
 
     def sum_over_tokens(
         self, batch: BatchArrays, function: Callable[..., mx.array], *labels: mx.array
@@ -49,14 +45,8 @@ class LossModel:
             function: the sum for logits [..., V], next tokens, mask, and `labels`.
             labels: [B, L, ...] each.
         """
-        kwargs = {}
-        if batch.documents is not None:
-            kwargs["cache"] = self.document_caches(batch.documents)
-        labels = batch.next_tokens, batch.mask, *labels
-        if self.chunked is None:
-            return function(self.module(batch.inputs, **kwargs), *labels)
-        chunked = self.chunked if self.module.training else self.chunked.value
-        return chunked(batch.inputs, labels, batch.places, loss=function, **kwargs)
+        logits = self.module(batch.inputs, **self._masks(batch))
+        return function(logits, batch.next_tokens, batch.mask, *labels)
 
     def log_probs(self, batch: BatchArrays, temperature: float = 1.0) -> mx.array:
         """Log-probabilities of the next tokens, float32 [B, L].
@@ -66,12 +56,14 @@ class LossModel:
         Args:
             temperature: divides the logits.
         """
-        inputs, targets = batch.inputs, batch.next_tokens
-        if self.chunked is None:
-            return token_log_probs(self.module(inputs), targets, temperature)
-        return self.chunked.log_probs(
-            inputs, targets, batch.places, temperature=temperature
-        )
+        logits = self.module(batch.inputs)
+        return token_log_probs(logits, batch.next_tokens, temperature)
+
+    def _masks(self, batch: BatchArrays) -> dict:
+        """Keyword arguments of the model that keep packed documents apart."""
+        if batch.documents is None:
+            return {}
+        return {"cache": self.document_caches(batch.documents)}
 
 
 class Loss:

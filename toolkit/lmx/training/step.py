@@ -12,7 +12,6 @@ from ..data.batching import Batch, BatchArrays, shard_batch
 from ..errors import UserError
 from ..interfaces import SINGLE_PROCESS, Communicator, WeightTransform
 from ..models.hooks import ModuleProxy, find_blocks, replace_module
-from .chunked_loss import ChunkedLoss
 from .document_mask import DocumentCaches
 from .fsdp import ShardedParameters
 from .gradient_checkpointing import checkpointed
@@ -68,7 +67,9 @@ class TrainStep:
             weights where it has none.
         compute_dtype: dtype of the forward and backward pass.
         weight_transform: makes weights of every forward pass, such as quantized ones.
-        chunked_loss, document_caches: of the model in training; see `LossModel`.
+        loss_model: runs the model on a batch; None = with all logits at once.
+        document_caches: keeps attention inside the documents of packed batches; None =
+            no batch is packed.
         loss: what is minimized; by default the cross-entropy.
         gradient_checkpointing: keeps only the inputs and outputs of every block.
         ranks: the processes that train this model; each gets its share of a batch.
@@ -88,7 +89,7 @@ class TrainStep:
         stored_dtypes: dict[str, mx.Dtype] | None = None,
         compute_dtype: mx.Dtype = mx.float32,
         weight_transform: WeightTransform | None = None,
-        chunked_loss: ChunkedLoss | None = None,
+        loss_model: LossModel | None = None,
         document_caches: DocumentCaches | None = None,
         loss: Loss | None = None,
         gradient_checkpointing: bool = False,
@@ -100,9 +101,10 @@ class TrainStep:
         self.compute_dtype = compute_dtype
         self.weight_transform = weight_transform or WeightTransform()
         self.loss = loss or TokenLoss()
-        self._loss_model = LossModel(model, chunked_loss, document_caches)
+        self._loss_model = loss_model or LossModel(model)
+        self._loss_model.document_caches = document_caches
         # Every number of places compiles once more, so pass them only if used.
-        self._with_places = chunked_loss is not None or self.loss.needs_places
+        self._with_places = self._loss_model.uses_places or self.loss.needs_places
         self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:

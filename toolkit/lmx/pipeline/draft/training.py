@@ -24,7 +24,8 @@ from ...models.drafters.io import ARCHITECTURES, bind_target, save_drafter
 from ...models.hooks import require_hidden_states
 from ...models.loader import LoadedModel
 from ...run.parallel_dims import ParallelDims
-from ...training.chunked_loss import ChunkedLoss
+from ...training.chunked_loss import ChunkedLossModel
+from ...training.losses import LossModel
 from ...training.trainer import Trainer
 from ..context import MODELS, ModelArtifact, write_model
 from ..quantize.stage import QuantizeStage
@@ -61,7 +62,7 @@ class DraftModelDistillation(DraftDistillation):
             loaded.model,
             loaded.dtype,
             loss=DraftLoss(cross_entropy=self.config.ce_weight),
-            chunked_loss=self._chunked_loss(loaded),
+            loss_model=self._loss_model(loaded),
         )
         parts = self.data.with_text(lambda batches: batches)
         return self.trainer(make_step, parts, self.data.eval_batches)
@@ -79,13 +80,14 @@ class DraftModelDistillation(DraftDistillation):
             facts |= {"before_quantizing": facts["expected"], "expected": predicted}
         return self.evaluation.run(draft, self.evaluation.load_model(draft), facts)
 
-    def _chunked_loss(self, loaded: LoadedModel) -> ChunkedLoss | None:
-        """None if the model cannot be split into trunk and head."""
+    def _loss_model(self, loaded: LoadedModel) -> LossModel:
+        """The model for a loss, in chunks if it can be split into trunk and head."""
         try:
             vocabulary = config_int(loaded.config, "vocab_size")
-            return ChunkedLoss(loaded.model, loss_chunk(vocabulary, on_cpu=on_cpu()))
+            chunk = loss_chunk(vocabulary, on_cpu=on_cpu())
+            return ChunkedLossModel(loaded.model, chunk)
         except NoTrunkHeadSplit:
-            return None
+            return LossModel(loaded.model)
 
     def _folder_costs(self, folder: Path) -> SpeculationCosts:
         """Costs of the target and of the model in a folder, as they are served."""

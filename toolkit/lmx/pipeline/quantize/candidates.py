@@ -10,7 +10,7 @@ from ...config.train import MANY_LOGITS, TeacherConfig, loss_chunk
 from ...cpu import on_cpu
 from ...interfaces import SINGLE_PROCESS, Communicator, Logger
 from ...models.blockwise import NoTrunkHeadSplit
-from ...training.chunked_loss import ChunkedLoss
+from ...training.chunked_loss import ChunkedLossModel
 from ...training.distillation import DistillationLoss
 from ...training.losses import LossModel
 from ...training.teacher_cache import PartTargets
@@ -38,7 +38,7 @@ class CandidateModel:
         # Only the shape is used, so nothing is computed.
         self._vocabulary = model(mx.zeros((1, 1), mx.int32)).shape[-1]
         model.freeze()
-        self._loss_model = LossModel(model, self.chunked_loss())
+        self._loss_model = self.loss_model()
 
     @property
     def affine_layers(self) -> dict[str, nn.Module]:
@@ -58,8 +58,8 @@ class CandidateModel:
         cast = {k: tensors[k].astype(self._dtypes[k]) for k in known}
         self.model.update(tree_unflatten(list(cast.items())))
 
-    def chunked_loss(self, trained_tokens: int | None = None) -> ChunkedLoss | None:
-        """Computes the logits of some tokens at a time; None = of all at once.
+    def loss_model(self, trained_tokens: int | None = None) -> LossModel:
+        """The model for a loss, with the logits of some tokens at a time.
 
         On a CPU the head is dequantized for every chunk, so a training computes all
         logits at once unless they are many.
@@ -69,12 +69,12 @@ class CandidateModel:
         """
         trains = trained_tokens is not None
         if trains and trained_tokens * self._vocabulary < MANY_LOGITS:
-            return None
+            return LossModel(self.model)
         chunk = loss_chunk(self._vocabulary, on_cpu=on_cpu() and not trains)
         try:
-            return ChunkedLoss(self.model, chunk)
+            return ChunkedLossModel(self.model, chunk)
         except NoTrunkHeadSplit:
-            return None
+            return LossModel(self.model)
 
     def divergence(
         self,

@@ -177,7 +177,7 @@ class ScaleTuner:
             stored_dtypes=dict.fromkeys(self._initial, self.model.dtype),
             compute_dtype=next(iter(layers.values())).scales.dtype,
             loss=DistillationLoss(TeacherConfig()),
-            chunked_loss=self.model.chunked_loss(trained_tokens=largest),
+            loss_model=self.model.loss_model(trained_tokens=largest),
             ranks=self.ranks,
         )
 

@@ -20,8 +20,9 @@ from ...data.tokenization import (
 from ...models.blockwise import NoTrunkHeadSplit
 from ...models.checkpoint import config_int
 from ...models.loader import LoadedModel
-from ...training.chunked_loss import ChunkedLoss
+from ...training.chunked_loss import ChunkedLossModel
 from ...training.document_mask import DocumentCaches, PackingUnsupported
+from ...training.losses import LossModel
 from ..context import StageContext
 
 
@@ -108,16 +109,16 @@ def document_caches(
         return None
 
 
-def chunked_loss(
+def loss_model(
     config: TrainConfig, context: StageContext, loaded: LoadedModel
-) -> ChunkedLoss | None:
-    """The chunked loss; None if the model cannot be split into trunk and head."""
+) -> LossModel:
+    """The model for a loss, in chunks if it can be split into trunk and head."""
     longest = context.data.max_seq_length
     tokens = max(config.batch_tokens or config.batch_size * longest, longest)
     vocabulary = config_int(loaded.config, "vocab_size")
     chunk = config.chunk(vocabulary=vocabulary, tokens=tokens, on_cpu=on_cpu())
     try:
-        return ChunkedLoss(loaded.model, chunk)
+        return ChunkedLossModel(loaded.model, chunk)
     except NoTrunkHeadSplit as reason:
         # On a CPU a small batch is only a little slower without chunks.
         if config.chunk(vocabulary=vocabulary, tokens=tokens, on_cpu=False):
@@ -125,7 +126,7 @@ def chunked_loss(
                 "loss_chunk_tokens is off and all logits are computed at once: "
                 f"{reason}"
             )
-        return None
+        return LossModel(loaded.model)
 
 
 def _padded_batches(

@@ -25,7 +25,7 @@ from ...training.reference_log_probs import (
     with_preference_target,
 )
 from ..context import StageContext
-from .batches import chunked_loss
+from .batches import loss_model
 from .objective import Objective
 from .qat import QATModel
 
@@ -96,5 +96,4 @@ class PreferenceObjective(Objective):
         if self.model.packed or (adapter and adapter.init_from):
             loaded = self.context.load(self.context.initial_model)
         loaded.model.eval()
-        chunked = chunked_loss(self.config, self.context, loaded)
-        return LossModel(loaded.model, chunked)
+        return loss_model(self.config, self.context, loaded)

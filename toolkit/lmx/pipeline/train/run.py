@@ -21,15 +21,15 @@ from ...models.lora.io import init_adapter
 from ...models.quantized_layers import TENSORS
 from ...quantization.packing import dequantize
 from ...quantization.qat.fake_quant import FakeQuant
-from ...training.chunked_loss import ChunkedLoss
 from ...training.document_mask import DocumentCaches
+from ...training.losses import LossModel
 from ...training.optimizers import OptimizerConfig
 from ...training.schedules import learning_rate_at
 from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
 from ..context import ModelArtifact, StageContext, write_model
 from ..estimate import training_dtype
-from .batches import chunked_loss, document_caches, training_batches, validation_batches
+from .batches import document_caches, loss_model, training_batches, validation_batches
 from .objective import Objective, PolicyObjective
 from .preference import PreferenceObjective
 from .qat import QATModel, prepare, require_steps
@@ -231,7 +231,7 @@ class TrainRun:
         if compute_dtype == mx.float32:
             # Lossless, and the chunked loss is verified in the dtype of the training.
             set_compute_dtype(loaded.model, compute_dtype)
-        chunked = chunked_loss(config, context, loaded)
+        model = loss_model(config, context, loaded)
         caches = None
         if config.packing:
             caches = document_caches(loaded, context, objective.enable_packing)
@@ -258,7 +258,7 @@ class TrainRun:
             self.cross_entropy_batches = list(chosen.in_order(config.eval_batches))
         batches = objective.training(examples, steps, compute_dtype)
         targets = objective.validation(valid, eval_batches, compute_dtype)
-        step = self._make_step(compute_dtype, chunked, caches)
+        step = self._make_step(compute_dtype, model, caches)
         set_compute_dtype(loaded.model, compute_dtype)
         source, evaluate = objective.with_rollouts(step, batches, valid)
         return Trainer(
@@ -295,7 +295,7 @@ class TrainRun:
     def _make_step(
         self,
         compute_dtype: mx.Dtype,
-        chunked: ChunkedLoss | None,
+        loss_model: LossModel,
         caches: DocumentCaches | None,
     ) -> TrainStep:
         config, model, network = self.config, self.model, self.loaded.model
@@ -326,7 +326,7 @@ class TrainRun:
             gradient_checkpointing=config.gradient_checkpointing,
             ranks=self.context.ranks,
             fsdp=config.fsdp,
-            chunked_loss=chunked,
+            loss_model=loss_model,
             document_caches=caches,
             loss=self.objective.loss,
         )
