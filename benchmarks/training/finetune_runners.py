@@ -111,7 +111,7 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
     from lmx.data.tokenization import Example
     from lmx.models.loader import load
     from lmx.models.lora import lora_model
-    from lmx.training.chunked_loss import ChunkedLoss
+    from lmx.training.chunked_loss import ChunkedLossModel
     from lmx.training.optimizers import OptimizerConfig
     from lmx.training.step import TrainStep
 
@@ -131,7 +131,7 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
         model,
         OptimizerConfig(beta1=BETAS[0], beta2=BETAS[1]),
         gradient_checkpointing=settings["checkpointing"],
-        chunked_loss=ChunkedLoss(model, chunk),
+        loss_model=ChunkedLossModel(model, chunk),
     )
     clock = Clock(batches.per_epoch, batches.per_epoch)
     pending = None

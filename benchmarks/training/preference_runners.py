@@ -87,11 +87,11 @@ def _lmx_dpo(folder: Path, settings: dict) -> dict:
     model, chunked, batches = _lmx_pairs(folder, settings)
     clock = Clock(settings["warm_epochs"] * batches.per_epoch, batches.per_epoch)
     clock.start()
-    batches, clock.extra = _with_reference(model, chunked, batches)
+    batches, clock.extra = _with_reference(chunked, batches)
     step = TrainStep(
         model,
         OptimizerConfig(beta1=BETAS[0], beta2=BETAS[1]),
-        chunked_loss=chunked,
+        loss_model=chunked,
         loss=PreferenceLoss(PreferenceLossConfig(beta=settings["beta"])),
     )
     losses, pending = [], None
@@ -112,7 +112,7 @@ def _lmx_dpo(folder: Path, settings: dict) -> dict:
 
 
 def _lmx_pairs(folder: Path, settings: dict) -> tuple:
-    """The model with LoRA, its chunked loss, and the batches of pairs."""
+    """The model with LoRA, how losses run it, and the batches of pairs."""
     import mlx.core as mx
     from lmx.config.lora import LoRAConfig
     from lmx.config.train import TrainConfig
@@ -124,7 +124,7 @@ def _lmx_pairs(folder: Path, settings: dict) -> tuple:
     from lmx.models.dtypes import set_compute_dtype
     from lmx.models.loader import load
     from lmx.models.lora import lora_model
-    from lmx.training.chunked_loss import ChunkedLoss
+    from lmx.training.chunked_loss import ChunkedLossModel
 
     loaded = load(Path(settings["model"]))
     model = loaded.model
@@ -146,10 +146,10 @@ def _lmx_pairs(folder: Path, settings: dict) -> tuple:
     chunk = TrainConfig(steps=1, batch_size=1).chunk(
         vocabulary=loaded.config["vocab_size"], tokens=longest, on_cpu=on_cpu()
     )
-    return model, ChunkedLoss(model, chunk), batches
+    return model, ChunkedLossModel(model, chunk), batches
 
 
-def _with_reference(model, chunked, batches) -> tuple:
+def _with_reference(chunked, batches) -> tuple:
     """Batches with the reference's log-probabilities; wall and processor seconds."""
     from lmx.data.batching import TargetBatches, example_indices
     from lmx.run.logger import RunLogger
@@ -161,7 +161,7 @@ def _with_reference(model, chunked, batches) -> tuple:
 
     start = time.perf_counter(), time.process_time()
     # The adapter changes nothing yet, so this is the reference.
-    reference = Reference(lambda: (model, chunked), "", RunLogger(None, quiet=True))
+    reference = Reference(lambda: chunked, "", RunLogger(None, quiet=True))
     indices = example_indices(batches, batches.per_epoch)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["LMX_CACHE"] = cache

@@ -153,13 +153,13 @@ def train(job: dict, arguments: argparse.Namespace) -> dict[str, float]:
         save_steps=arguments.steps + 1,
     )
     training = TrainRun(config, _context(job, arguments))
-    before = training.trainer.evaluate()
+    before = training.step.evaluate(training.trainer.eval_batches)
     training.run()
     result = {
         "before": before.loss_sum / before.loss_count,
         "after": training.eval_loss,
     }
-    if fake_quant := training.step.fake_quant:
+    if fake_quant := training.fake_quant:
         tensors = fake_quant.export_tensors(training.parameters)
         packed = training.model.packed
         changed, codes = fake_quant.count_changed_codes(packed, tensors)

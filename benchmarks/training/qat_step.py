@@ -123,7 +123,7 @@ def _step(case: str, quantizer: str | None, arguments: argparse.Namespace):
         max_grad_norm=1.0,
         lr_multipliers=fake_quant.lr_multipliers() if fake_quant else {},
     )
-    step = TrainStep(model, optimizer, fake_quant=fake_quant)
+    step = TrainStep(model, optimizer, weight_transform=fake_quant)
     set_compute_dtype(model, mx.float32)
     return step
 

@@ -207,7 +207,7 @@ def lmx_loss(loss, logps, *others):
     ]
 
     def mean(values):
-        total, count, _ = loss(values, *others)
+        total, count, _ = loss.from_log_probs(values, *others)
         return total / count
 
     value, gradient = mx.value_and_grad(mean)(mx.array(logps, mx.float32))

@@ -42,7 +42,7 @@ def sums(logits, target):
     tokens = mx.zeros(logits.shape[:2], mx.int32)
     loss_function = DraftLoss()
     return [
-        loss_function(
+        loss_function.from_logits(
             logits[:, n : n + 1],
             tokens[:, n : n + 1],
             mask[:, n : n + 1],
@@ -89,7 +89,7 @@ def test_draft_loss_gradients_match_finite_differences():
     tokens, mask = mx.zeros((1, 2), mx.int32), mx.ones((1, 2), mx.bool_)
 
     def loss(logits):
-        return DraftLoss()(logits, tokens, mask, *target)
+        return DraftLoss().from_logits(logits, tokens, mask, *target)
 
     gradient = np.array(mx.grad(loss)(mx.array(draft)))
     for index in np.ndindex(draft.shape):
@@ -116,7 +116,7 @@ def test_draft_loss_sums_trainable_positions_with_cross_entropy():
     tokens = mx.array([[0, 1, 2, 3, 4]])
     mask = mx.array([[False, True, True, False, False]])
     loss_function = DraftLoss(cross_entropy=0.25)
-    losses = loss_function(mx.array(draft), tokens, mask, *target)
+    losses = loss_function.from_logits(mx.array(draft), tokens, mask, *target)
     p, q = softmax(teacher)[0], softmax(draft)[0]
     expected = sum(
         0.75 * adaptive_kl_tv(p[i], q[i]) - 0.25 * np.log(q[i, i]) for i in (1, 2)

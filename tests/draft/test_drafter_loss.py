@@ -5,10 +5,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from lmx.config.draft import DraftConfig
+from lmx.data.batching import BatchArrays
 from lmx.draft import losses
 from lmx.draft.losses import DrafterLoss, DraftVocabulary, draft_positions
 from lmx.models.drafters.base import Drafter, TrainingRounds
 from lmx.training.distillation import DIVERGENCES
+from lmx.training.losses import LossModel
 from lmx.training.teacher_targets import compress_targets, full_targets
 
 VOCABULARY, WIDTH, LENGTH, COUNT = 13, 6, 7, 3
@@ -108,6 +110,11 @@ def reference(drafter, tokens, mask, states, teacher, known, decay, ce_weight):
     return loss, weights, overlaps, counts
 
 
+def loss_of(loss, drafter, tokens, mask, places, target):
+    arrays = BatchArrays(tokens, mask, None, places, target)
+    return loss(LossModel(drafter), arrays)
+
+
 @pytest.mark.parametrize("known", [None, KNOWN])
 @pytest.mark.parametrize("chunk", [3, 6, 1000])
 def test_loss_is_weighted_sum_over_valid_draft_tokens(known, chunk):
@@ -118,8 +125,8 @@ def test_loss_is_weighted_sum_over_valid_draft_tokens(known, chunk):
         drafter={"num_draft_tokens": COUNT},
     )
     tokens, mask, target, teacher = batch()
-    loss, count, metrics = DrafterLoss(config, chunk=chunk)(
-        drafter, tokens, mask, None, target
+    loss, count, metrics = loss_of(
+        DrafterLoss(config, chunk=chunk), drafter, tokens, mask, None, target
     )
     arguments = np.array(tokens), np.array(mask), target[-1], teacher
     known = known or list(range(VOCABULARY))
@@ -147,9 +154,9 @@ def test_sampled_rounds_estimate_the_loss_of_all(count, draws, error):
     loss = DrafterLoss(config, chunk=1000)
     whole, drafter = LookupDrafter(), SamplingDrafter()
     drafter.lm_head, drafter.count = whole.lm_head, count
-    expected, total, _ = loss(whole, tokens, mask, None, target)
+    expected, total, _ = loss_of(loss, whole, tokens, mask, None, target)
     np.random.seed(0)
-    results = [loss(drafter, tokens, mask, None, target) for _ in range(draws)]
+    results = [loss_of(loss, drafter, tokens, mask, None, target) for _ in range(draws)]
     for index, whole_sum in enumerate((expected, total)):
         mean = np.mean([result[index].item() for result in results])
         assert mean == pytest.approx(whole_sum.item(), rel=error)
@@ -164,7 +171,9 @@ def test_top_k_target_of_all_tokens_is_the_full_target(known):
     loss = DrafterLoss(config, chunk=1000)
     tokens, mask, full, _ = batch()
     *_, top_k, _ = batch(top_k=VOCABULARY)
-    results = [loss(drafter, tokens, mask, None, target) for target in (full, top_k)]
+    results = [
+        loss_of(loss, drafter, tokens, mask, None, target) for target in (full, top_k)
+    ]
     for first, second in zip(*results, strict=True):
         assert np.allclose(first, second, rtol=1e-5)
 
@@ -180,7 +189,7 @@ def test_gradients_do_not_depend_on_chunks_and_places(monkeypatch):
         loss = DrafterLoss(config, chunk=chunk)
 
         def value(model):
-            return loss(model, tokens, mask, places, target)[0]
+            return loss_of(loss, model, tokens, mask, places, target)[0]
 
         return nn.value_and_grad(drafter, value)(drafter)
 

@@ -16,7 +16,7 @@ import pytest
 from json_mutations import damage_bytes, dump_json, mutate_json
 from lmx.cli import main
 from lmx.files.hashes import hash_folder
-from lmx.quantization.ptq.scale_tuning import ScaleTuner
+from lmx.pipeline.quantize.scale_tuning import ScaleTuner
 from tiny_runs import METRICS_ONLY, SCRATCH_CONFIG, TRAIN, Run
 
 SMALL = SCRATCH_CONFIG | {"hidden_size": 32, "num_hidden_layers": 1}

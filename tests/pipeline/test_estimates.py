@@ -33,7 +33,7 @@ from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
 from lmx.run.progress import readable_size
-from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.chunked_loss import ChunkedLossModel
 from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
@@ -78,7 +78,7 @@ def make_step(shape: ScratchModelConfig, config: TrainConfig) -> TrainStep:
         network,
         OptimizerConfig(config.optimizer),
         gradient_checkpointing=config.gradient_checkpointing,
-        chunked_loss=ChunkedLoss(network, chunk) if chunk else None,
+        loss_model=ChunkedLossModel(network, chunk) if chunk else None,
     )
 
 
@@ -166,7 +166,7 @@ def test_memory_with_fake_quantizers(adapter, quantizer, from_codes):
         lora_model.attach(network, config.adapter, seed=0, merged=True)
     fake_quant = FakeQuant(network, specs, mx.float16, config.qat, packed)
     set_compute_dtype(network, mx.float32)
-    step = TrainStep(network, OptimizerConfig(), fake_quant=fake_quant)
+    step = TrainStep(network, OptimizerConfig(), weight_transform=fake_quant)
     train_steps(step, constant_batch(1, 8))
     peak = mx.get_peak_memory() - start
     assert initial

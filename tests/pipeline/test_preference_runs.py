@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from lmx.config.errors import ConfigErrors
 from lmx.config.loader import load_recipe
-from lmx.pipeline.train.preference import PreferenceSetup
+from lmx.pipeline.train.preference import PreferenceObjective
 from lmx.training import reference_log_probs
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 
@@ -94,13 +94,13 @@ def test_predictions_of_nan_are_refused_and_not_cached(tmp_path, base, capsys):
 def test_reference_is_loaded_once_for_all_blocks_and_runs(tmp_path, base, monkeypatch):
     monkeypatch.setattr(reference_log_probs, "BLOCK_SEQUENCES", 6)
     monkeypatch.setenv("LMX_CACHE", str(tmp_path / "cache"))
-    load, calls = PreferenceSetup._load_reference, []
+    load, calls = PreferenceObjective._load_reference, []
 
     def counted(self):
         calls.append(self)
         return load(self)
 
-    monkeypatch.setattr(PreferenceSetup, "_load_reference", counted)
+    monkeypatch.setattr(PreferenceObjective, "_load_reference", counted)
     for name, case in enumerate(("dpo-lora", "dpo-lora", "ipo-qat-lora")):
         assert make_run(tmp_path / f"{name}", case, base, steps=6)() == 0
     # For the 48 sequences of the training, and for those of the validation.

@@ -6,8 +6,8 @@ from lmx.files.artifacts import ArtifactStore
 from lmx.interfaces import Logger
 from lmx.models.blockwise import TrunkHeadSplit
 from lmx.models.loader import load
-from lmx.quantization.ptq import candidates
-from lmx.quantization.ptq.candidates import CandidateModel, CandidateSelector
+from lmx.pipeline.quantize import candidates
+from lmx.pipeline.quantize.candidates import CandidateModel, CandidateSelector
 from lmx.training.distillation import divergence_sum
 from lmx.training.teacher_cache import cache_part_targets
 from test_ptq_methods import quantize

@@ -11,6 +11,7 @@ from lmx.config.qat import QATConfig
 from lmx.config.quant_spec import QuantizationConfig, QuantSpec
 from lmx.data.batching import Batch
 from lmx.models import checkpoint_writer
+from lmx.models.cross_entropy import cross_entropy_sum
 from lmx.models.dtypes import set_compute_dtype
 from lmx.models.loader import load
 from lmx.models.lora import lora_model
@@ -18,7 +19,6 @@ from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.qat.quantizers import LSQQuantizer
 from lmx.quantization.target_layers import QuantizationPlan, select_layers
-from lmx.training.losses import cross_entropy_sum
 from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten, tree_unflatten
@@ -54,7 +54,7 @@ class RecordingStep(TrainStep):
         mx.random.seed(seed)
         self.model.train()
         scalars = mx.array(learning_rate), mx.array(0.0)
-        return self._train_batch(*self._inputs(batch), *scalars)
+        return self._train_batch(*self._arrays(batch), *scalars)
 
 
 class Run:
@@ -74,7 +74,7 @@ class Run:
         specs = self.plan.specs
         fake_quant = FakeQuant(model, specs, self.loaded.dtype, config)
         self.step = RecordingStep(
-            model, OptimizerConfig(weight_decay=0.01), fake_quant=fake_quant
+            model, OptimizerConfig(weight_decay=0.01), weight_transform=fake_quant
         )
         set_compute_dtype(model, mx.float32)
 
@@ -95,7 +95,7 @@ class Run:
         weights = {k: v for k, v in dense.items() if k not in quantized_names}
         checkpoint_writer.write_checkpoint(
             folder,
-            weights | self.step.fake_quant.export_tensors(parameters),
+            weights | self.step.weight_transform.export_tensors(parameters),
             self.loaded.config,
             companions=self.loaded.path,
             specs=self.plan.specs,
@@ -199,7 +199,7 @@ def test_fake_quant_starts_after_n_steps(make_checkpoint, tmp_path, grid):
         assert quantized[0].item() == pytest.approx(expected[0].item(), rel=1e-6)
         mx.eval(run.step.parameters, full_precision.parameters)
     run.step.on_step(2)
-    fake_quant, parameters = run.step.fake_quant, run.step.parameters
+    fake_quant, parameters = run.step.weight_transform, run.step.parameters
     path = "model.layers.0.mlp.up_proj"
     if grid == "lsq":
         # The scales are initialized from the current weights.
@@ -304,7 +304,7 @@ def test_full_gradients_are_straight_through(make_checkpoint):
     step, inputs = run.step, batch(3)
 
     def loss(parameters):
-        return step._train_loss(parameters, *inputs.arrays, None, None)[0]
+        return step._loss_sums(parameters, *inputs.arrays())[0]
 
     def loss_of_weights(weights):
         step.model.update(tree_unflatten(list(weights.items())))

@@ -36,9 +36,9 @@ def test_forward_weights_are_those_of_the_blocks(make_checkpoint, adapted):
     modes = dict(zip(paths, k_modes, strict=True)) | {SMALL: "q4_0"}
     specs = {path: QuantSpec(mode=mode) for path, mode in modes.items()}
     run = Run(folder, QuantizationPlan(specs, {}), adapted=adapted)
-    before = run.step.fake_quant.export_tensors(run.step.parameters)
+    before = run.step.weight_transform.export_tensors(run.step.parameters)
     run.train(2)
-    exported = run.step.fake_quant.export_tensors(run.step.parameters)
+    exported = run.step.weight_transform.export_tensors(run.step.parameters)
     *_, forward = run.train()
     forward = {k.replace(".linear.", "."): v for k, v in forward.items()}
     for path, spec in specs.items():

@@ -3,6 +3,7 @@
 import shutil
 
 import mlx.core as mx
+import mlx.optimizers as optimizers
 import numpy as np
 import pytest
 from folder_damages import DAMAGES
@@ -11,10 +12,11 @@ from lmx.config.quantize import ScaleTuningConfig
 from lmx.files.artifacts import ArtifactStore
 from lmx.interfaces import Logger
 from lmx.models.loader import load
-from lmx.quantization.ptq import candidates
-from lmx.quantization.ptq.candidates import CandidateModel
-from lmx.quantization.ptq.scale_tuning import KIND, KINDS, ScaleTuner
+from lmx.pipeline.quantize import candidates
+from lmx.pipeline.quantize.candidates import CandidateModel
+from lmx.pipeline.quantize.scale_tuning import KIND, KINDS, ScaleTuner
 from lmx.run.logger import RunLogger
+from lmx.training import checkpoint
 from lmx.training.teacher_cache import cache_part_targets
 from mlx.utils import tree_flatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
@@ -92,9 +94,12 @@ def test_stored_scales_give_the_evaluated_predictions(case, tuned, tmp_path):
     logits = load(tmp_path).model(tokens)
     assert mx.array_equal(logits, tuner.model.model(tokens))
     # The forward pass of training uses the same values.
-    tuner._masters.update(tuner._flat.flatten(tensors))
-    values = tuner.model.forward_values(tuner._flat.unflatten(tuner._masters))
-    assert all(mx.array_equal(values[k].astype(mx.float16), tensors[k]) for k in values)
+    step = tuner._new_step()
+    step.parameters.update({k: v.astype(mx.float32) for k, v in tensors.items()})
+    values = dict(tree_flatten(step.materialize().parameters()))
+    assert all(
+        mx.array_equal(values[k].astype(mx.float16), v) for k, v in tensors.items()
+    )
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -105,38 +110,40 @@ def test_gradients_match_finite_differences(case, tmp_path, chunk, monkeypatch):
         monkeypatch.setattr(candidates, "loss_chunk", lambda *_, **__: chunk)
     tuner = tuner_of(case, tmp_path)
     tuner.model.dtype = mx.float32
-    _, training, _ = case
-    tokens, target = training.tokens[0], training[0]
-    start = dict(tuner._masters)
-    recorded = {}
-    tuner._optimizer.apply_gradients = lambda gradients, origin: (
-        recorded.update(gradients) or origin
+    step, training = tuner._new_step(), case[1]
+    assert step._loss_model.uses_places == bool(chunk)
+    start, recorded = dict(step.parameters), {}
+    monkeypatch.setattr(
+        optimizers.Adam,
+        "apply_gradients",
+        lambda _, gradients, origin: recorded.update(gradients) or origin,
     )
-    tuner._add(tokens, training.counted[0], *target)
-    tuner._update(mx.array(0.0))
+    step.model.train()
+    sums, gradients = step._gradients(*training.batch(0).arrays())
+    step._update(gradients, *sums, mx.array(0.0), mx.array(0.0))
     norm = np.sqrt(sum(np.square(np.array(g)).sum() for g in recorded.values()))
     assert norm < 1, "the gradients were clipped"
     # This value of the first layer has the largest gradient.
-    first = next(iter(tuner.model.affine_layers.values())).scales.size
-    place = int(mx.argmax(mx.abs(recorded["biases"][:first])).item())
-    middle, unit = 3.5, tuner._units[place].item()
+    path = next(iter(tuner.model.affine_layers))
+    place = int(mx.argmax(mx.abs(recorded[f"{path}.biases"])).item())
+    middle, unit = 3.5, step.optimizer._units[path].item()
 
-    def loss(kind, step):
+    def loss(kind, width):
         values = {k: np.array(v, np.float64) for k, v in start.items()}
+        scales, biases = (values[f"{path}.{k}"].reshape(-1) for k in KINDS)
         if kind == "biases":
-            values["biases"][place] += step * unit
+            biases[place] += width * unit
         else:
-            values["scales"][place] += step * unit * 2 / middle
-            values["biases"][place] -= step * unit * 2
+            scales[place] += width * unit * 2 / middle
+            biases[place] -= width * unit * 2
         masters = {k: mx.array(v, mx.float32) for k, v in values.items()}
-        tuner.model.set_tensors(tuner._flat.unflatten(masters))
-        return _divergence(tuner.model.model(tokens), target)
+        tuner.model.set_tensors(masters)
+        return _divergence(tuner.model.model(training.tokens[0]), training[0])
 
     for kind in KINDS:
         gradient = (loss(kind, 0.03) - loss(kind, -0.03)) / 0.06
-        assert recorded[kind][place].item() == pytest.approx(
-            gradient, rel=0.02, abs=1e-6
-        )
+        found = recorded[f"{path}.{kind}"].reshape(-1)[place].item()
+        assert found == pytest.approx(gradient, rel=0.02, abs=1e-6)
 
 
 def _divergence(logits, target):
@@ -157,7 +164,7 @@ OF_LLAMA = pytest.mark.parametrize("case", ["llama"], indirect=True)
 @pytest.mark.parametrize("rate", [1e3, 1e30])
 def test_harmful_tuning_keeps_the_start(case, tmp_path, rate, capsys):
     tuner = tuner_of(case, tmp_path, learning_rate=rate, logger=RunLogger(None))
-    start = tuner._stored()
+    start = dict(tuner._initial)
     tensors = tuner.run()
     assert all(mx.array_equal(tensors[k], start[k]) for k in start)
     assert "keeping the start" in capsys.readouterr().out
@@ -172,7 +179,7 @@ def test_probe_stops_at_a_worse_learning_rate(case, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(tuner, "_evaluate", lambda *_: next(divergences))
     tuner.run()
     assert "0.0003: 0.5, 0.001: 0.4, 0.003: inf; using 0.001" in capsys.readouterr().out
-    assert tuner._optimizer.state["step"].item() == 1
+    assert checkpoint.list_checkpoints(tuner._folder) == [1]
 
 
 def test_step_does_not_depend_on_its_parts(case, tmp_path):
@@ -194,14 +201,17 @@ def test_step_does_not_depend_on_its_parts(case, tmp_path):
             **settings,
         )
         tuner = tuner_of((path, targets, held_out), folder, batch_tokens=128)
-        losses = [tuner._train_step(step, 3, 1e-2).item() for step in range(3)]
-        results.append((losses, tuner._masters, tuner._optimizer.state["step"].item()))
+        step = tuner._new_step()
+        losses = [tuner._train_step(step, n, 3, 1e-2).item() for n in range(3)]
+        results.append((losses, step.parameters, step.optimizer.state["step"].item()))
     (losses, masters, steps), (expected_losses, expected, _) = results
     assert steps == 3
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
     for kind in KINDS:
         # If a gradient is almost zero, Adam amplifies the order of a sum.
-        assert np.isclose(masters[kind], expected[kind], atol=2e-5).mean() > 0.995
+        names = [name for name in masters if name.endswith(kind)]
+        close = [np.isclose(masters[k], expected[k], atol=2e-5) for k in names]
+        assert np.concatenate(close, axis=None).mean() > 0.995
 
 
 @OF_LLAMA
@@ -221,7 +231,7 @@ def test_killed_run_resumes_exactly(case, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         killed.run()
     second = tuner_of(case, tmp_path, learning_rate=None)
-    assert second._load()["step"] > 0
+    assert checkpoint.list_checkpoints(second._folder)[-1] > 0
     tensors = second.run()
     for name in expected:
         assert mx.array_equal(expected[name], tensors[name])
@@ -230,8 +240,9 @@ def test_killed_run_resumes_exactly(case, tmp_path, monkeypatch):
 @OF_LLAMA
 def test_other_settings_start_a_new_run(case, tuned, tmp_path):
     folder = shutil.copytree(tuned[1], tmp_path / "copy")
-    assert tuner_of(case, folder)._load()["step"] == CONFIG.steps
-    assert tuner_of(case, folder, steps=13)._load() is None
+    saved = checkpoint.list_checkpoints(tuner_of(case, folder)._folder)
+    assert saved[-1] == CONFIG.steps
+    assert not checkpoint.list_checkpoints(tuner_of(case, folder, steps=13)._folder)
 
 
 @OF_LLAMA
@@ -240,11 +251,13 @@ def test_damaged_state_starts_a_new_run(case, tuned, tmp_path):
     logger, warnings = Logger(), []
     logger.warning = warnings.append
     tuner = tuner_of(case, tmp_path, logger=logger)
-    assert tuner._load()["step"] == CONFIG.steps
-    [state] = (tmp_path / KIND).glob("*/content")
-    DAMAGES["flip"](state)
-    assert tuner._load() is None
-    assert warnings == [f"{state}: damaged, made again"]
+    states = sorted(tuner._folder.glob("steps/*/content"))
+    for state in states:
+        DAMAGES["flip"](state)
+    tensors = tuner.run()
+    assert len(warnings) == len(states)
+    assert all("is damaged" in warning for warning in warnings)
+    assert all(mx.array_equal(value, tensors[k]) for k, value in tuned[3].items())
 
 
 def test_scale_tuning_needs_an_affine_grid():

@@ -7,8 +7,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from lmx.models.blockwise import NoTrunkHeadSplit
-from lmx.training.chunked_loss import ChunkedLoss
-from lmx.training.losses import cross_entropy_sum
+from lmx.models.cross_entropy import cross_entropy_sum
+from lmx.training.chunked_loss import ChunkedLossModel
 from mlx.utils import tree_flatten
 from tiny_llamas import GRID_MODES, MODES, family, llama, tokens_of
 from tiny_steps import (
@@ -21,9 +21,9 @@ from tiny_steps import (
 
 
 def outputs(model, fake_quant, chunk, batch, **settings):
-    chunked = ChunkedLoss(model, chunk) if chunk else None
-    options = settings | {"fake_quant": fake_quant, "name": "sgd"}
-    step = make_step(model, chunked_loss=chunked, **options)
+    chunked = ChunkedLossModel(model, chunk) if chunk else None
+    options = settings | {"weight_transform": fake_quant, "name": "sgd"}
+    step = make_step(model, loss_model=chunked, **options)
     loss, gradients = loss_and_gradients(step, batch)
     assert step.evaluate([batch])[0] == pytest.approx(loss, rel=1e-5)
     return loss, gradients
@@ -62,10 +62,11 @@ def test_chunked_loss_equals_full_logits_for_every_family(name):
 
 def test_gradients_are_those_of_a_scaled_sum():
     model, batch = llama()[0], tokens_of()
-    chunked = ChunkedLoss(model, 7)
+    chunked = ChunkedLossModel(model, 7)
 
     def loss(model, factor):
-        return factor * chunked(batch.tokens[:, :-1], [batch.tokens[:, 1:], batch.mask])
+        arrays = batch.arrays(with_places=False)
+        return factor * chunked.sum_over_tokens(arrays, cross_entropy_sum)
 
     one, two = (
         dict(tree_flatten(nn.value_and_grad(model, loss)(model, factor)[1]))
@@ -83,7 +84,7 @@ def test_chunked_loss_keeps_logit_soft_caps():
 
 def test_chunked_loss_refuses_a_model_without_blocks():
     with pytest.raises(NoTrunkHeadSplit, match="no trunk"):
-        ChunkedLoss(Tiny(), 8)
+        ChunkedLossModel(Tiny(), 8)
 
 
 class Sideways(nn.Module):
@@ -111,8 +112,8 @@ class Sideways(nn.Module):
 )
 def test_chunked_loss_refuses_a_head_that_mixes_tokens(head):
     with pytest.raises(NoTrunkHeadSplit, match="are off by"):
-        ChunkedLoss(Sideways(head), 8)
-    assert ChunkedLoss(Sideways(lambda logits, tokens: 2 * logits), 8)
+        ChunkedLossModel(Sideways(head), 8)
+    assert ChunkedLossModel(Sideways(lambda logits, tokens: 2 * logits), 8)
 
 
 @pytest.mark.fused
@@ -121,8 +122,8 @@ def test_chunked_loss_uses_less_memory():
         model, _ = llama(vocab_size=8192, num_hidden_layers=1)
         model.freeze()
         model.layers[0].unfreeze()
-        chunked = ChunkedLoss(model, chunk) if chunk else None
-        return peak_memory(make_step(model, chunked_loss=chunked), tokens_of(8, 128))
+        chunked = ChunkedLossModel(model, chunk) if chunk else None
+        return peak_memory(make_step(model, loss_model=chunked), tokens_of(8, 128))
 
     logits = 4 * 8192 * 1024
     assert peak(None) > 2 * logits
@@ -145,7 +146,7 @@ def test_head_runs_on_trained_positions_only(trained, chunk):
     assert len(batch.head_positions) == 12 * parts
     assert set(trained) <= set(batch.head_positions.tolist())
     model, _ = llama()
-    step = make_step(model, chunked_loss=ChunkedLoss(model, chunk), name="sgd")
+    step = make_step(model, loss_model=ChunkedLossModel(model, chunk), name="sgd")
     chunk_sizes, head = [], model.model.embed_tokens.as_linear
     model.model.embed_tokens.as_linear = lambda x: (
         chunk_sizes.append(x.shape[1]) or head(x)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from lmx.data.batching import MAX_SHAPES, BucketBatchSampler, head_fractions
 from lmx.data.tokenization import Example
-from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.chunked_loss import ChunkedLossModel
 from lmx.training.step import TrainStep
 from tiny_llamas import llama
 from tiny_steps import Tiny, make_step, random_batch, random_examples
@@ -42,8 +42,8 @@ def ragged_examples(count: int) -> list[Example]:
 def test_ragged_batches_have_few_traces():
     """MLX keeps each compiled shape: mlx #4464, mlx-lm #1185."""
     model, _ = llama()
-    chunked = ChunkedLoss(model, 512)
-    step = make_step(model, CountingStep, chunked_loss=chunked, name="sgd")
+    chunked = ChunkedLossModel(model, 512)
+    step = make_step(model, CountingStep, loss_model=chunked, name="sgd")
     parameters, state = dict(step.parameters), dict(step.optimizer.state)
     examples = ragged_examples(2500)
     batches = BucketBatchSampler(examples, max_seq_length=LONGEST, batch_tokens=LONGEST)

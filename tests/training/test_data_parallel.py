@@ -60,7 +60,7 @@ def trained(ranks, case: str) -> dict[str, np.ndarray]:
     """Losses, token counts, norms, evaluation and weights of a short training."""
     mode, settings = CASES[case]
     model, fake_quant = llama(mode)
-    step = make_step(model, fake_quant=fake_quant, ranks=ranks, **settings)
+    step = make_step(model, weight_transform=fake_quant, ranks=ranks, **settings)
     return outcome(step, windows())
 
 
@@ -189,8 +189,8 @@ def test_shard_batch_assigns_every_sequence_once(size):
     assert sorted("".join("".join(one.where) for one in shards)) == list("abcde")
     for kind in range(3):
         for index in range(5):
-            mine = shards[index % size].arrays[kind][index // size]
-            assert mx.array_equal(mine, batch.arrays[kind][index])
+            mine = shards[index % size].arrays()[kind][index // size]
+            assert mx.array_equal(mine, batch.arrays()[kind][index])
     masks = sum(one.mask.sum().item() for one in shards)
     assert masks == batch.mask.sum().item()
 

@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.train import TeacherConfig
-from lmx.training.chunked_loss import ChunkedLoss
+from lmx.models.cross_entropy import cross_entropy_sum
+from lmx.training.chunked_loss import ChunkedLossModel
 from lmx.training.distillation import DistillationLoss, OnlineTeacher
 from lmx.training.document_mask import DocumentCaches
-from lmx.training.losses import cross_entropy_sum
 from lmx.training.teacher_targets import compress_targets
 from test_document_mask import documents_of, packed, separate_batches
 from tiny_llamas import VOCABULARY, llama, tokens_of
@@ -33,12 +33,12 @@ def distillation_loss(teacher=None, **settings):
 def gradients(loss, *batches, mode="full", chunk=None, **settings):
     """The summed loss and the mean gradients of one step."""
     model, fake_quant = llama(mode)
-    chunked = ChunkedLoss(model, chunk) if chunk else None
+    chunked = ChunkedLossModel(model, chunk) if chunk else None
     if settings.pop("packing", False):
         settings["document_caches"] = DocumentCaches(model)
         if loss.online:
             loss.online.document_caches = DocumentCaches(loss.online.model)
-    settings |= {"fake_quant": fake_quant, "name": "sgd", "chunked_loss": chunked}
+    settings |= {"weight_transform": fake_quant, "name": "sgd", "loss_model": chunked}
     step = make_step(model, loss=loss, **settings)
     return loss_and_gradients(step, list(batches))
 
@@ -132,7 +132,9 @@ def test_evaluation_loss_equals_training_loss(chunk, cached):
         target = compress_targets(logits, VOCABULARY, temperature=2.0)
         batch, loss.online = replace(batch, target=tuple(target)), None
     model, _ = llama()
-    step = make_step(model, loss=loss, chunked_loss=chunk and ChunkedLoss(model, chunk))
+    step = make_step(
+        model, loss=loss, loss_model=chunk and ChunkedLossModel(model, chunk)
+    )
     total, tokens, _ = step.evaluate([batch, batch])
     assert total == pytest.approx(2 * expected, rel=1e-5)
     assert tokens == 2 * batch.mask.sum().item()

@@ -7,7 +7,7 @@ import pytest
 from lmx.data.batching import Batch
 from lmx.models import logit_errors
 from lmx.training import document_mask
-from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.chunked_loss import ChunkedLossModel
 from lmx.training.document_mask import DocumentCaches, PackingUnsupported
 from lmx.training.step import TrainStep
 from tiny_families import WINDOW
@@ -55,10 +55,7 @@ def separate_batches(documents) -> list[Batch]:
 
 
 def gradients(step: TrainStep, batch: Batch):
-    arguments = (*batch.arrays, None, None)
-    (loss, *_), gradients = mx.value_and_grad(step._train_loss)(
-        step.parameters, *arguments
-    )
+    (loss, *_), gradients = step._gradients(*batch.arrays(with_places=False))
     return loss, gradients
 
 
@@ -79,7 +76,7 @@ def assert_packing_is_exact(model, **settings):
 @pytest.mark.parametrize("mode", MODES + GRID_MODES)
 def test_packed_loss_and_gradients_equal_separate_documents(mode):
     model, fake_quant = llama(mode)
-    assert_packing_is_exact(model, fake_quant=fake_quant)
+    assert_packing_is_exact(model, weight_transform=fake_quant)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma3", "qwen3_moe"])
@@ -103,7 +100,7 @@ def test_packing_respects_sliding_windows():
 def test_packing_with_gradient_checkpointing_and_chunked_loss():
     model, _ = llama()
     assert_packing_is_exact(model, gradient_checkpointing=True)
-    assert_packing_is_exact(model, chunked_loss=ChunkedLoss(model, 16))
+    assert_packing_is_exact(model, loss_model=ChunkedLossModel(model, 16))
 
 
 def test_packing_without_document_numbers_differs():
@@ -171,11 +168,11 @@ def test_packing_is_verified_with_the_tolerance_of_bfloat16(num_layers, monkeypa
 
 
 def ignore_documents(monkeypatch):
-    init = document_mask._DocumentMasks.__init__
+    mask = document_mask._mask
     monkeypatch.setattr(
-        document_mask._DocumentMasks,
-        "__init__",
-        lambda self, documents: init(self, mx.zeros_like(documents)),
+        document_mask,
+        "_mask",
+        lambda documents, size: mask(mx.zeros_like(documents), size),
     )
 
 

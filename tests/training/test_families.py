@@ -13,7 +13,7 @@ from lmx.models.loader import build_model
 from lmx.models.lora import lora_model
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
-from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.chunked_loss import ChunkedLossModel
 from mlx.utils import tree_flatten
 from tiny_families import (
     FAMILIES,
@@ -101,10 +101,10 @@ def test_families_train_with_fake_quantization(family, mode, batch):
     specs = select_layers(model, QuantizationConfig(bits=4, group_size=32)).specs
     if mode == "adapters":
         lora_model.attach(model, LoRAConfig(rank=2), seed=0, merged=True)
-    step = make_step(model, fake_quant=FakeQuant(model, specs, mx.float32))
+    step = make_step(model, weight_transform=FakeQuant(model, specs, mx.float32))
     losses = train(step, batch, rate=5e-3 if mode == "full" else 2e-2, steps=3)
     assert losses[-1] < losses[0] - 0.05
-    codes = step.fake_quant.export_tensors(step.parameters)
+    codes = step.weight_transform.export_tensors(step.parameters)
     weights = lora_model.fuse(model, base, step.parameters, mx.float32)
     for path, spec in specs.items():
         tensors = (codes[f"{path}.{name}"] for name in ("weight", "scales", "biases"))
@@ -118,8 +118,8 @@ def test_families_train_with_fake_quantization(family, mode, batch):
 
 def outputs(family, batch, *, chunk=None, **settings):
     model = member(family)
-    chunked = ChunkedLoss(model, chunk) if chunk else None
-    step = make_step(model, name="sgd", chunked_loss=chunked, **settings)
+    chunked = ChunkedLossModel(model, chunk) if chunk else None
+    step = make_step(model, name="sgd", loss_model=chunked, **settings)
     return loss_and_gradients(step, batch)
 
 

@@ -11,7 +11,7 @@ from lmx.interfaces import SINGLE_PROCESS
 from lmx.models.safetensors_io import stream_safetensors
 from lmx.training import checkpoint
 from lmx.training.checkpoint import TrainingProgress
-from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.chunked_loss import ChunkedLossModel
 from lmx.training.fsdp import ShardedParameters
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
@@ -55,7 +55,7 @@ def new_step(case: str, **more) -> TrainStep:
     model = Tiny() if shape is None else llama("full", **shape)[0]
     settings = settings | more
     if chunk := settings.pop("chunked", None):
-        settings["chunked_loss"] = ChunkedLoss(model, chunk)
+        settings["loss_model"] = ChunkedLossModel(model, chunk)
     return make_step(model, **settings)
 
 
@@ -150,7 +150,7 @@ def test_fsdp_rank_holds_only_its_shard(two_processes, case, limit):
         assert 0.5 <= two_processes[rank][case]["state_bytes"] / whole <= limit
 
 
-FLOAT32 = {"stored_dtypes": {}, "compute_dtype": mx.float32}
+FLOAT32 = {"stored_dtypes": {}}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -28,7 +28,7 @@ def joined(batches) -> Batch:
 
 def outputs(window, mode="full", **settings):
     model, fake_quant = llama(mode)
-    step = make_step(model, fake_quant=fake_quant, name="sgd", **settings)
+    step = make_step(model, weight_transform=fake_quant, name="sgd", **settings)
     metrics = [v.item() for v in step(window, 0.0, 0)[:4]]
     return metrics, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
 

@@ -1,11 +1,13 @@
 """Recomputed blocks give equal gradients, and are restored afterwards."""
 
+from contextlib import nullcontext
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from lmx.errors import UserError
-from lmx.models.hooks import ModuleProxy, find_blocks
+from lmx.models.hooks import ModuleProxy, replace_module
 from lmx.training import gradient_checkpointing
 from lmx.training.gradient_checkpointing import checkpointed
 from tiny_llamas import GRID_MODES, MODES, llama, tokens_of
@@ -15,7 +17,7 @@ from tiny_steps import Tiny, loss_and_gradients, make_step, peak_memory
 def outputs(mode, *, dropout=0.0, **settings):
     """Loss and gradients of a compiled step."""
     model, fake_quant = llama(mode, dropout=dropout)
-    step = make_step(model, fake_quant=fake_quant, name="sgd", **settings)
+    step = make_step(model, weight_transform=fake_quant, name="sgd", **settings)
     return loss_and_gradients(step, tokens_of())
 
 
@@ -69,19 +71,20 @@ class Stack(nn.Module):
         return x
 
 
-def gradient(model, x, *, times):
-    """Gradients of all parameters, with `times` contexts around the forward pass."""
-    blocks = find_blocks(model)
+def replaced(model):
+    """A context in which the blocks of a model are checkpointed, as in a step."""
+    blocks = model.layers
+    proxies = [ModuleProxy(block, checkpointed(block, block)) for block in blocks]
+    return replace_module(model, "layers", proxies)
+
+
+def gradient(model, x, *, checkpoints):
+    """Gradients of all parameters."""
 
     def loss(parameters):
         model.update(parameters)
-        if times == 0:
+        with replaced(model) if checkpoints else nullcontext():
             return model(x).sum()
-        with checkpointed(blocks):
-            if times == 1:
-                return model(x).sum()
-            with checkpointed(blocks):
-                return model(x).sum()
 
     before = model.parameters()
     result = mx.grad(loss)(before)
@@ -90,17 +93,17 @@ def gradient(model, x, *, times):
     return result
 
 
-@pytest.mark.parametrize(("times", "calls"), [(0, 1), (1, 2), (2, 2)])
-def test_checkpointed_blocks_run_twice(times, calls):
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_checkpointed_blocks_run_twice(checkpoints):
     model = Stack([Counting(), Counting()])
-    gradient(model, mx.ones((2, 4)), times=times)
-    assert [block.calls for block in model.layers] == [calls, calls]
+    gradient(model, mx.ones((2, 4)), checkpoints=checkpoints)
+    assert [block.calls for block in model.layers] == [1 + checkpoints] * 2
 
 
 def test_checkpointing_leaves_other_modules_unchanged():
     model, other = Stack([Counting()]), Counting()
     block, call = model.layers[0], Counting.__call__
-    with checkpointed(find_blocks(model)):
+    with replaced(model):
         assert isinstance(model.layers[0], ModuleProxy)
         assert model.layers[0].calls == 0
         mx.eval(mx.grad(lambda x: other(x).sum())(mx.ones((1, 4))))
@@ -112,8 +115,8 @@ def test_checkpointing_leaves_other_modules_unchanged():
 def test_checkpointed_block_used_twice_sums_gradients():
     shared = Counting()
     model, x = Stack([shared, Counting(), shared]), mx.ones((2, 4))
-    expected = gradient(model, x, times=0)["layers"][0]["linear"]["weight"]
-    result = gradient(model, x, times=1)["layers"][0]["linear"]["weight"]
+    expected = gradient(model, x, checkpoints=False)["layers"][0]["linear"]["weight"]
+    result = gradient(model, x, checkpoints=True)["layers"][0]["linear"]["weight"]
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 

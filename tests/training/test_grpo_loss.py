@@ -64,7 +64,9 @@ def value_of(loss: GRPOLoss, logps=LOGPS, mask=MASK, rewards=REWARDS):
     others = [mx.array(v, mx.float32) for v in (rewards, OLD, REFERENCE)]
 
     def mean(logps):
-        total, count, metrics = loss(logps, mx.array(mask), advantages, *others)
+        total, count, metrics = loss.from_log_probs(
+            logps, mx.array(mask), advantages, *others
+        )
         return total / count, metrics
 
     (value, metrics), gradient = mx.value_and_grad(mean)(mx.array(logps, mx.float32))

@@ -91,7 +91,7 @@ def test_muon_updates_have_the_size_of_adamw(shape):
 def test_optimizers_reduce_the_loss(name, mode):
     model, fake_quant = llama(mode)
     rate = 0.3 if name == "sgd" else 3e-3
-    step = make_step(model, fake_quant=fake_quant, name=name, max_grad_norm=1.0)
+    step = make_step(model, weight_transform=fake_quant, name=name, max_grad_norm=1.0)
     losses = []
     for seed in range(8):
         losses.append(step(tokens_of(), rate, seed)[0].item())

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from lmx.config.train import TrainConfig
 from lmx.data.batching import Batch, shard_batch
-from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.chunked_loss import ChunkedLossModel
 from lmx.training.preference_loss import PreferenceLoss
 from tiny_llamas import llama
 from tiny_steps import Rank, make_step
@@ -52,10 +52,10 @@ def update_of(name: str, mode: str, batches, **settings) -> dict[str, np.ndarray
     """The parameters after one step of plain SGD without clipping, and the loss."""
     model, fake_quant = llama(mode)
     if settings.pop("chunk", False):
-        settings["chunked_loss"] = ChunkedLoss(model, 7)
+        settings["loss_model"] = ChunkedLossModel(model, 7)
     step = make_step(
         model,
-        fake_quant=fake_quant,
+        weight_transform=fake_quant,
         loss=preference_loss(name),
         name="sgd",
         momentum=0.0,

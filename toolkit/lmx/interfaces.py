@@ -1,12 +1,20 @@
-"""What the numerics get from outside: other processes, a log, and its progress.
+"""What the numerics get from outside: other processes, weights, a log, its progress.
 
-Each class here is also the object for nothing: one process, and a log that nobody
-reads. `run.distributed.ProcessGroup` and `run.logger.RunLogger` are the real ones.
+Each class here is also the object for nothing: one process, weights as they are, and
+a log that nobody reads. `run.distributed.ProcessGroup` and `run.logger.RunLogger` are
+real ones.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from itertools import accumulate, islice
 from typing import Any, TypeVar
@@ -223,6 +231,34 @@ def _name(dtype: mx.Dtype) -> str:
 
 
 SINGLE_PROCESS = Communicator()
+
+
+class WeightTransform:
+    """Makes weights of a forward pass from trained parameters; this class makes none.
+
+    Attributes:
+        qparams: initial values of parameters that are trained besides the model's own
+            weights, float32, by path.
+        derived_weights: paths of weights in the model that are trainable so that
+            gradients reach their quantizers, but are computed from other parameters.
+    """
+
+    qparams: Mapping[str, mx.array] = {}
+    derived_weights: Collection[str] = ()
+
+    def on_step(self, step: int, parameters: dict[str, mx.array]) -> bool:
+        """Prepare for a step, counted from 0; returns whether the forward pass changes.
+
+        Args:
+            parameters: the trained ones, which may be set in place.
+        """
+        return False
+
+    def forward_weights(
+        self, parameters: dict[str, mx.array], compute: mx.Dtype
+    ) -> dict[str, mx.array]:
+        """Weights of the forward pass by path, in the type that it computes in."""
+        return {}
 
 
 class Progress:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -35,6 +35,30 @@ def bucket_lengths(max_seq_length: int) -> list[int]:
     return [*lengths, max_seq_length]
 
 
+class BatchArrays(NamedTuple):
+    """The arrays of a batch; see `Batch`.
+
+    Attributes:
+        places: the head positions; None = the head runs on all targets.
+    """
+
+    tokens: mx.array
+    mask: mx.array
+    documents: mx.array | None = None
+    places: mx.array | None = None
+    target: tuple[mx.array, ...] | None = None
+
+    @property
+    def inputs(self) -> mx.array:
+        """Int32 [B, L]."""
+        return self.tokens[:, :-1]
+
+    @property
+    def next_tokens(self) -> mx.array:
+        """The targets, int32 [B, L]."""
+        return self.tokens[:, 1:]
+
+
 @dataclass(frozen=True)
 class Batch:
     """Sequences of one length.
@@ -60,10 +84,10 @@ class Batch:
     head_fractions: int = HEAD_FRACTIONS
     sequences_per_example: int = 1
 
-    @property
-    def arrays(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Tokens, mask and documents."""
-        return self.tokens, self.mask, self.documents
+    def arrays(self, *, with_places: bool = True) -> "BatchArrays":
+        """What a loss gets. Every number of places compiles once more."""
+        places = self.head_positions if with_places else None
+        return BatchArrays(self.tokens, self.mask, self.documents, places, self.target)
 
     @cached_property
     def head_positions(self) -> mx.array | None:
@@ -406,7 +430,8 @@ def shard_batch(batch: Batch, ranks: Communicator) -> Batch:
         padded = mx.pad(local, [(0, missing), *[(0, 0)] * (local.ndim - 1)])
         return padded.flatten(0, 1)
 
-    arrays = [value if value is None else shard(value) for value in batch.arrays]
+    arrays = batch.tokens, batch.mask, batch.documents
+    arrays = [value if value is None else shard(value) for value in arrays]
     examples = [
         batch.where[start : start + together]
         for start in range(0, len(batch.where), together)

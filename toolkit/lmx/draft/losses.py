@@ -11,7 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config.draft import DraftConfig
-from ..data.batching import Batch
+from ..data.batching import Batch, BatchArrays
+from ..models.cross_entropy import cross_entropy_sum
 from ..models.drafters.base import MIN_LOGIT, Drafter, TrainingRounds
 from ..training.distillation import (
     DIVERGENCES,
@@ -20,7 +21,7 @@ from ..training.distillation import (
     student_distribution,
     teacher_distribution,
 )
-from ..training.losses import cross_entropy_sum
+from ..training.losses import Loss, LossModel, LossSums, TokenLoss
 from ..training.teacher_targets import TeacherTarget
 
 # How early `adaptive_kl_tv` moves to total variation.
@@ -49,8 +50,8 @@ def adaptive_kl_tv(
     return losses, gradients
 
 
-class DraftLoss:
-    """The loss of a draft model, summed over trainable positions, for `TrainStep`.
+class DraftLoss(TokenLoss):
+    """The loss of a draft model, summed over trainable positions.
 
     Args:
         cross_entropy: weight of the cross-entropy. `adaptive_kl_tv` has the remaining
@@ -60,11 +61,11 @@ class DraftLoss:
     def __init__(self, *, cross_entropy: float = 0.0):
         self.cross_entropy = cross_entropy
 
-    def labels(self, inputs, documents, target: tuple) -> tuple:
+    def labels(self, batch: BatchArrays) -> tuple[mx.array, ...]:
         """The arrays of a batch's target: its top-k distribution, or all log-probs."""
-        return tuple(part for part in target if part is not None)
+        return tuple(part for part in batch.target if part is not None)
 
-    def __call__(
+    def from_logits(
         self, logits: mx.array, tokens: mx.array, mask: mx.array, *labels: mx.array
     ) -> mx.array:
         """The loss sum in nats of logits [..., V], with `labels` of equal positions."""
@@ -172,8 +173,8 @@ class DraftVocabulary:
         return TeacherTarget(target.indices, log_probs - total[..., None], tail)
 
 
-class DrafterLoss:
-    """Weighted sum of the losses of draft tokens 1 to K, a loss of `TrainStep`.
+class DrafterLoss(Loss):
+    """Weighted sum of the losses of draft tokens 1 to K.
 
     Draft token j has the weight `POSITION_DECAY`^(j - 1), as in arXiv 2503.01840: a
     later one is used only if all before it are accepted. The sum of the weights is the
@@ -188,7 +189,7 @@ class DrafterLoss:
             that all before are accepted; upper bounds, see `distribution_overlap`.
     """
 
-    main_metric = "acceptance_1"
+    main_metric, needs_places = "acceptance_1", True
 
     def __init__(self, config: DraftConfig, *, chunk: int):
         self.num_draft_tokens = config.drafter.num_draft_tokens
@@ -198,27 +199,24 @@ class DrafterLoss:
             f"acceptance_{position + 1}" for position in range(self.num_draft_tokens)
         ]
 
-    def __call__(
-        self,
-        model: Drafter,
-        tokens: mx.array,
-        mask: mx.array,
-        places: mx.array | None,
-        target: tuple[mx.array, ...],
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    def __call__(self, model: LossModel, batch: BatchArrays) -> LossSums:
         """The loss sum in nats, the sum of weights, and the metrics [2, K].
 
         Args:
-            tokens: int [B, L + 1].
-            mask: bool [B, L], True where the next token is trained.
-            places: as many as there are rounds that are trained, or more; None = all.
-            target: the parts of a `TeacherTarget`, then the hidden states of the first
-                L tokens.
+            batch: as many places as there are rounds that are trained, or more. Its
+                target is the parts of a `TeacherTarget`, then the hidden states of the
+                first L tokens.
         """
-        *teacher, states = target
-        labels = [tokens[:, 1:], *teacher]
-        rounds = model.training_rounds(tokens, states, mask, self.num_draft_tokens)
-        parts = [self._round_sums(model, part, mask, labels, places) for part in rounds]
+        drafter, mask = model.module, batch.mask
+        *teacher, states = batch.target
+        labels = [batch.next_tokens, *teacher]
+        rounds = drafter.training_rounds(
+            batch.tokens, states, mask, self.num_draft_tokens
+        )
+        parts = [
+            self._round_sums(drafter, part, mask, labels, batch.places)
+            for part in rounds
+        ]
         losses, overlaps, counts = mx.concatenate(parts, axis=1)
         weights = mx.array(
             [

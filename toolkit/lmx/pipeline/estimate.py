@@ -51,7 +51,7 @@ UPDATE_BYTES = 8
 SOLVER_ARRAYS, HESSIANS, PREDICTION_ARRAYS = 12, 8, 6
 # Positions of the predictions in a calibration.
 PREDICTED = 128
-# quantization/ptq/scale_tuning.py: evaluations, with those that compare learning rates.
+# Evaluations of scale tuning, with those that compare learning rates.
 TUNING_EVALUATIONS = 9
 # quantization/mixed_precision: compared plans, and solved grids of a weight.
 PLANS, GRIDS = 6, 16

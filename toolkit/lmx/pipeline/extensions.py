@@ -20,7 +20,7 @@ class Extensions:
     """Python functions of one run.
 
     Attributes:
-        loss: as `training.losses.cross_entropy_sum`; None = cross-entropy.
+        loss: as `models.cross_entropy.cross_entropy_sum`; None = cross-entropy.
         metrics: measure a model on validation examples, by name.
         allow_python: whether the recipe may name Python files of reward functions.
     """

@@ -121,7 +121,13 @@ def restore(
     """
     tensors, progress = None, TrainingProgress()
     if step.ranks.is_first:
-        tensors, progress = _load_newest(folder, step, warning)
+        for number in reversed(list_checkpoints(folder)):
+            if saved := _find(folder, step, number):
+                tensors = mx.load(str(saved.folder / WEIGHTS))
+                progress = TrainingProgress(**saved.facts["progress"])
+                break
+            place = folder / KIND / _key(number)
+            warning(f"checkpoint {place} is damaged; using the one before it")
     has_checkpoint = step.ranks.broadcast_object(tensors is not None)
     if has_checkpoint or not step.sharding:
         state = _state_tensors(step) if tensors is None else tensors
@@ -172,18 +178,6 @@ def _shapes(layout: dict) -> dict[str, list[int]]:
     return {name: list(shape) for name, (_, shape) in layout.items()}
 
 
-def _load_newest(
-    folder: Path, step: TrainStep, warning: Callable[[str], None]
-) -> tuple[dict[str, mx.array] | None, TrainingProgress]:
-    for number in reversed(list_checkpoints(folder)):
-        if saved := _find(folder, step, number):
-            tensors = mx.load(str(saved.folder / WEIGHTS))
-            return tensors, TrainingProgress(**saved.facts["progress"])
-        place = folder / KIND / _key(number)
-        warning(f"checkpoint {place} is damaged; using the one before it")
-    return None, TrainingProgress()
-
-
 def _state_tensors(step: TrainStep) -> dict[str, mx.array]:
     """Parameters and moments by their names in files; of a shard, this rank's."""
     state = dict(tree_flatten(step.optimizer.state))
@@ -207,21 +201,13 @@ def _load_in_place(
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             _load_in_place(step, value, tensors, f"{name}.")
+            continue
+        path = _parameter_path(name)
+        if step.ranks.is_first:
+            # Popped, so that at most one tensor read from the file is in memory.
+            full = tensors.pop(name)
         else:
-            state[key] = _receive(step, name, value, tensors)
-
-
-def _receive(
-    step: TrainStep, name: str, value: mx.array, tensors: dict[str, mx.array]
-) -> mx.array:
-    """The first rank's tensor on all ranks, or this rank's shard of it."""
-    path = _parameter_path(name)
-    if step.ranks.is_first:
-        # Popped, so that at most one tensor read from the file is in memory.
-        full = tensors.pop(name)
-    else:
-        full = mx.zeros(step.sharding.full_shape(path, value), value.dtype)
-    [full] = step.ranks.broadcast([full])
-    local = step.sharding.shard(path, full)
-    mx.eval(local)
-    return local
+            full = mx.zeros(step.sharding.full_shape(path, value), value.dtype)
+        [full] = step.ranks.broadcast([full])
+        state[key] = step.sharding.shard(path, full)
+        mx.eval(state[key])

@@ -4,75 +4,61 @@ The gradients of a chunk are computed while its logits exist (as in arXiv 2410.1
 so nothing is computed twice.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ..data.batching import BatchArrays
 from ..models.blockwise import TrunkHeadSplit
-from .losses import cross_entropy_sum, token_log_probs
-
-# A summed loss of logits [T, V] and labels [T, ...]; the first two labels are the next
-# tokens and the loss mask.
-Loss = Callable[..., mx.array]
+from ..models.cross_entropy import token_log_probs
+from .losses import LossModel
 
 
-class ChunkedLoss:
-    """A loss whose trunk runs on all tokens, and whose head runs on chunks of tokens.
+class ChunkedLossModel(LossModel):
+    """A model whose trunk runs on all tokens, and whose head runs on chunks of tokens.
+
+    Only trainable parameters get gradients.
 
     Args:
         chunk: tokens whose logits exist at once; None = all.
-        names: parameters that get gradients; None = all trainable ones.
 
     Raises:
         NoTrunkHeadSplit: on random tokens, logits by chunks differ from the model's.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        chunk: int | None,
-        names: Collection[str] | None = None,
-    ):
-        self.model = model
+    uses_places = True
+
+    def __init__(self, module: nn.Module, chunk: int | None):
+        super().__init__(module)
         self.chunk = chunk
-        self._split = TrunkHeadSplit(model)
-        parameters = dict(tree_flatten(model.parameters()))
-        if names is None:
-            names = [path for path, _ in tree_flatten(model.trainable_parameters())]
-        outside_blocks = {
-            path: parameters[path]
-            for path in names
-            if not path.startswith(self._split.prefix)
-        }
-        self._head_paths = self._used_by_head(outside_blocks)
+        self._split = TrunkHeadSplit(module)
+        self._head_paths = self._used_by_head(
+            {
+                path: value
+                for path, value in tree_flatten(module.trainable_parameters())
+                if not path.startswith(self._split.prefix)
+            }
+        )
 
-    def __call__(
-        self,
-        inputs: mx.array,
-        labels: Sequence[mx.array],
-        places: mx.array | None = None,
-        *,
-        loss: Loss = cross_entropy_sum,
-        **kwargs,
+    def sum_over_tokens(
+        self, batch: BatchArrays, function: Callable[..., mx.array], *labels: mx.array
     ) -> mx.array:
-        """The summed loss, in nats, with gradients.
-
-        Args:
-            inputs: int [B, L].
-            labels: inputs of the loss besides the logits, [B, L, ...] each.
-            places: int [T], the positions of the B * L that the head runs on; None =
-                all.
-            loss: the sum of logits and labels.
-            kwargs: passed to the model.
-        """
-        hidden = self._split.hidden(inputs, **kwargs)
-        hidden, *labels = _select(places, hidden, *labels)
+        hidden = self._split.hidden(batch.inputs, **self._masks(batch))
+        labels = batch.next_tokens, batch.mask, *labels
+        hidden, *labels = _select(batch.places, hidden, *labels)
+        if not self.module.training:
+            total = mx.array(0.0)
+            for tokens in self._chunks(len(hidden)):
+                chunk = [x[tokens] for x in (hidden, *labels)]
+                chunk, *chunk_labels = mx.depends(chunk, [total])
+                total = total + function(self._split.logits(chunk), *chunk_labels)
+            return total
 
         @mx.custom_function
         def forward(hidden, *weights):
-            return self._with_gradients(hidden, weights, labels, loss)
+            return self._with_gradients(hidden, weights, labels, function)
 
         @forward.vjp
         def _(_, cotangents, outputs):
@@ -80,46 +66,12 @@ class ChunkedLoss:
 
         return forward(hidden, *self._head_weights())[0]
 
-    def value(
-        self,
-        inputs: mx.array,
-        labels: Sequence[mx.array],
-        places: mx.array | None = None,
-        *,
-        loss: Loss = cross_entropy_sum,
-        **kwargs,
-    ) -> mx.array:
-        """The summed loss without gradients."""
-        hidden = self._split.hidden(inputs, **kwargs)
-        flat = _select(places, hidden, *labels)
-        total = mx.array(0.0)
-        for tokens in self._chunks(len(flat[0])):
-            chunk, *chunk_labels = mx.depends([x[tokens] for x in flat], [total])
-            total = total + loss(self._split.logits(chunk), *chunk_labels)
-        return total
-
-    def log_probs(
-        self,
-        inputs: mx.array,
-        targets: mx.array,
-        places: mx.array | None = None,
-        *,
-        temperature: float = 1.0,
-        **kwargs,
-    ) -> mx.array:
-        """Log-probabilities of the targets, float32 [B, L], with gradients.
-
-        The backward pass computes the logits of a chunk again: what the loss makes of
-        a log-probability may depend on all others.
-
-        Args:
-            inputs, targets: int [B, L].
-            places: int [T], the positions of the B * L that count; the others get 0.
-            temperature: divides the logits.
-            kwargs: passed to the model.
-        """
-        hidden = self._split.hidden(inputs, **kwargs)
-        hidden, targets = _select(places, hidden, targets)
+    def log_probs(self, batch: BatchArrays, temperature: float = 1.0) -> mx.array:
+        # The backward pass computes the logits of a chunk again: what the loss makes of
+        # a log-probability may depend on all others.
+        inputs, places = batch.inputs, batch.places
+        hidden = self._split.hidden(inputs)
+        hidden, targets = _select(places, hidden, batch.next_tokens)
         weights = self._head_weights()
 
         @mx.custom_function
@@ -177,13 +129,13 @@ class ChunkedLoss:
         return total, mx.concatenate(hidden_grads), *weight_grads
 
     def _head_weights(self) -> list[mx.array]:
-        parameters = dict(tree_flatten(self.model.parameters()))
+        parameters = dict(tree_flatten(self.module.parameters()))
         return [parameters[path] for path in self._head_paths]
 
     def _set_weights(self, weights) -> None:
         pairs = list(zip(self._head_paths, weights, strict=True))
         if pairs:
-            self.model.update(tree_unflatten(pairs))
+            self.module.update(tree_unflatten(pairs))
 
     def _chunks(self, tokens: int) -> list[slice]:
         chunk = self.chunk or tokens
@@ -201,12 +153,12 @@ class ChunkedLoss:
         ]
 
         def total(values):
-            self.model.update(tree_unflatten(list(zip(paths, values, strict=True))))
+            self.module.update(tree_unflatten(list(zip(paths, values, strict=True))))
             return mx.square(self._split.logits(hidden).astype(mx.float32)).sum()
 
         hidden = self._split.hidden(mx.zeros((1, 2), mx.int32))[0]
         gradients = mx.grad(total)(random)
-        self.model.update(tree_unflatten(list(weights.items())))
+        self.module.update(tree_unflatten(list(weights.items())))
         pairs = zip(paths, gradients, strict=True)
         return [path for path, g in pairs if mx.any(g != 0).item()]
 

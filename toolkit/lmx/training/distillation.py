@@ -14,9 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config.train import DivergenceName, TeacherConfig
+from ..data.batching import BatchArrays
 from ..models.blockwise import NoTrunkHeadSplit, TrunkHeadSplit
+from ..models.cross_entropy import cross_entropy_sum, exp_nonpositive
 from .document_mask import DocumentCaches
-from .losses import cross_entropy_sum, exp_nonpositive
+from .losses import TokenLoss
 from .teacher_targets import TeacherTarget, full_targets
 
 # The lowest log-probability of a teacher, so that no loss is infinite.
@@ -61,19 +63,13 @@ def divergence_sum(
     logits = logits.astype(mx.float32) / temperature
     if mask is None:
         mask = mx.ones(logits.shape[:-1], mx.bool_)
-    return _masked_sum(logits, target, mask, function)
-
-
-def _masked_sum(
-    logits: mx.array, target: TeacherTarget, mask: mx.array, divergence: DivergenceFn
-) -> mx.array:
     teacher, indices = teacher_distribution(target), target.indices
 
     @mx.custom_function
     def loss_sum(logits):
         """The sum, and what its gradient needs."""
         student, tail_sums = student_distribution(logits, indices)
-        losses, derivatives = divergence(teacher, student)
+        losses, derivatives = function(teacher, student)
         total = mx.where(mask, losses.sum(axis=-1), 0.0).sum()
         return total, derivatives, student.probs, *tail_sums
 
@@ -181,7 +177,7 @@ class OnlineTeacher:
         return flat.reshape(*hidden.shape[:-1], -1)
 
 
-class DistillationLoss:
+class DistillationLoss(TokenLoss):
     """The loss against a teacher, mixed with cross-entropy, over the trained tokens.
 
     The divergence is multiplied by the squared temperature, which makes its gradients
@@ -195,23 +191,26 @@ class DistillationLoss:
         self.config = config
         self.online = online
 
-    def labels(
-        self,
-        inputs: mx.array,
-        documents: mx.array | None,
-        target: tuple[mx.array, ...] | None,
-    ) -> tuple[mx.array, ...]:
+    def labels(self, batch: BatchArrays) -> tuple[mx.array, ...]:
         """The teacher's part of the loss, [B, L, ...] each, without a gradient."""
         if self.online:
-            return (mx.stop_gradient(self.online.hidden(inputs, documents)),)
-        return target
+            hidden = self.online.hidden(batch.inputs, batch.documents)
+            return (mx.stop_gradient(hidden),)
+        return batch.target
 
-    def __call__(
+    def from_logits(
         self, logits: mx.array, targets: mx.array, mask: mx.array, *labels: mx.array
     ) -> mx.array:
         """The summed loss of logits [..., V] and targets, mask, labels [..., ...]."""
-        config = self.config
-        shared, target = self._shared_vocabulary(logits, labels)
+        config, shared = self.config, logits
+        if self.online:
+            teacher_logits = self.online.logits(*labels)
+            # Models of one family may pad the vocabulary to different sizes.
+            size = min(logits.shape[-1], teacher_logits.shape[-1])
+            target = full_targets(teacher_logits[..., :size], config.temperature)
+            shared = logits[..., :size]
+        else:
+            target = TeacherTarget(*labels)
         divergence = divergence_sum(
             shared,
             target,
@@ -224,15 +223,3 @@ class DistillationLoss:
             cross_entropy = cross_entropy_sum(logits, targets, mask)
             loss = loss + config.ce_weight * cross_entropy
         return loss
-
-    def _shared_vocabulary(
-        self, logits: mx.array, labels: tuple[mx.array, ...]
-    ) -> tuple[mx.array, TeacherTarget]:
-        """The student's logits and the target, of the tokens that both models have."""
-        if not self.online:
-            return logits, TeacherTarget(*labels)
-        teacher_logits = self.online.logits(*labels)
-        # Models of one family may pad the vocabulary to different sizes.
-        size = min(logits.shape[-1], teacher_logits.shape[-1])
-        target = full_targets(teacher_logits[..., :size], self.config.temperature)
-        return logits[..., :size], target

@@ -5,6 +5,9 @@ cache to fill: a cache that only returns a mask packs every architecture that as
 one.
 """
 
+from collections.abc import Callable
+from functools import cache, partial
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -46,8 +49,9 @@ class DocumentCaches:
         Args:
             documents: int [B, L], the number of the document of every position.
         """
-        masks = _DocumentMasks(documents)
-        return [_MaskCache(masks, size) for size in self._window_sizes]
+        # Each mask is made once for all layers.
+        mask_of = cache(partial(_mask, documents))
+        return [_MaskCache(mask_of, size) for size in self._window_sizes]
 
     def _verify(self, model: nn.Module) -> None:
         training = model.training
@@ -69,25 +73,15 @@ class DocumentCaches:
             raise PackingUnsupported(f"logits of a packed document are {error}")
 
 
-class _DocumentMasks:
-    """The masks of a packed batch, each made once for all layers."""
-
-    def __init__(self, documents: mx.array):
-        self._documents = documents
-        self._masks: dict[int | None, mx.array] = {}
-
-    def __call__(self, window_size: int | None) -> mx.array:
-        """Bool [B, 1, L, L], True where a position (axis 2) attends to another."""
-        if window_size not in self._masks:
-            documents = self._documents
-            positions = mx.arange(documents.shape[1])
-            distance = positions[:, None] - positions[None]
-            causal = distance >= 0
-            if window_size is not None:
-                causal = causal & (distance < window_size)
-            same = documents[:, :, None] == documents[:, None, :]
-            self._masks[window_size] = (same & causal)[:, None]
-        return self._masks[window_size]
+def _mask(documents: mx.array, window_size: int | None) -> mx.array:
+    """Bool [B, 1, L, L], True where a position (axis 2) attends to another."""
+    positions = mx.arange(documents.shape[1])
+    distance = positions[:, None] - positions[None]
+    causal = distance >= 0
+    if window_size is not None:
+        causal = causal & (distance < window_size)
+    same = documents[:, :, None] == documents[:, None, :]
+    return (same & causal)[:, None]
 
 
 class _MaskCache:
@@ -95,15 +89,17 @@ class _MaskCache:
 
     offset = 0
 
-    def __init__(self, masks: _DocumentMasks, window_size: int | None):
-        self._masks = masks
+    def __init__(
+        self, mask_of: Callable[[int | None], mx.array], window_size: int | None
+    ):
+        self._mask_of = mask_of
         self._window_size = window_size
 
     def make_mask(
         self, length: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array:
         """The mask, as mlx-lm's caches make it; always an array."""
-        return self._masks(window_size or self._window_size)
+        return self._mask_of(window_size or self._window_size)
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array

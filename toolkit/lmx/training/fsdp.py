@@ -4,8 +4,7 @@ As in `mlx.nn.fully_shard` (ZeRO stage 3, arXiv 1910.02054), the parameters of a
 are all-gathered when it runs, and its gradients are reduce-scattered.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import accumulate
 
 import mlx.core as mx
@@ -13,13 +12,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
-from ..interfaces import Communicator
+from ..interfaces import Communicator, WeightTransform
 from ..launcher import backend
 from ..models.dtypes import forward_weight
-from ..models.hooks import ModuleProxy, TransformerBlocks, replace_module
+from ..models.hooks import TransformerBlocks
 
 
-class ShardedParameters:
+class ShardedParameters(WeightTransform):
     """Which parameters are sharded along their first axis, and their collectives.
 
     Parameters whose first axis is not divisible by the number of ranks are replicated.
@@ -28,8 +27,6 @@ class ShardedParameters:
     Args:
         parameters: full parameters of the model by path; empty = nothing is sharded.
         stored_dtypes: dtypes of the checkpoint, by path.
-        compute_dtype: dtype of the forward pass, to which shards are cast before they
-            are gathered.
         blocks: each one is gathered by itself when it runs. All other parameters stay
             gathered from the start of the forward pass to the end of the backward pass.
     """
@@ -40,12 +37,10 @@ class ShardedParameters:
         ranks: Communicator,
         *,
         stored_dtypes: dict[str, mx.Dtype],
-        compute_dtype: mx.Dtype,
         blocks: TransformerBlocks | None,
     ):
         self._ranks = ranks
-        self._stored_dtypes, self._compute_dtype = stored_dtypes, compute_dtype
-        self._blocks = blocks
+        self._stored_dtypes, self._blocks = stored_dtypes, blocks
         self._shapes = {
             path: value.shape
             for path, value in parameters.items()
@@ -105,12 +100,16 @@ class ShardedParameters:
         count = len(scalars)
         return sums[:count], sharded | dict(zip(replicated, sums[count:], strict=True))
 
-    def forward_weights(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
+    def forward_weights(
+        self, parameters: dict[str, mx.array], compute: mx.Dtype
+    ) -> dict[str, mx.array]:
         """The model's weights: full in the compute dtype, except the shards of blocks.
 
-        The shards of blocks stay float32, so that their gradients are float32.
+        The shards of blocks stay float32, so that their gradients are float32. They are
+        cast when they are gathered.
         """
         self._last, self._previous_inputs = [], []
+        self._compute_dtype = compute
         weights = {
             path: value if path in self else self._forward_weight(path, value)
             for path, value in parameters.items()
@@ -118,20 +117,6 @@ class ShardedParameters:
         prefix = self._blocks.prefix if self._blocks else None
         outside = [p for p in self._shapes if not (prefix and p.startswith(prefix))]
         return weights | self._gather({path: parameters[path] for path in outside})
-
-    @contextmanager
-    def gathered_blocks(self) -> Iterator[None]:
-        """Gather every block when it runs; backward passes may come later."""
-        blocks = self._blocks
-        if not (self and blocks):
-            yield
-            return
-        proxies = [
-            ModuleProxy(block, self.gathered_forward(number, block))
-            for number, block in enumerate(blocks.trunk[blocks.name])
-        ]
-        with replace_module(blocks.trunk, blocks.name, proxies):
-            yield
 
     def gathered_forward(self, number: int, block: nn.Module) -> Callable:
         """The forward pass of a block, which gathers the block's shards first."""

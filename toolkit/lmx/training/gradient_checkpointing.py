@@ -5,42 +5,27 @@ module, repeats dropout with other random numbers, and drops gradients through a
 this module restores the parameters, replays dropout, and refuses such caches.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from ..errors import UserError
-from ..models.hooks import ModuleProxy, TransformerBlocks, replace_module
+from ..models.hooks import replace_module
 
 
-@contextmanager
-def checkpointed(
-    blocks: TransformerBlocks, forward: Callable = lambda number, block: block
-) -> Iterator[None]:
-    """Keep only the inputs and outputs of every block while the context is open.
-
-    Backward passes may run after it closes.
+def checkpointed(block: nn.Module, forward: Callable) -> Callable:
+    """A forward pass of a block that keeps only its inputs and outputs.
 
     Args:
-        forward: returns the forward pass of a block, from its number and the block.
+        forward: the block's own.
 
-    Raises:
-        UserError: in the forward pass, if blocks are called with a cache.
+    Raises (when called):
+        UserError: the block is called with a cache.
     """
-    proxies = [
-        block
-        if isinstance(block, ModuleProxy)
-        else ModuleProxy(block, _checkpoint(block, forward(number, block)))
-        for number, block in enumerate(blocks.trunk[blocks.name])
-    ]
-    with replace_module(blocks.trunk, blocks.name, proxies):
-        yield
 
-
-def _checkpoint(block: nn.Module, forward: Callable) -> Callable:
     def call(*args, **kwargs):
         leaves = [leaf for _, leaf in tree_flatten([args, kwargs])]
         arrays = [leaf for leaf in leaves if isinstance(leaf, mx.array)]

@@ -17,23 +17,21 @@ Sources: see `config.grpo`. The KL estimate is Schulman's k3.
 import mlx.core as mx
 
 from ..config.grpo import GRPOLossConfig
+from ..data.batching import BatchArrays
+from .losses import Loss, LossModel, LossSums
 
 METRICS = ("reward", "completion_tokens", "clip_ratio", "kl")
 # Keeps the advantages of a group finite whose rewards are almost equal.
 MIN_STD = 1e-4
 
 
-class GRPOLoss:
+class GRPOLoss(Loss):
     """A loss over sampled completions, summed over a batch.
 
     Args:
         config: the loss and its parameters.
         temperature: of the sampled distribution.
         max_tokens: of a completion.
-
-    Attributes:
-        metric_names: of the metrics, which are summed as the loss is.
-        main_metric: the one that a progress line shows.
     """
 
     metric_names = METRICS
@@ -44,7 +42,12 @@ class GRPOLoss:
         self.temperature = temperature
         self.max_tokens = max_tokens
 
-    def __call__(
+    def __call__(self, model: LossModel, batch: BatchArrays) -> LossSums:
+        """The sums of a batch; its target is what `from_log_probs` takes last."""
+        logps = model.log_probs(batch, self.temperature)
+        return self.from_log_probs(logps, batch.mask, *batch.target)
+
+    def from_log_probs(
         self,
         token_logps: mx.array,
         mask: mx.array,
@@ -52,7 +55,7 @@ class GRPOLoss:
         rewards: mx.array,
         old_logps: mx.array,
         reference_logps: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    ) -> LossSums:
         """The summed loss, the number that it is divided by, and the metrics.
 
         Args:

@@ -91,10 +91,19 @@ class MappedTeacher:
             hidden = online.hidden(batch.tokens[:, :-1])
             for states, index in zip(hidden, batch.example_indices, strict=False):
                 part, example = parts[index], examples[owners[index]]
+                trained = example.tokens[example.mask]
+                last, student = int(trained[-1]), self.mapping.student
+                end = last if last in student.ends else student.tokenizer.eos_token_id
                 for low in range(0, len(part.places), CHUNK):
                     places = part.places[low : low + CHUNK]
                     probs = self._probabilities(places, states, online)
-                    yield index, low, self._mass(part, places, example, probs)
+                    mass = [
+                        self.mapping.distribution(
+                            part, place, int(example.tokens[place[TARGET]]), probs, end
+                        )
+                        for place in places
+                    ]
+                    yield index, low, np.array(mass, np.float32)
 
     def _probabilities(
         self, places: np.ndarray, states: mx.array, online: OnlineTeacher
@@ -110,16 +119,6 @@ class MappedTeacher:
             probs = np.array(mx.softmax(logits[:, :size], axis=-1))
             found |= zip(some.tolist(), probs, strict=True)
         return found
-
-    def _mass(self, part: AlignedPart, places, example: Example, probs) -> np.ndarray:
-        mapping, mass = self.mapping, []
-        ends, trained = mapping.student.ends, example.tokens[example.mask]
-        last = int(trained[-1])
-        end = last if last in ends else mapping.student.tokenizer.eos_token_id
-        for place in places:
-            token = int(example.tokens[place[TARGET]])
-            mass.append(mapping.distribution(part, place, token, probs, end))
-        return np.array(mass, np.float32)
 
 
 def _compress(mass: np.ndarray, top_k: int, temperature: float) -> TeacherTarget:

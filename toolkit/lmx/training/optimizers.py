@@ -6,6 +6,7 @@ float32, and quantizes the new moments.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -32,6 +33,7 @@ class OptimizerConfig:
         weight_decay: decoupled, for matrices only.
         max_grad_norm: largest joint gradient norm; None = no clipping.
         lr_multipliers: factors of the learning rate by parameter path; others have 1.
+        make: makes an optimizer for chosen parameters, in place of that of the name.
     """
 
     name: str = "adamw"
@@ -41,6 +43,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
     lr_multipliers: dict[str, float] = field(default_factory=dict)
+    make: Callable[[], optimizers.Optimizer] | None = None
 
 
 def make_optimizer(
@@ -81,23 +84,22 @@ def make_optimizer(
             },
         ),
     }
-    optimizer = makers[config.name]()
+    optimizer = (config.make or makers[config.name])()
     optimizer.init(parameters)
     if isinstance(optimizer, Moments8bit):
         for path, size in (sizes or {k: v.size for k, v in parameters.items()}).items():
             if size >= MIN_8BIT_SIZE:
-                _require_whole_blocks(path, parameters[path].size, size)
+                shard_size = parameters[path].size
+                if shard_size != size and shard_size % BLOCK_SIZE:
+                    raise UserError(
+                        f"a shard of {path} has {shard_size} values: 8-bit moments "
+                        f"have blocks of {BLOCK_SIZE}, which must not lie in two "
+                        "shards",
+                        hint="use an optimizer without 8bit, or another number of "
+                        "processes",
+                    )
                 optimizer.use_8_bits(parameters[path], optimizer.state[path])
     return optimizer
-
-
-def _require_whole_blocks(path: str, shard_size: int, size: int) -> None:
-    if shard_size != size and shard_size % BLOCK_SIZE:
-        raise UserError(
-            f"a shard of {path} has {shard_size} values: 8-bit moments have blocks of "
-            f"{BLOCK_SIZE}, which must not lie in two shards",
-            hint="use an optimizer without 8bit, or another number of processes",
-        )
 
 
 class Moments8bit(optimizers.Optimizer):

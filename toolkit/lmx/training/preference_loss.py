@@ -22,6 +22,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config.preference import PreferenceLossConfig
+from ..data.batching import BatchArrays
+from .losses import Loss, LossModel, LossSums
 
 # Losses that compare with the model before the training.
 WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -72,7 +74,7 @@ VALUES: dict[str, Callable[[Completions], mx.array]] = {
 }
 
 
-class PreferenceLoss:
+class PreferenceLoss(Loss):
     """A loss over pairs of sequences, summed over the examples of a batch.
 
     Args:
@@ -80,11 +82,7 @@ class PreferenceLoss:
 
     Attributes:
         needs_reference: whether batches carry the reference's log-probabilities.
-        metric_names: of the metrics, which are summed as the loss is.
-        main_metric: the one that a progress line shows.
     """
-
-    sequences_per_example, temperature = 2, 1.0
 
     def __init__(self, config: PreferenceLossConfig):
         self.config = config
@@ -93,13 +91,18 @@ class PreferenceLoss:
         self.metric_names = PAIR_METRICS if self.is_paired else KTO_METRICS
         self.main_metric = "rewards/accuracies" if self.is_paired else "kl"
 
-    def __call__(
+    def __call__(self, model: LossModel, batch: BatchArrays) -> LossSums:
+        """The sums of a batch; its target is what `from_log_probs` takes last."""
+        target = batch.target or ()
+        return self.from_log_probs(model.log_probs(batch), batch.mask, *target)
+
+    def from_log_probs(
         self,
         token_logps: mx.array,
         mask: mx.array,
         reference: mx.array | None = None,
         labels: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    ) -> LossSums:
         """The loss summed over the examples, their number, and the metrics.
 
         Sequences without a trained token fill a batch and do not count.
@@ -134,7 +137,11 @@ class PreferenceLoss:
             losses, metrics = self._kto(first, second, labels[::2], valid, count)
         # Zero times infinity is no number, so examples are selected and not weighted.
         losses = mx.where(valid > 0, losses, 0.0)
-        return losses.sum(), count, _metric_sums(metrics, valid)
+        chosen = [(values, (valid > 0) & selected) for values, selected in metrics]
+        sums = [mx.where(selected, values, 0.0).sum() for values, selected in chosen]
+        counts = [selected.sum().astype(mx.float32) for _, selected in chosen]
+        metrics = mx.stop_gradient(mx.stack([mx.stack(sums), mx.stack(counts)]))
+        return losses.sum(), count, metrics
 
     def _pairs(self, chosen: Completions, rejected: Completions):
         config = self.config
@@ -143,7 +150,17 @@ class PreferenceLoss:
         scale = 1.0 if config.type in ("ipo", "orpo") else beta
         values = [scale * value(side) for side in (chosen, rejected)]
         margin = values[0] - values[1]
-        losses = self._pair_losses(margin)
+        if config.type == "ipo":
+            losses = mx.square(margin - 1 / (2 * beta))
+        elif config.type == "simpo":
+            losses = -nn.log_sigmoid(margin - config.gamma)
+        elif config.type == "orpo":
+            losses = -beta * nn.log_sigmoid(margin)
+        else:
+            smoothing = config.label_smoothing
+            losses = -(1 - smoothing) * nn.log_sigmoid(margin)
+            if smoothing:
+                losses = losses - smoothing * nn.log_sigmoid(-margin)
         if config.sft_weight:
             losses = losses - config.sft_weight * chosen.mean
         rewards = [beta / scale * value for value in values]
@@ -151,18 +168,6 @@ class PreferenceLoss:
         metrics = (*rewards, rewards[0] - rewards[1], accuracy)
         metrics = (*metrics, chosen.logps, rejected.logps)
         return losses, [(values, True) for values in metrics]
-
-    def _pair_losses(self, margin: mx.array) -> mx.array:
-        config = self.config
-        if config.type == "ipo":
-            return mx.square(margin - 1 / (2 * config.beta))
-        if config.type == "simpo":
-            return -nn.log_sigmoid(margin - config.gamma)
-        if config.type == "orpo":
-            return -config.beta * nn.log_sigmoid(margin)
-        smoothing = config.label_smoothing
-        losses = -(1 - smoothing) * nn.log_sigmoid(margin)
-        return losses - smoothing * nn.log_sigmoid(-margin) if smoothing else losses
 
     def _kto(self, completions: Completions, others: Completions, labels, valid, count):
         config, beta = self.config, self.config.beta
@@ -175,14 +180,6 @@ class PreferenceLoss:
         kl = mx.broadcast_to(kl, rewards.shape)
         metrics = [(rewards, labels), (rewards, ~labels), (kl, True)]
         return mx.where(labels, desirable, undesirable), metrics
-
-
-def _metric_sums(metrics: list, valid: mx.array) -> mx.array:
-    """Sums over the selected examples, and how many these are, [2, metrics]."""
-    chosen = [(values, (valid > 0) & selected) for values, selected in metrics]
-    sums = [mx.where(selected, values, 0.0).sum() for values, selected in chosen]
-    counts = [selected.sum().astype(mx.float32) for _, selected in chosen]
-    return mx.stop_gradient(mx.stack([mx.stack(sums), mx.stack(counts)]))
 
 
 def log_odds(mean_logp: mx.array) -> mx.array:

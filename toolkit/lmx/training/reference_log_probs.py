@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from ..data import cache
@@ -17,8 +16,7 @@ from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryE
 from ..errors import nan_predictions
 from ..files.artifacts import Origin
 from ..interfaces import SINGLE_PROCESS, Communicator, Logger
-from .chunked_loss import ChunkedLoss
-from .losses import token_log_probs
+from .losses import LossModel
 
 FILE = "log_probs.npy"
 # Sequences per block of the cache, and tokens per forward pass.
@@ -30,13 +28,12 @@ class Reference:
     """The model that a preference loss compares with.
 
     Attributes:
-        load: returns it, with its chunked loss if it has one. It is called if a result
-            is not in the cache.
+        load: returns it. It is called if a result is not in the cache.
         digest: a hash of its weights and of how it computes.
         ranks: have the same model and sequences; each makes its share of the blocks.
     """
 
-    load: Callable[[], tuple[nn.Module, ChunkedLoss | None]]
+    load: Callable[[], LossModel]
     digest: str
     logger: Logger
     ranks: Communicator = SINGLE_PROCESS
@@ -82,7 +79,21 @@ def reference_log_probs(
             return InMemoryExamples(examples[index] for index in blocks[number])
 
         def make(number: int, folder: Path) -> None:
-            _write(sequences(number), reference, bar, folder)
+            model, examples = reference.load(), sequences(number)
+            batches = BucketBatchSampler(
+                examples,
+                max_seq_length=int(examples.lengths.max()),
+                batch_tokens=BATCH_TOKENS,
+            )
+            sums = np.zeros(len(examples), np.float32)
+            for batch in batches.in_order():
+                logps = mx.where(batch.mask, model.log_probs(batch.arrays()), 0.0)
+                values, used = np.array(logps.sum(axis=-1)), batch.example_indices
+                sums[list(used)] = values[: len(used)]
+                bar.advance(len(used))
+            if np.isnan(sums).any():
+                raise nan_predictions("the reference")
+            np.save(folder / FILE, sums)
 
         def count(number: int, origin: Origin) -> None:
             if origin != "made":
@@ -101,29 +112,3 @@ def reference_log_probs(
     for block, artifact in zip(blocks, artifacts, strict=True):
         result[block] = np.load(artifact.folder / FILE, allow_pickle=False)
     return result
-
-
-def _write(sequences: InMemoryExamples, reference: Reference, bar, folder: Path):
-    model, chunked = reference.load()
-    longest = int(sequences.lengths.max())
-    batches = BucketBatchSampler(
-        sequences, max_seq_length=longest, batch_tokens=BATCH_TOKENS
-    )
-    sums = np.zeros(len(sequences), np.float32)
-    for batch in batches.in_order():
-        values = np.array(_sums(batch, model, chunked))
-        count = len(batch.example_indices)
-        sums[list(batch.example_indices)] = values[:count]
-        bar.advance(count)
-    if np.isnan(sums).any():
-        raise nan_predictions("the reference")
-    np.save(folder / FILE, sums)
-
-
-def _sums(batch: Batch, model: nn.Module, chunked: ChunkedLoss | None) -> mx.array:
-    inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
-    if chunked:
-        logps = chunked.log_probs(inputs, targets, batch.head_positions)
-    else:
-        logps = token_log_probs(model(inputs), targets)
-    return mx.where(batch.mask, logps, 0.0).sum(axis=-1)

@@ -124,7 +124,9 @@ class RolloutBatches:
         self.kept = config.save_steps * (config.save_total_limit + 1)
         # The reference of beta is the model before the training.
         self._initial = dict(step.parameters)
-        self._first_rewards = self._rewards_of_failure() or self._rewards
+        # The digest of the reward functions that failed in this run.
+        failed = store.find_on_first(*FAILED_REWARDS)
+        self._first_rewards = (failed and failed.facts["digest"]) or self._rewards
         if self._first_rewards != self._rewards:
             logger.info("going on with other reward functions: the first failed")
         self._last: tuple[int, list[Batch]] | None = None
@@ -144,11 +146,6 @@ class RolloutBatches:
 
     def _hash(self, rewards: str) -> str:
         return sha256(f"{self.batches.digest} {rewards}".encode()).hexdigest()
-
-    def _rewards_of_failure(self) -> str | None:
-        """The digest of the reward functions that failed in this run."""
-        known = self.store.find_on_first(*FAILED_REWARDS)
-        return known and known.facts["digest"]
 
     def indices(self, step: int) -> range:
         """The indices of the batches of a step, counted from 0."""
@@ -179,9 +176,21 @@ class RolloutBatches:
         if known := self.store.find_on_first(KIND, self._key(number)):
             records = known.facts["completions"]
         else:
-            records = [asdict(each) for each in self._generate(number)]
+            examples = self.batches(number).example_indices
+            seed = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
+            completions = self.complete(
+                [self.batches.examples[index] for index in examples],
+                num_generations=self.config.num_generations,
+                temperature=self.config.temperature,
+                seed=int(seed),
+            )
+            records = [asdict(each) for each in completions]
             if ranks.is_first:
-                self._write(number, records)
+                facts = {"completions": records}
+                self.store.put(KIND, self._key(number), lambda _: facts)
+                kept = self.kept * self.accumulation
+                near = range(number - kept + 1, number + kept)
+                self.store.remove_others(KIND, {self._key(each) for each in near})
         if is_first_use and ranks.is_first:
             # Here, because a resumed run repeats the records.
             for record in records:
@@ -193,24 +202,6 @@ class RolloutBatches:
 
     def _key(self, number: int) -> str:
         return f"{number:08}-{self._hash(self._rewards)}"
-
-    def _write(self, number: int, completions: list[dict]) -> None:
-        facts = {"completions": completions}
-        self.store.put(KIND, self._key(number), lambda _: facts)
-        kept = self.kept * self.accumulation
-        near = range(number - kept + 1, number + kept)
-        self.store.remove_others(KIND, {self._key(each) for each in near})
-
-    def _generate(self, number: int) -> list[RewardedCompletion]:
-        config = self.config
-        indices = self.batches(number).example_indices
-        seed = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
-        return self.complete(
-            [self.batches.examples[index] for index in indices],
-            num_generations=config.num_generations,
-            temperature=config.temperature,
-            seed=int(seed),
-        )
 
     def complete(
         self,
@@ -239,17 +230,9 @@ class RolloutBatches:
             seed=seed,
             ranks=self.step.ranks,
         )
+        rewarded: list[RewardedCompletion] = []
         if not self.step.ranks.is_first:
-            return []
-        return self._rewarded(examples, prompts, groups)
-
-    def _rewarded(
-        self,
-        examples: Sequence[Example],
-        prompts: Sequence[list[int]],
-        groups: Sequence[list[Completion]],
-    ) -> list[RewardedCompletion]:
-        rewarded = []
+            return rewarded
         for example, prompt, group in zip(examples, prompts, groups, strict=True):
             text = self.tokenizer.decode(prompt)
             answer = self._text(example.tokens[len(prompt) :].tolist())
@@ -319,7 +302,8 @@ class RolloutBatches:
         rewards = mx.array([each.reward for each in rollout])
         target = [advantages, rewards, mx.array(sampled)]
         if self.policy.loss.config.beta:
-            target.append(self.step.log_probs(batch, self._initial))
+            temperature = self.policy.loss.temperature
+            target.append(self.step.log_probs(batch, temperature, self._initial))
         return replace(batch, target=tuple(target))
 
     def _check_log_probs(self, batches: Sequence[Batch]) -> None:
@@ -329,7 +313,8 @@ class RolloutBatches:
             return
         difference = 0.0
         for batch in batches:
-            errors = mx.abs(self.step.log_probs(batch) - batch.target[2])
+            logps = self.step.log_probs(batch, self.policy.loss.temperature)
+            errors = mx.abs(logps - batch.target[2])
             largest = mx.where(batch.mask, errors, 0.0).max().item()
             difference = max(difference, largest)
         limit = MAX_LOGP_ERROR if multiplies_exactly() else MAX_LOGP_ERROR_TF32
@@ -356,17 +341,13 @@ class RewardEvaluator:
 
     def __call__(self) -> EvalOutput:
         """Minus the summed rewards, their number, and the mean reward."""
-        (total,) = self.batches.step.ranks.all_reduce_scalars(self._total())
-        count = len(self.examples)
-        return EvalOutput(-total, count, {"reward": total / count})
-
-    def _total(self) -> float:
-        """The summed rewards on the first rank."""
-        total = 0.0
-        for start in range(0, len(self.examples), EVAL_BATCH_SIZE):
+        total, count = 0.0, len(self.examples)
+        for start in range(0, count, EVAL_BATCH_SIZE):
             examples = self.examples[start : start + EVAL_BATCH_SIZE]
+            # The first rank has the rewards.
             completions = self.batches.complete(
                 examples, num_generations=1, temperature=0.0
             )
             total += sum(each.reward for each in completions)
-        return total
+        (total,) = self.batches.step.ranks.all_reduce_scalars(total)
+        return EvalOutput(-total, count, {"reward": total / count})

@@ -1,39 +1,30 @@
 """One compiled optimizer step: float32 master weights, loss per trained token."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..data.batching import Batch, shard_batch
+from ..data.batching import Batch, BatchArrays, shard_batch
 from ..errors import UserError
-from ..interfaces import SINGLE_PROCESS, Communicator
-from ..models.hooks import find_blocks
-from ..quantization.qat.fake_quant import FakeQuant
-from .chunked_loss import ChunkedLoss, Loss
-from .distillation import DistillationLoss
+from ..interfaces import SINGLE_PROCESS, Communicator, WeightTransform
+from ..models.hooks import ModuleProxy, find_blocks, replace_module
 from .document_mask import DocumentCaches
 from .fsdp import ShardedParameters
 from .gradient_checkpointing import checkpointed
-from .grpo_loss import GRPOLoss
-from .losses import cross_entropy_sum, token_log_probs
+from .losses import Loss, LossModel, TokenLoss
 from .optimizers import OptimizerConfig, make_optimizer
-from .preference_loss import PreferenceLoss
 from .schedules import clip_grad_norm, decay_weights
-
-# Losses of the log-probabilities that the model gives to whole completions.
-CompletionLoss = PreferenceLoss | GRPOLoss
 
 
 class StepOutput(NamedTuple):
     """Scalars of one optimizer step over all ranks, not yet computed.
 
     Attributes:
-        loss_sum: summed over the trained tokens, or over what a loss of completions
-            counts.
+        loss_sum: summed over the trained tokens, or over what the loss counts.
         num_tokens: the trained tokens of the step.
         grad_norm: before clipping.
         stop_requests: number of ranks that were asked to stop.
@@ -62,35 +53,12 @@ class EvalOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class BatchLoss(Protocol):
-    """A loss that runs the model on a batch itself.
-
-    Attributes:
-        metric_names: of the metrics, which are summed as the loss is.
-        main_metric: the one that a progress line shows.
-    """
-
-    metric_names: Sequence[str]
-    main_metric: str
-
-    def __call__(
-        self,
-        model: nn.Module,
-        tokens: mx.array,
-        mask: mx.array,
-        places: mx.array | None,
-        target: tuple[mx.array, ...],
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """The summed loss, its count, and the metrics [2, M] of a batch."""
-        ...
-
-
 class TrainStep:
     """The trained parameters of a model, and the compiled step that updates them.
 
     The model is only a function: before every forward pass its trained weights are set
-    from the float32 master weights, rounded as the export will round them and, in
-    quantization-aware training, quantized as it will quantize them.
+    from the float32 master weights, rounded as the export will round them, and from
+    what `weight_transform` makes of them.
 
     Args:
         model: everything that is not trained is frozen.
@@ -98,17 +66,15 @@ class TrainStep:
         stored_dtypes: dtypes of the trained checkpoint, by path; those of the model's
             weights where it has none.
         compute_dtype: dtype of the forward and backward pass.
-        fake_quant: quantizes the weights of every forward pass; None = no QAT.
-        chunked_loss: computes the loss without full logits; None = the plain loss.
+        weight_transform: makes weights of every forward pass, such as quantized ones.
+        loss_model: runs the model on a batch; None = with all logits at once.
         document_caches: keeps attention inside the documents of packed batches; None =
             no batch is packed.
-        loss: the summed loss of logits, targets and mask; the loss against a teacher;
-            one of the log-probabilities of whole completions; or one that runs the
-            model itself.
+        loss: what is minimized; by default the cross-entropy.
         gradient_checkpointing: keeps only the inputs and outputs of every block.
         ranks: the processes that train this model; each gets its share of a batch.
         fsdp: every rank holds only its shard of parameters, gradients and moments.
-            Incompatible with `fake_quant`, "adafactor" and "muon".
+            Incompatible with `weight_transform`, "adafactor" and "muon".
 
     Raises:
         UserError: gradient checkpointing of a model without blocks, or an 8-bit
@@ -122,22 +88,23 @@ class TrainStep:
         *,
         stored_dtypes: dict[str, mx.Dtype] | None = None,
         compute_dtype: mx.Dtype = mx.float32,
-        fake_quant: FakeQuant | None = None,
-        chunked_loss: ChunkedLoss | None = None,
+        weight_transform: WeightTransform | None = None,
+        loss_model: LossModel | None = None,
         document_caches: DocumentCaches | None = None,
-        loss: Loss | DistillationLoss | CompletionLoss | BatchLoss = cross_entropy_sum,
+        loss: Loss | None = None,
         gradient_checkpointing: bool = False,
         ranks: Communicator = SINGLE_PROCESS,
         fsdp: bool = False,
     ):
         self.model = model
         self.config = optimizer or OptimizerConfig()
-        self.compute_dtype, self.fake_quant = compute_dtype, fake_quant
-        self.chunked_loss, self.loss = chunked_loss, loss
-        self.document_caches = document_caches
-        self.has_metrics = hasattr(loss, "metric_names")
-        self._of_completions = isinstance(loss, CompletionLoss)
-        self._runs_model = self.has_metrics and not self._of_completions
+        self.compute_dtype = compute_dtype
+        self.weight_transform = weight_transform or WeightTransform()
+        self.loss = loss or TokenLoss()
+        self._loss_model = loss_model or LossModel(model)
+        self._loss_model.document_caches = document_caches
+        # Every number of places compiles once more, so pass them only if used.
+        self._with_places = self._loss_model.uses_places or self.loss.needs_places
         self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
@@ -145,15 +112,18 @@ class TrainStep:
                 "this model has no list of blocks to run twice",
                 hint="gradient_checkpointing: false",
             )
-        self._checkpointed_blocks = blocks if gradient_checkpointing else None
-        trained = _trained_parameters(model, fake_quant)
+        self._blocks, self._checkpoints = blocks, gradient_checkpointing
+        # Derived weights are not trained, but what they are computed from.
+        derived = self.weight_transform.derived_weights
+        trained = tree_flatten(model.trainable_parameters())
+        trained = {path: value for path, value in trained if path not in derived}
+        trained |= self.weight_transform.qparams
         dtypes = {path: value.dtype for path, value in trained.items()}
         self.stored_dtypes = dtypes | (stored_dtypes or {})
         self.sharding = ShardedParameters(
             trained if fsdp else {},
             ranks,
             stored_dtypes=self.stored_dtypes,
-            compute_dtype=compute_dtype,
             blocks=blocks,
         )
         self.parameters = {
@@ -171,11 +141,6 @@ class TrainStep:
         mx.eval(self.parameters, self.optimizer.state)
         self._compile()
 
-    @property
-    def metric_names(self) -> Sequence[str]:
-        """Of the metrics of the loss."""
-        return self.loss.metric_names if self.has_metrics else ()
-
     def _compile(self) -> None:
         state = [self.parameters, self.optimizer.state, mx.random.state]
         accumulated = [self._grad_sums, mx.random.state]
@@ -189,9 +154,11 @@ class TrainStep:
             outputs=state,
         )
         self._evaluate_batch = mx.compile(
-            self._eval_loss, inputs=state, outputs=[mx.random.state]
+            lambda *arrays: self._loss_sums(self.parameters, *arrays),
+            inputs=state,
+            outputs=[mx.random.state],
         )
-        self._log_probs_batch = mx.compile(self._eval_log_probs)
+        self._log_probs_batch = mx.compile(self._log_probs)
 
     def __call__(
         self,
@@ -217,14 +184,14 @@ class TrainStep:
         if len(batches) > 1:
             return StepOutput(*self._train_accumulated(batches, *scalars))
         with translate_trace_errors():
-            return StepOutput(*self._train_batch(*self._inputs(batches[0]), *scalars))
+            return StepOutput(*self._train_batch(*self._arrays(batches[0]), *scalars))
 
     def on_step(self, step: int) -> bool:
-        """Prepare for a step, counted from 0; returns whether quantization changes."""
-        if not self.fake_quant or not self.fake_quant.on_step(step, self.parameters):
-            return False
-        self._compile()
-        return True
+        """Prepare for a step, from 0; returns whether the forward pass changes."""
+        changes = self.weight_transform.on_step(step, self.parameters)
+        if changes:
+            self._compile()
+        return changes
 
     def evaluate(self, batches) -> EvalOutput:
         """Summed training loss of batches, their tokens or examples, and metrics.
@@ -232,40 +199,38 @@ class TrainStep:
         Without dropout.
         """
         self.model.eval()
-        if self._runs_model:
-            # What it draws at random is the same in every evaluation.
-            mx.random.seed(0)
+        # What a loss draws at random is the same in every evaluation.
+        mx.random.seed(0)
         if self.sharding:
             # Every batch needs the shards of all ranks.
             local_batches = (shard_batch(batch, self.ranks) for batch in batches)
         else:
             local_batches = self.ranks.shard(batches)
-        totals = [0.0] * (2 + 2 * len(self.metric_names))
+        names = self.loss.metric_names
+        totals = [0.0] * (2 + 2 * len(names))
         for batch in local_batches:
-            loss_sum, count, _, metrics = self._evaluate_batch(*self._inputs(batch))
+            loss_sum, count, _, metrics = self._evaluate_batch(*self._arrays(batch))
             values = [loss_sum.item(), count.item(), *metrics.reshape(-1).tolist()]
             totals = [total + v for total, v in zip(totals, values, strict=True)]
         # Ranks decide by the loss when to stop, so they must have the same one.
         totals = self.ranks.all_reduce_scalars(*totals)
         loss_sum, count, *metrics = totals
-        means = metric_means(self.metric_names, metrics)
-        return EvalOutput(loss_sum, int(count), means)
+        return EvalOutput(loss_sum, int(count), metric_means(names, metrics))
 
     def log_probs(
-        self, batch: Batch, parameters: dict[str, mx.array] | None = None
+        self,
+        batch: Batch,
+        temperature: float = 1.0,
+        parameters: dict[str, mx.array] | None = None,
     ) -> mx.array:
-        """Log-probabilities of the targets of a batch, float32 [B, L].
-
-        Targets that are not trained may have the value 0.
+        """`LossModel.log_probs` of a batch, without dropout.
 
         Args:
             parameters: the trained weights; None = the present ones.
         """
         self.model.eval()
-        places = batch.head_positions if self.chunked_loss else None
-        return self._log_probs_batch(
-            self.parameters if parameters is None else parameters, batch.tokens, places
-        )
+        parameters = self.parameters if parameters is None else parameters
+        return self._log_probs_batch(parameters, temperature, *self._arrays(batch))
 
     def materialize(self) -> nn.Module:
         """The model with the weights of the next forward pass, in evaluation mode.
@@ -296,26 +261,21 @@ class TrainStep:
                 gathered[path] = value
         return gathered
 
-    def _inputs(self, batch: Batch) -> tuple:
-        # Every number of places compiles once more, so pass them only if used.
-        needs_places = self.chunked_loss or self._runs_model
-        places = batch.head_positions if needs_places else None
-        return *batch.arrays, places, batch.target
+    def _arrays(self, batch: Batch) -> BatchArrays:
+        return batch.arrays(with_places=self._with_places)
 
     def _set_weights(self, parameters: dict[str, mx.array]) -> None:
-        qparams = self.fake_quant.qparams if self.fake_quant else {}
+        others = self.weight_transform.qparams
         weights = self.sharding.forward_weights(
-            {k: v for k, v in parameters.items() if k not in qparams}
+            {path: value for path, value in parameters.items() if path not in others},
+            self.compute_dtype,
         )
-        if self.fake_quant:
-            weights |= self.fake_quant.forward_weights(parameters, self.compute_dtype)
+        weights |= self.weight_transform.forward_weights(parameters, self.compute_dtype)
         self.model.update(tree_unflatten(list(weights.items())))
 
-    def _train(
-        self, tokens, mask, documents, places, target, learning_rate, stop_requests
-    ):
-        batch = tokens, mask, documents, places, target
-        sums, gradients = self._gradients(*batch)
+    def _train(self, *arrays_and_scalars):
+        *arrays, learning_rate, stop_requests = arrays_and_scalars
+        sums, gradients = self._gradients(*arrays)
         return self._update(gradients, *sums, learning_rate, stop_requests)
 
     def _train_accumulated(
@@ -323,10 +283,12 @@ class TrainStep:
     ):
         zeros = {k: mx.zeros_like(v) for k, v in self.parameters.items()}
         self._grad_sums.update(zeros)
-        totals = self._no_sums()
+        # The loss, its count, the tokens and the metrics of no batch.
+        metrics = mx.zeros((2, len(self.loss.metric_names)))
+        totals = mx.array(0.0), mx.array(0.0), mx.array(0), metrics
         for batch in batches:
             with translate_trace_errors():
-                sums = self._accumulate_batch(*self._inputs(batch))
+                sums = self._accumulate_batch(*self._arrays(batch))
             totals = [a + b for a, b in zip(totals, sums, strict=True)]
             # Starts the work; else all micro-batches might be in memory at once.
             mx.async_eval(totals, self._grad_sums)
@@ -334,84 +296,50 @@ class TrainStep:
         self._grad_sums.clear()
         return outputs
 
-    def _no_sums(self) -> tuple[mx.array, ...]:
-        """The loss, its count, the tokens and the metrics of no batch."""
-        counts = mx.array(0.0 if self.has_metrics else 0), mx.array(0)
-        return mx.array(0.0), *counts, mx.zeros((2, len(self.metric_names)))
-
     def _accumulate(self, *batch) -> tuple[mx.array, ...]:
         batch_sums, gradients = self._gradients(*batch)
         sums = {k: self._grad_sums[k] + g for k, g in gradients.items()}
         self._grad_sums.update(sums)
         return batch_sums
 
-    def _gradients(self, *batch):
-        return mx.value_and_grad(self._train_loss)(self.parameters, *batch)
+    def _gradients(self, *arrays):
+        return mx.value_and_grad(self._loss_sums)(self.parameters, *arrays)
 
-    def _train_loss(
-        self, parameters: dict[str, mx.array], *batch
-    ) -> tuple[mx.array, ...]:
-        if self._checkpointed_blocks:
-            blocks = checkpointed(
-                self._checkpointed_blocks, self.sharding.gathered_forward
-            )
-        else:
-            blocks = self.sharding.gathered_blocks()
-        return self._loss(parameters, batch, blocks, self.chunked_loss)
-
-    def _eval_loss(self, *batch) -> tuple[mx.array, ...]:
-        chunked = self.chunked_loss and self.chunked_loss.value
-        return self._loss(
-            self.parameters, batch, self.sharding.gathered_blocks(), chunked
-        )
-
-    def _loss(
-        self, parameters, batch, blocks: AbstractContextManager, chunked
+    def _loss_sums(
+        self, parameters: dict[str, mx.array], *arrays
     ) -> tuple[mx.array, ...]:
         """The summed loss, its count, the trained tokens and the metrics."""
-        tokens, mask, _, places, target = batch
+        batch = BatchArrays(*arrays)
         self._set_weights(parameters)
-        if self._runs_model:
-            loss, count, metrics = self.loss(self.model, tokens, mask, places, target)
-            return loss, count, mask.sum(), metrics
-        if self._of_completions:
-            with blocks:
-                logps = self._log_probs(tokens, places)
-            loss, count, metrics = self.loss(logps, mask, *(target or ()))
-            return loss, count, mask.sum(), metrics
-        loss = self._token_loss(batch, blocks, chunked)
-        # One array: mx.compile fails on two outputs that are computed alike.
-        num_tokens = mask.sum()
-        return loss, num_tokens, num_tokens, mx.zeros((2, 0))
+        with self._replaced_blocks():
+            loss, count, metrics = self.loss(self._loss_model, batch)
+        # See `TokenLoss`: nothing else may be computed alike.
+        num_tokens = mx.where(batch.mask, 1, 0).sum()
+        return loss, count, num_tokens, metrics
 
-    def _eval_log_probs(self, parameters, tokens, places) -> mx.array:
+    def _log_probs(self, parameters, temperature: float, *arrays) -> mx.array:
         self._set_weights(parameters)
-        return self._log_probs(tokens, places)
+        with self._replaced_blocks():
+            return self._loss_model.log_probs(BatchArrays(*arrays), temperature)
 
-    def _log_probs(self, tokens: mx.array, places: mx.array | None) -> mx.array:
-        """Log-probabilities of the targets, float32 [B, L]."""
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        temperature = self.loss.temperature
-        if self.chunked_loss:
-            return self.chunked_loss.log_probs(
-                inputs, targets, places, temperature=temperature
-            )
-        return token_log_probs(self.model(inputs), targets, temperature)
+    @contextmanager
+    def _replaced_blocks(self) -> Iterator[None]:
+        """Checkpoint the blocks in training, and gather the shards of each.
 
-    def _token_loss(self, batch, blocks: AbstractContextManager, chunked) -> mx.array:
-        tokens, mask, documents, places, target = batch
-        inputs, labels = tokens[:, :-1], (tokens[:, 1:], mask)
-        kwargs = {}
-        if documents is not None:
-            kwargs["cache"] = self.document_caches(documents)
-        loss = self.loss
-        # A loss against a teacher.
-        if hasattr(loss, "labels"):
-            labels += loss.labels(inputs, documents, target)
-        with blocks:
-            if chunked:
-                return chunked(inputs, labels, places, loss=loss, **kwargs)
-            return loss(self.model(inputs, **kwargs), *labels)
+        Backward passes may run after the context closes.
+        """
+        blocks, checkpoints = self._blocks, self._checkpoints and self.model.training
+        if not (checkpoints or (self.sharding and blocks)):
+            yield
+            return
+        proxies = []
+        for number, block in enumerate(blocks.trunk[blocks.name]):
+            forward = self.sharding.gathered_forward(number, block)
+            if checkpoints:
+                forward = checkpointed(block, forward)
+            proxies.append(ModuleProxy(block, forward))
+        with replace_module(blocks.trunk, blocks.name, proxies):
+            yield
 
     def _update(
         self,
@@ -442,17 +370,6 @@ class TrainStep:
             updated[path] = before + multiplier * (updated[path] - before)
         self.parameters.update(updated)
         return loss_sum, num_tokens, norm, stop_requests, count, metrics
-
-
-def _trained_parameters(
-    model: nn.Module, fake_quant: FakeQuant | None
-) -> dict[str, mx.array]:
-    trained = dict(tree_flatten(model.trainable_parameters()))
-    if fake_quant is None:
-        return trained
-    # Weights merged from an adapter are not trained; the adapter is.
-    derived = fake_quant.derived_weights
-    return {k: v for k, v in trained.items() if k not in derived} | fake_quant.qparams
 
 
 def metric_means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ teacher's logits, so neither index can serve the other's readers with the same b
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
 from ..files.artifacts import ArtifactStore, Origin
 from ..files.atomic import require_space
-from ..interfaces import SINGLE_PROCESS, Communicator, Logger, Progress
+from ..interfaces import SINGLE_PROCESS, Communicator, Logger
 from .distillation import OnlineTeacher
 from .mapped_targets import MappedTeacher
 from .teacher_targets import (
@@ -138,8 +138,30 @@ def cache_teacher_targets(
 
         def make(number: int, folder: Path) -> None:
             block = block_examples(number)
-            targets = _targets(block, blocks[number], teacher, top_k, temperature)
-            _write_block(block, targets, teacher, top_k, bar, folder)
+            options = {"top_k": top_k, "temperature": temperature}
+            if teacher.mapped is None:
+                targets = _predictions(block, teacher, **options)
+            else:
+                targets = teacher.mapped.targets(
+                    block,
+                    blocks[number],
+                    teacher.load,
+                    batch_tokens=BATCH_TOKENS,
+                    **options,
+                )
+            num_tokens = sum(map(_num_trained, block))
+            k = min(top_k, teacher.vocab_size)
+            # Of the block's trained tokens, in the examples' order.
+            whole = TeacherTarget(
+                np.zeros((num_tokens, k), np.uint32),
+                np.zeros((num_tokens, k), np.float16),
+                np.zeros(num_tokens, np.float32),
+            )
+            for numbers, target in targets:
+                for array, values in zip(whole, target, strict=True):
+                    array[numbers] = np.array(values)
+                bar.advance(len(numbers))
+            save_targets(folder, whole, teacher.vocab_size)
 
         def count(number: int, origin: Origin) -> None:
             if origin != "made":
@@ -166,30 +188,17 @@ def _num_trained(example) -> int:
     return int(example.mask[1:].sum())
 
 
-def _targets(
+def _predictions(
     examples: InMemoryExamples,
-    members: np.ndarray,
     teacher: TeacherClient,
+    *,
     top_k: int,
     temperature: float,
 ) -> Iterator[tuple[np.ndarray, TeacherTarget]]:
-    """Indices and targets of all trained tokens, in chunks."""
-    if teacher.mapped is None:
-        return _predictions(examples, teacher, top_k, temperature)
-    return teacher.mapped.targets(
-        examples,
-        members,
-        teacher.load,
-        top_k=top_k,
-        temperature=temperature,
-        batch_tokens=BATCH_TOKENS,
-    )
+    """Indices and targets of all trained tokens, in chunks.
 
-
-def _predictions(
-    examples: InMemoryExamples, teacher: TeacherClient, top_k: int, temperature: float
-) -> Iterator[tuple[np.ndarray, TeacherTarget]]:
-    """Those of a teacher with the tokens of the examples."""
+    They are those of a teacher with the tokens of the examples.
+    """
     ends = np.cumsum([_num_trained(example) for example in examples])
     starts = np.concatenate([[0], ends])
     longest = int(examples.lengths.max()) - 1
@@ -206,32 +215,6 @@ def _predictions(
             logits = online.logits(hidden[chunk])[:, : teacher.vocab_size]
             target = compress_targets(logits.astype(mx.float32), top_k, temperature)
             yield numbers[start : start + size], target
-
-
-def _write_block(
-    examples: InMemoryExamples,
-    targets: Iterable[tuple[np.ndarray, TeacherTarget]],
-    teacher: TeacherClient,
-    top_k: int,
-    progress: Progress,
-    folder: Path,
-) -> None:
-    """Write the predictions of a block's trained tokens, in the examples' order.
-
-    Args:
-        targets: indices of trained tokens, and their targets.
-    """
-    count, k = sum(map(_num_trained, examples)), min(top_k, teacher.vocab_size)
-    block = TeacherTarget(
-        np.zeros((count, k), np.uint32),
-        np.zeros((count, k), np.float16),
-        np.zeros(count, np.float32),
-    )
-    for numbers, target in targets:
-        for array, values in zip(block, target, strict=True):
-            array[numbers] = np.array(values)
-        progress.advance(len(numbers))
-    save_targets(folder, block, teacher.vocab_size)
 
 
 class PartTargets(Sequence):
@@ -257,6 +240,11 @@ class PartTargets(Sequence):
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def batch(self, part: int) -> Batch:
+        """The tokens of a part as inputs, with their targets; no next tokens."""
+        tokens = mx.pad(self.tokens[part], [(0, 0), (0, 1)])
+        return Batch(tokens, self.counted[part], (), target=tuple(self[part]))
 
     def __getitem__(self, part: int) -> TeacherTarget:
         """The target of every position of a part; its probabilities sum to one."""
@@ -296,9 +284,22 @@ def cache_part_targets(
     """
     if counted is None:
         counted = [mx.ones(part.shape, mx.bool_) for part in parts]
-    key = _parts_key(parts, counted, [digest, top_k, vocab_size, temperature])
-    # Made when it is used: it freezes the model.
-    trunk_and_head = lru_cache(lambda: _trunk_and_head(teacher, vocab_size))
+    settings = [digest, top_k, vocab_size, temperature]
+    hashed = hashlib.sha256(json.dumps(settings).encode())
+    for part, counts in zip(parts, counted, strict=True):
+        hashed.update(json.dumps(part.shape).encode())
+        hashed.update(memoryview(part.astype(mx.int32)))
+        hashed.update(memoryview(counts))
+    key = hashed.hexdigest()
+
+    @lru_cache
+    def trunk_and_head() -> tuple[Callable, Callable]:
+        """Functions from tokens to hidden states, and from these to logits."""
+        if not isinstance(teacher, nn.Module):
+            return teacher, lambda logits: logits[..., :vocab_size]
+        # Made when it is used: it freezes the model.
+        online = OnlineTeacher(teacher)
+        return online.hidden, lambda states: online.logits(states)[..., :vocab_size]
 
     def make(number: int, folder: Path) -> None:
         hidden, logits = trunk_and_head()
@@ -333,16 +334,6 @@ def cache_part_targets(
     return PartTargets([a.folder for a in artifacts], parts, counted, key)
 
 
-def _trunk_and_head(
-    teacher: Callable, vocab_size: int | None
-) -> tuple[Callable, Callable]:
-    """Functions from tokens to hidden states, and from hidden states to logits."""
-    if isinstance(teacher, nn.Module):
-        online = OnlineTeacher(teacher)
-        return online.hidden, lambda states: online.logits(states)[..., :vocab_size]
-    return teacher, lambda logits: logits[..., :vocab_size]
-
-
 def logit_positions() -> int:
     """Positions whose logits exist at once."""
     return CPU_LOGIT_POSITIONS if on_cpu() else LOGIT_POSITIONS
@@ -360,12 +351,3 @@ def _part_target(
     joined = map(mx.concatenate, zip(*pieces, strict=True))
     shape = states.shape[:2]
     return TeacherTarget(*(x.reshape(*shape, *x.shape[1:]) for x in joined))
-
-
-def _parts_key(parts, counted, settings: list) -> str:
-    key = hashlib.sha256(json.dumps(settings).encode())
-    for part, counts in zip(parts, counted, strict=True):
-        key.update(json.dumps(part.shape).encode())
-        key.update(memoryview(part.astype(mx.int32)))
-        key.update(memoryview(counts))
-    return key.hexdigest()

@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..models.cross_entropy import exp_nonpositive
 from ..models.top_k import top_k_indices
-from .losses import exp_nonpositive
 
 
 class TeacherTarget(NamedTuple):

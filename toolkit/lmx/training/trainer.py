@@ -101,7 +101,7 @@ class Trainer:
         self.learning_rate = learning_rate
         self.logger = logger
         self.eval_batches = eval_batches
-        self.evaluate = evaluate or self._validation_loss
+        self.evaluate = evaluate
         self.on_evaluate = on_evaluate
         self.score_name = score_name
         self.on_event = on_event
@@ -133,15 +133,24 @@ class Trainer:
         config = self.config
         self._stopping = stopping
         self._resume()
+        # After these numbers of steps there is something to evaluate or to save.
+        intervals = config.eval_steps, config.save_steps, config.steps
         with self.logger.progress(config.steps, "training") as bar:
             bar.skip(self.progress.step)
             self._last_time = time.perf_counter()
             for step in range(self.progress.step, config.steps):
-                if self._is_out_of_patience():
-                    self._log_early_stop()
+                patience = config.early_stopping_patience
+                if patience is not None and self.progress.evals_since_best >= patience:
+                    self._count_tokens()
+                    self.logger.info(
+                        f"stopping at step {step} of {config.steps}: the "
+                        f"{self.score_name} has not improved since step "
+                        f"{self.progress.best_step}"
+                    )
                     break
                 self._train_step(step, bar, stop=self._stopping())
-                if self._is_due(step + 1) or self._should_stop():
+                is_due = any((step + 1) % interval == 0 for interval in intervals)
+                if is_due or self._should_stop():
                     self._finish_step(bar)
                     self._evaluate_and_save()
         return self._select_weights()
@@ -223,12 +232,6 @@ class Trainer:
         self._last_time = time.perf_counter()
         self._rate_tokens, self._rate_seconds = 0, 0.0
 
-    def _is_due(self, done: int) -> bool:
-        """Whether there is something to evaluate or save after `done` steps."""
-        config = self.config
-        intervals = (config.eval_steps, config.save_steps, config.steps)
-        return any(done % interval == 0 for interval in intervals)
-
     def _should_stop(self) -> bool:
         # All ranks must stop after the same step: they go by the sum of their requests.
         return self._stopping() if self.ranks.size == 1 else self._any_rank_stops
@@ -236,17 +239,6 @@ class Trainer:
     def _is_new_best(self) -> bool:
         is_best = self.progress.best_step == self.progress.step
         return self.config.load_best_at_end and is_best
-
-    def _is_out_of_patience(self) -> bool:
-        patience = self.config.early_stopping_patience
-        return patience is not None and self.progress.evals_since_best >= patience
-
-    def _log_early_stop(self) -> None:
-        self._count_tokens()
-        self.logger.info(
-            f"stopping at step {self.progress.step} of {self.config.steps}: the "
-            f"{self.score_name} has not improved since step {self.progress.best_step}"
-        )
 
     def _resume(self) -> None:
         folder = self.config.checkpoint_dir
@@ -281,13 +273,13 @@ class Trainer:
             if self._is_new_best():
                 self._save()
 
-    def _validation_loss(self) -> EvalOutput:
-        with self.logger.progress(len(self.eval_batches), "validation") as bar:
-            return self.step.evaluate(bar.track(self.eval_batches))
-
     def _evaluate(self) -> None:
         step = self.progress.step
-        output = self.evaluate()
+        if self.evaluate:
+            output = self.evaluate()
+        else:
+            with self.logger.progress(len(self.eval_batches), "validation") as bar:
+                output = self.step.evaluate(bar.track(self.eval_batches))
         loss = output.loss_sum / output.loss_count
         record = {"kind": "valid", "step": step, "loss": loss}
         self.logger.metrics(record | output.metrics)
@@ -321,9 +313,9 @@ class Trainer:
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
             "gradient_norm": norm,
         }
-        loss_metrics = metric_means(self.step.metric_names, progress.metrics_since)
+        loss_metrics = metric_means(self.step.loss.metric_names, progress.metrics_since)
         self._count_tokens()
-        main = getattr(self.step.loss, "main_metric", None)
+        main = self.step.loss.main_metric
         shown = {k: v for k, v in loss_metrics.items() if k == main}
         bar.update(progress.step, **metrics | shown)
         totals = {

@@ -23,7 +23,8 @@ from ...models.drafters.base import Drafter
 from ...models.drafters.io import ARCHITECTURES, bind_target, save_drafter
 from ...models.hooks import require_hidden_states
 from ...run.parallel_dims import ParallelDims
-from ...training.chunked_loss import ChunkedLoss
+from ...training.chunked_loss import ChunkedLossModel
+from ...training.losses import LossModel
 from ...training.trainer import Trainer
 from ..context import MODELS, ModelArtifact, write_model
 from ..quantize.stage import QuantizeStage
@@ -58,15 +59,15 @@ class DraftModelDistillation(DraftDistillation):
         self._initial = loaded = context.load(initial, compute="stored")
         chunk = loss_chunk(config_int(loaded.config, "vocab_size"), on_cpu=on_cpu())
         try:
-            chunked = ChunkedLoss(loaded.model, chunk)
+            loss_model = ChunkedLossModel(loaded.model, chunk)
         except NoTrunkHeadSplit:
-            chunked = None
+            loss_model = LossModel(loaded.model)
         make_step = partial(
             self.make_step,
             loaded.model,
             loaded.dtype,
             loss=DraftLoss(cross_entropy=self.config.ce_weight),
-            chunked_loss=chunked,
+            loss_model=loss_model,
         )
         parts = self.data.with_text(lambda batches: batches)
         return self.trainer(make_step, parts, self.data.eval_batches)

@@ -33,11 +33,11 @@ from ...models.checkpoint import weights_digest
 from ...models.loader import KV_BITS, LoadedModel
 from ...quantization.mixed_precision import kv_bits
 from ...quantization.packing import pack
-from ...quantization.ptq.candidates import CandidateModel, CandidateSelector
-from ...quantization.ptq.scale_tuning import ScaleTuner
 from ...quantization.target_layers import QuantizationPlan
 from ...training.teacher_cache import PartTargets, cache_part_targets
 from ..context import StageContext, write_model
+from .candidates import CandidateModel, CandidateSelector
+from .scale_tuning import ScaleTuner
 
 DEFAULT_DATASET = "builtin:stdlib"
 # Tokens per forward pass: without training, and where a step accumulates gradients.

@@ -1,11 +1,12 @@
 """The batches of a train stage, and how it cuts them into documents and chunks."""
 
+from collections.abc import Callable
 from functools import partial
 
 from ...config.train import TrainConfig
 from ...cpu import on_cpu
 from ...data import cache, fingerprint, token_store
-from ...data.batching import BucketBatchSampler, StepSampler
+from ...data.batching import BucketBatchSampler, ExampleDataset, StepSampler
 from ...data.dataset import ReadStats
 from ...data.packing import PackedBatchSampler, packed
 from ...data.splits import log_read_stats
@@ -19,17 +20,17 @@ from ...data.tokenization import (
 from ...models.blockwise import NoTrunkHeadSplit
 from ...models.checkpoint import config_int
 from ...models.loader import LoadedModel
-from ...training.chunked_loss import ChunkedLoss
+from ...training.chunked_loss import ChunkedLossModel
 from ...training.document_mask import DocumentCaches, PackingUnsupported
+from ...training.losses import LossModel
 from ..context import StageContext
-from .teacher import TeacherSetup
 
 
 def training_batches(
     config: TrainConfig,
     context: StageContext,
     loaded: LoadedModel,
-    teacher: TeacherSetup | None = None,
+    replace_completions: Callable[[ExampleDataset], ExampleDataset],
     *,
     packing: bool,
     encode: Encode | None = None,
@@ -38,14 +39,11 @@ def training_batches(
 
     Args:
         encode: makes the examples of records; None = one of each record.
-        teacher: may replace the completions of the examples.
         packing: several examples per sequence. If the recipe asks for packing and the
             model cannot do it, padded batches have as many tokens.
     """
     longest = context.data.max_seq_length
-    examples = tokenized_examples(context, loaded, encode)
-    if teacher:
-        examples = teacher.replace_completions(examples)
+    examples = replace_completions(tokenized_examples(context, loaded, encode))
     if not packing:
         return _padded_batches(examples, config, context, encode)
     batches = PackedBatchSampler(
@@ -96,13 +94,12 @@ def encode_valid(
 
 
 def document_caches(
-    loaded: LoadedModel, context: StageContext, teacher: TeacherSetup | None
+    loaded: LoadedModel, context: StageContext, enable_packing: Callable[[], None]
 ) -> DocumentCaches | None:
     """The mask between packed documents; None with a warning if it is unsupported."""
     try:
         caches = DocumentCaches(loaded.model)
-        if teacher:
-            teacher.enable_packing()
+        enable_packing()
         return caches
     except PackingUnsupported as reason:
         context.logger.warning(
@@ -112,16 +109,16 @@ def document_caches(
         return None
 
 
-def chunked_loss(
+def loss_model(
     config: TrainConfig, context: StageContext, loaded: LoadedModel
-) -> ChunkedLoss | None:
-    """The chunked loss; None if the model cannot be split into trunk and head."""
+) -> LossModel:
+    """The model for a loss, in chunks if it can be split into trunk and head."""
     longest = context.data.max_seq_length
     tokens = max(config.batch_tokens or config.batch_size * longest, longest)
     vocabulary = config_int(loaded.config, "vocab_size")
     chunk = config.chunk(vocabulary=vocabulary, tokens=tokens, on_cpu=on_cpu())
     try:
-        return ChunkedLoss(loaded.model, chunk)
+        return ChunkedLossModel(loaded.model, chunk)
     except NoTrunkHeadSplit as reason:
         # On a CPU a small batch is only a little slower without chunks.
         if config.chunk(vocabulary=vocabulary, tokens=tokens, on_cpu=False):
@@ -129,7 +126,7 @@ def chunked_loss(
                 "loss_chunk_tokens is off and all logits are computed at once: "
                 f"{reason}"
             )
-        return None
+        return LossModel(loaded.model)
 
 
 def _padded_batches(

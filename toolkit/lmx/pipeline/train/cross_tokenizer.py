@@ -11,7 +11,7 @@ from ...config.train import TeacherConfig
 from ...data import cache, fingerprint
 from ...data.batching import ExampleDataset
 from ...data.record_formats import DataRecord
-from ...data.token_alignment import Aligner, AlignmentStats
+from ...data.token_alignment import Aligner
 from ...data.token_bytes import TokenBytes
 from ...data.token_store import MAX_LOGGED
 from ...errors import UserError
@@ -46,7 +46,21 @@ class CrossTokenizer:
         self.context = context
         self.student = student
         self.folder = folder
-        _check(teacher, folder, difference)
+        needs_own, problem = "needs a teacher with the model's own tokenizer", None
+        if teacher.sequence_level:
+            problem = f"sequence_level {needs_own}"
+            hint = "remove sequence_level, or name another teacher"
+        elif not teacher.offline:
+            problem = (
+                "the predictions of a teacher with another tokenizer must be stored"
+            )
+            hint = "add offline: true; rollouts need the model's own tokenizer"
+        elif teacher.loss != "forward_kl":
+            problem = f"{teacher.loss} {needs_own}"
+            hint = "use loss: forward_kl"
+        if problem:
+            message = f"the teacher has {difference}; {problem}"
+            raise UserError(message, place=str(folder), hint=hint)
         self.vocabulary = TokenBytes(student.tokenizer, place=str(student.path))
         self.teacher_vocabulary = TokenBytes(tokenizer, place=str(folder))
         shared = set(self.vocabulary.pieces) & set(self.teacher_vocabulary.pieces)
@@ -98,17 +112,11 @@ class CrossTokenizer:
             loss_on=data.loss_on,
         )
         sides, stats = aligner.align(examples, members, records)
-        self._log(stats, len(members))
-        return MappedTeacher(
-            self.mapping, dict(zip(map(int, members), sides, strict=True))
-        )
-
-    def _log(self, stats: AlignmentStats, examples: int) -> None:
-        failed, logger = stats.failed, self.context.logger
+        failed, logger, count = stats.failed, self.context.logger, len(members)
         if not stats.placed:
             where, reason = failed[0]
             raise UserError(
-                f"the teacher's text cannot be aligned with any of {examples:,} "
+                f"the teacher's text cannot be aligned with any of {count:,} "
                 f"examples; the first: {reason}",
                 place=where,
                 hint="choose a teacher that renders the same messages",
@@ -117,7 +125,7 @@ class CrossTokenizer:
             logger.warning(f"{where}: not aligned, learns its labels: {reason}")
         if len(failed) > MAX_LOGGED:
             logger.warning(
-                f"{len(failed):,} of {examples:,} examples are not aligned and learn "
+                f"{len(failed):,} of {count:,} examples are not aligned and learn "
                 "their labels"
             )
         rest = stats.trained - stats.placed
@@ -126,20 +134,6 @@ class CrossTokenizer:
             f"{stats.trained:,} trained tokens, {stats.same / stats.trained:.1%} as "
             f"one token of its own; {rest:,} learn their labels"
         )
-
-
-def _check(teacher: TeacherConfig, folder: Path, difference: str) -> None:
-    """Refuse what needs the model's own tokenizer."""
-    problem = None
-    if teacher.sequence_level:
-        problem = "sequence_level needs a teacher with the model's own tokenizer"
-        hint = "remove sequence_level, or name another teacher"
-    elif not teacher.offline:
-        problem = "the predictions of a teacher with another tokenizer must be stored"
-        hint = "add offline: true; rollouts need the model's own tokenizer"
-    elif teacher.loss != "forward_kl":
-        problem = f"{teacher.loss} needs a teacher with the model's own tokenizer"
-        hint = "use loss: forward_kl"
-    if problem:
-        message = f"the teacher has {difference}; {problem}"
-        raise UserError(message, place=str(folder), hint=hint)
+        return MappedTeacher(
+            self.mapping, dict(zip(map(int, members), sides, strict=True))
+        )

@@ -3,14 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ...config.train import TrainConfig
 from ...data.batching import Batch
 from ...errors import UserError
 from ...evaluation.gap_recovery import (
-    PerSequenceSums,
     gap_recovered,
     measure_per_sequence,
 )
@@ -107,25 +105,25 @@ class FullPrecisionBaseline:
         Args:
             selection: the layers to quantize with RTN.
         """
-        rtn, ranks = self.folder / "rtn", self.context.ranks
+        rtn, context, ranks = self.folder / "rtn", self.context, self.context.ranks
         if ranks.is_first:
-            self._write_rtn(rtn, selection)
+            loaded = context.load(self.model, compute="stored")
+            weights, packed = dict(tree_flatten(loaded.model.parameters())), {}
+            for path, spec in selection.specs.items():
+                tensors = pack(weights[f"{path}.weight"], spec, loaded.dtype)
+                packed |= {f"{path}.{name}": value for name, value in tensors.items()}
+            write_model(rtn, loaded, weights, selection, packed, keeps_mtp=False)
+            del loaded, weights, packed
         ranks.wait_for_all()
-        folders = rtn, Path(ranks.broadcast_object(str(trained.model)))
-        baseline = self._load(self.model)
-        sums = [measure_per_sequence(baseline, baseline, eval_batches, ranks)]
+        folders = self.model, rtn, Path(ranks.broadcast_object(str(trained.model)))
+        baseline, sums = None, []
         for folder in folders:
-            model = self._load(folder)
+            model = context.load(context.require_visible(folder)).model
+            if baseline is None:
+                baseline = model
             sums.append(measure_per_sequence(baseline, model, eval_batches, ranks))
-        return self._compared(trained, sums, rtn) if ranks.is_first else trained
-
-    def _load(self, folder: Path) -> nn.Module:
-        """A model that rank 0 wrote."""
-        return self.context.load(self.context.require_visible(folder)).model
-
-    def _compared(
-        self, trained: ModelArtifact, sums: list[PerSequenceSums], rtn: Path
-    ) -> ModelArtifact:
+        if not ranks.is_first:
+            return trained
         names = ("fp_baseline", "fp_baseline_rtn", "qat")
         result = {name: each.means for name, each in zip(names, sums, strict=True)}
         for name in ("loss", "kl"):
@@ -140,11 +138,3 @@ class FullPrecisionBaseline:
         logger.table(f"{logger.stage}: gap recovered", *recovery_table(result))
         facts = trained.facts | {"gap_recovered": result}
         return replace(trained, reference=self.model, rounded=rtn, facts=facts)
-
-    def _write_rtn(self, folder: Path, selection: QuantizationPlan) -> None:
-        loaded = self.context.load(self.model, compute="stored")
-        weights, packed = dict(tree_flatten(loaded.model.parameters())), {}
-        for path, spec in selection.specs.items():
-            tensors = pack(weights[f"{path}.weight"], spec, loaded.dtype)
-            packed |= {f"{path}.{name}": value for name, value in tensors.items()}
-        write_model(folder, loaded, weights, selection, packed, keeps_mtp=False)

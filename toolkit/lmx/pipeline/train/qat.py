@@ -103,7 +103,11 @@ def _from_codes(
     _require_same_specs(qat, specs, loaded)
     selection = QuantizationPlan(
         specs,
-        _unquantized_layers(loaded),
+        {
+            path: "it is not quantized in the model that is trained"
+            for path, module in loaded.model.named_modules()
+            if hasattr(module, "to_quantized")
+        },
         quantize_activations=qat.quantize_activations,
     )
     dequantized, packed = dequantized_model(loaded, mx.float32)
@@ -111,27 +115,15 @@ def _from_codes(
     model = QATModel(dequantized, selection, qat, packed)
     # With fixed scales, nothing would change from there.
     if not (config.is_self_distillation and qat.quantizer == "lsq"):
-        _init_latent_weights(model, mx.random.key(seed))
+        # Inside the same codes.
+        key, modules = mx.random.key(seed), dict(dequantized.model.named_modules())
+        for path, codes in packed.items():
+            key, layer_key = mx.random.split(key)
+            quantizer = make_quantizer(qat, specs[path], dequantized.dtype)
+            weight = quantizer.latent_within_cell(codes, layer_key)
+            mx.eval(weight)
+            modules[path].weight = weight
     return model
-
-
-def _init_latent_weights(model: QATModel, key: mx.array) -> None:
-    """Move latent weights from their dequantized values, inside the same codes."""
-    modules = dict(model.loaded.model.named_modules())
-    for path, packed in model.packed.items():
-        spec, layer = model.selection.specs[path], modules[path]
-        key, layer_key = mx.random.split(key)
-        quantizer = make_quantizer(model.qat, spec, model.loaded.dtype)
-        layer.weight = quantizer.latent_within_cell(packed, layer_key)
-        mx.eval(layer.weight)
-
-
-def _unquantized_layers(loaded: LoadedModel) -> dict[str, str]:
-    return {
-        path: "it is not quantized in the model that is trained"
-        for path, module in loaded.model.named_modules()
-        if hasattr(module, "to_quantized")
-    }
 
 
 def _require_same_specs(

@@ -1,7 +1,6 @@
 """One training of a train stage: its parts, and the checkpoints it writes."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,18 +21,19 @@ from ...models.lora.io import init_adapter
 from ...models.quantized_layers import TENSORS
 from ...quantization.packing import dequantize
 from ...quantization.qat.fake_quant import FakeQuant
-from ...training.losses import cross_entropy_sum
+from ...training.document_mask import DocumentCaches
+from ...training.losses import LossModel
 from ...training.optimizers import OptimizerConfig
 from ...training.schedules import learning_rate_at
 from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
 from ..context import ModelArtifact, StageContext, write_model
 from ..estimate import training_dtype
-from .batches import chunked_loss, document_caches, training_batches, validation_batches
-from .preference import PreferenceSetup
-from .qat import prepare, require_steps
-from .rollouts import RolloutSetup
-from .teacher import TeacherSetup
+from .batches import document_caches, loss_model, training_batches, validation_batches
+from .objective import Objective, PolicyObjective
+from .preference import PreferenceObjective
+from .qat import QATModel, prepare, require_steps
+from .teacher import DistillationObjective
 
 # Share of changed codes below which a training has practically no effect.
 MIN_CHANGED_CODES = 1e-5
@@ -41,6 +41,19 @@ MIN_CHANGED_CODES = 1e-5
 MAX_FUSING_ERROR = 0.1
 # Tokens of an answer to a sample prompt.
 SAMPLE_TOKENS = 48
+
+
+def choose_objective(
+    config: TrainConfig, context: StageContext, model: QATModel
+) -> Objective:
+    """The loss of a train stage, and the batches that it needs."""
+    if config.teacher:
+        return DistillationObjective(config, context, model)
+    if config.rollouts:
+        return PolicyObjective(config, context, model)
+    if config.loss:
+        return PreferenceObjective(config, context, model)
+    return Objective(config, context, model)
 
 
 class TrainRun:
@@ -63,19 +76,7 @@ class TrainRun:
         self.loaded, self.selection = self.model.loaded, self.model.selection
         self.base_weights = dict(tree_flatten(self.loaded.model.parameters()))
         self.adapted_keys = self._attach_adapter()
-        self.teacher = None
-        if config.teacher:
-            self.teacher = TeacherSetup(
-                config.teacher,
-                context,
-                self.loaded,
-                has_fake_quant=config.qat is not None,
-            )
-        self.preference = self.rollouts = None
-        if config.rollouts:
-            self.rollouts = RolloutSetup(config, context, self.loaded)
-        elif config.loss:
-            self.preference = PreferenceSetup(config, context, self.model)
+        self.objective = choose_objective(config, context, self.model)
         self.trainer = self._make_trainer()
         self.step = self.trainer.step
 
@@ -86,9 +87,8 @@ class TrainRun:
         try:
             self.eval_loss = self.context.train(self.trainer)
         finally:
-            if self.rollouts:
-                self.rollouts.close()
-        if self.teacher or self.config.loss or self.context.extensions.loss:
+            self.objective.close()
+        if self.config.teacher or self.config.loss or self.context.extensions.loss:
             # The trainer's loss is another one.
             self.eval_loss = self._cross_entropy(self.step.materialize())
         self.parameters = self.step.parameters
@@ -108,9 +108,12 @@ class TrainRun:
 
     def _write(self) -> ModelArtifact:
         """Write the trained checkpoint, its full-precision reference, the adapter."""
-        loaded, fake_quant = self.loaded, self.step.fake_quant
+        loaded, fake_quant = self.loaded, self.fake_quant
         parameters = self.parameters
-        weights = self._fuse()
+        # Lazy, and of the whole model.
+        weights = lora_model.fuse(
+            loaded.model, self.base_weights, parameters, loaded.dtype
+        )
         packed = fake_quant.export_tensors(parameters) if fake_quant else {}
         codes = self._count_changed_codes(packed)
         if self.config.adapter and not fake_quant:
@@ -122,20 +125,31 @@ class TrainRun:
             model = self.context.folder / "model"
             write_model(model, loaded, weights, self.selection, packed)
         adapters = self._write_adapter() if self.config.adapter else None
-        facts = self._facts() | codes
-        return ModelArtifact(model, reference, adapters, facts)
-
-    def _fuse(self) -> dict[str, mx.array]:
-        """The trained weights; lazy, and of the whole model."""
-        loaded, base = self.loaded, self.base_weights
-        return lora_model.fuse(loaded.model, base, self.parameters, loaded.dtype)
+        # Whether the reference has the values of codes, not of weights before them.
+        is_dequantized = bool(self.model.packed)
+        if is_dequantized and (current := self.context.current).is_quantized:
+            is_dequantized = current.facts.get("reference_is_dequantized", False)
+        progress = self.trainer.progress
+        facts = {
+            "steps": progress.step,
+            "best_step": progress.best_step,
+            "selected_step": self.trainer.selected_step,
+            "trained_tokens": progress.trained_tokens,
+            "qat": self.config.qat is not None,
+            "trained_parameters": sum(value.size for value in parameters.values()),
+            "seconds": progress.seconds,
+            "kept": self.selection.skipped,
+            "reference_is_dequantized": is_dequantized,
+            "validation_loss": self.eval_loss,
+        }
+        return ModelArtifact(model, reference, adapters, facts | codes)
 
     def _count_changed_codes(self, packed: dict[str, mx.array]) -> dict[str, int]:
         """Facts of a training from codes; a warning if almost no code has changed."""
         qat, before = self.model.qat, self.model.packed
         if not (qat and before):
             return {}
-        fake_quant, logger = self.step.fake_quant, self.context.logger
+        fake_quant, logger = self.fake_quant, self.context.logger
         changed, total = fake_quant.count_changed_codes(before, packed)
         text = f"{changed:,} of {total:,} codes ({changed / total:.2g})"
         # Self-distillation with trained scales keeps the codes on purpose.
@@ -182,16 +196,6 @@ class TrainRun:
         write_model(target, loaded, weights)
         return target
 
-    @property
-    def _reference_is_dequantized(self) -> bool:
-        """Whether the reference has the values of codes, not of weights before them."""
-        if not self.model.packed:
-            return False
-        current = self.context.current
-        if not current.is_quantized:
-            return True
-        return current.facts.get("reference_is_dequantized", False)
-
     def _free_full_weights(self) -> None:
         """Keep only this rank's shards of the weights."""
         sharding = self.step.sharding
@@ -222,121 +226,109 @@ class TrainRun:
 
     def _make_trainer(self) -> Trainer:
         config, context, loaded = self.config, self.context, self.loaded
+        objective = self.objective
         compute_dtype = training_dtype(config.compute_dtype, loaded.dtype)
         if compute_dtype == mx.float32:
             # Lossless, and the chunked loss is verified in the dtype of the training.
             set_compute_dtype(loaded.model, compute_dtype)
-        chunked = chunked_loss(config, context, loaded)
-        caches, preference = None, self.preference
+        model = loss_model(config, context, loaded)
+        caches = None
         if config.packing:
-            caches = document_caches(loaded, context, self.teacher)
-        batches = training_batches(
+            caches = document_caches(loaded, context, objective.enable_packing)
+        examples = training_batches(
             config,
             context,
             loaded,
-            self.teacher,
+            objective.replace_completions,
             packing=caches is not None,
-            encode=preference and preference.encode,
+            encode=objective.encode,
         )
-        encode = preference and preference.encode_valid(batches)
+        encode = objective.encode_valid(examples)
         valid = validation_batches(config, context, loaded, encode=encode)
-        eval_batches = list(valid.in_order(config.eval_batches))
-        self.cross_entropy_batches, evaluate = eval_batches, None
-        steps = config.num_steps(batches.steps_per_epoch)
+        steps = config.num_steps(examples.steps_per_epoch)
         require_steps(config.qat, steps)
         context.logger.info(
-            f"{batches.num_examples:,} examples, {batches.per_epoch:,} batches per "
-            f"epoch; {steps:,} steps are {steps / batches.steps_per_epoch:.1f} epochs"
+            f"{examples.num_examples:,} examples, {examples.per_epoch:,} batches per "
+            f"epoch; {steps:,} steps are {steps / examples.steps_per_epoch:.1f} epochs"
         )
-        loss = context.extensions.loss or cross_entropy_sum
-        if self.teacher:
-            loss, batches = self.teacher.prepare(batches, steps)
-            eval_batches = self.teacher.prepare_eval(valid.examples, eval_batches)
-        if preference:
-            loss = preference.loss
+        eval_batches = list(valid.in_order(config.eval_batches))
+        self.cross_entropy_batches = eval_batches
+        if encode:
             chosen = validation_batches(config, context, loaded)
             self.cross_entropy_batches = list(chosen.in_order(config.eval_batches))
-            batches = preference.prepare(batches, steps, compute_dtype)
-            eval_batches = preference.prepare_eval(valid, eval_batches, compute_dtype)
-        if self.rollouts and self.rollouts.policy:
-            loss = self.rollouts.policy.loss
-        step = self._make_step(
-            compute_dtype, chunked_loss=chunked, document_caches=caches, loss=loss
-        )
+        batches = objective.training(examples, steps, compute_dtype)
+        targets = objective.validation(valid, eval_batches, compute_dtype)
+        step = self._make_step(compute_dtype, model, caches)
         set_compute_dtype(loaded.model, compute_dtype)
-        if self.rollouts:
-            batches, evaluate = self.rollouts.prepare(step, batches, valid)
+        source, evaluate = objective.with_rollouts(step, batches, valid)
         return Trainer(
             step,
-            batches,
-            self._trainer_config(steps),
-            indices=batches.indices,
-            learning_rate=self._learning_rate(steps),
-            eval_batches=eval_batches,
+            source,
+            TrainerConfig(
+                steps=steps,
+                seed=context.seed,
+                checkpoint_dir=context.folder / "checkpoints",
+                logging_steps=config.logging_steps,
+                eval_steps=config.eval_steps,
+                save_steps=config.save_steps,
+                save_total_limit=config.save_total_limit,
+                load_best_at_end=config.load_best_at_end,
+                early_stopping_patience=config.early_stopping_patience,
+            ),
+            indices=source.indices,
+            learning_rate=partial(
+                learning_rate_at,
+                steps=steps,
+                peak=config.learning_rate,
+                schedule=config.lr_schedule,
+                warmup_ratio=config.warmup_ratio,
+                min_lr_ratio=config.min_lr_ratio,
+                decay_ratio=config.decay_ratio,
+            ),
+            eval_batches=targets,
             logger=context.logger,
             evaluate=evaluate,
             on_evaluate=self._sample,
             on_event=context.extensions.callbacks.call,
         )
 
-    def _make_step(self, compute_dtype: mx.Dtype, **losses) -> TrainStep:
+    def _make_step(
+        self,
+        compute_dtype: mx.Dtype,
+        loss_model: LossModel,
+        caches: DocumentCaches | None,
+    ) -> TrainStep:
         config, model, network = self.config, self.model, self.loaded.model
-        fake_quant = None
+        self.fake_quant = None
         if specs := self.selection.specs:
-            dtype = self.loaded.dtype
-            fake_quant = FakeQuant(network, specs, dtype, model.qat, model.packed)
+            self.fake_quant = FakeQuant(
+                network, specs, self.loaded.dtype, model.qat, model.packed
+            )
+        lr_multipliers = {}
+        if config.adapter:
+            trained = dict(tree_flatten(network.trainable_parameters()))
+            lr_multipliers |= lora_model.lr_multipliers(trained, config.adapter)
+        if self.fake_quant:
+            lr_multipliers |= self.fake_quant.lr_multipliers()
         return TrainStep(
             network,
-            self._optimizer(fake_quant),
+            OptimizerConfig(
+                config.optimizer,
+                config.beta1,
+                config.beta2,
+                weight_decay=config.weight_decay,
+                max_grad_norm=config.max_grad_norm,
+                lr_multipliers=lr_multipliers,
+            ),
             stored_dtypes={k: v.dtype for k, v in self.base_weights.items()},
             compute_dtype=compute_dtype,
-            fake_quant=fake_quant,
+            weight_transform=self.fake_quant,
             gradient_checkpointing=config.gradient_checkpointing,
             ranks=self.context.ranks,
             fsdp=config.fsdp,
-            **losses,
-        )
-
-    def _trainer_config(self, steps: int) -> TrainerConfig:
-        config, context = self.config, self.context
-        return TrainerConfig(
-            steps=steps,
-            seed=context.seed,
-            checkpoint_dir=context.folder / "checkpoints",
-            logging_steps=config.logging_steps,
-            eval_steps=config.eval_steps,
-            save_steps=config.save_steps,
-            save_total_limit=config.save_total_limit,
-            load_best_at_end=config.load_best_at_end,
-            early_stopping_patience=config.early_stopping_patience,
-        )
-
-    def _learning_rate(self, steps: int) -> Callable[[int], float]:
-        config = self.config
-        return partial(
-            learning_rate_at,
-            steps=steps,
-            peak=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_ratio=config.warmup_ratio,
-            min_lr_ratio=config.min_lr_ratio,
-            decay_ratio=config.decay_ratio,
-        )
-
-    def _optimizer(self, fake_quant: FakeQuant | None) -> OptimizerConfig:
-        config, lr_multipliers = self.config, {}
-        if config.adapter:
-            trained = dict(tree_flatten(self.loaded.model.trainable_parameters()))
-            lr_multipliers |= lora_model.lr_multipliers(trained, config.adapter)
-        if fake_quant:
-            lr_multipliers |= fake_quant.lr_multipliers()
-        return OptimizerConfig(
-            config.optimizer,
-            config.beta1,
-            config.beta2,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            lr_multipliers=lr_multipliers,
+            loss_model=loss_model,
+            document_caches=caches,
+            loss=self.objective.loss,
         )
 
     def _sample(self, done: int) -> None:
@@ -376,20 +368,6 @@ class TrainRun:
         with atomic_folder(self.context.output / "adapters") as partial:
             copy_folder(target, partial)
         return target
-
-    def _facts(self) -> dict:
-        return {
-            "steps": self.trainer.progress.step,
-            "best_step": self.trainer.progress.best_step,
-            "selected_step": self.trainer.selected_step,
-            "trained_tokens": self.trainer.progress.trained_tokens,
-            "qat": self.config.qat is not None,
-            "trained_parameters": sum(v.size for v in self.parameters.values()),
-            "seconds": self.trainer.progress.seconds,
-            "kept": self.selection.skipped,
-            "reference_is_dequantized": self._reference_is_dequantized,
-            "validation_loss": self.eval_loss,
-        }
 
     def _improvement(self, model: Path) -> dict:
         """Decrease of the validation loss: in training, and of the reloaded files."""

@@ -5,11 +5,13 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 
-from ...config.train import TeacherConfig
+from ...config.train import TrainConfig
 from ...data.batching import (
     Batch,
+    BucketBatchSampler,
     ExampleDataset,
     StepSampler,
     TargetBatches,
@@ -20,7 +22,7 @@ from ...data.tokenizer_files import tokenizer_difference
 from ...errors import UserError
 from ...generation.completions import CachedGenerator, replace_completions
 from ...models.checkpoint import config_int, read_config, weights_digest
-from ...models.loader import LoadedModel, load_tokenizer
+from ...models.loader import load_tokenizer
 from ...training.distillation import DistillationLoss, OnlineTeacher
 from ...training.document_mask import DocumentCaches
 from ...training.teacher_cache import (
@@ -30,38 +32,28 @@ from ...training.teacher_cache import (
 )
 from ..context import StageContext
 from .cross_tokenizer import CrossTokenizer
+from .objective import Objective
+from .qat import QATModel
 
 
-class TeacherSetup:
-    """The teacher of a train stage, loaded when it is first used.
-
-    Args:
-        student: the model that is trained.
-        has_fake_quant: whether fake quantization changes the student's predictions.
+class DistillationObjective(Objective):
+    """The loss against a teacher, which is loaded when it is first used.
 
     Raises:
         UserError: there is no such teacher, it is the same model as the student, or it
             has another tokenizer and the recipe asks for what that cannot give.
     """
 
-    def __init__(
-        self,
-        teacher: TeacherConfig,
-        context: StageContext,
-        student: LoadedModel,
-        *,
-        has_fake_quant: bool,
-    ):
-        self.teacher = teacher
-        self.context = context
-        self.student = student
-        self.folder = self._resolve_folder(has_fake_quant)
+    def __init__(self, config: TrainConfig, context: StageContext, model: QATModel):
+        super().__init__(config, context, model)
+        self.teacher, self.student = config.teacher, model.loaded
+        self.folder = self._resolve_folder()
         trust = context.source.trust_remote_code
         tokenizer = load_tokenizer(self.folder, trust_remote_code=trust)
         self.cross_tokenizer = None
-        if difference := tokenizer_difference(student.tokenizer, tokenizer):
+        if difference := tokenizer_difference(self.student.tokenizer, tokenizer):
             self.cross_tokenizer = CrossTokenizer(
-                teacher, context, student, self.folder, tokenizer, difference
+                self.teacher, context, self.student, self.folder, tokenizer, difference
             )
 
     @cached_property
@@ -95,10 +87,7 @@ class TeacherSetup:
         )
 
     def replace_completions(self, examples: ExampleDataset) -> ExampleDataset:
-        """The examples with the teacher's completions (sequence-level distillation).
-
-        Without `sequence_level` they are the examples as they are.
-        """
+        """With `sequence_level`, the examples have the teacher's completions."""
         config, context = self.teacher.sequence_level, self.context
         if config is None:
             return examples
@@ -119,46 +108,30 @@ class TeacherSetup:
         )
 
     def enable_packing(self) -> None:
-        """Make an online teacher keep the documents of a packed sequence apart.
-
-        Raises:
-            PackingUnsupported: the teacher's architecture cannot do that.
-        """
         if not self.teacher.offline:
             self.online.document_caches = DocumentCaches(self.online.model)
 
-    def prepare(
-        self, batches: StepSampler, steps: int
-    ) -> tuple[DistillationLoss, TargetBatches]:
-        """The distillation loss, and the batches with the targets that it needs.
-
-        Args:
-            steps: of the training.
-
-        Raises:
-            UserError: the disk is too small for the stored targets.
-        """
-        teacher, targets = self.teacher, None
-        if teacher.offline:
+    def training(
+        self, batches: StepSampler, steps: int, compute: mx.Dtype
+    ) -> TargetBatches:
+        targets = None
+        if self.teacher.offline:
             indices = example_indices(batches, steps)
             records = self.context.rows.train
             targets = self._cached_targets(batches.examples, indices, records)
-        loss = DistillationLoss(teacher, None if teacher.offline else self.online)
-        return loss, TargetBatches(batches, self.digest, targets)
+        self.loss = DistillationLoss(
+            self.teacher, None if self.teacher.offline else self.online
+        )
+        return TargetBatches(batches, self.digest, targets)
 
-    def prepare_eval(
-        self, examples: ExampleDataset, batches: list[Batch]
+    def validation(
+        self, valid: BucketBatchSampler, batches: list[Batch], compute: mx.Dtype
     ) -> Sequence[Batch]:
-        """Validation batches with the targets that the loss needs.
-
-        Raises:
-            UserError: the disk is too small for the stored targets.
-        """
         if not self.teacher.offline:
             return batches
         indices = {index for batch in batches for index in batch.example_indices}
         targets = self._cached_targets(
-            examples, np.array(sorted(indices)), self.context.rows.valid
+            valid.examples, np.array(sorted(indices)), self.context.rows.valid
         )
         return EvalBatchesWithTargets(batches, targets)
 
@@ -180,7 +153,7 @@ class TeacherSetup:
             temperature=self.teacher.temperature,
         )
 
-    def _resolve_folder(self, has_fake_quant: bool) -> Path:
+    def _resolve_folder(self) -> Path:
         name, context = self.teacher.model, self.context
         if name is not None:
             return context.resolve(name).absolute()
@@ -197,7 +170,7 @@ class TeacherSetup:
                 place=str(folder),
                 hint="name it in teacher.model",
             )
-        is_same = folder == context.initial_model and not has_fake_quant
+        is_same = folder == context.initial_model and not self.config.qat
         if is_same and not self.teacher.ce_weight:
             raise UserError(
                 "student and teacher are the same model, so there is nothing to learn",

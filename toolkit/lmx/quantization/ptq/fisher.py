@@ -16,8 +16,8 @@ import mlx.core as mx
 from ...files.atomic import require_space
 from ...interfaces import SINGLE_PROCESS, Communicator, Progress
 from ...models.blockwise import BlockwiseModel
+from ...models.cross_entropy import cross_entropy_sum, exp_nonpositive
 from ...models.hooks import GradientTap, hook_calls, path_of
-from ...training.losses import cross_entropy_sum, exp_nonpositive
 from ..backend import added, sum_dtype
 from . import activation_cache
 

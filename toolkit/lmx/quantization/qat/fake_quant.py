@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from ...config.qat import QATConfig
 from ...config.quant_spec import FLOAT_MODES, QuantSpec
+from ...interfaces import WeightTransform
 from ...models.dtypes import forward_weight
 from ...models.float_formats import MODES
 from ...models.lora.layers import AdapterLayer
@@ -23,7 +24,7 @@ from .quantizers import make_quantizer
 SCALE_LR_MULTIPLIER = 0.1
 
 
-class FakeQuant:
+class FakeQuant(WeightTransform):
     """The fake-quantized weights of a model in training.
 
     Layers that are not trained are quantized once, in the model.
@@ -37,8 +38,6 @@ class FakeQuant:
 
     Attributes:
         qparams: initial scales and biases to train, float32 vectors, by path and name.
-        derived_weights: paths of weights in the model that are trainable so that
-            gradients reach their quantizers, but are computed from other parameters.
     """
 
     def __init__(

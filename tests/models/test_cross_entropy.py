@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.training.losses import cross_entropy_sum
+from lmx.models.cross_entropy import cross_entropy_sum
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -1,64 +1,22 @@
 """Candidates of a quantization, compared by the KL divergence on held-out tokens."""
 
 import math
-from collections.abc import Collection
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ...config.train import MANY_LOGITS, loss_chunk
+from ...config.train import MANY_LOGITS, TeacherConfig, loss_chunk
 from ...cpu import on_cpu
 from ...interfaces import SINGLE_PROCESS, Communicator, Logger
 from ...models.blockwise import NoTrunkHeadSplit
-from ...training.chunked_loss import ChunkedLoss
-from ...training.distillation import divergence_sum
+from ...training.chunked_loss import ChunkedLossModel
+from ...training.distillation import DistillationLoss
+from ...training.losses import LossModel
 from ...training.teacher_cache import PartTargets
-from ...training.teacher_targets import TeacherTarget
 
-
-class TeacherDivergence:
-    """Summed KL(teacher || model) of tokens, with the logits of some at a time.
-
-    Args:
-        names: the model's parameters that get gradients. With any, all logits exist at
-            once unless they are many: on a CPU the head is dequantized for every chunk.
-    """
-
-    def __init__(self, model: nn.Module, names: Collection[str] = ()):
-        self._model = model
-        # Only the shape is used, so nothing is computed.
-        self._vocabulary = model(mx.zeros((1, 1), mx.int32)).shape[-1]
-        self._min_logits = MANY_LOGITS if names else 0
-        try:
-            chunk = loss_chunk(self._vocabulary, on_cpu=on_cpu() and not names)
-            chunked = ChunkedLoss(model, chunk, names)
-            self._chunked = chunked if names else chunked.value
-        except NoTrunkHeadSplit:
-            self._chunked = None
-
-    def __call__(
-        self,
-        tokens: mx.array,
-        counted: mx.array,
-        target: TeacherTarget,
-    ) -> mx.array:
-        """The sum in nats over the positions that count.
-
-        Args:
-            tokens: int [B, L].
-            counted: bool [B, L].
-            target: of all positions.
-        """
-
-        def loss(logits, counted, *target):
-            return divergence_sum(logits, TeacherTarget(*target), counted)
-
-        labels = counted, *target
-        num_logits = tokens.size * self._vocabulary
-        if self._chunked is None or num_logits < self._min_logits:
-            return loss(self._model(tokens), *labels)
-        return self._chunked(tokens, labels, loss=loss)
+# Summed KL(teacher || model) of the targets of a batch.
+DIVERGENCE = DistillationLoss(TeacherConfig())
 
 
 class CandidateModel:
@@ -76,8 +34,11 @@ class CandidateModel:
         self.model = model
         self.ranks = ranks
         self.dtype = dtype
-        self._divergence = TeacherDivergence(model)
         self._dtypes = {k: v.dtype for k, v in tree_flatten(model.parameters())}
+        # Only the shape is used, so nothing is computed.
+        self._vocabulary = model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        model.freeze()
+        self._loss_model = self.loss_model()
 
     @property
     def affine_layers(self) -> dict[str, nn.Module]:
@@ -97,12 +58,23 @@ class CandidateModel:
         cast = {k: tensors[k].astype(self._dtypes[k]) for k in known}
         self.model.update(tree_unflatten(list(cast.items())))
 
-    def forward_values(self, masters: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Float32 masters, rounded to the stored dtype for the forward pass."""
-        return {
-            name: value.astype(self.dtype).astype(self._dtypes[name])
-            for name, value in masters.items()
-        }
+    def loss_model(self, trained_tokens: int | None = None) -> LossModel:
+        """The model for a loss, with the logits of some tokens at a time.
+
+        On a CPU the head is dequantized for every chunk, so a training computes all
+        logits at once unless they are many.
+
+        Args:
+            trained_tokens: in a batch of a training; None = without gradients.
+        """
+        trains = trained_tokens is not None
+        if trains and trained_tokens * self._vocabulary < MANY_LOGITS:
+            return LossModel(self.model)
+        chunk = loss_chunk(self._vocabulary, on_cpu=on_cpu() and not trains)
+        try:
+            return ChunkedLossModel(self.model, chunk)
+        except NoTrunkHeadSplit:
+            return LossModel(self.model)
 
     def divergence(
         self,
@@ -118,12 +90,13 @@ class CandidateModel:
             logger: shows the progress. None = none is shown.
         """
         total, logger = 0.0, logger or Logger()
+        self.model.eval()
         number = min(num_parts or len(targets), len(targets))
         own = list(self.ranks.shard(range(number)))
         with logger.progress(len(own), "held-out KL") as progress:
             for part in progress.track(own):
-                tokens, counted = targets.tokens[part], targets.counted[part]
-                total += self._divergence(tokens, counted, targets[part]).item()
+                batch = targets.batch(part).arrays(with_places=False)
+                total += DIVERGENCE(self._loss_model, batch)[0].item()
         [total] = self.ranks.all_reduce_scalars(total)
         return total / sum(part.sum().item() for part in targets.counted[:number])
 
