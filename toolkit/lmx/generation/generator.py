@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from .. import cpu
@@ -14,20 +14,17 @@ from .engine import Engine
 from .grammar import Grammar
 from .grammar_matcher import GrammarCompiler
 from .kv_cache.prefix import PrefixCache
-from .outputs import (
-    CompletionOutput,
-    GenerationResponse,
-    GenerationResult,
-    StreamingDetokenizer,
-)
+from .outputs import CompletionOutput, GenerationResponse, GenerationResult
 from .parallel_engine import BEAT_SECONDS, ParallelEngine
 from .prompt import Messages, encode_chat, encode_text
 from .sampling import Sampling
-from .sequence import GenerationRequest, TokenOutput
+from .sequence import GenerationRequest
 from .speculative.draft_length import DraftLengthController, SpeculativeStats
 from .speculative.proposer import MakeProposer
+from .text_stream import TextStream
 
 GREEDY = Sampling()
+Unread = deque[GenerationResponse | UserError]
 
 
 class Generator:
@@ -63,7 +60,8 @@ class Generator:
             if ranks.size == 1
             else ParallelEngine(model, ranks, self.grammars.compile, **options)
         )
-        self._streams: dict[GenerationRequest, _Stream] = {}
+        # The text of every open stream, and what of it was not read yet.
+        self._streams: dict[GenerationRequest, tuple[TextStream, Unread]] = {}
         config = getattr(model, "args", None)
         self.max_positions = getattr(config, "max_position_embeddings", None)
         text = getattr(config, "text_config", None) or {}
@@ -160,27 +158,23 @@ class Generator:
         Raises:
             UserError: from the stream, when the request fails.
         """
-        completion = _Stream(
-            StreamingDetokenizer(
-                self.tokenizer, request.prompt, request.stop_tokens, stop
-            )
-        )
         if request.max_tokens < 1:
             return iter(())
-        self._streams[request] = completion
+        unread: Unread = deque()
+        self._streams[request] = TextStream(self.tokenizer, request, stop), unread
         self.engine.add_request(request)
-        return self._responses(request, completion)
+        return self._responses(request, unread)
 
     def _responses(
-        self, request: GenerationRequest, completion: "_Stream"
+        self, request: GenerationRequest, unread: Unread
     ) -> Iterator[GenerationResponse]:
         try:
             while True:
-                while not completion.responses:
-                    if completion.error:
-                        raise completion.error
+                while not unread:
                     self._step()
-                response = completion.responses.popleft()
+                response = unread.popleft()
+                if isinstance(response, UserError):
+                    raise response
                 yield response
                 if response.finish_reason:
                     return
@@ -193,16 +187,18 @@ class Generator:
         try:
             outputs = self.engine.step()
         except BaseException:
-            for completion in self._streams.values():
-                completion.error = UserError("the request was interrupted")
+            for _, unread in self._streams.values():
+                unread.append(UserError("the request was interrupted"))
             self._streams.clear()
             raise
         for output in outputs:
-            if completion := self._streams.get(output.request):
-                completion.add(output)
-                if completion.is_finished:
-                    self.engine.abort(output.request)
-                    del self._streams[output.request]
+            if output.request not in self._streams:
+                continue
+            text, unread = self._streams[output.request]
+            unread.append(output.error or text.add(output))
+            if output.error or text.finish_reason:
+                self.engine.abort(output.request)
+                del self._streams[output.request]
 
     def generate(
         self,
@@ -305,25 +301,3 @@ class Generator:
         return frozenset(
             self.tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         )
-
-
-@dataclass
-class _Stream:
-    """The responses of a request that were not read yet."""
-
-    detokenizer: StreamingDetokenizer
-    responses: deque[GenerationResponse] = field(default_factory=deque)
-    is_finished: bool = False
-    error: UserError | None = None
-
-    def add(self, output: TokenOutput) -> None:
-        """Detokenize the next token. Tokens after a stop string are dropped."""
-        if output.error:
-            self.error, self.is_finished = output.error, True
-        if self.is_finished:
-            return
-        text, reason = self.detokenizer.add(output.token, last=output.is_last)
-        self.responses.append(
-            GenerationResponse(text, output.token, output.logprob, reason)
-        )
-        self.is_finished = reason is not None
