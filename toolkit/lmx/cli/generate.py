@@ -135,23 +135,24 @@ def make_generator(
     Raises:
         UserError: the draft model does not load, or has another tokenizer.
     """
-    from ..api.model import set_draft
+    from ..api.model import draft_options
     from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
 
     reuses = args.chat or _keeps_cache(args)
-    generator = Generator(
+    return Generator(
         loaded.model,
         loaded.tokenizer,
         ranks=ranks,
         prefix_cache=PrefixCache() if reuses else None,
         kv_bits=args.kv_bits or loaded.kv_bits,
+        **draft_options(
+            args.draft_model,
+            loaded,
+            num_draft_tokens=args.num_draft_tokens,
+            trust_remote_code=args.trust_remote_code,
+        ),
     )
-    if args.draft_model:
-        names = ("num_draft_tokens", "trust_remote_code")
-        options = {name: getattr(args, name) for name in names}
-        set_draft(generator, args.draft_model, loaded, **options)
-    return generator
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -223,7 +224,7 @@ def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
             session.respond(text)
         session.save()
     finally:
-        generator.end()
+        generator.engine.close()
     return 0
 
 

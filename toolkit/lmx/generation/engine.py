@@ -64,7 +64,10 @@ class Engine:
 
     Attributes:
         stats: counts of speculative decoding.
+        beat_seconds: after which an engine without requests takes a step; None = never.
     """
+
+    beat_seconds: float | None = None
 
     def __init__(
         self,
@@ -115,6 +118,9 @@ class Engine:
             self._wired.enter_context(wired_limit())
             self.scheduler.measure_memory()
         self.scheduler.add(request)
+
+    def close(self) -> None:
+        """Let other processes end, if there are any."""
 
     def remove_adapter(self, name: str) -> None:
         """Free an adapter, and the prefixes that were processed with it.

@@ -15,12 +15,11 @@ from .grammar import Grammar
 from .grammar_matcher import GrammarCompiler
 from .kv_cache.prefix import PrefixCache
 from .outputs import CompletionOutput, GenerationResponse, GenerationResult
-from .parallel_engine import BEAT_SECONDS, ParallelEngine
+from .parallel_engine import ParallelEngine
 from .prompt import Messages, encode_chat, encode_text
 from .sampling import Sampling
 from .sequence import GenerationRequest
-from .speculative.draft_length import DraftLengthController, SpeculativeStats
-from .speculative.proposer import MakeProposer
+from .speculative.draft_length import SpeculativeStats
 from .text_stream import TextStream
 
 GREEDY = Sampling()
@@ -68,26 +67,9 @@ class Generator:
         self.vocab_size = getattr(config, "vocab_size", None) or text.get("vocab_size")
 
     @property
-    def beat_seconds(self) -> float | None:
-        """Seconds after which an engine without requests takes a step; None = never."""
-        return BEAT_SECONDS if isinstance(self.engine, ParallelEngine) else None
-
-    def end(self) -> None:
-        """Let the other ranks end, if there are any."""
-        if isinstance(self.engine, ParallelEngine):
-            self.engine.close()
-
-    @property
     def speculative_stats(self) -> SpeculativeStats | None:
         """Statistics since the generator was last idle; None without a proposer."""
         return self.engine.stats if self.engine.scheduler.make_proposer else None
-
-    def set_proposer(
-        self, make_proposer: MakeProposer | None, draft_length: DraftLengthController
-    ) -> None:
-        """Draft tokens with this proposer from here on; see `Engine`."""
-        self.engine.scheduler.make_proposer = make_proposer
-        self.engine.draft_length = draft_length
 
     def request(
         self,

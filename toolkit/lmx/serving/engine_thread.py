@@ -222,24 +222,24 @@ class EngineThread:
             return
         self._loaded.put(served)
         try:
-            self._serve(served.generator)
-            served.generator.end()
+            self._serve(served.generator.engine)
+            served.generator.engine.close()
         except Exception:
             terminal.write_err(traceback.format_exc())
             self._ended.set()
             self._notify(self._dispatch_end)
             self._on_end()
 
-    def _serve(self, generator: Generator) -> None:
+    def _serve(self, engine: Engine) -> None:
         """Run until `stop`.
 
         Raises:
             EngineFailed: several times in a row.
         """
-        engine, failures = generator.engine, 0
+        failures = 0
         while True:
             try:
-                if not self._run_commands(engine, generator.beat_seconds):
+                if not self._run_commands(engine):
                     return
                 outputs = engine.step()
             except Exception as error:
@@ -262,13 +262,9 @@ class EngineThread:
             engine.abort(request)
         self._notify(self._dispatch_failure, failed)
 
-    def _run_commands(self, engine: Engine, beat: float | None) -> bool:
-        """Do what was asked for, and wait while there is no request.
-
-        Args:
-            beat: seconds after which a step is due without a request; None = never.
-        """
-        start = time.monotonic()
+    def _run_commands(self, engine: Engine) -> bool:
+        """Do what was asked for, and wait while there is no request."""
+        start, beat = time.monotonic(), engine.beat_seconds
         while True:
             try:
                 # Not for ever: memory is returned after a while without requests.
