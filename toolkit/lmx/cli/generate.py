@@ -311,11 +311,10 @@ class InteractiveSession:
         if args.prompt_cache_file:
             from ..generation.kv_cache.prompt_cache import load_prompt_cache
 
-            scheduler = generator.engine.scheduler
             saved = load_prompt_cache(
-                scheduler.prefix_cache,
+                generator.engine.prefixes,
                 args.prompt_cache_file,
-                new_cache=scheduler.new_cache,
+                new_cache=generator.engine.new_cache,
                 digest=self._digest(),
             )
             self._messages = saved.messages if args.chat else []
@@ -390,13 +389,13 @@ class InteractiveSession:
             return
         from ..generation.kv_cache.prompt_cache import save_prompt_cache
 
-        scheduler = self._generator.engine.scheduler
-        if not any(scheduler.prefix_cache.nodes()):
+        engine = self._generator.engine
+        if not any(engine.prefixes.nodes()):
             raise UserError("no prompt was processed, so there is no cache to save")
         save_prompt_cache(
-            scheduler.prefix_cache,
+            engine.prefixes,
             self._args.save_prompt_cache,
-            kinds=scheduler.new_cache().kinds,
+            kinds=engine.new_cache().kinds,
             digest=self._digest(),
             messages=self._messages if self._args.chat else [],
         )
@@ -424,7 +423,7 @@ class InteractiveSession:
         if self._args.check_parity:
             from ..evaluation.parity import check_parity
 
-            cache = self._generator.engine.scheduler.new_cache()
+            cache = self._generator.engine.new_cache()
             report = check_parity(cache, prompt, result.tokens, self._sampling)
             stats["parity"] = report.to_json()
         if self._args.json:

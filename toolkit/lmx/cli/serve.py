@@ -179,7 +179,7 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
         ),
     )
     # KV bits that the model cannot have are refused now, not with every request.
-    generator.engine.scheduler.new_cache()
+    generator.engine.new_cache()
 
     def load_adapter(path: str) -> Any:
         options = {"lazy": True, "trust_remote_code": args.trust_remote_code}
@@ -188,7 +188,7 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     if ranks.is_first:
         _warm_up(generator)
     for name, path in args.adapter:
-        generator.engine.scheduler.adapters.add(name, load_adapter(path))
+        generator.engine.adapters.add(name, load_adapter(path))
     sampling = sampling_defaults(loaded.path)
     return ServedModel(generator, sampling, load_adapter)
 

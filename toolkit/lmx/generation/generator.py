@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from ..models.token_ids import check_ids
 from .engine import Engine
 from .grammar import Grammar
 from .grammar_matcher import GrammarCompiler
-from .kv_cache.prefix import PrefixCache
 from .outputs import CompletionOutput, GenerationResponse, GenerationResult
 from .parallel_engine import ParallelEngine
 from .prompt import Messages, encode_chat, encode_text
@@ -54,6 +52,7 @@ class Generator:
         self.model = model
         self.tokenizer = tokenizer
         self.grammars = GrammarCompiler(tokenizer)
+        self._has_draft = options.get("make_proposer") is not None
         self.engine = (
             Engine(model, **options)
             if ranks.size == 1
@@ -69,7 +68,7 @@ class Generator:
     @property
     def speculative_stats(self) -> SpeculativeStats | None:
         """Statistics since the generator was last idle; None without a proposer."""
-        return self.engine.stats if self.engine.scheduler.make_proposer else None
+        return self.engine.stats if self._has_draft else None
 
     def request(
         self,
@@ -127,9 +126,9 @@ class Generator:
             logprobs=logprobs,
             grammar=grammar,
         )
-        self.engine.scheduler.require_memory(request)
+        self.engine.require_memory(request)
         if self.engine.idle:
-            self.engine.stats = SpeculativeStats()
+            self.engine.reset_stats()
         return self.submit(request, stop=stop)
 
     def submit(
@@ -214,8 +213,8 @@ class Generator:
             UserError: the KV cache of a request does not fit in memory, or one failed.
         """
         for request in requests:
-            self.engine.scheduler.require_memory(request)
-        with self._shared_prefixes():
+            self.engine.require_memory(request)
+        with self.engine.sharing_prefixes():
             streams = [(each, self.submit(each, stop=stop)) for each in requests]
             for request, responses in streams:
                 output = CompletionOutput(len(request.prompt), request.stop_tokens)
@@ -229,18 +228,6 @@ class Generator:
                     prefill_tokens_per_second=None,
                     decode_tokens_per_second=None,
                 )
-
-    @contextmanager
-    def _shared_prefixes(self) -> Iterator[None]:
-        """Process what prompts have in common once, also without a prefix cache."""
-        scheduler = self.engine.scheduler
-        kept = scheduler.prefix_cache
-        scheduler.prefix_cache = kept or PrefixCache()
-        try:
-            yield
-        finally:
-            # The weights may be others at the next call.
-            scheduler.prefix_cache = kept
 
     def chat(self, prompt: str | Messages, **options) -> GenerationResult:
         """Reply to a chat: `generate` on the encoded messages."""

@@ -115,11 +115,11 @@ class ParallelEngine(Engine):
         )
         # With KV bits, or layers of one rank each, the model runs: on all ranks now,
         # not on one of them later. Ranks with different layers agree on what fits.
-        cache = self.scheduler.new_cache()
+        cache = self.new_cache()
         sizes = self._of_all(int(cache.bytes_per_token()), cache.snapshot_bytes)
-        self.scheduler.bytes_per_token, per_snapshot = map(max, sizes)
+        self._facts.bytes_per_token, per_snapshot = map(max, sizes)
         if is_divided_by_layers(model):
-            prefix_cache.sizes = self.scheduler.bytes_per_token, per_snapshot
+            prefix_cache.sizes = self._facts.bytes_per_token, per_snapshot
 
     @property
     def idle(self) -> bool:

@@ -155,7 +155,7 @@ class EngineThread:
             self._active |= {*requests}
             for request in requests:
                 try:
-                    engine.scheduler.require_memory(request)
+                    engine.require_memory(request)
                     engine.add_request(request)
                 except UserError as error:
                     self._active.discard(request)
@@ -296,14 +296,13 @@ class EngineThread:
         if now - self._published < PUBLISH_SECONDS and not engine.idle:
             return
         self._published = now
-        scheduler, stats = engine.scheduler, engine.stats
-        cached = scheduler.prefix_cache.nbytes if scheduler.prefix_cache else 0
+        stats, prefixes = engine.stats, engine.prefixes
         self.state = EngineState(
             running=engine.num_running,
-            waiting=len(scheduler.waiting),
-            kv_bytes=engine.nbytes + cached,
-            kv_memory=scheduler.memory,
-            preemptions=scheduler.preemptions,
+            waiting=engine.num_waiting,
+            kv_bytes=engine.nbytes + (prefixes.nbytes if prefixes else 0),
+            kv_memory=engine.memory,
+            preemptions=engine.preemptions,
             draft_rounds=stats.rounds,
             draft_tokens=stats.drafted,
             accepted_tokens=sum(stats.accepted),

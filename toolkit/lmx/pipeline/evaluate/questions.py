@@ -181,7 +181,7 @@ def _counter(
         nonlocal started
         before, first = steps.count, started
         steps.add(1, is_last=response.finish_reason is not None)
-        started = len(requests) - len(generator.engine.scheduler.waiting)
+        started = len(requests) - generator.engine.num_waiting
         prompts = started - first
         # A stream that is read has tokens that came with those of another one.
         if prompts or steps.count > before:
@@ -220,7 +220,7 @@ def distinct_tokens(prompts: Sequence[Sequence[int]]) -> int:
 
 def batch_rows(generator: Generator, answers: int) -> int:
     """How many answers a generator decodes at once."""
-    limit = generator.engine.scheduler.max_batch_size
+    limit = generator.engine.max_batch_size
     return min(answers, limit if is_batchable(generator.model) else 1)
 
 
