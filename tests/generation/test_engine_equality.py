@@ -14,7 +14,7 @@ from lmx.generation.engine import Engine
 from lmx.generation.kv_cache import batch as batch_module
 from lmx.generation.kv_cache import length_classes
 from lmx.generation.kv_cache.batch import batch_error, takes_padding
-from lmx.generation.kv_cache.layer_rows import FullRows, RecurrentRows, WindowRows
+from lmx.generation.kv_cache.layer_rows import AttentionRows, RecurrentRows
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
@@ -184,8 +184,8 @@ def test_quantized_caches_in_batches(kv_bits, proposer):
 def test_quantized_windows_in_batches(proposer):
     """The requests are longer than the window, and past it."""
     model = noisy(random_target("gemma3_text", head_dim=32)[0], 0.1)
-    kinds = [type(leaf).__name__ for leaf in CacheState(model, kv_bits=4).caches]
-    assert {*kinds} == {"RotatedWindowCache", "RotatedKVCache"}
+    kinds = {kind.partition(" ")[0] for kind in CacheState(model, kv_bits=4).kinds}
+    assert kinds == {"RotatedWindowCache", "RotatedKVCache"}
     check("gemma3_text", proposer, kv_bits=4, model=model, prefix=True)
 
 
@@ -299,10 +299,10 @@ def first_row(rows, *places, make):
 @pytest.mark.parametrize(
     ("family", "kind", "name", "wrong"),
     [
-        ("llama", FullRows, "offset", late),
-        ("llama", FullRows, "_mask", without_mask),
-        ("llama", FullRows, "leave", first_row),
-        ("gemma3_text", WindowRows, "_mask", without_mask),
+        ("llama", AttentionRows, "offset", late),
+        ("llama", AttentionRows, "_mask", without_mask),
+        ("llama", AttentionRows, "leave", first_row),
+        ("gemma3_text", AttentionRows, "_mask", without_mask),
         ("qwen3_next", RecurrentRows, "leave", first_row),
     ],
     ids=lambda value: getattr(value, "__name__", value),

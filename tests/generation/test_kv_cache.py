@@ -68,8 +68,8 @@ def test_rotating_cache_fails_after_rollback(monkeypatch):
 
 
 def test_window_cache_moves_buffer_without_loss(monkeypatch):
-    monkeypatch.setattr("lmx.generation.kv_cache.window.BUFFER_STEP", 8)
-    monkeypatch.setattr("lmx.generation.kv_cache.window.WINDOW_SLACK", 4)
+    monkeypatch.setattr("lmx.generation.kv_cache.attention_cache.BUFFER_STEP", 8)
+    monkeypatch.setattr("lmx.generation.kv_cache.attention_cache.WINDOW_SLACK", 4)
     model, tokens = tiny("gemma3"), random_tokens(12 * WINDOW)
     whole, cache = model(tokens), CacheState(model)
     for start in range(0, tokens.shape[1], 3):

@@ -4,16 +4,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.generation.kv_cache import rotation as rotation_module
+from lmx.generation.kv_cache.attention_cache import AttentionCache
 from lmx.generation.kv_cache.rotation import (
     KeyRotation,
     RecordedChannels,
-    RotatedKVCache,
+    RotatedCodec,
     key_rotations,
     quantized,
     rotated,
 )
 from lmx.generation.kv_cache.sequence import CacheState
-from lmx.generation.kv_cache.window import RotatedWindowCache
 from lmx.models.loader import build_model, make_cache
 from mlx.utils import tree_flatten
 from tiny_families import VOCABULARY, changed, config
@@ -37,6 +37,10 @@ def a_rotation(size, group_size=32):
     return KeyRotation(3 * mean, mx.exp(scale), group_size)
 
 
+def quantized_cache(rotation, bits, **options):
+    return AttentionCache(RotatedCodec(rotation, bits), **options)
+
+
 def attention(*args, **options):
     key_rotations(wide())  # replaces the attention of mlx-lm
     from mlx_lm.models.base import scaled_dot_product_attention
@@ -53,7 +57,7 @@ def dequantized(parts, bits, group_size=32):
 def test_attention_is_that_of_the_stored_keys_and_values(bits, size, monkeypatch):
     """The reference dequantizes, rotates back, and attends in float32."""
     rotation = a_rotation(size)
-    cache = RotatedKVCache(rotation, bits)
+    cache = quantized_cache(rotation, bits)
     queries = normal(2, HEADS, LENGTH, size, seed=0)
     keys, values = normal(2, 2, GROUPS, LENGTH, size, seed=1)
     keys = keys + rotation.mean
@@ -129,7 +133,8 @@ def test_rotations_are_measured_once_for_a_model(monkeypatch):
     first = key_rotations(model)
     monkeypatch.setattr(rotation_module, "RecordedChannels", None)
     assert key_rotations(model) is first
-    assert [cache.rotation for cache in CacheState(model, kv_bits=4).caches] == first
+    caches = CacheState(model, kv_bits=4).caches
+    assert [cache.codec.rotation for cache in caches] == first
     assert not any("rotation" in name for name, _ in model.named_modules())
 
 
@@ -147,7 +152,7 @@ def test_families_with_other_layers(family, other):
     tokens = mx.array(np.random.default_rng(0).integers(1, VOCABULARY, (1, LENGTH)))
     expected = model(tokens, cache=make_cache(model))
     cache = CacheState(model, kv_bits=8)
-    kinds = {type(leaf).__name__ for leaf in cache.caches}
+    kinds = {kind.partition(" ")[0] for kind in cache.kinds}
     assert kinds == {"RotatedKVCache", other}
     error = mx.abs(cache.forward(tokens) - expected).max().item()
     assert 0 < error < 0.03 * mx.abs(expected).max().item()
@@ -156,8 +161,8 @@ def test_families_with_other_layers(family, other):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantized_window_has_the_entries_of_a_quantized_cache(bits):
     """Of the last positions, also when its buffers have been moved."""
-    window, whole = 5, RotatedKVCache(a_rotation(32), bits)
-    cache = RotatedWindowCache(window, a_rotation(32), bits)
+    window, whole = 5, quantized_cache(a_rotation(32), bits)
+    cache = quantized_cache(a_rotation(32), bits, max_size=window)
     for step in range(500):
         keys, values = normal(2, 1, GROUPS, 1 + step % 2, 32, seed=step)
         stored, expected = (
@@ -173,14 +178,14 @@ def test_a_quantized_window_has_the_entries_of_a_quantized_cache(bits):
 
 
 def test_caches_of_another_rotation_are_of_another_kind():
-    names = {RotatedKVCache(a_rotation(size), 4).name for size in (32, 32, 64)}
+    names = {quantized_cache(a_rotation(size), 4).name for size in (32, 32, 64)}
     assert len(names) == 2
-    assert RotatedKVCache(a_rotation(32), 8).name not in names
+    assert quantized_cache(a_rotation(32), 8).name not in names
 
 
 @pytest.mark.parametrize("window", [None, 9, 100])
 def test_masks_are_those_of_mlx_lm(window):
-    cache, theirs = RotatedKVCache(a_rotation(32), 4), make_cache(wide())[0]
+    cache, theirs = quantized_cache(a_rotation(32), 4), make_cache(wide())[0]
     keys = normal(1, GROUPS, 12, 32, seed=6)
     for layer in (cache, theirs):
         layer.update_and_fetch(keys, keys)

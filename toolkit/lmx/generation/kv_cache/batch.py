@@ -9,6 +9,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import mlx.core as mx
@@ -17,10 +18,11 @@ from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.logit_errors import more_than_rounding
 from ...models.lora.multi_lora import adapter_rows
-from .layer_rows import FullRows, RecurrentRows, RowLengths, WindowRows
+from .attention_cache import WINDOW_SLACK, AttentionCache
+from .layer_rows import AttentionRows, RecurrentRows, RowLengths
 from .length_classes import FREE_POSITIONS, class_for, replace_attention
+from .rotation import PLAIN
 from .sequence import CacheState, RecordedStates
-from .window import WINDOW_SLACK, WindowCache
 
 PROMPTS = [1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12]
 """Two prompts of a check, whose rows have unequal lengths in a batch."""
@@ -102,7 +104,7 @@ class CacheBatch:
         self._rows = RowLengths()
         # Where every row is in the layers, which order them by length class.
         self._places: list[int] = []
-        self._layers: list[FullRows | RecurrentRows] = []
+        self._layers: list[AttentionRows | RecurrentRows] = []
         self.caches = [self._of(cache) for cache in first.caches]
         self.recorded: list[RecordedStates | None] = []
         self.adapters: list[int] = []
@@ -260,17 +262,13 @@ class CacheBatch:
             nested = copy.copy(cache)
             nested.caches = tuple(self._of(inner) for inner in cache.caches)
             return nested
-        kinds = {
-            "KVCache": FullRows,
-            "RotatedKVCache": FullRows,
-            "WindowCache": WindowRows,
-            "RotatedWindowCache": WindowRows,
-            "ArraysCache": RecurrentRows,
-        }
         kind = type(cache).__name__
-        if kind not in kinds:
+        if kind == "ArraysCache":
+            layer = RecurrentRows(cache)
+        elif kind == PLAIN or isinstance(cache, AttentionCache):
+            layer = AttentionRows(self._rows, cache)
+        else:
             raise UserError(f"a {kind} holds one sequence only")
-        layer = kinds[kind](self._rows, cache)
         self._layers.append(layer)
         return layer.arrays if layer.is_recurrent else layer
 
@@ -332,7 +330,8 @@ def max_padded_width(state: CacheState) -> int:
     """
     if not takes_padding(state.model):
         return 0
-    has_window = any(isinstance(leaf, WindowCache) for leaf in state.layer_caches)
+    sizes = [getattr(leaf, "max_size", inf) for leaf in state.layer_caches]
+    has_window = min(sizes, default=inf) < inf
     return WINDOW_SLACK if has_window else sys.maxsize
 
 

@@ -8,9 +8,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from .attention_cache import (
+    PLAIN_CODEC,
+    WINDOW_SLACK,
+    attention_mask,
+    entries,
+    halves,
+    use_codec,
+)
 from .length_classes import ByClass, by_class
-from .rotation import quantized_entries, with_rotation
-from .window import WINDOW_SLACK
 
 STEP = 16
 """Positions by which short buffers grow; long ones grow by a thirty-second."""
@@ -93,11 +99,13 @@ class RowLengths:
             start += size
 
 
-class FullRows:
-    """Keys and values with full attention, plain or quantized.
+class AttentionRows:
+    """Keys and values with full or sliding-window attention.
 
     The buffers of a length class are [R, H, capacity, D] with R >= its rows; the rows
-    in use come first.
+    in use come first. Those of a window are rings of positions, larger than the window
+    by `WINDOW_SLACK`: so many can be rolled back, because what they overwrote had left
+    the window.
 
     Args:
         lengths: shared by all layers.
@@ -108,16 +116,13 @@ class FullRows:
 
     def __init__(self, lengths: RowLengths, like: Any):
         self.lengths = lengths
-        if hasattr(like, "bits"):  # mlx-lm's attention reads both
-            self.group_size, self.bits = like.group_size, like.bits
-            self.rotation = like.rotation
-        # By class: all arrays of the keys, then those of the values. These are one
-        # each, or codes, scales and biases.
+        use_codec(self, getattr(like, "codec", PLAIN_CODEC))
+        # By class: all arrays of the keys, then those of the values.
         self.buffers: list[list[mx.array]] = []
         self._rows: list[int] = []
         self._written = 0
-        self.max_size: float = inf  # the window
-        self._size: float = inf  # the largest capacity
+        self.max_size: float = getattr(like, "max_size", inf)  # the window
+        self._size = self.max_size + WINDOW_SLACK  # the largest capacity
 
     @property
     def offset(self) -> int | mx.array:
@@ -155,18 +160,22 @@ class FullRows:
         for buffer in self.buffers[index]:
             # A mask hides no NaN that another sequence left in a row.
             buffer[row : row + 1] = 0
-        if cache.keys is not None:
-            self._copy_in(
-                [*_parts(cache.keys), *_parts(cache.values)], cache, index, row
-            )
-
-    def _copy_in(
-        self, parts: Sequence[mx.array], cache: Any, index: int, row: int
-    ) -> None:
-        end = cache.offset
+        if cache.keys is None:
+            return
+        first, end = getattr(cache, "first", 0), cache.offset
+        start = max(first, self._start(end))
+        parts = [
+            part[:, :, start - first : end - first]
+            for part in entries(cache.keys, cache.values)
+        ]
         self._reserve(index, parts, end)
+        if end <= self._size:
+            for buffer, part in zip(self.buffers[index], parts, strict=True):
+                buffer[row : row + 1, :, start:end] = part
+            return
+        rows, slots = mx.array([[row]]), mx.arange(start, end)[None] % self._size
         for buffer, part in zip(self.buffers[index], parts, strict=True):
-            buffer[row : row + 1, :, :end] = part[:, :, :end]
+            buffer[rows, :, slots] = part.swapaxes(1, 2)
 
     def leave(self, place: int) -> None:
         """Remove a row; the last row of its class takes its place."""
@@ -187,15 +196,16 @@ class FullRows:
 
     def extract(self, place: int, cache: Any, length: int) -> None:
         """Fill an empty cache of one sequence with a row."""
+        start = self._start(length)
         if length:
             index, row = self._find(place)
+            # Slices: the prefix cache copies only what it does not have.
+            slots: Any = slice(start, length)
+            if length > self._size:
+                slots = mx.arange(start, length) % self._size
             rows = [buffer[row : row + 1] for buffer in self.buffers[index]]
-            self._copy_out(rows, cache, length)
-        cache.offset = length
-
-    def _copy_out(self, rows: Sequence[mx.array], cache: Any, length: int) -> None:
-        # Slices: the prefix cache copies only what it does not have.
-        cache.keys, cache.values = self._joined([row[:, :, :length] for row in rows])
+            cache.keys, cache.values = halves([each[:, :, slots] for each in rows])
+        cache.offset, cache.first = length, start
 
     def begin(self, width: int, counts: Sequence[int]) -> None:
         """Start a forward pass over `width` positions."""
@@ -207,8 +217,7 @@ class FullRows:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         """Write N positions [B, H, N, D]; returns all that a row may attend to."""
-        is_plain = not hasattr(self, "bits")
-        new = [keys, values] if is_plain else quantized_entries(self, keys, values)
+        new = self.codec.encode(keys, values)
         count, classes = keys.shape[2], self.lengths.classes
         for index, rows in enumerate(classes):
             mine = new
@@ -225,10 +234,7 @@ class FullRows:
         pairs = []
         for rows, parts in zip(self.lengths.classes, self.buffers, strict=True):
             size, end = len(rows.lengths), self._end(rows, self._written)
-            keys, values = self._joined([buffer[:size, :, :end] for buffer in parts])
-            if hasattr(self, "bits"):
-                keys = with_rotation(keys, self.rotation)
-            pairs.append((keys, values))
+            pairs.append(self.codec.decode([part[:size, :, :end] for part in parts]))
         return by_class([k for k, _ in pairs]), by_class([v for _, v in pairs])
 
     def make_mask(
@@ -246,10 +252,13 @@ class FullRows:
 
     def _mask(self, rows: LengthClass, length: int, window: float) -> mx.array:
         queries = rows.positions(length)[:, None, :, None]
-        end = self._end(rows, length)
-        keys = mx.arange(end, dtype=mx.int32)
-        mask = keys <= queries
-        return mask if end <= window else mask & (keys > queries - window)
+        keys = mx.arange(self._end(rows, length), dtype=mx.int32)
+        if rows.longest + length > self._size:
+            # The position that was last written to every slot of the ring.
+            newest = queries[:, :, -1:]
+            keys = newest - (newest - keys) % self._size
+        fits = rows.longest + length <= window
+        return attention_mask(queries, keys, inf if fits else window)
 
     def _find(self, place: int) -> tuple[int, int]:
         """The class of a row, and its number there."""
@@ -261,24 +270,27 @@ class FullRows:
 
     def _end(self, rows: LengthClass, count: int) -> int:
         """Positions of the buffers in use after `count` more tokens."""
-        return rows.longest + count
+        return min(rows.longest + count, self._size)
+
+    def _start(self, length: int) -> int:
+        """The first position that the next token of a row attends to."""
+        return max(0, length - self.max_size + 1)
 
     def _write(
         self, rows: LengthClass, buffer: mx.array, new: mx.array, count: int
     ) -> None:
         if not new.size:
             return
+        assert count <= WINDOW_SLACK or self._size == inf
         common, size = rows.common, len(rows.lengths)
-        if common is not None:
+        is_wrapped = rows.longest + count > self._size
+        if common is not None and not is_wrapped:
             buffer[:size, :, common : common + count] = new
             return
+        slots = rows.positions(count)
+        slots = slots % self._size if is_wrapped else slots
         # The indexed axes come first in such an assignment.
-        buffer[rows.indices, :, rows.positions(count)] = new.swapaxes(1, 2)
-
-    def _joined(self, parts: Sequence[mx.array]) -> tuple:
-        """Keys and values from their arrays."""
-        half = len(parts) // 2
-        return (*parts,) if half == 1 else (tuple(parts[:half]), tuple(parts[half:]))
+        buffer[rows.indices, :, slots] = new.swapaxes(1, 2)
 
     def _reserve(self, index: int, like: Sequence[mx.array], positions: int) -> None:
         """Make room for all rows of a class with this many positions."""
@@ -287,6 +299,7 @@ class FullRows:
                 mx.zeros((0, part.shape[1], 0, part.shape[3]), part.dtype)
                 for part in like
             ]
+        positions = min(positions, self._size)
         rows, _, capacity, _ = self.buffers[index][0].shape
         missing = self._rows[index] - rows
         # Not one by one, which would copy all rows each time.
@@ -299,66 +312,11 @@ class FullRows:
             self.buffers[index] = [mx.pad(b, widths) for b in self.buffers[index]]
 
 
-class WindowRows(FullRows):
-    """Keys and values of a sliding window, as a ring of positions.
-
-    The ring is larger than the window by `WINDOW_SLACK` positions: so many can be
-    rolled back, because what they overwrote had left the window.
-
-    Args: see `FullRows`.
-    """
-
-    def __init__(self, lengths: RowLengths, like: Any):
-        super().__init__(lengths, like)
-        self.max_size = like.max_size
-        self._size = like.max_size + WINDOW_SLACK
-
-    def _copy_in(
-        self, parts: Sequence[mx.array], cache: Any, index: int, row: int
-    ) -> None:
-        end = cache.offset
-        start = max(cache.first, end - self.max_size + 1, 0)
-        parts = [part[:, :, start - cache.first : end - cache.first] for part in parts]
-        self._reserve(index, parts, end)
-        rows, slots = mx.array([[row]]), mx.arange(start, end)[None] % self._size
-        for buffer, part in zip(self.buffers[index], parts, strict=True):
-            buffer[rows, :, slots] = part.swapaxes(1, 2)
-
-    def extract(self, place: int, cache: Any, length: int) -> None:
-        """Copy a row to an empty cache of one sequence."""
-        super().extract(place, cache, length)
-        cache.first = max(0, length - self.max_size + 1)
-
-    def _copy_out(self, rows: Sequence[mx.array], cache: Any, length: int) -> None:
-        slots = mx.arange(max(0, length - self.max_size + 1), length) % self._size
-        cache.keys, cache.values = self._joined([row[:, :, slots] for row in rows])
-
-    def _mask(self, rows: LengthClass, length: int, window: float) -> mx.array:
-        queries = rows.positions(length)[:, None, :, None]
-        # The last position that was written to every slot of the ring.
-        newest = queries[:, :, -1:]
-        slots = mx.arange(self._end(rows, length), dtype=mx.int32)
-        keys = newest - (newest - slots) % self._size
-        return (keys >= 0) & (keys <= queries) & (keys > queries - window)
-
-    def _end(self, rows: LengthClass, count: int) -> int:
-        return min(super()._end(rows, count), self._size)
-
-    def _write(
-        self, rows: LengthClass, buffer: mx.array, new: mx.array, count: int
-    ) -> None:
-        assert count <= WINDOW_SLACK
-        slots = rows.positions(count) % self._size
-        buffer[rows.indices, :, slots] = new.swapaxes(1, 2)
-
-    def _reserve(self, index: int, like: Sequence[mx.array], positions: int) -> None:
-        super()._reserve(index, like, min(positions, self._size))
-
-
 class RecurrentRows:
     """Recurrent states.
 
-    Args: see `FullRows`.
+    Args:
+        like: the cache of one sequence.
 
     Attributes:
         arrays: mlx-lm's ArraysCache [B, ...], which the model reads and writes.
@@ -366,7 +324,7 @@ class RecurrentRows:
 
     is_recurrent = True
 
-    def __init__(self, lengths: RowLengths, like: Any):
+    def __init__(self, like: Any):
         self.arrays = type(like)(len(like.cache))
         self._rows = 0
 
@@ -418,7 +376,3 @@ class RecurrentRows:
     def end(self) -> None:
         """End a forward pass."""
         self.arrays.lengths = None
-
-
-def _parts(values: mx.array | tuple) -> Sequence[mx.array]:
-    return [values] if isinstance(values, mx.array) else values

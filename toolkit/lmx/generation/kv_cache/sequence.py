@@ -5,19 +5,19 @@ It also records hidden states of the tokens, which drafters read.
 
 import copy
 from collections.abc import Sequence
+from itertools import islice
+from math import inf
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.loader import make_cache
 from ...models.lora.multi_lora import BASE, adapter_rows
-from .rotation import PLAIN, KeyRotation, RotatedKVCache, key_rotations
-from .window import RotatedWindowCache, WindowCache
+from .attention_cache import AttentionCache, entries, halves
+from .rotation import PLAIN, WINDOW, KeyRotation, RotatedCodec, key_rotations
 
-GROWING = PLAIN, RotatedKVCache.__name__
 KVBits = int | Sequence[int] | None
 UNQUANTIZED = 16
 """As `kv_bits`: keys and values in the dtype of the model."""
@@ -137,7 +137,7 @@ class CacheState:
         """
         # Only shapes are used, so nothing is computed.
         self.forward(mx.zeros((1, 1), mx.int32))
-        return sum(part.nbytes / part.shape[2] for part in self._growing_arrays())
+        return sum(part.nbytes / part.shape[2] for part in self._growing_parts())
 
     @property
     def snapshot_bytes(self) -> int:
@@ -147,7 +147,10 @@ class CacheState:
     def empty_copy(self) -> "CacheState":
         """An empty cache of the same kinds, quantized ones included."""
         new = copy.copy(self)
-        new.caches = [*map(_like, self._plain_caches(), self.caches)]
+        new.caches = [
+            cache.empty_copy() if isinstance(cache, AttentionCache) else plain
+            for cache, plain in zip(self.caches, self._plain_caches(), strict=True)
+        ]
         new.length, new.recorded, new.adapter = 0, None, BASE
         new.commit()
         return new
@@ -241,7 +244,7 @@ class CacheState:
     def kinds(self) -> list[str]:
         """The kind of every layer's cache; also bits and rotation of quantized ones."""
         return [
-            leaf.name if _bits(leaf) else type(leaf).__name__
+            leaf.name if isinstance(leaf, AttentionCache) else type(leaf).__name__
             for leaf in self.layer_caches
         ]
 
@@ -252,7 +255,7 @@ class CacheState:
         """
         # Not slices: those share the buffers, and keep them in memory.
         indices = mx.arange(start, end)
-        return [mx.take(part, indices, axis=2) for part in self._growing_arrays()]
+        return [mx.take(part, indices, axis=2) for part in self._growing_parts()]
 
     def snapshot(self) -> list:
         """The states of all other layers, which hold only for this length."""
@@ -263,27 +266,24 @@ class CacheState:
     ) -> None:
         """Fill an empty cache with all positions and a snapshot of another one."""
         assert not self.length
-        parts = iter(positions)
+        # Copies, which do not change when these caches do.
+        parts = map(mx.array, positions)
         for leaf in self.layer_caches:
-            if type(leaf).__name__ in GROWING:
-                leaf.keys, leaf.values = (
-                    _of_parts([next(parts) for _ in range(3 if _bits(leaf) else 1)])
-                    for _ in range(2)
-                )
+            if _grows(leaf):
+                count = 6 if hasattr(leaf, "bits") else 2
+                leaf.keys, leaf.values = halves([*islice(parts, count)])
                 leaf.offset = length
         for leaf, state in zip(self._other_caches(), snapshot, strict=True):
             leaf.state = _copy(state)
         self.length = length
         self._check_offsets()
 
-    def _growing_arrays(self) -> list[mx.array]:
-        growing = [c for c in self.layer_caches if type(c).__name__ in GROWING]
-        return [
-            array for _, array in tree_flatten([(c.keys, c.values) for c in growing])
-        ]
+    def _growing_parts(self) -> list[mx.array]:
+        growing = [leaf for leaf in self.layer_caches if _grows(leaf)]
+        return [part for leaf in growing for part in entries(leaf.keys, leaf.values)]
 
     def _other_caches(self) -> list:
-        return [c for c in self.layer_caches if type(c).__name__ not in GROWING]
+        return [leaf for leaf in self.layer_caches if not _grows(leaf)]
 
     def _drop(self, count: int) -> None:
         """Count `count` tokens less."""
@@ -334,25 +334,19 @@ def _bits_of_layers(kv_bits: KVBits, count: int) -> list[int]:
     return bits if any(bit != UNQUANTIZED for bit in bits) else []
 
 
-def _like(empty, cache):
-    """An empty cache, as quantized as another one of this layer."""
-    if not hasattr(cache, "bits"):
-        return empty
-    return cache.empty_copy()
-
-
 def _quantized(cache, bits: int, rotation: KeyRotation | None):
     if bits == UNQUANTIZED or rotation is None:
         return cache
-    if isinstance(cache, WindowCache):
-        return RotatedWindowCache(cache.max_size, rotation, bits)
-    return RotatedKVCache(rotation, bits) if type(cache).__name__ == PLAIN else cache
+    codec = RotatedCodec(rotation, bits)
+    if isinstance(cache, AttentionCache):
+        return AttentionCache(codec, cache.max_size)
+    return AttentionCache(codec) if type(cache).__name__ == PLAIN else cache
 
 
 def _with_window_cache(cache):
-    """mlx-lm's cache, or a `WindowCache` in place of a RotatingKVCache."""
-    if type(cache).__name__ == "RotatingKVCache" and not cache.keep:
-        return WindowCache(cache.max_size)
+    """mlx-lm's cache, or an `AttentionCache` in place of a RotatingKVCache."""
+    if type(cache).__name__ == WINDOW and not cache.keep:
+        return AttentionCache(max_size=cache.max_size)
     if hasattr(cache, "caches"):
         cache.caches = tuple(_with_window_cache(inner) for inner in cache.caches)
     return cache
@@ -369,14 +363,10 @@ def flatten_caches(caches: Sequence) -> list:
     ]
 
 
-def _bits(leaf) -> int | None:
-    return getattr(leaf, "bits", None)
-
-
-def _of_parts(parts: Sequence[mx.array]) -> mx.array | tuple:
-    """Keys or values from their arrays, which are not changed when these are."""
-    copies = _copy(tuple(parts))
-    return copies if len(copies) > 1 else copies[0]
+def _grows(leaf) -> bool:
+    """Whether a cache keeps the keys and values of all positions."""
+    is_ours = isinstance(leaf, AttentionCache)
+    return leaf.max_size == inf if is_ours else type(leaf).__name__ == PLAIN
 
 
 def _is_recurrent(leaf) -> bool:
@@ -386,7 +376,7 @@ def _is_recurrent(leaf) -> bool:
 def _can_trim(leaf, count: int) -> bool:
     if not count:
         return True
-    if isinstance(leaf, WindowCache):
+    if isinstance(leaf, AttentionCache):
         return leaf.can_trim(count)
     # mlx-lm's chunked cache drops its front once it starts at a position other than 0.
     return not _is_recurrent(leaf) and not getattr(leaf, "start_position", 0)
