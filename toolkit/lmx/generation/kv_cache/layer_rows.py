@@ -199,9 +199,10 @@ class AttentionRows:
         start = self._start(length)
         if length:
             index, row = self._find(place)
-            # Slices: the prefix cache copies only what it does not have.
-            slots: Any = slice(start, length)
-            if length > self._size:
+            # A slice: the prefix cache copies only what it does not have. But it keeps
+            # windows, so theirs are copies.
+            slots: Any = slice(0, length)
+            if self.max_size < inf:
                 slots = mx.arange(start, length) % self._size
             rows = [buffer[row : row + 1] for buffer in self.buffers[index]]
             cache.keys, cache.values = halves([each[:, :, slots] for each in rows])
