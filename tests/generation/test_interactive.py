@@ -154,8 +154,7 @@ def test_interrupted_forward_pass_leaves_no_cache(generator, monkeypatch):
     def fail(self, *args, **options):
         calls.append(1)
         if len(calls) == 4:
-            for layer in self.layer_caches[:1]:
-                layer.offset += 1
+            self.length += 1
             raise KeyboardInterrupt
         return forward(self, *args, **options)
 

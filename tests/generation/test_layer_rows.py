@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from lmx.errors import UserError
 from lmx.generation.kv_cache import batch as batch_module
-from lmx.generation.kv_cache.attention_cache import WINDOW_SLACK
 from lmx.generation.kv_cache.batch import (
     CacheBatch,
     OneRow,
@@ -16,7 +15,7 @@ from lmx.generation.kv_cache.batch import (
     takes_classes,
     takes_padding,
 )
-from lmx.generation.kv_cache.layer_rows import AttentionRows
+from lmx.generation.kv_cache.layer_rows import WINDOW_SLACK, AttentionRows
 from lmx.generation.kv_cache.length_classes import replace_attention
 from lmx.generation.kv_cache.sequence import CacheState
 from mlx.utils import tree_map
@@ -130,8 +129,8 @@ def test_a_ring_without_slack_loses_positions(monkeypatch):
     """The control of the tests above."""
     init = AttentionRows.__init__
 
-    def short(self, lengths, like):
-        init(self, lengths, like)
+    def short(self, *arguments, **options):
+        init(self, *arguments, **options)
         self._size = self.max_size + 4
 
     monkeypatch.setattr(AttentionRows, "__init__", short)
@@ -144,7 +143,7 @@ def test_a_ring_without_slack_loses_positions(monkeypatch):
     ("name", "wrong"),
     [
         ("make_mask", lambda *_, **__: None),
-        ("_write", lambda self, rows, buffer, new, count: None),
+        ("_write", lambda self, rows, buffer, new, written: None),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -221,10 +220,12 @@ def test_a_row_that_was_nan_leaves_nothing(family, length):
     rows.order = [0, 2]
     broken = started(rows.model, [7] * RING, RING)
     for cache in broken.layer_caches:
-        cache.state = tree_map(
+        name = "buffers" if isinstance(cache, AttentionRows) else "state"
+        broken_state = tree_map(
             lambda part: part * mx.nan if isinstance(part, mx.array) else part,
-            cache.state,
+            getattr(cache, name),
         )
+        setattr(cache, name, broken_state)
     rows.batch.join(broken)
     rows.batch.leave(2)
     rows.batch.join(started(rows.model, rows.texts[1], length))

@@ -3,8 +3,8 @@
 import pytest
 from lmx.generation import engine as engine_module
 from lmx.generation.engine import Engine
-from lmx.generation.kv_cache.attention_cache import WINDOW_SLACK
 from lmx.generation.kv_cache.batch import CacheBatch, padded
+from lmx.generation.kv_cache.layer_rows import WINDOW_SLACK
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.prefill import PASS_TOKENS

@@ -18,10 +18,8 @@ from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.logit_errors import more_than_rounding
 from ...models.lora.multi_lora import adapter_rows
-from .attention_cache import WINDOW_SLACK, AttentionCache
-from .layer_rows import AttentionRows, RecurrentRows, RowLengths
+from .layer_rows import WINDOW_SLACK, AttentionRows, RecurrentRows, RowLengths
 from .length_classes import FREE_POSITIONS, class_for, replace_attention
-from .rotation import PLAIN
 from .sequence import CacheState, RecordedStates
 
 PROMPTS = [1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -234,13 +232,13 @@ class CacheBatch:
         is_ordered = self._places == sorted(self._places)
         if not is_ordered:
             tokens = tokens[mx.argsort(places)]
-        for layer in self._layers:
+        for layer in self._recurrent:
             layer.begin(tokens.shape[1], self._in_order(counts))
         with adapter_rows(self.model, self._in_order(self.adapters)):
             outputs = run(tokens, cache=self.caches)
         lengths = zip(self.lengths, counts, strict=True)
         self._set_lengths([n + count for n, count in lengths])
-        for layer in self._layers:
+        for layer in self._recurrent:
             layer.end()
         if is_ordered:
             return outputs
@@ -265,8 +263,8 @@ class CacheBatch:
         kind = type(cache).__name__
         if kind == "ArraysCache":
             layer = RecurrentRows(cache)
-        elif kind == PLAIN or isinstance(cache, AttentionCache):
-            layer = AttentionRows(self._rows, cache)
+        elif isinstance(cache, AttentionRows):
+            layer = AttentionRows(self._rows, cache.codec, cache.max_size)
         else:
             raise UserError(f"a {kind} holds one sequence only")
         self._layers.append(layer)

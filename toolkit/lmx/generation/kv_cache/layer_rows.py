@@ -1,4 +1,4 @@
-"""The cache of one layer for all rows of a batch."""
+"""The cache of one layer for all rows of a batch. One sequence is one row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from .attention_cache import (
-    PLAIN_CODEC,
-    WINDOW_SLACK,
-    attention_mask,
-    entries,
-    halves,
-    use_codec,
-)
+from .codec import PLAIN_CODEC, Codec
 from .length_classes import ByClass, by_class
 
 STEP = 16
 """Positions by which short buffers grow; long ones grow by a thirty-second."""
+WINDOW_SLACK = 64
+"""Positions that the ring of a window has beside the window, for rollback."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +69,9 @@ class LengthClass:
 class RowLengths:
     """The processed tokens of every row, shared by all layers.
 
+    Args:
+        count: rows without tokens at the start, in one class.
+
     Attributes:
         sizes: the number of rows of every length class. Rows of a class follow each
             other.
@@ -81,9 +79,9 @@ class RowLengths:
         all: all rows.
     """
 
-    def __init__(self):
-        self.sizes: list[int] = []
-        self.set([])
+    def __init__(self, count: int = 0):
+        self.sizes: list[int] = [count] if count else []
+        self.set([0] * count)
 
     @property
     def values(self) -> Sequence[int]:
@@ -105,31 +103,59 @@ class AttentionRows:
     The buffers of a length class are [R, H, capacity, D] with R >= its rows; the rows
     in use come first. Those of a window are rings of positions, larger than the window
     by `WINDOW_SLACK`: so many can be rolled back, because what they overwrote had left
-    the window.
+    the window. (mlx-lm's RotatingKVCache cannot be trimmed past the window, and
+    speculative decoding with it gives wrong tokens without an error.)
 
     Args:
-        lengths: shared by all layers.
-        like: the cache of one sequence, of the same kind.
+        lengths: shared by all layers, which have its rows.
+        codec: how keys and values are stored.
+        max_size: window size: the positions a token attends to, with itself; inf = all.
+        step: positions by which the buffers grow at least.
+
+    Attributes:
+        first: the first position that is stored, if there is one row.
     """
 
     is_recurrent = False
 
-    def __init__(self, lengths: RowLengths, like: Any):
-        self.lengths = lengths
-        use_codec(self, getattr(like, "codec", PLAIN_CODEC))
+    def __init__(
+        self,
+        lengths: RowLengths,
+        codec: Codec = PLAIN_CODEC,
+        max_size: float = inf,
+        *,
+        step: int = STEP,
+    ):
+        self.lengths, self.codec, self.max_size = lengths, codec, max_size
+        if codec.bits:  # mlx-lm's attention looks for both
+            self.bits, self.group_size = codec.bits, codec.group_size
         # By class: all arrays of the keys, then those of the values.
-        self.buffers: list[list[mx.array]] = []
-        self._rows: list[int] = []
-        self._written = 0
-        self.max_size: float = getattr(like, "max_size", inf)  # the window
-        self._size = self.max_size + WINDOW_SLACK  # the largest capacity
+        self.buffers: list[list[mx.array]] = [[] for _ in lengths.sizes]
+        self.first = 0
+        self._rows = [*lengths.sizes]
+        self._size = max_size + WINDOW_SLACK  # the largest capacity
+        self._step = step
+        # The positions that this pass has written, and the lengths before it.
+        self._count, self._before = 0, lengths.all
+        # What the positions of a long pass attend to.
+        self._long: list[mx.array] = []
+
+    @property
+    def name(self) -> str:
+        """The kind of the cache. Entries of another kind mean other keys and values."""
+        return self.codec.name("KVCache" if self.max_size == inf else "WindowCache")
 
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: one for all rows, or int32 [B]."""
-        rows = self.lengths.all
+        rows, written = self.lengths.all, self._written
         start = rows.array if rows.common is None else rows.common
-        return start + self._written if self._written else start
+        return start + written if written else start
+
+    @property
+    def _written(self) -> int:
+        """Positions that were written since the lengths were set."""
+        return self._count if self._before is self.lengths.all else 0
 
     @property
     def nbytes(self) -> int:
@@ -137,22 +163,41 @@ class AttentionRows:
         return sum(buffer.nbytes for parts in self.buffers for buffer in parts)
 
     @property
+    def state(self) -> list[list[mx.array]]:
+        """All arrays."""
+        return self.buffers
+
+    @property
     def keys(self) -> mx.array:
         """The buffer of the keys, which some models make wait for other arrays."""
-        if len(self.buffers) > 1:
-            raise AttributeError("several length classes have several buffers")
-        return self.buffers[0][0]
+        return self._only()[0]
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        self.buffers[0][0] = keys
+        self._only()[0] = keys
+
+    @property
+    def values(self) -> mx.array:
+        """The buffer of the values."""
+        return self._only()[-1]
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        self._only()[-1] = values
+
+    def _only(self) -> list[mx.array]:
+        if len(self.buffers) > 1:
+            raise AttributeError("several length classes have several buffers")
+        return self.buffers[0]
 
     def empty(self) -> bool:
         """Whether nothing was stored yet."""
         return not any(self.buffers)
 
-    def join(self, cache: Any, index: int) -> None:
-        """Add the cache of one sequence as the last row of a class, or a new class."""
+    # Rows
+
+    def join(self, one: "AttentionRows", index: int) -> None:
+        """Add a cache of one row as the last row of a class, or a new class."""
         if index == len(self._rows):
             self.buffers.append([])
             self._rows.append(0)
@@ -160,22 +205,12 @@ class AttentionRows:
         for buffer in self.buffers[index]:
             # A mask hides no NaN that another sequence left in a row.
             buffer[row : row + 1] = 0
-        if cache.keys is None:
+        if one.empty():
             return
-        first, end = getattr(cache, "first", 0), cache.offset
-        start = max(first, self._start(end))
-        parts = [
-            part[:, :, start - first : end - first]
-            for part in entries(cache.keys, cache.values)
-        ]
-        self._reserve(index, parts, end)
-        if end <= self._size:
-            for buffer, part in zip(self.buffers[index], parts, strict=True):
-                buffer[row : row + 1, :, start:end] = part
-            return
-        rows, slots = mx.array([[row]]), mx.arange(start, end)[None] % self._size
-        for buffer, part in zip(self.buffers[index], parts, strict=True):
-            buffer[rows, :, slots] = part.swapaxes(1, 2)
+        end = min(one.lengths.all.longest, self._size)
+        self._reserve(index, one.buffers[0], end)
+        for buffer, part in zip(self.buffers[index], one.buffers[0], strict=True):
+            buffer[row : row + 1, :, :end] = part[:, :, :end]
 
     def leave(self, place: int) -> None:
         """Remove a row; the last row of its class takes its place."""
@@ -194,44 +229,68 @@ class AttentionRows:
         if parts and parts[0].shape[0] > rows + 1 + rows // 4:
             self.buffers[index] = [mx.contiguous(buffer[:rows]) for buffer in parts]
 
-    def extract(self, place: int, cache: Any, length: int) -> None:
-        """Fill an empty cache of one sequence with a row."""
-        start = self._start(length)
+    def extract(self, place: int, one: "AttentionRows", length: int) -> None:
+        """Fill an empty cache of one row with a row."""
         if length:
             index, row = self._find(place)
-            # A slice: the prefix cache copies only what it does not have. But it keeps
-            # windows, so theirs are copies.
-            slots: Any = slice(0, length)
-            if self.max_size < inf:
-                slots = mx.arange(start, length) % self._size
-            rows = [buffer[row : row + 1] for buffer in self.buffers[index]]
-            cache.keys, cache.values = halves([each[:, :, slots] for each in rows])
-        cache.offset, cache.first = length, start
+            end = min(length, self._size)
+            # Slices: the prefix cache copies only what it does not have.
+            one.buffers = [[b[row : row + 1, :, :end] for b in self.buffers[index]]]
+        one.first = self._start(length)
 
-    def begin(self, width: int, counts: Sequence[int]) -> None:
-        """Start a forward pass over `width` positions."""
-        self._written = 0
+    def _find(self, place: int) -> tuple[int, int]:
+        """The class of a row, and its number there."""
+        for index, size in enumerate(self._rows):
+            if place < size:
+                return index, place
+            place -= size
+        raise AssertionError("no such row")
 
-    def end(self) -> None:
-        """End a forward pass: the lengths count its tokens."""
-        self._written = 0
+    # One row
+
+    def entries(self, start: int, end: int) -> list[mx.array]:
+        """Copies of what is stored of positions of the only row, [1, H, n, ...]."""
+        # Not slices: those share the buffers, and keep them in memory.
+        slots = mx.arange(start, end)
+        slots = slots % self._size if end > self._size else slots
+        return [mx.take(part, slots, axis=2) for part in self._only()]
+
+    def restore(self, entries: Sequence[mx.array], first: int, length: int) -> None:
+        """Fill the only row, which is empty, with entries from a position on."""
+        self.first = first
+        self._reserve(0, entries, length)
+        self._write_entries(entries, first, length)
+
+    def can_trim(self, count: int) -> bool:
+        """Whether the only row has a full window without its last `count` tokens."""
+        return self.first <= self._start(self.lengths.all.longest - count)
+
+    # Forward passes
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         """Write N positions [B, H, N, D]; returns all that a row may attend to."""
-        new = self.codec.encode(keys, values)
+        new, written = self.codec.encode(keys, values), self._written
         count, classes = keys.shape[2], self.lengths.classes
-        for index, rows in enumerate(classes):
+        ahead, self._long = written + count, []
+        if self._is_long(count):
+            self._write_long(new, written)
+        for index, rows in enumerate([] if self._long else classes):
             mine = new
             if len(classes) > 1:
                 mine = [part[rows.start : rows.end] for part in new]
-            self._reserve(index, mine, rows.longest + count)
+            self._reserve(index, mine, rows.longest + ahead)
             for buffer, part in zip(self.buffers[index], mine, strict=True):
-                self._write(rows, buffer, part, count)
-        self._written = count
+                self._write(rows, buffer, part, written)
+        self._count, self._before = ahead, self.lengths.all
+        end = self.lengths.all.longest + ahead
+        if end > self._size:
+            self.first = max(self.first, end - self._size)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple:
         """The last result of `update_and_fetch`, for layers that share keys."""
+        if self._long:
+            return self.codec.decode(self._long)
         pairs = []
         for rows, parts in zip(self.lengths.classes, self.buffers, strict=True):
             size, end = len(rows.lengths), self._end(rows, self._written)
@@ -243,31 +302,34 @@ class AttentionRows:
     ) -> "mx.array | str | ByClass | None":
         """Mask of the next `length` tokens over the result of `update_and_fetch`."""
         window, masks = window_size or self.max_size, []
+        ahead = self._written + length
         for rows in self.lengths.classes:
-            fits = rows.longest + length <= window
-            if rows.common is not None and fits and not return_array:
+            fits = rows.longest + ahead <= window
+            # As from mlx-lm, a token that sees all positions has no array either.
+            needs_array = return_array and (length > 1 or len(self.lengths.values) > 1)
+            if rows.common is not None and fits and not needs_array:
                 masks.append(None if length == 1 else "causal")
             else:
-                masks.append(self._mask(rows, length, window))
+                masks.append(self._mask(rows, length, inf if fits else window))
         return by_class(masks)
 
     def _mask(self, rows: LengthClass, length: int, window: float) -> mx.array:
-        queries = rows.positions(length)[:, None, :, None]
-        keys = mx.arange(self._end(rows, length), dtype=mx.int32)
-        if rows.longest + length > self._size:
-            # The position that was last written to every slot of the ring.
-            newest = queries[:, :, -1:]
-            keys = newest - (newest - keys) % self._size
-        fits = rows.longest + length <= window
-        return attention_mask(queries, keys, inf if fits else window)
-
-    def _find(self, place: int) -> tuple[int, int]:
-        """The class of a row, and its number there."""
-        for index, size in enumerate(self._rows):
-            if place < size:
-                return index, place
-            place -= size
-        raise AssertionError("no such row")
+        ahead = self._written + length
+        queries = rows.positions(ahead)[:, None, -length:, None]
+        start, end = rows.longest + self._written, rows.longest + ahead
+        if self._is_long(length):
+            keys = mx.arange(self._start(start), end, dtype=mx.int32)
+        else:
+            keys = mx.arange(self._end(rows, ahead), dtype=mx.int32)
+            if end > self._size:
+                # The position that was last written to every slot of the ring.
+                newest = queries[:, :, -1:]
+                keys = newest - (newest - keys) % self._size
+        mask = keys <= queries
+        if window < inf:
+            # Slots of the ring that have no position yet are negative.
+            mask = mask & (keys > mx.maximum(queries - window, -1))
+        return mask[0, 0] if len(self.lengths.values) == 1 else mask
 
     def _end(self, rows: LengthClass, count: int) -> int:
         """Positions of the buffers in use after `count` more tokens."""
@@ -278,20 +340,46 @@ class AttentionRows:
         return max(0, length - self.max_size + 1)
 
     def _write(
-        self, rows: LengthClass, buffer: mx.array, new: mx.array, count: int
+        self, rows: LengthClass, buffer: mx.array, new: mx.array, written: int
     ) -> None:
+        """Write positions behind those that this pass has written."""
         if not new.size:
             return
-        assert count <= WINDOW_SLACK or self._size == inf
-        common, size = rows.common, len(rows.lengths)
-        is_wrapped = rows.longest + count > self._size
-        if common is not None and not is_wrapped:
-            buffer[:size, :, common : common + count] = new
+        count, end = new.shape[2], rows.longest + written + new.shape[2]
+        if rows.common is not None and end <= self._size:
+            buffer[: len(rows.lengths), :, end - count : end] = new
             return
-        slots = rows.positions(count)
-        slots = slots % self._size if is_wrapped else slots
+        slots = rows.positions(written + count)[:, written:]
+        slots = slots % self._size if end > self._size else slots
         # The indexed axes come first in such an assignment.
         buffer[rows.indices, :, slots] = new.swapaxes(1, 2)
+
+    def _is_long(self, count: int) -> bool:
+        """Whether so many positions would overwrite what the first of them need."""
+        return count > WINDOW_SLACK and self.max_size < inf
+
+    def _write_long(self, new: Sequence[mx.array], written: int) -> None:
+        """Write the positions of a long pass, of the only row."""
+        start = self.lengths.all.longest + written
+        assert len(self.lengths.values) == 1, "several rows take few positions"
+        self._long, end = [*new], start + new[0].shape[2]
+        if start:
+            old = self.entries(self._start(start), start)
+            self._long = [
+                mx.concatenate(pair, axis=2) for pair in zip(old, new, strict=True)
+            ]
+        self._reserve(0, new, end)
+        count = min(self._long[0].shape[2], self._size)
+        kept = [part[:, :, -count:] for part in self._long]
+        self._write_entries(kept, end - count, end)
+
+    def _write_entries(self, parts: Sequence[mx.array], start: int, end: int) -> None:
+        """Write positions of the only row."""
+        slots: Any = slice(start, end)
+        if end > self._size:
+            slots = mx.arange(start, end) % self._size
+        for buffer, part in zip(self._only(), parts, strict=True):
+            buffer[:, :, slots] = part
 
     def _reserve(self, index: int, like: Sequence[mx.array], positions: int) -> None:
         """Make room for all rows of a class with this many positions."""
@@ -305,7 +393,7 @@ class AttentionRows:
         missing = self._rows[index] - rows
         # Not one by one, which would copy all rows each time.
         more_rows = max(missing, rows // 8) if missing > 0 else 0
-        step = max(STEP, positions // 32)
+        step = max(self._step, positions // 32)
         wanted = min(-(-positions // step) * step, self._size)
         more = wanted - capacity if positions > capacity else 0
         if more_rows or more:

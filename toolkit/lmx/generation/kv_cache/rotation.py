@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...models.loader import make_cache
-from .attention_cache import AttentionCache
+from .layer_rows import AttentionRows, RowLengths
 
 PLAIN, WINDOW = "KVCache", "RotatingKVCache"
 GROUP_SIZES = (128, 64, 32)
@@ -142,6 +142,7 @@ class RotatedCodec:
 
     rotation: KeyRotation
     bits: int
+    arrays = 6
 
     @property
     def group_size(self) -> int:
@@ -189,7 +190,8 @@ def key_rotations(model: Any) -> list[KeyRotation | None]:
             # Also for a window: the model hides what is outside of it.
             if type(cache).__name__ in (PLAIN, WINDOW) and not cache.empty():
                 recorded[i] = RecordedChannels(_group_size(cache))
-                recording[i] = AttentionCache(RotatedCodec(recorded[i], 8))
+                codec = RotatedCodec(recorded[i], 8)
+                recording[i] = AttentionRows(RowLengths(1), codec)
         rng = np.random.default_rng(0)
         tokens = rng.integers(0, vocabulary, (1, CALIBRATION_TOKENS))
         logits = model(mx.array(tokens), cache=recording)

@@ -15,12 +15,15 @@ from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.loader import make_cache
 from ...models.lora.multi_lora import BASE, adapter_rows
-from .attention_cache import AttentionCache, entries, halves
-from .rotation import PLAIN, WINDOW, KeyRotation, RotatedCodec, key_rotations
+from .codec import PLAIN_CODEC, Codec
+from .layer_rows import AttentionRows, RowLengths
+from .rotation import PLAIN, WINDOW, RotatedCodec, key_rotations
 
 KVBits = int | Sequence[int] | None
 UNQUANTIZED = 16
 """As `kv_bits`: keys and values in the dtype of the model."""
+BUFFER_STEP = 256
+"""Positions by which the buffers of one sequence grow."""
 
 
 class RecordedStates:
@@ -97,8 +100,8 @@ class CacheState:
 
     def __init__(self, model: Any, *, kv_bits: KVBits = None):
         self.model = model
-        self.caches = self._plain_caches()
-        self.length = 0
+        self._lengths = RowLengths(1)
+        self.caches = self._empty_caches()
         self.recorded: RecordedStates | None = None
         self.adapter = BASE
         if layer_bits := _bits_of_layers(kv_bits, len(self.caches)):
@@ -107,6 +110,15 @@ class CacheState:
         # None = no checkpoint is set.
         self._checkpoint_states: list[tuple] = []
         self._tokens_since: list[mx.array] | None = None
+
+    @property
+    def length(self) -> int:
+        """Processed tokens."""
+        return self._lengths.values[0]
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self._lengths.set([length])
 
     @property
     def layer_caches(self) -> list:
@@ -137,7 +149,8 @@ class CacheState:
         """
         # Only shapes are used, so nothing is computed.
         self.forward(mx.zeros((1, 1), mx.int32))
-        return sum(part.nbytes / part.shape[2] for part in self._growing_parts())
+        parts = [part for leaf in self._growing() for part in leaf.buffers[0]]
+        return sum(part.nbytes / part.shape[2] for part in parts)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -147,16 +160,15 @@ class CacheState:
     def empty_copy(self) -> "CacheState":
         """An empty cache of the same kinds, quantized ones included."""
         new = copy.copy(self)
-        new.caches = [
-            cache.empty_copy() if isinstance(cache, AttentionCache) else plain
-            for cache, plain in zip(self.caches, self._plain_caches(), strict=True)
-        ]
-        new.length, new.recorded, new.adapter = 0, None, BASE
+        new._lengths = RowLengths(1)
+        codecs = [getattr(cache, "codec", PLAIN_CODEC) for cache in self.caches]
+        new.caches = new._empty_caches(codecs)
+        new.recorded, new.adapter = None, BASE
         new.commit()
         return new
 
     def forward(self, tokens: mx.array) -> mx.array:
-        """Process tokens [B, L]; returns lazy logits [B, L, V]."""
+        """Process tokens [1, L]; returns lazy logits [1, L, V]."""
         with adapter_rows(self.model, [self.adapter] * len(tokens)):
             if self.recorded:
                 logits, states = forward_with_hidden_states(
@@ -172,7 +184,7 @@ class CacheState:
         return logits
 
     def prefill(self, tokens: mx.array, *, step_size: int) -> None:
-        """Process prompt tokens [B, L] in chunks of `step_size`.
+        """Process prompt tokens [1, L] in chunks of `step_size`.
 
         The logits are never evaluated, so the LM head costs nothing.
         """
@@ -208,9 +220,9 @@ class CacheState:
         recurrent = self._recurrent()
         # Before tokens are processed again, all layers must be at the checkpoint.
         trimmed = since if recurrent else count
-        for leaf in self.layer_caches:
-            if not _is_recurrent(leaf):
-                assert leaf.trim(trimmed) == trimmed
+        assert all(_can_trim(leaf, trimmed) for leaf in self._attention())
+        for leaf in self._foreign():
+            leaf.trim(trimmed)
         for leaf, state in zip(recurrent, self._checkpoint_states, strict=True):
             leaf.state = _copy(state)
         self._drop(trimmed)
@@ -227,7 +239,7 @@ class CacheState:
         """
         if not all(_can_trim(leaf, count) for leaf in self.layer_caches):
             return False
-        for leaf in self.layer_caches if count else []:
+        for leaf in self._foreign() if count else []:
             leaf.trim(count)
         self._drop(count)
         self.commit()
@@ -244,7 +256,7 @@ class CacheState:
     def kinds(self) -> list[str]:
         """The kind of every layer's cache; also bits and rotation of quantized ones."""
         return [
-            leaf.name if isinstance(leaf, AttentionCache) else type(leaf).__name__
+            leaf.name if isinstance(leaf, AttentionRows) else type(leaf).__name__
             for leaf in self.layer_caches
         ]
 
@@ -253,34 +265,35 @@ class CacheState:
 
         Only full attention has them, as one array or as codes, scales and biases.
         """
-        # Not slices: those share the buffers, and keep them in memory.
-        indices = mx.arange(start, end)
-        return [mx.take(part, indices, axis=2) for part in self._growing_parts()]
+        return [part for leaf in self._growing() for part in leaf.entries(start, end)]
 
     def snapshot(self) -> list:
         """The states of all other layers, which hold only for this length."""
-        return [_copy(leaf.state) for leaf in self._other_caches()]
+        return [
+            (leaf.entries(leaf.first, self.length), leaf.first)
+            if isinstance(leaf, AttentionRows)
+            else _copy(leaf.state)
+            for leaf in self._other_caches()
+        ]
 
     def restore(
         self, positions: Sequence[mx.array], snapshot: list, length: int
     ) -> None:
         """Fill an empty cache with all positions and a snapshot of another one."""
         assert not self.length
-        # Copies, which do not change when these caches do.
-        parts = map(mx.array, positions)
-        for leaf in self.layer_caches:
-            if _grows(leaf):
-                count = 6 if hasattr(leaf, "bits") else 2
-                leaf.keys, leaf.values = halves([*islice(parts, count)])
-                leaf.offset = length
+        parts = iter(positions)
+        for leaf in self._growing():
+            leaf.restore([*islice(parts, leaf.codec.arrays)], 0, length)
         for leaf, state in zip(self._other_caches(), snapshot, strict=True):
-            leaf.state = _copy(state)
+            if isinstance(leaf, AttentionRows):
+                leaf.restore(*state, length)
+            else:
+                leaf.state = _copy(state)
         self.length = length
         self._check_offsets()
 
-    def _growing_parts(self) -> list[mx.array]:
-        growing = [leaf for leaf in self.layer_caches if _grows(leaf)]
-        return [part for leaf in growing for part in entries(leaf.keys, leaf.values)]
+    def _growing(self) -> list[AttentionRows]:
+        return [leaf for leaf in self.layer_caches if _grows(leaf)]
 
     def _other_caches(self) -> list:
         return [leaf for leaf in self.layer_caches if not _grows(leaf)]
@@ -293,6 +306,13 @@ class CacheState:
 
     def _recurrent(self) -> list:
         return [leaf for leaf in self.layer_caches if _is_recurrent(leaf)]
+
+    def _attention(self) -> list:
+        return [leaf for leaf in self.layer_caches if not _is_recurrent(leaf)]
+
+    def _foreign(self) -> list:
+        """Attention caches of mlx-lm, which count their tokens themselves."""
+        return [c for c in self._attention() if not isinstance(c, AttentionRows)]
 
     def _check_offsets(self) -> None:
         for leaf in self.layer_caches:
@@ -311,10 +331,29 @@ class CacheState:
                 f"this model's keys and values cannot be quantized: {error}",
                 hint="keep the model's dtype: kv_bits 16, or no kv_bits",
             ) from error
-        self.caches = [*map(_quantized, self.caches, layer_bits, rotations)]
+        self.caches = self._empty_caches(
+            [
+                RotatedCodec(rotation, bits)
+                if rotation and bits != UNQUANTIZED
+                else PLAIN_CODEC
+                for rotation, bits in zip(rotations, layer_bits, strict=True)
+            ]
+        )
 
-    def _plain_caches(self) -> list:
-        return [_with_window_cache(cache) for cache in make_cache(self.model)]
+    def _empty_caches(self, codecs: Sequence[Codec] | None = None) -> list:
+        caches = make_cache(self.model)
+        codecs = codecs or [PLAIN_CODEC] * len(caches)
+        return [*map(self._empty, caches, codecs)]
+
+    def _empty(self, cache: Any, codec: Codec) -> Any:
+        """Rows in place of mlx-lm's KVCache and RotatingKVCache."""
+        kind = type(cache).__name__
+        if kind == PLAIN or (kind == WINDOW and not cache.keep):
+            size = inf if kind == PLAIN else cache.max_size
+            return AttentionRows(self._lengths, codec, size, step=BUFFER_STEP)
+        if hasattr(cache, "caches"):
+            cache.caches = tuple(self._empty(c, PLAIN_CODEC) for c in cache.caches)
+        return cache
 
 
 def _bits_of_layers(kv_bits: KVBits, count: int) -> list[int]:
@@ -334,24 +373,6 @@ def _bits_of_layers(kv_bits: KVBits, count: int) -> list[int]:
     return bits if any(bit != UNQUANTIZED for bit in bits) else []
 
 
-def _quantized(cache, bits: int, rotation: KeyRotation | None):
-    if bits == UNQUANTIZED or rotation is None:
-        return cache
-    codec = RotatedCodec(rotation, bits)
-    if isinstance(cache, AttentionCache):
-        return AttentionCache(codec, cache.max_size)
-    return AttentionCache(codec) if type(cache).__name__ == PLAIN else cache
-
-
-def _with_window_cache(cache):
-    """mlx-lm's cache, or an `AttentionCache` in place of a RotatingKVCache."""
-    if type(cache).__name__ == WINDOW and not cache.keep:
-        return AttentionCache(max_size=cache.max_size)
-    if hasattr(cache, "caches"):
-        cache.caches = tuple(_with_window_cache(inner) for inner in cache.caches)
-    return cache
-
-
 def flatten_caches(caches: Sequence) -> list:
     """All caches in a flat list; nested cache lists are expanded."""
     return [
@@ -365,8 +386,7 @@ def flatten_caches(caches: Sequence) -> list:
 
 def _grows(leaf) -> bool:
     """Whether a cache keeps the keys and values of all positions."""
-    is_ours = isinstance(leaf, AttentionCache)
-    return leaf.max_size == inf if is_ours else type(leaf).__name__ == PLAIN
+    return isinstance(leaf, AttentionRows) and leaf.max_size == inf
 
 
 def _is_recurrent(leaf) -> bool:
@@ -376,7 +396,7 @@ def _is_recurrent(leaf) -> bool:
 def _can_trim(leaf, count: int) -> bool:
     if not count:
         return True
-    if isinstance(leaf, AttentionCache):
+    if isinstance(leaf, AttentionRows):
         return leaf.can_trim(count)
     # mlx-lm's chunked cache drops its front once it starts at a position other than 0.
     return not _is_recurrent(leaf) and not getattr(leaf, "start_position", 0)

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import UserError, nan_predictions
-from ..kv_cache.attention_cache import WINDOW_SLACK
 from ..kv_cache.batch import CacheBatch, OneRow, is_batchable, join, padded
+from ..kv_cache.layer_rows import WINDOW_SLACK
 from ..kv_cache.prefix import PrefixCache
 from ..kv_cache.sequence import CacheState
 from ..sampler import Sampler, sample_rows
