@@ -7,7 +7,7 @@ tokens. So a long prompt does not block the others.
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..models.lora.multi_lora import MultiLoRA
 from .grammar_matcher import allow_only
 from .kv_cache.batch import CacheBatch, OneRow, join, padded
 from .kv_cache.prefix import PrefixCache
-from .kv_cache.sequence import CacheState, KVBits
+from .kv_cache.sequence import KVBits
 from .logprobs import token_logprobs
 from .model_facts import ModelFacts
 from .prefill import PrefillPass
@@ -51,6 +51,9 @@ class Engine:
             like it.
 
     Attributes:
+        new_cache: see `ModelFacts.new_cache`.
+        require_memory: see `Scheduler.require_memory`.
+        max_batch_size: requests that are decoded together at most.
         beat_seconds: after which an engine without requests takes a step; None = never.
     """
 
@@ -59,6 +62,9 @@ class Engine:
     def __init__(self, model: Any, *, kv_bits: KVBits = None, **options: Any):
         self.model, self._facts = model, ModelFacts(model, kv_bits)
         self.scheduler = Scheduler(self._facts, **options)
+        self.new_cache = self._facts.new_cache
+        self.max_batch_size = self.scheduler.max_batch_size
+        self.require_memory = self.scheduler.require_memory
         self._rows: OneRow | CacheBatch | None = None
         self._next_tokens = mx.zeros(0, mx.int32)
         self._in_flight: tuple | None = None
@@ -103,16 +109,6 @@ class Engine:
             self.scheduler.prefix_cache = kept
 
     @property
-    def new_cache(self) -> Callable[..., CacheState]:
-        """Makes an empty cache of one sequence; see `ModelFacts.new_cache`."""
-        return self._facts.new_cache
-
-    @property
-    def max_batch_size(self) -> int:
-        """Requests that are decoded together at most."""
-        return self.scheduler.max_batch_size
-
-    @property
     def num_waiting(self) -> int:
         """Requests that have not started, or not ended their prompts."""
         return len(self.scheduler.waiting)
@@ -137,14 +133,6 @@ class Engine:
         """Bytes of all caches of requests."""
         states = [s.state for s in self.scheduler.waiting if s.state]
         return sum(x.nbytes for x in [*states, *([self._rows] if self._rows else [])])
-
-    def require_memory(self, request: GenerationRequest) -> None:
-        """Refuse a request whose keys and values do not fit in memory alone.
-
-        Raises:
-            UserError: with the bytes.
-        """
-        self.scheduler.require_memory(request)
 
     def add_request(self, request: GenerationRequest) -> None:
         """Add a request to the queue."""
@@ -200,6 +188,20 @@ class Engine:
         if self.idle:
             self._rest()
         return outputs
+
+    def run(self, requests: Sequence[GenerationRequest]) -> Iterator[TokenOutput]:
+        """The outputs of requests until all have ended, in the order of the steps.
+
+        Raises:
+            UserError: a request failed.
+        """
+        for request in requests:
+            self.add_request(request)
+        while not self.idle:
+            for output in self.step():
+                if output.error:
+                    raise output.error
+                yield output
 
     def _step(self) -> list[TokenOutput]:
         self._remove_finished()

@@ -10,7 +10,7 @@ which must agree.
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from ..cpu.memory import available_memory
 from ..errors import FAILED, UserError
-from ..interfaces import SINGLE_PROCESS, Communicator
+from ..interfaces import Communicator
 from ..models.pipeline_parallel import is_divided_by_layers, own_layers
 from .engine import Engine
 from .grammar import Grammar
@@ -28,32 +28,6 @@ from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import KVBits
 from .sampling import Sampling
 from .sequence import GenerationRequest, TokenOutput
-from .speculative.draft_length import DraftLengthController
-
-
-@dataclass
-class SharedDraftLength(DraftLengthController):
-    """A controller that learns the times of rank 0 on all ranks."""
-
-    ranks: Communicator = SINGLE_PROCESS
-
-    def like(self) -> "SharedDraftLength":
-        """A new controller with these settings."""
-        return SharedDraftLength(self.max_draft_tokens, self.fixed, ranks=self.ranks)
-
-    def record_standard(self, tokens: int, seconds: float) -> None:
-        """Add a measurement of standard decoding."""
-        super().record_standard(tokens, self._of_first(seconds))
-
-    def record_round(
-        self, drafted: Sequence[int], accepted: Sequence[int], seconds: float
-    ) -> None:
-        """Add a measurement of a round."""
-        super().record_round(drafted, accepted, self._of_first(seconds))
-
-    def _of_first(self, seconds: float) -> float:
-        [shared] = self.ranks.broadcast([mx.array(seconds)])
-        return shared.item()
 
 
 class ParallelEngine(Engine):
@@ -69,7 +43,7 @@ class ParallelEngine(Engine):
             available now on the rank that has least.
         kv_bits: as for `CacheState`, of all layers of the model.
         prefix_cache: None = one of default size.
-        draft_length, options: as for `Engine`.
+        options: those of `Engine`.
     """
 
     # A rank that waits in a collective takes a whole core, so none waits there for
@@ -85,7 +59,6 @@ class ParallelEngine(Engine):
         kv_memory: int | None = None,
         kv_bits: KVBits = None,
         prefix_cache: PrefixCache | None = None,
-        draft_length: DraftLengthController | None = None,
         **options: Any,
     ):
         self._ranks, self._compile = ranks, compile_grammar
@@ -102,17 +75,14 @@ class ParallelEngine(Engine):
         )
         if isinstance(kv_bits, Sequence):
             kv_bits = kv_bits[own_layers(model)]
-        length = draft_length or DraftLengthController()
         super().__init__(
             model,
             kv_memory=memory,
             kv_bits=kv_bits,
             prefix_cache=prefix_cache,
-            draft_length=SharedDraftLength(
-                length.max_draft_tokens, length.fixed, ranks=ranks
-            ),
             **options,
         )
+        self.scheduler.drafts.agree = self._of_first
         # With KV bits, or layers of one rank each, the model runs: on all ranks now,
         # not on one of them later. Ranks with different layers agree on what fits.
         cache = self.new_cache()
@@ -185,6 +155,11 @@ class ParallelEngine(Engine):
         """The values that each of these numbers has on the ranks."""
         rows = self._ranks.all_gather(mx.array([numbers], mx.int64))
         return rows.T.tolist()
+
+    def _of_first(self, seconds: float) -> float:
+        """The seconds that rank 0 has measured: all ranks choose the same drafts."""
+        [shared] = self._ranks.broadcast([mx.array(seconds)])
+        return shared.item()
 
     def _send(self) -> mx.array:
         """Launch the exchange for the next step: checksums, and commands to come."""

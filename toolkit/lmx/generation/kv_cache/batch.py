@@ -38,11 +38,6 @@ class OneRow:
         self._state = state
 
     @property
-    def model(self) -> Any:
-        """The model of the cache."""
-        return self._state.model
-
-    @property
     def lengths(self) -> list[int]:
         """Processed tokens of the row."""
         return [self._state.length]
@@ -51,11 +46,6 @@ class OneRow:
     def nbytes(self) -> int:
         """Bytes of all layers and recorded hidden states."""
         return self._state.nbytes
-
-    @property
-    def recorded(self) -> list[RecordedStates | None]:
-        """Hidden states of the row."""
-        return [self._state.recorded]
 
     def forward(self, tokens: mx.array, counts: Sequence[int] | None = None):
         """As `CacheBatch.forward`."""

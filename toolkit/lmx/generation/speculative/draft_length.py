@@ -5,7 +5,7 @@ longer than over one. The controller therefore uses the measured time of every k
 round and the measured acceptance rate at every draft position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -268,10 +268,12 @@ class DraftPlanner:
 
     Attributes:
         stats: counts of what happened.
+        agree: the seconds to learn from, in place of those that were measured.
     """
 
     def __init__(self, controller: DraftLengthController):
         self.stats = SpeculativeStats()
+        self.agree: Callable[[float], float] = lambda seconds: seconds
         self._controllers = {1: controller}
         # Steps without a draft: those left before the next one, and those timed.
         self._left = self._count = 0
@@ -313,9 +315,9 @@ class DraftPlanner:
         self._count, self._seconds = self._count + 1, self._seconds + seconds
         self._left -= 1
         if self._left <= 0:
-            controller = self._controller(rows)
-            controller.record_standard(self._count, self._seconds)
-            self.stats.add_time(self._count, self._seconds, controller)
+            controller, seconds = self._controller(rows), self.agree(self._seconds)
+            controller.record_standard(self._count, seconds)
+            self.stats.add_time(self._count, seconds, controller)
 
     def time_round(
         self, drafted: Sequence[int], accepted: Sequence[int], seconds: float
@@ -326,7 +328,7 @@ class DraftPlanner:
                 self.stats.add_round(num_draft_tokens, num_accepted)
             else:
                 self.stats.standard_tokens += 1
-        controller = self._controller(len(drafted))
+        controller, seconds = self._controller(len(drafted)), self.agree(seconds)
         controller.record_round(drafted, accepted, seconds)
         tokens = 1 + sum(accepted) / len(accepted)
         self.stats.add_time(tokens, seconds, controller)
