@@ -121,16 +121,15 @@ def shared_prompt(target, draft, arguments: argparse.Namespace) -> None:
             draft_length=DraftLengthController(fixed=arguments.num_draft_tokens),
         )
         requests = [GenerationRequest(p, arguments.max_tokens) for p in prompts]
-        prefill, counted = engine.scheduler.prefill, [0, 0]
+        prefill, counted = engine._prefill, [0, 0]
 
-        def counting(running, prefill=prefill, counted=counted, model=model):
+        def counting(prompts, prefill=prefill, counted=counted, model=model):
             before = model.positions, model.passes
-            result = prefill(running)
+            prefill(prompts)
             counted[0] += model.positions - before[0]
             counted[1] += model.passes - before[1]
-            return result
 
-        engine.scheduler.prefill = counting
+        engine._prefill = counting
         seconds, first, tokens = run(engine, requests)
         texts.append([*tokens.values()])
         times = statistics.median(first), seconds
@@ -193,7 +192,7 @@ def adapters_of_a_batch(arguments: argparse.Namespace) -> None:
     engine = Engine(model())
     names = [f"adapter {number}" for number in range(arguments.adapters)]
     for seed, name in enumerate(names):
-        engine.scheduler.adapters.add(name, _with_adapter(model(), arguments, seed))
+        engine.adapters.add(name, _with_adapter(model(), arguments, seed))
     rng = random.Random(2)
     prompts = [
         [rng.randrange(3, arguments.vocab_size) for _ in range(16)]

@@ -119,7 +119,7 @@ def _measure(arguments: argparse.Namespace) -> dict:
             _request(generator, arguments, 3 + number)
             for number in range(arguments.requests)
         ]
-        generator.end()
+        generator.engine.close()
     else:
         generator.engine.follow()
         timed = []

@@ -137,7 +137,7 @@ def outcome(family: str, folder: Path, *, is_signed: bool) -> str:
     prefixes = PrefixCache(1 << 30)
     tokenizer = byte_tokenizer(template=TEMPLATE)
     generator = Generator(model_of(family), tokenizer, prefix_cache=prefixes)
-    new_cache = generator.engine.scheduler.new_cache
+    new_cache = generator.engine.new_cache
     try:
         saved = load_prompt_cache(prefixes, folder, new_cache=new_cache, digest="d")
         generator.encode_chat(saved.messages)

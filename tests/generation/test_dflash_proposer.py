@@ -141,7 +141,7 @@ def test_the_prefix_cache_keeps_hidden_states(family):
         caches.append((cache.length, cache.recorded.start, cache.recorded.end))
         return DFlashProposer(drafter, cache)
 
-    generator.engine.scheduler.make_proposer = make_proposer
+    generator = speculative(model, make_proposer, 4, prefix_cache=prefixes)
     prompt = [*PROMPT, *plain[:9]]
     assert tokens_of(generator, prompt, max_tokens=LONG - 9) == plain[9:]
     [(length, start, end)] = caches

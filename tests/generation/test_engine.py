@@ -122,7 +122,7 @@ def test_equal_prompts_are_prefilled_once(llama):
 def test_requests_wait_for_memory(llama):
     requests = [request(n + 1, max_tokens=10) for n in range(4)]
     engine = Engine(llama)
-    per_token = engine.scheduler.new_cache().bytes_per_token()
+    per_token = engine.new_cache().bytes_per_token()
     for tokens, most in (11, 1), (23, 2), (1000, 4):
         engine = Engine(llama, kv_memory=int(tokens * per_token))
         for each in requests:
@@ -344,23 +344,6 @@ def test_logprobs_are_those_of_a_forward_pass(llama, kind, make_proposer):
             assert all(abs(row[i].item() - value) < 1e-4 for i, value in top)
 
 
-def test_a_proposer_may_come_while_requests_run(llama):
-    requests = some_requests(6, SETTINGS, 256, seed=2)
-    expected = alone(llama, requests)
-    engine = Engine(llama, draft_length=FIXED)
-    for each in requests[:3]:
-        engine.add_request(each)
-    first = [output for _ in range(3) for output in engine.step()]
-    engine.scheduler.make_proposer = lookup
-    for each in requests[3:]:
-        engine.add_request(each)
-    outputs = first + [output for step in rounds(engine) for output in step]
-    assert [
-        [o.token for o in outputs if o.request is each] for each in requests
-    ] == expected
-    assert engine.stats.rounds
-
-
 def test_wired_limit_is_restored(llama, monkeypatch):
     limits = [111]
 
@@ -438,7 +421,7 @@ def test_an_exception_frees_the_drafts(llama, monkeypatch):
     for number in range(2):
         engine.add_request(request(number + 1, 5, max_tokens=20))
     engine.step()
-    shared = engine._running[0].proposer.shared
+    shared = engine.scheduler.running[0].proposer.shared
     assert shared._members
     monkeypatch.setattr(engine, "_round", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.errors import UserError
+from lmx.generation.kv_cache.layer_rows import WINDOW_SLACK
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.models.loader import build_model
 from tiny_families import FAMILIES, VOCABULARY, WINDOW, config
@@ -52,9 +53,7 @@ def test_cache_state_matches_no_cache_after_rollback(family):
 
 def test_rotating_cache_fails_after_rollback(monkeypatch):
     """Control: with mlx-lm's rotating cache the logits after rollback are wrong."""
-    monkeypatch.setattr(
-        "lmx.generation.kv_cache.sequence._with_window_cache", lambda cache: cache
-    )
+    monkeypatch.setattr("lmx.generation.kv_cache.sequence.WINDOW", None)
     model, tokens = tiny("gemma3"), random_tokens(LONG)
     cache = CacheState(model)
     for position in range(2 * WINDOW):
@@ -67,20 +66,22 @@ def test_rotating_cache_fails_after_rollback(monkeypatch):
     assert mx.abs(error).max().item() > 1e-3
 
 
-def test_window_cache_moves_buffer_without_loss(monkeypatch):
-    monkeypatch.setattr("lmx.generation.kv_cache.window.BUFFER_STEP", 8)
-    monkeypatch.setattr("lmx.generation.kv_cache.window.WINDOW_SLACK", 4)
-    model, tokens = tiny("gemma3"), random_tokens(12 * WINDOW)
-    whole, cache = model(tokens), CacheState(model)
-    for start in range(0, tokens.shape[1], 3):
+def test_a_ring_is_written_over_without_loss():
+    """By few positions, and by more at once than it holds."""
+    model, tokens = tiny("gemma3"), random_tokens(7 * (WINDOW + WINDOW_SLACK))
+    whole, cache, start = model(tokens), CacheState(model), 0
+    for number in range(60):
         cache.checkpoint()
         cache.forward(random_tokens(4, seed=start))
         cache.rollback(4)
-        assert_close(
-            cache.forward(tokens[:, start : start + 3]), whole[:, start : start + 3]
-        )
-    buffered = cache.caches[0].keys.shape[2]
-    assert buffered <= WINDOW + 4 + 4 + 2 * 8
+        end = start + (WINDOW_SLACK + WINDOW + 9 if number % 20 == 7 else 3)
+        assert_close(cache.forward(tokens[:, start:end]), whole[:, start:end])
+        start = end
+    assert start > 4 * (WINDOW + WINDOW_SLACK)
+    ring = cache.caches[0]
+    assert ring.keys.shape[2] == WINDOW + WINDOW_SLACK
+    assert ring.can_trim(WINDOW_SLACK)
+    assert not ring.can_trim(WINDOW_SLACK + 2)
 
 
 @pytest.mark.parametrize("bits", [4, 5, 8])

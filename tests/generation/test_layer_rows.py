@@ -15,10 +15,9 @@ from lmx.generation.kv_cache.batch import (
     takes_classes,
     takes_padding,
 )
-from lmx.generation.kv_cache.layer_rows import FullRows, WindowRows
+from lmx.generation.kv_cache.layer_rows import WINDOW_SLACK, AttentionRows
 from lmx.generation.kv_cache.length_classes import replace_attention
 from lmx.generation.kv_cache.sequence import CacheState
-from lmx.generation.kv_cache.window import WINDOW_SLACK
 from mlx.utils import tree_map
 from test_kv_cache import tiny
 from tiny_families import FAMILIES, VOCABULARY, WINDOW, member
@@ -128,29 +127,29 @@ def test_rollback_of_as_many_tokens_as_the_slack(family):
 
 def test_a_ring_without_slack_loses_positions(monkeypatch):
     """The control of the tests above."""
-    init = WindowRows.__init__
+    init = AttentionRows.__init__
 
-    def short(self, lengths, like):
-        init(self, lengths, like)
-        self._size = like.max_size + 4
+    def short(self, *arguments, **options):
+        init(self, *arguments, **options)
+        self._size = self.max_size + 4
 
-    monkeypatch.setattr(WindowRows, "__init__", short)
+    monkeypatch.setattr(AttentionRows, "__init__", short)
     rows = rows_of("gemma3_text", 3, RING + 3)
     rows.wrong_step(9)
     assert rows.step() > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "wrong"),
+    ("name", "wrong"),
     [
-        (FullRows, "make_mask", lambda *_, **__: None),
-        (WindowRows, "make_mask", lambda *_, **__: None),
-        (FullRows, "_write", lambda self, rows, buffer, new, count: None),
+        ("make_mask", lambda *_, **__: None),
+        ("_write", lambda self, rows, buffer, new, written: None),
     ],
 )
-def test_errors_are_found(kind, name, wrong, monkeypatch):
-    rows = rows_of("gemma3_text", 2, 30)
-    monkeypatch.setattr(kind, name, wrong)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_errors_are_found(family, name, wrong, monkeypatch):
+    rows = rows_of(family, 2, 30)
+    monkeypatch.setattr(AttentionRows, name, wrong)
     assert max(rows.step(), rows.step()) > 1e-3
 
 
@@ -167,8 +166,7 @@ def test_buffers_are_little_larger_than_what_they_hold():
         for _ in range(9):
             assert rows.step() < CLOSE
         full, window = rows.batch.caches[-1], rows.batch.caches[0]
-        assert isinstance(full, FullRows)
-        assert isinstance(window, WindowRows)
+        assert full.max_size > window.max_size == WINDOW
         assert rows.batch.nbytes == full.nbytes + window.nbytes
         per_token = CacheState(rows.model).bytes_per_token()
         live[has_classes] = per_token * sum(rows.batch.lengths) / full.nbytes
@@ -222,10 +220,12 @@ def test_a_row_that_was_nan_leaves_nothing(family, length):
     rows.order = [0, 2]
     broken = started(rows.model, [7] * RING, RING)
     for cache in broken.layer_caches:
-        cache.state = tree_map(
+        name = "buffers" if isinstance(cache, AttentionRows) else "state"
+        broken_state = tree_map(
             lambda part: part * mx.nan if isinstance(part, mx.array) else part,
-            cache.state,
+            getattr(cache, name),
         )
+        setattr(cache, name, broken_state)
     rows.batch.join(broken)
     rows.batch.leave(2)
     rows.batch.join(started(rows.model, rows.texts[1], length))

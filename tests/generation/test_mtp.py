@@ -174,11 +174,13 @@ def test_greedy_decoding_is_lossless(changes, name, lengths):
 
 def test_prefixes_without_hidden_states_are_used(pair):
     model, head = pair
-    plain = Generator(model, byte_tokenizer(), prefix_cache=PrefixCache(1 << 30))
+    prefixes = PrefixCache(1 << 30)
+    plain = Generator(model, byte_tokenizer(), prefix_cache=prefixes)
     first = tokens_of(plain, PROMPT, max_tokens=5)
     prompt = [*PROMPT, *first, 3, 1, 4]
-    generator = speculative(model, lambda cache: MTPProposer(head, cache), 3)
-    generator.engine.scheduler.prefix_cache = plain.engine.scheduler.prefix_cache
+    generator = speculative(
+        model, lambda cache: MTPProposer(head, cache), 3, prefix_cache=prefixes
+    )
     expected = tokens_of(Generator(model, byte_tokenizer()), prompt, max_tokens=9)
     assert tokens_of(generator, prompt, max_tokens=9) == expected
     assert generator.speculative_stats.rounds

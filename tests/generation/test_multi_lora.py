@@ -94,7 +94,7 @@ def served(family, bits=None, **options):
     # 40 tokens at once: experts sort from 32 on, and do not in the reference.
     engine = Engine(model, prefill_step_size=40, **options)
     for name in ADAPTERS:
-        engine.scheduler.adapters.add(name, adapted(base(family, bits=bits), name))
+        engine.adapters.add(name, adapted(base(family, bits=bits), name))
     return engine
 
 
@@ -120,10 +120,9 @@ def test_a_request_gets_the_tokens_of_its_adapter_alone(family, bits):
     requests, tokens = expected(family, bits)
     # Negative control: the adapters matter.
     others = [replace(request, adapter=None) for request in requests]
-    engine = served(family, bits)
-    assert run(engine, others) != tokens
+    assert run(served(family, bits), others) != tokens
     for seed, cache in ((1, None), (2, PrefixCache(1 << 30))):
-        engine.scheduler.prefix_cache = cache
+        engine = served(family, bits, prefix_cache=cache)
         assert run(engine, fresh(requests), seed=seed) == tokens
     # The prefixes are there now, by adapter.
     assert run(engine, fresh(requests), seed=3) == tokens
@@ -151,7 +150,7 @@ def test_drafts_do_not_change_the_tokens(family):
 def test_adapters_come_and_go_while_requests_run():
     requests, tokens = expected("llama", None)
     engine = served("llama", prefix_cache=PrefixCache(1 << 30))
-    adapters = engine.scheduler.adapters
+    adapters = engine.adapters
     mine = [r for r in requests if r.adapter == "wide"]
     right = [t for r, t in zip(requests, tokens, strict=True) if r in mine]
     assert run(engine, fresh(mine)) == right
@@ -164,7 +163,7 @@ def test_adapters_come_and_go_while_requests_run():
     adapters.add("other", adapted(base("llama"), "deep", seed=9))
     engine.remove_adapter("other")
     engine.abort(running)
-    cached = engine.scheduler.prefix_cache
+    cached = engine.prefixes
     before = cached.nbytes
     engine.remove_adapter("wide")
     assert cached.nbytes < before
@@ -336,7 +335,7 @@ def unusual_experts():
     ],
 )
 def test_other_adapters_are_refused(make, words):
-    adapters = served("llama").scheduler.adapters
+    adapters = served("llama").adapters
     with pytest.raises(UserError, match=words):
         adapters.add("new", make())
     assert "new" not in adapters.numbers
@@ -345,7 +344,7 @@ def test_other_adapters_are_refused(make, words):
 def test_names_are_unique_and_shared_by_the_engines_of_a_model():
     engine = served("llama")
     with pytest.raises(UserError, match="already"):
-        engine.scheduler.adapters.add("wide", adapted(base("llama"), "wide"))
+        engine.adapters.add("wide", adapted(base("llama"), "wide"))
     other = Engine(engine.model)
     request = GenerationRequest([3, 1, 4], 5, adapter="wide")
     reference = adapted(base("llama"), "wide")
@@ -360,7 +359,7 @@ def test_infinite_values_stay_in_their_row(family):
     broken = adapted(base(family), "wide")
     for layer in lora_model.adapted_layers(broken).values():
         layer.lora_a = mx.full(layer.lora_a.shape, mx.inf)
-    adapters = engine.scheduler.adapters
+    adapters = engine.adapters
     adapters.add("broken", broken)
     adapters.add("deep", adapted(base(family), "deep"))
     deep, own, bad = (

@@ -1,12 +1,12 @@
 """Short prompts are processed together: in few passes, and as if each were alone."""
 
 import pytest
-from lmx.generation import prefill
+from lmx.generation import engine as engine_module
 from lmx.generation.engine import Engine
 from lmx.generation.kv_cache.batch import CacheBatch, padded
+from lmx.generation.kv_cache.layer_rows import WINDOW_SLACK
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.sequence import CacheState
-from lmx.generation.kv_cache.window import WINDOW_SLACK
 from lmx.generation.prefill import PASS_TOKENS
 from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
@@ -249,7 +249,7 @@ def of_the_first_row(rows, row, extract=CacheBatch.extract):
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (prefill, "padded", as_long_as_the_longest),
+        (engine_module, "padded", as_long_as_the_longest),
         (CacheBatch, "extract", of_the_first_row),
     ],
 )

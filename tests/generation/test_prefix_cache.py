@@ -12,7 +12,7 @@ from lmx.generation.engine import Engine
 from lmx.generation.generator import Generator
 from lmx.generation.kv_cache import prompt_cache
 from lmx.generation.kv_cache.batch import is_batchable
-from lmx.generation.kv_cache.prefix import PrefixCache
+from lmx.generation.kv_cache.prefix import PrefixCache, PrefixNode
 from lmx.generation.kv_cache.prompt_cache import load_prompt_cache, save_prompt_cache
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sequence import GenerationRequest
@@ -344,3 +344,51 @@ def test_prefix_cache_evicts_least_recently_used():
     small = PrefixCache(size - 1)
     store(small, model, prompts[0])
     assert not small.nbytes
+
+
+def test_eviction_reads_few_nodes(monkeypatch):
+    """Not all of them: a server keeps thousands."""
+    model, count = tiny("llama"), 200
+    cache = CacheState(model)
+    cache.forward(mx.array([[1, 2, 3]]))
+    state = PrefixCache(1 << 30)
+    state.insert([1, 2, 3], cache)
+    prefixes, reads = PrefixCache(count * state.nbytes), []
+    get = PrefixNode.__getattribute__
+
+    def counted(node, name):
+        reads.append(id(node))
+        return get(node, name)
+
+    for number in range(2 * count):
+        if number == count:
+            monkeypatch.setattr(PrefixNode, "__getattribute__", counted)
+        # The tokens do not matter here, and their cache may be any.
+        prefixes.insert([1 + number // 20, number, 3], cache)
+    monkeypatch.undo()
+    assert prefixes.nbytes <= prefixes.max_bytes
+    assert len(reads) < 200 * count
+
+
+def test_only_ends_are_dropped():
+    """Also after splits and drops of an adapter, in the order of their use."""
+    model, prefixes = tiny("llama"), PrefixCache(1 << 30)
+    random = np.random.default_rng(1)
+    for number in range(80):
+        if number == 40:
+            prefixes.drop(1)
+            prefixes.max_bytes = prefixes.nbytes // 2
+        prompt = random.integers(1, 4, random.integers(1, 9)).tolist()
+        cache = CacheState(model)
+        cache.adapter = number % 2
+        cache.forward(mx.array([prompt]))
+        prefixes.insert(prompt, cache)
+        nodes = [*prefixes.nodes()]
+        in_tree = [*prefixes.roots.values()]
+        for node in in_tree:
+            in_tree += node.children.values()
+        assert {*nodes} == {*in_tree} - {*prefixes.roots.values()}
+        assert len(nodes) == len({*nodes})
+        assert prefixes.nbytes == sum(node.nbytes for node in nodes)
+        places = {node: place for place, node in enumerate(nodes)}
+        assert all(places.get(n.parent, -1) < places[n] for n in nodes)

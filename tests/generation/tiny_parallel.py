@@ -125,7 +125,7 @@ def generate(
             found["error"] = error.message
         found[f"{kind} checksum"] = engine._checksum
         found[f"{kind} rounds"] = engine.stats.rounds
-        prefixes = engine.scheduler.prefix_cache
+        prefixes = engine.prefixes
         nodes = [*prefixes.nodes()]
         found[f"{kind} prefixes"] = [len(node.tokens) for node in nodes]
         held = sum(node.nbytes for node in nodes)

@@ -88,7 +88,7 @@ def test_kv_bits_are_in_the_checkpoint_and_reach_the_caches(tmp_path, base):
     assert sorted(bits) == [4, 8]
     assert bits == facts["kv_cache"]["bits"]
     generator = Model(loaded).generator()
-    cache = generator.engine.scheduler.new_cache()
+    cache = generator.engine.new_cache()
     cache.forward(mx.array([[1, 2, 3]]))
     assert [layer.bits for layer in cache.caches] == bits
     mlx_lm_model, _ = mlx_lm.load(str(folder))

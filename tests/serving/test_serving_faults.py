@@ -183,13 +183,13 @@ def test_an_exception_between_two_steps(start):
     server = start()
     body = {"prompt": "Tokens", "max_tokens": 20}
     alone = server.complete(**body)["choices"]
-    require = server.engine.scheduler.require_memory
+    require = server.engine.require_memory
 
     def failing(request):
-        server.engine.scheduler.require_memory = require
+        server.engine.require_memory = require
         raise RuntimeError("a fault of the test")
 
-    server.engine.scheduler.require_memory = failing
+    server.engine.require_memory = failing
     assert server.refused(COMPLETIONS, body)[0] == 500
     assert server.complete(**body)["choices"] == alone
     # An abort that fails ends the server.

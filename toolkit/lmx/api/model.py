@@ -74,46 +74,45 @@ class Model:
         """
         key = draft or self.draft, num_draft_tokens, kv_bits
         if key not in self._generators:
-            generator = Generator(
-                self.module, self.tokenizer, kv_bits=kv_bits or self.loaded.kv_bits
-            )
-            if key[0]:
-                set_draft(
-                    generator,
+            self._generators[key] = Generator(
+                self.module,
+                self.tokenizer,
+                kv_bits=kv_bits or self.loaded.kv_bits,
+                **draft_options(
                     key[0],
                     self.loaded,
                     num_draft_tokens=num_draft_tokens,
                     trust_remote_code=self._trust_remote_code,
-                )
-            self._generators[key] = generator
+                ),
+            )
         return self._generators[key]
 
     def __repr__(self) -> str:
         return f"<lmx.Model {self.config.get('model_type')}: {self.path}>"
 
 
-def set_draft(
-    generator: Generator,
-    name: str,
+def draft_options(
+    name: str | None,
     target: LoadedModel,
     *,
     num_draft_tokens: int | None,
     trust_remote_code: bool,
-) -> None:
-    """Let a generator decode speculatively.
+) -> dict[str, Any]:
+    """Options of a `Generator` that decodes speculatively.
 
     Args:
-        name: that of `proposer_factory`.
+        name: that of `proposer_factory`; None = without a draft.
 
     Raises:
         UserError: the draft model does not load, or has another tokenizer.
     """
-    make_proposer = proposer_factory(
-        name,
-        target,
-        load_draft=partial(load_model, trust_remote_code=trust_remote_code),
-    )
-    generator.set_proposer(make_proposer, DraftLengthController(fixed=num_draft_tokens))
+    if not name:
+        return {}
+    load_draft = partial(load_model, trust_remote_code=trust_remote_code)
+    return {
+        "make_proposer": proposer_factory(name, target, load_draft=load_draft),
+        "draft_length": DraftLengthController(fixed=num_draft_tokens),
+    }
 
 
 @checked

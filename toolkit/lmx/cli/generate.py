@@ -105,23 +105,24 @@ def make_generator(
     Raises:
         UserError: the draft model does not load, or has another tokenizer.
     """
-    from ..api.model import set_draft
+    from ..api.model import draft_options
     from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
 
     reuses = args.chat or _keeps_cache(args)
-    generator = Generator(
+    return Generator(
         loaded.model,
         loaded.tokenizer,
         ranks=ranks,
         prefix_cache=PrefixCache() if reuses else None,
         kv_bits=args.kv_bits or loaded.kv_bits,
+        **draft_options(
+            args.draft_model,
+            loaded,
+            num_draft_tokens=args.num_draft_tokens,
+            trust_remote_code=args.trust_remote_code,
+        ),
     )
-    if args.draft_model:
-        names = ("num_draft_tokens", "trust_remote_code")
-        options = {name: getattr(args, name) for name in names}
-        set_draft(generator, args.draft_model, loaded, **options)
-    return generator
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -217,7 +218,7 @@ def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
             session.respond(text)
         session.save()
     finally:
-        generator.end()
+        generator.engine.close()
     return 0
 
 
@@ -281,11 +282,10 @@ class InteractiveSession:
         if args.prompt_cache_file:
             from ..generation.kv_cache.prompt_cache import load_prompt_cache
 
-            scheduler = generator.engine.scheduler
             saved = load_prompt_cache(
-                scheduler.prefix_cache,
+                generator.engine.prefixes,
                 args.prompt_cache_file,
-                new_cache=scheduler.new_cache,
+                new_cache=generator.engine.new_cache,
                 digest=self._digest(),
             )
             self._messages = saved.messages if args.chat else []
@@ -355,13 +355,13 @@ class InteractiveSession:
             return
         from ..generation.kv_cache.prompt_cache import save_prompt_cache
 
-        scheduler = self._generator.engine.scheduler
-        if not any(scheduler.prefix_cache.nodes()):
+        engine = self._generator.engine
+        if not any(engine.prefixes.nodes()):
             raise UserError("no prompt was processed, so there is no cache to save")
         save_prompt_cache(
-            scheduler.prefix_cache,
+            engine.prefixes,
             self._args.save_prompt_cache,
-            kinds=scheduler.new_cache().kinds,
+            kinds=engine.new_cache().kinds,
             digest=self._digest(),
             messages=self._messages if self._args.chat else [],
         )
@@ -383,7 +383,7 @@ class InteractiveSession:
         if self._args.check_parity:
             from ..evaluation.parity import check_parity
 
-            cache = self._generator.engine.scheduler.new_cache()
+            cache = self._generator.engine.new_cache()
             report = check_parity(cache, prompt, result.tokens, self._sampling)
             stats["parity"] = report.to_json()
         if self._args.json:

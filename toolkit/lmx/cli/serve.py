@@ -152,7 +152,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     """The model, on the thread that calls it; for other ranks, what follows rank 0."""
-    from ..api.model import set_draft
+    from ..api.model import draft_options
     from ..convert.importers import load_model
     from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
@@ -171,13 +171,15 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
         max_batch_size=args.max_batch_size,
         kv_bits=args.kv_bits or loaded.kv_bits,
         kv_memory=None if memory is None else int(memory * 1e9),
+        **draft_options(
+            args.draft_model,
+            loaded,
+            num_draft_tokens=args.num_draft_tokens,
+            trust_remote_code=args.trust_remote_code,
+        ),
     )
     # KV bits that the model cannot have are refused now, not with every request.
-    generator.engine.scheduler.new_cache()
-    if args.draft_model:
-        names = ("num_draft_tokens", "trust_remote_code")
-        options = {name: getattr(args, name) for name in names}
-        set_draft(generator, args.draft_model, loaded, **options)
+    generator.engine.new_cache()
 
     def load_adapter(path: str) -> Any:
         options = {"lazy": True, "trust_remote_code": args.trust_remote_code}
@@ -189,6 +191,6 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
         for _ in generator.generate_all(requests):
             pass
     for name, path in args.adapter:
-        generator.engine.scheduler.adapters.add(name, load_adapter(path))
+        generator.engine.adapters.add(name, load_adapter(path))
     sampling = sampling_defaults(loaded.path)
     return ServedModel(generator, sampling, load_adapter)

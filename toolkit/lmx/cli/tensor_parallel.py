@@ -41,15 +41,12 @@ def join_processes(args: argparse.Namespace, **unsupported: Any) -> "Communicato
     from ..run.distributed import join
     from ..run.parallel_dims import require_process_count
 
-    count = args.tensor_parallel
-    options = {f"--{n.replace('_', '-')}": v for n, v in unsupported.items()}
-    refuse(
-        {"--tensor-parallel must be 1 or more": count < 1}
-        | {
-            f"{name} does not work with --tensor-parallel": count > 1 and value
-            for name, value in options.items()
-        }
-    )
+    count, faults = args.tensor_parallel, {}
+    faults["--tensor-parallel must be 1 or more"] = count < 1
+    for name, value in unsupported.items():
+        option = f"--{name.replace('_', '-')}"
+        faults[f"{option} does not work with --tensor-parallel"] = count > 1 and value
+    refuse(faults)
     config = ParallelConfig(data=1, tensor=count)
     require_process_count(config, launcher.process_count())
     return join()
@@ -58,7 +55,7 @@ def join_processes(args: argparse.Namespace, **unsupported: Any) -> "Communicato
 def load_part(
     args: argparse.Namespace, ranks: "Communicator", adapter: str | None = None
 ) -> "LoadedModel":
-    """The model of the arguments, or this rank's part of it. No rank may fail alone.
+    """The model of the arguments, or this rank's part of it.
 
     Raises:
         UserError: it does not load, or the ranks have different ones.
@@ -75,20 +72,13 @@ def load_part(
         group=ranks,
     )
     if ranks.size > 1:
-        ranks.require_same(
-            weights_digest(loaded.path),
-            "has another model",
-            hint="give all machines the same model",
-        )
+        digest, hint = weights_digest(loaded.path), "give all machines the same model"
+        ranks.require_same(digest, "has another model", hint=hint)
     return loaded
 
 
 def follow(engine: "Engine") -> int:
-    """Follow rank 0 until it ends; returns the exit code.
-
-    Raises:
-        UserError: rank 0 has ended without a word.
-    """
+    """Follow rank 0 until it ends; returns the exit code."""
     from ..run.signals import exit_if_stuck, stop_requested
 
     # Rank 0 gets the signals too, and may still answer requests.

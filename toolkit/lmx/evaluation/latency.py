@@ -230,7 +230,7 @@ class BenchmarkArm:
         result["accepted_length"] = self._stats.accepted_length
         if with_parity:
             prompt, last = self._last
-            cache = self._generator.engine.scheduler.new_cache()
+            cache = self._generator.engine.new_cache()
             report = check_parity(cache, prompt, last.tokens, GREEDY)
             result["parity"] = report.to_json()
         return result

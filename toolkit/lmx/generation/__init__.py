@@ -1,1 +1,1 @@
-"""Text generation with a KV cache."""
+"""Text generation: the scheduler plans a step, the engine runs it."""

@@ -101,17 +101,12 @@ def generate_batch(
         progress: counts tokens, and those that a completion ends before.
     """
     engine = Engine(model, max_batch_size=BATCH_SIZE)
-    for request in requests:
-        engine.add_request(request)
     completions: dict[GenerationRequest, list[int]] = {r: [] for r in requests}
-    while not engine.idle:
-        for output in engine.step():
-            if output.error:
-                raise output.error
-            tokens = completions[output.request]
-            tokens.append(output.token)
-            left = output.request.max_tokens - len(tokens)
-            progress.advance(1 + output.is_last * left)
+    for output in engine.run(requests):
+        tokens = completions[output.request]
+        tokens.append(output.token)
+        left = output.request.max_tokens - len(tokens)
+        progress.advance(1 + output.is_last * left)
     mx.clear_cache()
     return list(completions.values())
 

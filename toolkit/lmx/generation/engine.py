@@ -1,8 +1,8 @@
-"""The engine: it owns every forward pass with a cache, for one request or many.
+"""The engine: it runs every forward pass with a cache, for one request or many.
 
-A step prefills a chunk of a waiting prompt, or several short ones, and decodes a token
-of every running request, or a round of draft tokens. So a long prompt does not block
-the others.
+The scheduler decides what a step does. A step prefills a chunk of a waiting prompt, or
+several short ones, and decodes a token of every running request, or a round of draft
+tokens. So a long prompt does not block the others.
 """
 
 import time
@@ -14,9 +14,14 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import UserError, nan_predictions
+from ..models.lora.multi_lora import MultiLoRA
 from .grammar_matcher import allow_only
-from .kv_cache.batch import CacheBatch, OneRow, join
+from .kv_cache.batch import CacheBatch, OneRow, join, padded
+from .kv_cache.prefix import PrefixCache
+from .kv_cache.sequence import KVBits
 from .logprobs import token_logprobs
+from .model_facts import ModelFacts
+from .prefill import PrefillPass
 from .sampler import sample_rows
 from .scheduler import Scheduler
 from .sequence import (
@@ -25,28 +30,11 @@ from .sequence import (
     RunningSequence,
     TokenOutput,
 )
-from .speculative.draft_length import (
-    DraftLengthController,
-    SpeculativeStats,
-    StandardSteps,
-)
-from .speculative.proposer import (
-    NO_DRAFT,
-    DraftRequest,
-    MakeProposer,
-    accepted_tokens,
-    propose,
-)
+from .speculative.draft_length import SpeculativeStats
+from .speculative.proposer import NO_DRAFT, DraftRequest, accepted_tokens, propose
 
 CLEAR_CACHE_INTERVAL = 256
 """Steps between releases of MLX's buffer cache, which grows with the context."""
-FIRST_STANDARD_STEPS, STANDARD_STEPS = 4, 16
-"""Steps without a draft in a row, while their time is not known (few, so that short
-requests get drafts), and then when the draft length is 0."""
-RETRY_STEPS = 1, 2, 3, 3
-"""The same after tries in a row without draft tokens. Each try adds a step that is not
-launched ahead: a cycle of 13 tokens, a prime number, so that a text with a shorter
-period is tried at every place of it."""
 
 
 class Engine:
@@ -56,35 +44,30 @@ class Engine:
 
     Args:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
-        make_proposer: makes a proposer of draft tokens for every request from its
-            cache, for speculative decoding.
-        draft_length: chooses the number of draft tokens for one request; batches get
-            their own like it.
-        options: those of `Scheduler`.
+        kv_bits: as for `CacheState`.
+        options: those of `Scheduler`. `make_proposer` makes a proposer of draft tokens
+            for every request from its cache, for speculative decoding. `draft_length`
+            chooses the number of draft tokens for one request; batches get their own
+            like it.
 
     Attributes:
-        stats: counts of speculative decoding.
+        new_cache: see `ModelFacts.new_cache`.
+        require_memory: see `Scheduler.require_memory`.
+        max_batch_size: requests that are decoded together at most.
+        beat_seconds: after which an engine without requests takes a step; None = never.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        make_proposer: MakeProposer | None = None,
-        draft_length: DraftLengthController | None = None,
-        **options: Any,
-    ):
-        self.model = model
-        self.scheduler = Scheduler(model, make_proposer=make_proposer, **options)
-        self.draft_length = draft_length or DraftLengthController()
-        self.stats = SpeculativeStats()
-        self._running: list[RunningSequence] = []
+    beat_seconds: float | None = None
+
+    def __init__(self, model: Any, *, kv_bits: KVBits = None, **options: Any):
+        self.model, self._facts = model, ModelFacts(model, kv_bits)
+        self.scheduler = Scheduler(self._facts, **options)
+        self.new_cache = self._facts.new_cache
+        self.max_batch_size = self.scheduler.max_batch_size
+        self.require_memory = self.scheduler.require_memory
         self._rows: OneRow | CacheBatch | None = None
         self._next_tokens = mx.zeros(0, mx.int32)
         self._in_flight: tuple | None = None
-        self._controllers: dict[int, DraftLengthController] = {}
-        self._standard = StandardSteps()
-        self._misses = 0  # tries in a row without draft tokens
         self._has_warned = False  # of a broken draft model
         self._launch_seconds = 0.0
         self._steps = 0
@@ -93,16 +76,61 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether all requests are finished."""
-        return not (self.scheduler.waiting or self._running or self._in_flight)
+        return not (self.scheduler.sequences or self._in_flight)
+
+    @property
+    def stats(self) -> SpeculativeStats:
+        """Counts of speculative decoding."""
+        return self.scheduler.drafts.stats
+
+    def reset_stats(self) -> None:
+        """Count from zero."""
+        self.scheduler.drafts.stats = SpeculativeStats()
+
+    @property
+    def adapters(self) -> MultiLoRA:
+        """LoRA adapters that requests can name."""
+        return self._facts.adapters
+
+    @property
+    def prefixes(self) -> PrefixCache | None:
+        """Prefixes of earlier requests, if they are kept."""
+        return self.scheduler.prefix_cache
+
+    @contextmanager
+    def sharing_prefixes(self) -> Iterator[None]:
+        """Process what prompts have in common once, also if prefixes are not kept."""
+        kept = self.prefixes
+        self.scheduler.prefix_cache = kept or PrefixCache()
+        try:
+            yield
+        finally:
+            # The weights may be others later.
+            self.scheduler.prefix_cache = kept
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started, or not ended their prompts."""
+        return len(self.scheduler.waiting)
 
     @property
     def num_running(self) -> int:
         """Requests that are decoded."""
-        return len(self._running)
+        return len(self.scheduler.running)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request had to give its place to others."""
+        return self.scheduler.preemptions
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the requests may have."""
+        return self.scheduler.memory
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches."""
+        """Bytes of all caches of requests."""
         states = [s.state for s in self.scheduler.waiting if s.state]
         return sum(x.nbytes for x in [*states, *([self._rows] if self._rows else [])])
 
@@ -116,27 +144,28 @@ class Engine:
             self.scheduler.measure_memory()
         self.scheduler.add(request)
 
+    def close(self) -> None:
+        """Let other processes end, if there are any."""
+
     def remove_adapter(self, name: str) -> None:
         """Free an adapter, and the prefixes that were processed with it.
 
         Raises:
             UserError: there is none of this name, or requests have it.
         """
-        adapters = self.scheduler.adapters
-        number = adapters.number(name)
-        users = [*self.scheduler.waiting, *self._running]
-        if any(sequence.adapter == number for sequence in users):
+        number = self.adapters.number(name)
+        if any(each.adapter == number for each in self.scheduler.sequences):
             raise UserError(f"requests are running with the adapter {name!r}")
-        adapters.remove(name)
-        if self.scheduler.prefix_cache:
-            self.scheduler.prefix_cache.drop(number)
+        self.adapters.remove(name)
+        if self.prefixes:
+            self.prefixes.drop(number)
 
     def abort(self, request: GenerationRequest) -> None:
         """Drop a request, at any time between two steps."""
-        for sequence in (*self.scheduler.waiting, *self._running):
+        for sequence in self.scheduler.sequences:
             if sequence.request is request:
                 sequence.finished = True
-        if all(s.finished for s in (*self.scheduler.waiting, *self._running)):
+        if all(sequence.finished for sequence in self.scheduler.sequences):
             self._in_flight = None
             self._remove_finished()
             self._rest()
@@ -152,26 +181,42 @@ class Engine:
             outputs = self._step()
         except BaseException:
             # Layers of the caches may have different lengths.
-            for sequence in (*self.scheduler.waiting, *self._running):
-                sequence.close()
-            self.scheduler.waiting, self._running, self._in_flight = [], [], None
+            self.scheduler.clear()
+            self._in_flight = None
             self._rest()
             raise
         if self.idle:
             self._rest()
         return outputs
 
+    def run(self, requests: Sequence[GenerationRequest]) -> Iterator[TokenOutput]:
+        """The outputs of requests until all have ended, in the order of the steps.
+
+        Raises:
+            UserError: a request failed.
+        """
+        for request in requests:
+            self.add_request(request)
+        while not self.idle:
+            for output in self.step():
+                if output.error:
+                    raise output.error
+                yield output
+
     def _step(self) -> list[TokenOutput]:
         self._remove_finished()
         outputs = self._preempt()
-        errors, ready = self.scheduler.prefill(self._running)
-        outputs += errors
-        for sequence in ready:
+        started = len(self.scheduler.running)
+        plan = self.scheduler.plan_prefill()
+        for each in plan.passes:
+            self._prefill(each)
+        outputs += plan.errors
+        for sequence in self.scheduler.running[started:]:
             self._join(sequence)
         self._steps += 1
         if self._steps % CLEAR_CACHE_INTERVAL == 0:
             mx.clear_cache()
-        if self._wants_draft():
+        if self.scheduler.tries_drafts():
             outputs += self._collect()
             self._remove_finished()
             start = time.perf_counter()
@@ -188,25 +233,23 @@ class Engine:
 
     def _remove_finished(self) -> None:
         """Take requests out that are finished or whose last token is launched."""
-        self.scheduler.remove_finished()
-        for row in reversed(range(len(self._running))):
-            sequence = self._running[row]
+        self.scheduler.remove_aborted()
+        for row in reversed(range(self.num_running)):
+            sequence = self.scheduler.running[row]
             is_launched = sequence.launched >= sequence.request.max_tokens
             if sequence.finished or is_launched:
                 self._leave(row)
 
     def _leave(self, row: int) -> None:
-        sequence, last = self._running[row], len(self._running) - 1
+        """Take a request out of the batch. Its prefix is kept."""
+        sequence = self.scheduler.remove(row)
         sequence.close()
-        prefix_cache = self.scheduler.prefix_cache
-        if prefix_cache and not sequence.failed:
+        if self.prefixes and not sequence.failed:
             length = min(self._rows.lengths[row], len(sequence.tokens))
             state = self._rows.extract(row)
             if state.trim(state.length - length):
-                prefix_cache.insert(sequence.tokens[:length], state)
-        self._running[row] = self._running[last]
-        self._running.pop()
-        if not last:
+                self.prefixes.insert(sequence.tokens[:length], state)
+        if not (last := self.num_running):
             self._rows, self._next_tokens = None, mx.zeros(0, mx.int32)
             return
         self._rows.leave(row)
@@ -224,23 +267,33 @@ class Engine:
             The tokens of the step in flight, if one had to go.
         """
         outputs = []
-        while self.scheduler.is_short(self._running):
+        while self.scheduler.is_short():
             outputs += self._collect()
             self._remove_finished()
-            if self.scheduler.is_short(self._running):
-                last = max(self._running, key=lambda sequence: sequence.rank)
-                self._leave(self._running.index(last))
-                self.scheduler.preempt(last)
+            if self.scheduler.is_short():
+                self._leave(self.scheduler.preempt())
         return outputs
+
+    def _prefill(self, prompts: PrefillPass) -> None:
+        """Process prompts, and keep those that end and what others begin with."""
+        rows = None
+        pairs = [*zip(prompts.sequences, prompts.ends, strict=True)]
+        for sequence in prompts.sequences:
+            rows = join(rows, sequence.state)
+        tokens, counts = padded([s.tokens[s.state.length : end] for s, end in pairs])
+        rows.forward(tokens, counts if len(counts) > 1 else None)
+        for row, (sequence, end) in enumerate(pairs):
+            sequence.state = state = rows.extract(row)
+            state.evaluate(wait=prompts.waits)
+            if self.prefixes and end in (sequence.matched, len(sequence.tokens) - 1):
+                self.prefixes.insert(sequence.tokens[:end], state)
 
     def _join(self, sequence: RunningSequence) -> None:
         """Add a prefilled request to the batch."""
         self._rows = join(self._rows, sequence.state)
         sequence.state, sequence.launched = None, sequence.emitted
-        self._running.append(sequence)
         last = mx.array([sequence.tokens[-1]], mx.int32)
         self._next_tokens = mx.concatenate([self._next_tokens, last])
-        self._standard = StandardSteps(self._standard.left)
 
     # Standard steps
 
@@ -258,48 +311,50 @@ class Engine:
         if has_grammar:
             self._remove_finished()
             self._in_flight = self._launch()
-        if previous:
-            self._time_standard(time.perf_counter() - start)
+        if previous and self.scheduler.has_drafts:
+            seconds = time.perf_counter() - start
+            self.scheduler.drafts.time_step(self.num_running, seconds)
         return outputs
 
     def _launch(self) -> tuple | None:
         """Launch a step of all rows, without waiting for the one before."""
-        if not self._running:
+        sequences = list(self.scheduler.running)
+        if not sequences:
             return None
         logits = self._rows.forward(self._next_tokens[:, None])
         is_nan = mx.isnan(logits).any(axis=(1, 2)) if self._is_first else None
-        positions = [len(s.request.prompt) + s.launched for s in self._running]
-        samplers = [sequence.sampler for sequence in self._running]
+        positions = [len(s.request.prompt) + s.launched for s in sequences]
+        samplers = [sequence.sampler for sequence in sequences]
         if self._has_grammar:
             mx.async_eval(logits)  # they are computed while the masks are
-            for sequence in self._running:
+            for sequence in sequences:
                 sequence.mask_draft([])
         allowed = self._allowed(logits)
         tokens = sample_rows(samplers, allowed, positions)
-        logprobs = token_logprobs(self._running, logits, allowed, tokens)
+        logprobs = token_logprobs(sequences, logits, allowed, tokens)
         mx.async_eval(tokens, logprobs and logprobs.arrays, is_nan)
         self._next_tokens = tokens[:, 0]
-        for row, sequence in enumerate(self._running):
+        for row, sequence in enumerate(sequences):
             sequence.launched += 1
             if sequence.sampler.has_counts:
                 sequence.sampler.advance(tokens[row])
-        return list(self._running), tokens, logprobs, is_nan
+        return sequences, tokens, logprobs, is_nan
 
     @property
     def _is_first(self) -> bool:
         """Whether a request gets its first prediction."""
-        return any(sequence.launched == 0 for sequence in self._running)
+        return any(sequence.launched == 0 for sequence in self.scheduler.running)
 
     @property
     def _has_grammar(self) -> bool:
         """Whether the completion of a request has to match a grammar."""
-        return any(sequence.grammar for sequence in self._running)
+        return any(sequence.grammar for sequence in self.scheduler.running)
 
     def _allowed(self, logits: mx.array) -> mx.array:
         """The logits [B, N, V], -inf where the grammar of a row refuses the token."""
         if not self._has_grammar:
             return logits
-        return allow_only(logits, [sequence.masks for sequence in self._running])
+        return allow_only(logits, [s.masks for s in self.scheduler.running])
 
     def _collect(self, step: tuple | None = None) -> list[TokenOutput]:
         """Read the tokens of a step; None = of the one in flight, if any."""
@@ -323,82 +378,37 @@ class Engine:
                 outputs.append(sequence.fail(nan_predictions("the model")))
             else:
                 outputs.append(sequence.add(token, score))
-        if self.scheduler.make_proposer:
+        if self.scheduler.has_drafts:
             self.stats.standard_tokens += len(outputs)
         return outputs
 
-    def _time_standard(self, seconds: float) -> None:
-        """Time a step without a draft, for the choice of the draft length."""
-        if not self.scheduler.make_proposer:
-            return
-        steps = self._standard
-        steps.count, steps.seconds = steps.count + 1, steps.seconds + seconds
-        steps.left -= 1
-        if steps.left <= 0:
-            controller = self._controller
-            controller.record_standard(steps.count, steps.seconds)
-            self.stats.add_time(steps.count, steps.seconds, controller)
-
     # Rounds of draft tokens
-
-    @property
-    def _controller(self) -> DraftLengthController:
-        """The controller for the present number of rows, in powers of two."""
-        size = 1 << (len(self._running) - 1).bit_length()
-        if size == 1:
-            return self.draft_length
-        if size not in self._controllers:
-            self._controllers[size] = self.draft_length.like()
-        return self._controllers[size]
-
-    def _wants_draft(self) -> bool:
-        """Whether this step may be a round of draft tokens."""
-        if (
-            not (self.scheduler.make_proposer and self._running)
-            or self._standard.left > 0
-        ):
-            return False
-        if any(s.draft is not None for s in self._running):
-            return True
-        if self._controller.next_length():
-            return True
-        is_known = self._controller.standard.is_known
-        steps = STANDARD_STEPS if is_known else FIRST_STANDARD_STEPS
-        self._standard = StandardSteps(steps)
-        return False
 
     def _propose(self) -> bool:
         """Launch the drafts of all rows; returns whether there is a draft token."""
-        if not self._running:
+        running = self.scheduler.running
+        if not running:
             return False
-        count = self._controller.next_length()
-        for sequence in self._running:
-            if sequence.proposer is None:
-                # It came before the engine had a proposer.
+        for sequence in running:
+            if sequence.proposer is None:  # its draft model is broken
                 sequence.set_draft(NO_DRAFT)
-        waiting = [s for s in self._running if s.draft is None]
-        # The target adds one token to them.
-        limits = [max(0, min(count, s.remaining - 1)) for s in waiting]
-        drafts = propose(
-            [
-                DraftRequest(s.proposer, s.tokens, limit, s.sampler)
-                for s, limit in zip(waiting, limits, strict=True)
-            ]
-        )
-        for sequence, draft in zip(waiting, drafts, strict=True):
+        requests = [
+            (s, DraftRequest(s.proposer, s.tokens, limit, s.sampler))
+            for s, limit in zip(running, self.scheduler.draft_limits(), strict=True)
+            if s.draft is None
+        ]
+        drafts = propose([request for _, request in requests])
+        for (sequence, _), draft in zip(requests, drafts, strict=True):
             if isinstance(draft, UserError):
                 draft = self._stop_drafting(sequence, draft)
             sequence.set_draft(draft)
-        if any(s.draft.size for s in self._running):
-            self._misses = 0
-            return True
-        for sequence in self._running:
-            sequence.draft = None
+        has_drafts = any(s.draft.size for s in running)
         # Not after a last token, which needs no draft: the next request may have one.
-        if any(s.remaining > 1 for s in self._running):
-            self._standard = StandardSteps(RETRY_STEPS[self._misses])
-            self._misses = (self._misses + 1) % len(RETRY_STEPS)
-        return False
+        if has_drafts or any(s.remaining > 1 for s in running):
+            self.scheduler.drafts.found(has_drafts)
+        for sequence in [] if has_drafts else running:
+            sequence.draft = None
+        return has_drafts
 
     def _stop_drafting(self, sequence: RunningSequence, error: UserError) -> mx.array:
         """Let a request go on without drafts, on which its tokens do not depend."""
@@ -415,7 +425,7 @@ class Engine:
     def _round(self) -> list[TokenOutput]:
         """Verify the drafts of all rows, roll back the rejected ones, draft again."""
         start = time.perf_counter()
-        sequences = list(self._running)
+        sequences, planner = list(self.scheduler.running), self.scheduler.drafts
         drafts = [sequence.draft for sequence in sequences]
         counts = [len(draft) + 1 for draft in drafts]
         tokens = _padded(
@@ -456,29 +466,16 @@ class Engine:
             back.append(count - len(new))
         self._rows.rollback(back)
         seconds = self._launch_seconds + time.perf_counter() - start
-        self._count_round([count - 1 for count in counts], lengths, seconds)
+        planner.time_round([count - 1 for count in counts], lengths, seconds)
         start = time.perf_counter()
         for sequence in sequences:
             sequence.draft = None
         self._next_tokens = mx.array([s.tokens[-1] for s in sequences], mx.int32)
         self._remove_finished()
-        if self._running and self._controller.next_length():
+        if self.num_running and planner.length(self.num_running):
             self._propose()
         self._launch_seconds = time.perf_counter() - start
         return outputs
-
-    def _count_round(
-        self, drafted: Sequence[int], accepted: Sequence[int], seconds: float
-    ) -> None:
-        for num_draft_tokens, num_accepted in zip(drafted, accepted, strict=True):
-            if num_draft_tokens:
-                self.stats.add_round(num_draft_tokens, num_accepted)
-            else:
-                self.stats.standard_tokens += 1
-        controller = self._controller
-        controller.record_round(drafted, accepted, seconds)
-        tokens = 1 + sum(accepted) / len(accepted)
-        self.stats.add_time(tokens, seconds, controller)
 
 
 def _padded(rows: Sequence[mx.array], width: int) -> mx.array:

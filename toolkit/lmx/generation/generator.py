@@ -2,8 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from .. import cpu
@@ -13,21 +12,16 @@ from ..models.token_ids import check_ids
 from .engine import Engine
 from .grammar import Grammar
 from .grammar_matcher import GrammarCompiler
-from .kv_cache.prefix import PrefixCache
-from .outputs import (
-    CompletionOutput,
-    GenerationResponse,
-    GenerationResult,
-    StreamingDetokenizer,
-)
-from .parallel_engine import BEAT_SECONDS, ParallelEngine
+from .outputs import CompletionOutput, GenerationResponse, GenerationResult
+from .parallel_engine import ParallelEngine
 from .prompt import Messages, encode_chat, encode_text
 from .sampling import Sampling
-from .sequence import GenerationRequest, TokenOutput
-from .speculative.draft_length import DraftLengthController, SpeculativeStats
-from .speculative.proposer import MakeProposer
+from .sequence import GenerationRequest
+from .speculative.draft_length import SpeculativeStats
+from .text_stream import TextStream
 
 GREEDY = Sampling()
+Unread = deque[GenerationResponse | UserError]
 
 
 class Generator:
@@ -58,38 +52,23 @@ class Generator:
         self.model = model
         self.tokenizer = tokenizer
         self.grammars = GrammarCompiler(tokenizer)
+        self._has_draft = options.get("make_proposer") is not None
         self.engine = (
             Engine(model, **options)
             if ranks.size == 1
             else ParallelEngine(model, ranks, self.grammars.compile, **options)
         )
-        self._streams: dict[GenerationRequest, _Stream] = {}
+        # The text of every open stream, and what of it was not read yet.
+        self._streams: dict[GenerationRequest, tuple[TextStream, Unread]] = {}
         config = getattr(model, "args", None)
         self.max_positions = getattr(config, "max_position_embeddings", None)
         text = getattr(config, "text_config", None) or {}
         self.vocab_size = getattr(config, "vocab_size", None) or text.get("vocab_size")
 
     @property
-    def beat_seconds(self) -> float | None:
-        """Seconds after which an engine without requests takes a step; None = never."""
-        return BEAT_SECONDS if isinstance(self.engine, ParallelEngine) else None
-
-    def end(self) -> None:
-        """Let the other ranks end, if there are any."""
-        if isinstance(self.engine, ParallelEngine):
-            self.engine.close()
-
-    @property
     def speculative_stats(self) -> SpeculativeStats | None:
         """Statistics since the generator was last idle; None without a proposer."""
-        return self.engine.stats if self.engine.scheduler.make_proposer else None
-
-    def set_proposer(
-        self, make_proposer: MakeProposer | None, draft_length: DraftLengthController
-    ) -> None:
-        """Draft tokens with this proposer from here on; see `Engine`."""
-        self.engine.scheduler.make_proposer = make_proposer
-        self.engine.draft_length = draft_length
+        return self.engine.stats if self._has_draft else None
 
     def request(
         self,
@@ -147,9 +126,9 @@ class Generator:
             logprobs=logprobs,
             grammar=grammar,
         )
-        self.engine.scheduler.require_memory(request)
+        self.engine.require_memory(request)
         if self.engine.idle:
-            self.engine.stats = SpeculativeStats()
+            self.engine.reset_stats()
         return self.submit(request, stop=stop)
 
     def submit(
@@ -160,27 +139,23 @@ class Generator:
         Raises:
             UserError: from the stream, when the request fails.
         """
-        completion = _Stream(
-            StreamingDetokenizer(
-                self.tokenizer, request.prompt, request.stop_tokens, stop
-            )
-        )
         if request.max_tokens < 1:
             return iter(())
-        self._streams[request] = completion
+        unread: Unread = deque()
+        self._streams[request] = TextStream(self.tokenizer, request, stop), unread
         self.engine.add_request(request)
-        return self._responses(request, completion)
+        return self._responses(request, unread)
 
     def _responses(
-        self, request: GenerationRequest, completion: "_Stream"
+        self, request: GenerationRequest, unread: Unread
     ) -> Iterator[GenerationResponse]:
         try:
             while True:
-                while not completion.responses:
-                    if completion.error:
-                        raise completion.error
+                while not unread:
                     self._step()
-                response = completion.responses.popleft()
+                response = unread.popleft()
+                if isinstance(response, UserError):
+                    raise response
                 yield response
                 if response.finish_reason:
                     return
@@ -193,16 +168,18 @@ class Generator:
         try:
             outputs = self.engine.step()
         except BaseException:
-            for completion in self._streams.values():
-                completion.error = UserError("the request was interrupted")
+            for _, unread in self._streams.values():
+                unread.append(UserError("the request was interrupted"))
             self._streams.clear()
             raise
         for output in outputs:
-            if completion := self._streams.get(output.request):
-                completion.add(output)
-                if completion.is_finished:
-                    self.engine.abort(output.request)
-                    del self._streams[output.request]
+            if output.request not in self._streams:
+                continue
+            text, unread = self._streams[output.request]
+            unread.append(output.error or text.add(output))
+            if output.error or text.finish_reason:
+                self.engine.abort(output.request)
+                del self._streams[output.request]
 
     def generate(
         self,
@@ -236,8 +213,8 @@ class Generator:
             UserError: the KV cache of a request does not fit in memory, or one failed.
         """
         for request in requests:
-            self.engine.scheduler.require_memory(request)
-        with self._shared_prefixes():
+            self.engine.require_memory(request)
+        with self.engine.sharing_prefixes():
             streams = [(each, self.submit(each, stop=stop)) for each in requests]
             for request, responses in streams:
                 output = CompletionOutput(len(request.prompt), request.stop_tokens)
@@ -251,18 +228,6 @@ class Generator:
                     prefill_tokens_per_second=None,
                     decode_tokens_per_second=None,
                 )
-
-    @contextmanager
-    def _shared_prefixes(self) -> Iterator[None]:
-        """Process what prompts have in common once, also without a prefix cache."""
-        scheduler = self.engine.scheduler
-        kept = scheduler.prefix_cache
-        scheduler.prefix_cache = kept or PrefixCache()
-        try:
-            yield
-        finally:
-            # The weights may be others at the next call.
-            scheduler.prefix_cache = kept
 
     def chat(self, prompt: str | Messages, **options) -> GenerationResult:
         """Reply to a chat: `generate` on the encoded messages."""
@@ -305,25 +270,3 @@ class Generator:
         return frozenset(
             self.tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         )
-
-
-@dataclass
-class _Stream:
-    """The responses of a request that were not read yet."""
-
-    detokenizer: StreamingDetokenizer
-    responses: deque[GenerationResponse] = field(default_factory=deque)
-    is_finished: bool = False
-    error: UserError | None = None
-
-    def add(self, output: TokenOutput) -> None:
-        """Detokenize the next token. Tokens after a stop string are dropped."""
-        if output.error:
-            self.error, self.is_finished = output.error, True
-        if self.is_finished:
-            return
-        text, reason = self.detokenizer.add(output.token, last=output.is_last)
-        self.responses.append(
-            GenerationResponse(text, output.token, output.logprob, reason)
-        )
-        self.is_finished = reason is not None

@@ -1,23 +1,21 @@
 """An engine in several processes that hold one model together.
 
-All ranks take the same steps. Rank 0 has the requests; before a step it tells the
-others which ones came and which were dropped, and the times that choose the length of
-drafts. One small all-gather carries this. It is launched before the step that runs
-until it is read, so that nobody waits for it: what is new takes effect a step later. It
-also carries a checksum of the tokens so far, which must agree.
+All ranks take the same steps. Rank 0 has the requests, and sends those that came or
+were dropped before a step to the others. One small all-gather tells how many they are.
+It is launched before the step that runs until it is read, so that nobody waits for it:
+what is new takes effect a step later. It also carries a checksum of the tokens so far,
+which must agree.
 """
 
-import json
-import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from pydantic import TypeAdapter
 
 from ..cpu.memory import available_memory
 from ..errors import FAILED, UserError
@@ -30,47 +28,6 @@ from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import KVBits
 from .sampling import Sampling
 from .sequence import GenerationRequest, TokenOutput
-from .speculative.draft_length import DraftLengthController
-
-HEADER = struct.Struct("<II")
-"""The checksum of the tokens, and the bytes of the message of rank 0."""
-TOKEN = struct.Struct("<Ii")
-ROW_BYTES = 512
-"""What every rank sends for a step. Longer messages follow by themselves."""
-
-
-BEAT_SECONDS = 0.05
-"""Between steps without requests. A rank that waits in a collective takes a whole core,
-so none waits there for long, and a dead one is noticed."""
-
-
-@dataclass
-class SharedDraftLength(DraftLengthController):
-    """A controller that learns the times of rank 0, when all ranks have them.
-
-    Args:
-        measured: gets what to call with the seconds, and the seconds of this rank.
-    """
-
-    measured: list[tuple[Callable[[float], None], float]] = field(default_factory=list)
-
-    def like(self) -> "SharedDraftLength":
-        """A new controller with these settings."""
-        return SharedDraftLength(
-            self.max_draft_tokens, self.fixed, measured=self.measured
-        )
-
-    def record_standard(self, tokens: int, seconds: float) -> None:
-        """Add a measurement of standard decoding."""
-        record = partial(super().record_standard, tokens)
-        self.measured.append((record, seconds))
-
-    def record_round(
-        self, drafted: Sequence[int], accepted: Sequence[int], seconds: float
-    ) -> None:
-        """Add a measurement of a round."""
-        record = partial(super().record_round, drafted, accepted)
-        self.measured.append((record, seconds))
 
 
 class ParallelEngine(Engine):
@@ -78,8 +35,6 @@ class ParallelEngine(Engine):
 
     All ranks make it with the same options. Rank 0 uses it as any engine, and ends with
     `close`; the others call `follow`.
-
-    While it has no requests, rank 0 takes a step every `BEAT_SECONDS`.
 
     Args:
         ranks: the processes.
@@ -90,6 +45,10 @@ class ParallelEngine(Engine):
         prefix_cache: None = one of default size.
         options: those of `Engine`.
     """
+
+    # A rank that waits in a collective takes a whole core, so none waits there for
+    # long, and a dead one is noticed.
+    beat_seconds = 0.05
 
     def __init__(
         self,
@@ -103,18 +62,16 @@ class ParallelEngine(Engine):
         **options: Any,
     ):
         self._ranks, self._compile = ranks, compile_grammar
-        self._measured: list[tuple[Callable[[float], None], float]] = []
         # What rank 0 was asked for and all ranks have not done yet.
         self._outbox: list[list] = []
-        self._sent: tuple[mx.array, bytes, int] | None = None
-        self._requests: dict[int, GenerationRequest] = {}
-        self._numbers: dict[GenerationRequest, int] = {}
+        self._sent: mx.array | None = None
+        self._open: dict[int, GenerationRequest] = {}
         self._last_number = self._checksum = 0
         self._has_ended = self._has_failed = False
         memory = available_memory() if kv_memory is None else kv_memory
         prefix_cache = prefix_cache or PrefixCache()
         memory, prefix_cache.max_bytes = map(
-            min, self._of_all([memory, prefix_cache.max_bytes])
+            min, self._of_all(memory, prefix_cache.max_bytes)
         )
         if isinstance(kv_bits, Sequence):
             kv_bits = kv_bits[own_layers(model)]
@@ -125,25 +82,14 @@ class ParallelEngine(Engine):
             prefix_cache=prefix_cache,
             **options,
         )
+        self.scheduler.drafts.agree = self._of_first
         # With KV bits, or layers of one rank each, the model runs: on all ranks now,
-        # not on one of them later.
-        cache = self.scheduler.new_cache()
-        sizes = self._of_all([int(cache.bytes_per_token()), cache.snapshot_bytes])
-        # Ranks with different layers agree on what fits.
-        self.scheduler.bytes_per_token, per_snapshot = map(max, sizes)
+        # not on one of them later. Ranks with different layers agree on what fits.
+        cache = self.new_cache()
+        sizes = self._of_all(int(cache.bytes_per_token()), cache.snapshot_bytes)
+        self._facts.bytes_per_token, per_snapshot = map(max, sizes)
         if is_divided_by_layers(model):
-            prefix_cache.sizes = self.scheduler.bytes_per_token, per_snapshot
-
-    @property
-    def draft_length(self) -> DraftLengthController:
-        """As in `Engine`; all ranks choose the same lengths."""
-        return self._draft_length
-
-    @draft_length.setter
-    def draft_length(self, given: DraftLengthController) -> None:
-        self._draft_length = SharedDraftLength(
-            given.max_draft_tokens, given.fixed, measured=self._measured
-        )
+            prefix_cache.sizes = self._facts.bytes_per_token, per_snapshot
 
     @property
     def idle(self) -> bool:
@@ -161,13 +107,14 @@ class ParallelEngine(Engine):
         if request.max_tokens < 1:
             return
         self._last_number += 1
-        self._keep(self._last_number, request)
+        self._open[self._last_number] = request
         self._outbox.append(["add", self._last_number, _encoded(request)])
 
     def abort(self, request: GenerationRequest) -> None:
         """Drop a request, at any time between two steps."""
-        if number := self._numbers.get(request):
-            self._outbox.append(["abort", number])
+        for number, other in self._open.items():
+            if other is request:
+                self._outbox.append(["abort", number])
 
     def close(self) -> None:
         """Let the other ranks return from `follow`. Open requests are dropped."""
@@ -180,7 +127,7 @@ class ParallelEngine(Engine):
         while not self._has_ended:
             self.step()
             if super().idle:
-                time.sleep(BEAT_SECONDS)
+                time.sleep(self.beat_seconds)
 
     def step(self) -> list[TokenOutput]:
         """One step of all requests, as in `Engine`, on all ranks.
@@ -190,140 +137,88 @@ class ParallelEngine(Engine):
         """
         if self._has_failed:
             raise UserError("a step failed, and the ranks are not in step", code=FAILED)
-        try:
-            return self._step_together()
-        except BaseException:
-            self._has_failed = True
-            raise
-
-    def _step_together(self) -> list[TokenOutput]:
-        message = self._receive(self._sent or self._send())
-        self._sent = None
-        self._apply(message)
-        if self._has_ended:
-            return []
-        if not super().idle:
-            self._sent = self._send()
-        outputs = super().step()
-        for output in outputs:
-            token = TOKEN.pack(self._numbers[output.request], output.token)
-            self._checksum = zlib.crc32(token, self._checksum)
-            if output.is_last:
-                self._forget(output.request)
+        self._has_failed = True
+        self._receive(self._send() if self._sent is None else self._sent)
+        self._sent, outputs = None, []
+        if not self._has_ended:
+            if not super().idle:
+                self._sent = self._send()
+            outputs = super().step()
+        tokens = np.array([output.token for output in outputs], np.int32)
+        self._checksum = zlib.crc32(tokens.tobytes(), self._checksum)
+        ended = {output.request for output in outputs if output.is_last}
+        self._open = {n: r for n, r in self._open.items() if r not in ended}
+        self._has_failed = False
         return outputs
 
-    # Messages
-
-    def _of_all(self, numbers: list[int]) -> list[list[int]]:
+    def _of_all(self, *numbers: int) -> list[list[int]]:
         """The values that each of these numbers has on the ranks."""
         rows = self._ranks.all_gather(mx.array([numbers], mx.int64))
         return rows.T.tolist()
 
-    def _send(self) -> tuple[mx.array, bytes, int]:
-        """Launch the exchange for the next step.
+    def _of_first(self, seconds: float) -> float:
+        """The seconds that rank 0 has measured: all ranks choose the same drafts."""
+        [shared] = self._ranks.broadcast([mx.array(seconds)])
+        return shared.item()
 
-        Returns:
-            What all ranks send, with this rank's message and its checksum.
-        """
-        message = b""
-        if self._ranks.is_first:
-            seconds = [seconds for _, seconds in self._measured]
-            if self._outbox or seconds:
-                message = json.dumps([self._outbox, seconds]).encode()
-        row = HEADER.pack(self._checksum, len(message)) + message[:INLINE_BYTES]
-        data = np.frombuffer(row.ljust(ROW_BYTES, b"\0"), np.uint8)
-        rows = self._ranks.all_gather(mx.array(data)[None])
+    def _send(self) -> mx.array:
+        """Launch the exchange for the next step: checksums, and commands to come."""
+        row = mx.array([[self._checksum, len(self._outbox)]], mx.int64)
+        rows = self._ranks.all_gather(row)
         mx.async_eval(rows)
-        return rows, message, self._checksum
+        return rows
 
-    def _receive(self, sent: tuple[mx.array, bytes, int]) -> list:
-        """The message of rank 0: requests that came or end, and seconds.
+    def _receive(self, sent: mx.array) -> None:
+        """Do on all ranks what rank 0 was asked for.
 
         Raises:
             UserError: a rank has other tokens.
         """
-        rows, message, checksum = sent
-        received = [bytes(row) for row in np.array(rows)]
-        headers = [HEADER.unpack_from(row) for row in received]
-        different = [rank for rank, (crc, _) in enumerate(headers) if crc != checksum]
+        checksums, (count, *_) = sent.T.tolist()
+        own, rank = checksums[self._ranks.rank], self._ranks.rank
+        different = [other for other, crc in enumerate(checksums) if crc != own]
         if different:
             raise UserError(
-                f"process {self._ranks.rank} generated other tokens than process "
-                f"{different[0]}: their results differ by more than rounding",
+                f"process {rank} generated other tokens than process {different[0]}: "
+                "their results differ by more than rounding",
                 hint="use equal machines with equal versions of MLX",
                 code=FAILED,
             )
-        length = headers[0][1]
-        message = received[0][HEADER.size : HEADER.size + length]
-        if length > INLINE_BYTES:
-            message += self._rest_of(sent[1], length - INLINE_BYTES)
-        return json.loads(message) if length else [[], []]
-
-    def _rest_of(self, message: bytes, length: int) -> bytes:
-        """What of a message did not fit into its row."""
-        rest = message[INLINE_BYTES:].ljust(length, b"\0")
-        [data] = self._ranks.broadcast([mx.array(np.frombuffer(rest, np.uint8))])
-        return bytes(np.array(data))
-
-    def _apply(self, message: list) -> None:
-        """Do what rank 0 was asked for, on all ranks."""
-        commands, seconds = message
-        # They must not count while the commands are done: other ranks have none.
-        later, self._outbox = self._outbox[len(commands) :], []
+        if not count:
+            return
+        commands = self._ranks.broadcast_object(self._outbox[:count])
+        # They must not count while they are done: other ranks have none.
+        later, self._outbox = self._outbox[count:], []
         for kind, *arguments in commands:
             if kind == "end":
                 self._has_ended = True
             elif kind == "abort":
-                if request := self._requests.get(*arguments):
-                    self._forget(request)
+                if request := self._open.pop(*arguments, None):
                     super().abort(request)
             else:
                 number, encoded = arguments
-                if number not in self._requests:
-                    self._keep(number, self._decoded(encoded))
-                super().add_request(self._requests[number])
+                if number not in self._open:
+                    self._open[number] = self._decoded(encoded)
+                super().add_request(self._open[number])
         self._outbox = later
-        for shared in seconds:
-            record, _ = self._measured.pop(0)
-            record(shared)
-
-    def _keep(self, number: int, request: GenerationRequest) -> None:
-        self._requests[number], self._numbers[request] = request, number
-
-    def _forget(self, request: GenerationRequest) -> None:
-        del self._requests[self._numbers.pop(request)]
 
     def _decoded(self, encoded: dict) -> GenerationRequest:
         """The request that another rank has encoded."""
         sampling, grammar = encoded["sampling"], encoded["grammar"]
-        allowed = sampling["allowed_tokens"]
-        changes = {
-            "logit_bias": tuple(map(tuple, sampling["logit_bias"])),
-            "allowed_tokens": None if allowed is None else tuple(allowed),
+        decoded = {
+            "sampling": TypeAdapter(Sampling).validate_python(sampling),
+            "stop_tokens": frozenset(encoded["stop_tokens"]),
+            "grammar": grammar and self._compile(Grammar(*grammar)),
         }
-        return GenerationRequest(
-            **encoded
-            | {
-                "sampling": Sampling(**sampling | changes),
-                "stop_tokens": frozenset(encoded["stop_tokens"]),
-                "grammar": grammar and self._compile(Grammar(*grammar)),
-            }
-        )
-
-
-INLINE_BYTES = ROW_BYTES - HEADER.size
+        return GenerationRequest(**encoded | decoded)
 
 
 def _encoded(request: GenerationRequest) -> dict:
     """A request as JSON."""
     grammar = request.grammar and request.grammar.grammar
-    return {
+    return vars(request) | {
         "prompt": [*map(int, request.prompt)],
-        "max_tokens": request.max_tokens,
         "sampling": asdict(request.sampling),
         "stop_tokens": sorted(map(int, request.stop_tokens)),
-        "logprobs": request.logprobs,
-        "top_logprobs": request.top_logprobs,
-        "priority": request.priority,
         "grammar": grammar and [grammar.kind, grammar.source],
     }

@@ -1,8 +1,8 @@
 """The prompts that a step processes: several short ones in one pass of the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from .kv_cache.batch import join, padded
 from .kv_cache.prefix import PrefixCache
 from .sequence import RunningSequence
 
@@ -10,6 +10,20 @@ PASS_TOKENS = 32
 """What a pass costs beside its tokens, in tokens, because it reads all weights. (Two
 CPU cores need 14 ms for one token, and .45 ms for another; a GPU has a larger ratio.)
 """
+
+
+@dataclass(frozen=True)
+class PrefillPass:
+    """Prompts that are processed in one pass of the model.
+
+    Attributes:
+        ends: how far each is processed. The last token is left to decoding.
+        waits: the pass is long and nothing else runs, so its memory is freed at once.
+    """
+
+    sequences: Sequence[RunningSequence]
+    ends: Sequence[int]
+    waits: bool = False
 
 
 class PrefillGroup:
@@ -23,7 +37,7 @@ class PrefillGroup:
 
     Attributes:
         sequences: all of them, in order.
-        pending: those that are not processed yet.
+        pending: those that are in no pass yet.
         budget: what the others have left.
     """
 
@@ -73,16 +87,14 @@ class PrefillGroup:
         self.sequences.append(sequence)
         self.pending.append(sequence)
 
-    def process(self) -> None:
-        """Launch the passes of all pending requests.
+    def passes(self) -> Iterator[PrefillPass]:
+        """The passes of all pending requests, which have caches afterwards.
 
-        Those with equal tokens share a state: it must be copied before it is used.
+        Those with equal tokens share one: it must be copied before it is used.
         """
         self.budget = self.left
         for each in self._passes(self.pending):
-            _process(each)
-            for sequence in each if self.prefix_cache else []:
-                self.prefix_cache.insert(sequence.tokens[:-1], sequence.state)
+            yield PrefillPass(each, [len(sequence.tokens) - 1 for sequence in each])
         for sequence in self.pending:
             sequence.state = sequence.state or self.equal(sequence).state
         self.pending = []
@@ -114,15 +126,3 @@ class PrefillGroup:
 def _rest(sequence: RunningSequence) -> int:
     """Tokens of the prompt to process; the last one is left to decoding."""
     return len(sequence.tokens) - 1 - sequence.state.length
-
-
-def _process(sequences: Sequence[RunningSequence]) -> None:
-    """Process the rest of some prompts in one pass."""
-    rows = None
-    for sequence in sequences:
-        rows = join(rows, sequence.state)
-    tokens, counts = padded([s.tokens[s.state.length : -1] for s in sequences])
-    rows.forward(tokens, counts if len(counts) > 1 else None)
-    for row, sequence in enumerate(sequences):
-        sequence.state = rows.extract(row)
-        sequence.state.evaluate(wait=False)

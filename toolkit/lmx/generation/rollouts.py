@@ -69,7 +69,14 @@ def sample_completions(
             ]
             for prompt, sample_seeds in share
         ]
-        completions = _complete(model, [each for group in requests for each in group])
+        flat = [request for group in requests for request in group]
+        completions = {request: Completion() for request in flat}
+        engine = Engine(model, max_batch_size=max(1, len(flat)))
+        for output in engine.run(flat):
+            completion = completions[output.request]
+            completion.tokens.append(output.token)
+            completion.logps.append(output.logprob)
+            completion.is_finished = output.token in output.request.stop_tokens
         for group in requests:
             yield [astuple(completions[request]) for request in group]
 
@@ -77,22 +84,3 @@ def sample_completions(
     groups = ranks.divide(zip(prompts, rows, strict=True), complete)
     mx.clear_cache()
     return [[Completion(*each) for each in group] for group in groups]
-
-
-def _complete(
-    model: Any, requests: Sequence[GenerationRequest]
-) -> dict[GenerationRequest, Completion]:
-    """The completions of requests that are decoded together."""
-    completions = {request: Completion() for request in requests}
-    engine = Engine(model, max_batch_size=max(1, len(requests)))
-    for request in requests:
-        engine.add_request(request)
-    while not engine.idle:
-        for output in engine.step():
-            if output.error:
-                raise output.error
-            completion = completions[output.request]
-            completion.tokens.append(output.token)
-            completion.logps.append(output.logprob)
-            completion.is_finished = output.token in output.request.stop_tokens
-    return completions

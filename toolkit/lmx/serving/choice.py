@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..data.token_bytes import token_bytes
-from ..generation.outputs import StreamingDetokenizer
 from ..generation.sequence import GenerationRequest, TokenLogprobs, TokenOutput
+from ..generation.text_stream import TextStream
 from .chat_output import ChatOutputParser
 
 
@@ -63,9 +63,7 @@ class Choice:
     intervals: list[float] = field(default_factory=list)
 
     def __post_init__(self):
-        self._detokenizer = StreamingDetokenizer(
-            self.tokenizer, self.request.prompt, self.request.stop_tokens, self.stop
-        )
+        self._text = TextStream(self.tokenizer, self.request, self.stop)
 
     def add_outputs(self, outputs: Sequence[TokenOutput]) -> Piece:
         """Append the tokens of a step; those after the end do not count."""
@@ -82,8 +80,9 @@ class Choice:
             self.cached_tokens = output.cached_tokens
             self.tokens += 1
             self.accepted_tokens += output.is_draft
-            begin = self._detokenizer.length
-            text, reason = self._detokenizer.add(output.token, last=output.is_last)
+            begin = self._text.length
+            response = self._text.add(output)
+            text, reason = response.text, response.finish_reason
             is_stop = output.token in self.request.stop_tokens
             if output.logprob is not None and not is_stop:
                 logprobs.append(self._logprobs(output.token, output.logprobs))

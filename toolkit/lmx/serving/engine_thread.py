@@ -155,7 +155,7 @@ class EngineThread:
             self._active |= {*requests}
             for request in requests:
                 try:
-                    engine.scheduler.require_memory(request)
+                    engine.require_memory(request)
                     engine.add_request(request)
                 except UserError as error:
                     self._active.discard(request)
@@ -217,8 +217,8 @@ class EngineThread:
         else:
             self._loaded.put(served)
             try:
-                self._serve(served.generator)
-                served.generator.end()
+                self._serve(served.generator.engine)
+                served.generator.engine.close()
             except Exception:
                 terminal.write_err(traceback.format_exc())
                 self._ended.set()
@@ -228,16 +228,16 @@ class EngineThread:
         # A process that ends just after a thread of MLX is aborted: this one stays.
         threading.Event().wait()
 
-    def _serve(self, generator: Generator) -> None:
+    def _serve(self, engine: Engine) -> None:
         """Run until `stop`.
 
         Raises:
             EngineFailed: several times in a row.
         """
-        engine, failures = generator.engine, 0
+        failures = 0
         while True:
             try:
-                if not self._run_commands(engine, generator.beat_seconds):
+                if not self._run_commands(engine):
                     return
                 outputs = engine.step()
             except Exception as error:
@@ -257,13 +257,9 @@ class EngineThread:
                 self._active -= {o.request for o in outputs if o.is_last}
                 self._notify(self._dispatch, outputs)
 
-    def _run_commands(self, engine: Engine, beat: float | None) -> bool:
-        """Do what was asked for, and wait while there is no request.
-
-        Args:
-            beat: seconds after which a step is due without a request; None = never.
-        """
-        start = time.monotonic()
+    def _run_commands(self, engine: Engine) -> bool:
+        """Do what was asked for, and wait while there is no request."""
+        start, beat = time.monotonic(), engine.beat_seconds
         while True:
             try:
                 # Not for ever: memory is returned after a while without requests.
@@ -292,14 +288,13 @@ class EngineThread:
         if now - self._published < PUBLISH_SECONDS and not engine.idle:
             return
         self._published = now
-        scheduler, stats = engine.scheduler, engine.stats
-        cached = scheduler.prefix_cache.nbytes if scheduler.prefix_cache else 0
+        stats, prefixes = engine.stats, engine.prefixes
         self.state = EngineState(
             running=engine.num_running,
-            waiting=len(scheduler.waiting),
-            kv_bytes=engine.nbytes + cached,
-            kv_memory=scheduler.memory,
-            preemptions=scheduler.preemptions,
+            waiting=engine.num_waiting,
+            kv_bytes=engine.nbytes + (prefixes.nbytes if prefixes else 0),
+            kv_memory=engine.memory,
+            preemptions=engine.preemptions,
             draft_rounds=stats.rounds,
             draft_tokens=stats.drafted,
             accepted_tokens=sum(stats.accepted),

@@ -100,7 +100,7 @@ class CompletionService:
     @property
     def _adapters(self) -> list[str]:
         # Another thread adds and removes them. A request that comes too late fails.
-        return [*self._generator.engine.scheduler.adapters.numbers]
+        return [*self._generator.engine.adapters.numbers]
 
     async def add_adapter(self, name: str, path: str) -> None:
         """Load an adapter, which requests name as their model.
@@ -112,7 +112,7 @@ class CompletionService:
             raise ApiError(400, f"there is a model {name!r} already", param="lora_name")
 
         def add(engine: Engine) -> None:
-            engine.scheduler.adapters.add(name, self._load_adapter(path))
+            engine.adapters.add(name, self._load_adapter(path))
 
         try:
             await self.thread.run_on_engine(add)

@@ -1,1 +1,1 @@
-"""KV caches: of one sequence, of a batch, of prompt prefixes."""
+"""KV caches: of a sequence or several, and of prompt prefixes."""

@@ -9,6 +9,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import mlx.core as mx
@@ -17,10 +18,9 @@ from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.logit_errors import more_than_rounding
 from ...models.lora.multi_lora import adapter_rows
-from .layer_rows import FullRows, RecurrentRows, RowLengths, WindowRows
+from .layer_rows import WINDOW_SLACK, AttentionRows, RecurrentRows, RowLengths
 from .length_classes import FREE_POSITIONS, class_for, replace_attention
 from .sequence import CacheState, RecordedStates
-from .window import WINDOW_SLACK, WindowCache
 
 PROMPTS = [1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12]
 """Two prompts of a check, whose rows have unequal lengths in a batch."""
@@ -38,11 +38,6 @@ class OneRow:
         self._state = state
 
     @property
-    def model(self) -> Any:
-        """The model of the cache."""
-        return self._state.model
-
-    @property
     def lengths(self) -> list[int]:
         """Processed tokens of the row."""
         return [self._state.length]
@@ -51,11 +46,6 @@ class OneRow:
     def nbytes(self) -> int:
         """Bytes of all layers and recorded hidden states."""
         return self._state.nbytes
-
-    @property
-    def recorded(self) -> list[RecordedStates | None]:
-        """Hidden states of the row."""
-        return [self._state.recorded]
 
     def forward(self, tokens: mx.array, counts: Sequence[int] | None = None):
         """As `CacheBatch.forward`."""
@@ -102,7 +92,7 @@ class CacheBatch:
         self._rows = RowLengths()
         # Where every row is in the layers, which order them by length class.
         self._places: list[int] = []
-        self._layers: list[FullRows | RecurrentRows] = []
+        self._layers: list[AttentionRows | RecurrentRows] = []
         self.caches = [self._of(cache) for cache in first.caches]
         self.recorded: list[RecordedStates | None] = []
         self.adapters: list[int] = []
@@ -232,13 +222,13 @@ class CacheBatch:
         is_ordered = self._places == sorted(self._places)
         if not is_ordered:
             tokens = tokens[mx.argsort(places)]
-        for layer in self._layers:
+        for layer in self._recurrent:
             layer.begin(tokens.shape[1], self._in_order(counts))
         with adapter_rows(self.model, self._in_order(self.adapters)):
             outputs = run(tokens, cache=self.caches)
         lengths = zip(self.lengths, counts, strict=True)
         self._set_lengths([n + count for n, count in lengths])
-        for layer in self._layers:
+        for layer in self._recurrent:
             layer.end()
         if is_ordered:
             return outputs
@@ -260,17 +250,13 @@ class CacheBatch:
             nested = copy.copy(cache)
             nested.caches = tuple(self._of(inner) for inner in cache.caches)
             return nested
-        kinds = {
-            "KVCache": FullRows,
-            "RotatedKVCache": FullRows,
-            "WindowCache": WindowRows,
-            "RotatedWindowCache": WindowRows,
-            "ArraysCache": RecurrentRows,
-        }
         kind = type(cache).__name__
-        if kind not in kinds:
+        if kind == "ArraysCache":
+            layer = RecurrentRows(cache)
+        elif isinstance(cache, AttentionRows):
+            layer = AttentionRows(self._rows, cache.codec, cache.max_size)
+        else:
             raise UserError(f"a {kind} holds one sequence only")
-        layer = kinds[kind](self._rows, cache)
         self._layers.append(layer)
         return layer.arrays if layer.is_recurrent else layer
 
@@ -332,7 +318,8 @@ def max_padded_width(state: CacheState) -> int:
     """
     if not takes_padding(state.model):
         return 0
-    has_window = any(isinstance(leaf, WindowCache) for leaf in state.layer_caches)
+    sizes = [getattr(leaf, "max_size", inf) for leaf in state.layer_caches]
+    has_window = min(sizes, default=inf) < inf
     return WINDOW_SLACK if has_window else sys.maxsize
 
 

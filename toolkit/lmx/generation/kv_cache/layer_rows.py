@@ -1,4 +1,4 @@
-"""The cache of one layer for all rows of a batch."""
+"""The cache of one layer for all rows of a batch. One sequence is one row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from .codec import PLAIN_CODEC, Codec
 from .length_classes import ByClass, by_class
-from .rotation import quantized_entries, with_rotation
-from .window import WINDOW_SLACK
 
 STEP = 16
 """Positions by which short buffers grow; long ones grow by a thirty-second."""
+WINDOW_SLACK = 64
+"""Positions that the ring of a window has beside the window, for rollback."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ class LengthClass:
 class RowLengths:
     """The processed tokens of every row, shared by all layers.
 
+    Args:
+        count: rows without tokens at the start, in one class.
+
     Attributes:
         sizes: the number of rows of every length class. Rows of a class follow each
             other.
@@ -75,9 +79,9 @@ class RowLengths:
         all: all rows.
     """
 
-    def __init__(self):
-        self.sizes: list[int] = []
-        self.set([])
+    def __init__(self, count: int = 0):
+        self.sizes: list[int] = [count] if count else []
+        self.set([0] * count)
 
     @property
     def values(self) -> Sequence[int]:
@@ -93,38 +97,65 @@ class RowLengths:
             start += size
 
 
-class FullRows:
-    """Keys and values with full attention, plain or quantized.
+class AttentionRows:
+    """Keys and values with full or sliding-window attention.
 
     The buffers of a length class are [R, H, capacity, D] with R >= its rows; the rows
-    in use come first.
+    in use come first. Those of a window are rings of positions, larger than the window
+    by `WINDOW_SLACK`: so many can be rolled back, because what they overwrote had left
+    the window. (mlx-lm's RotatingKVCache cannot be trimmed past the window, and
+    speculative decoding with it gives wrong tokens without an error.)
 
     Args:
-        lengths: shared by all layers.
-        like: the cache of one sequence, of the same kind.
+        lengths: shared by all layers, which have its rows.
+        codec: how keys and values are stored.
+        max_size: window size: the positions a token attends to, with itself; inf = all.
+        step: positions by which the buffers grow at least.
+
+    Attributes:
+        first: the first position that is stored, if there is one row.
     """
 
     is_recurrent = False
 
-    def __init__(self, lengths: RowLengths, like: Any):
-        self.lengths = lengths
-        if hasattr(like, "bits"):  # mlx-lm's attention reads both
-            self.group_size, self.bits = like.group_size, like.bits
-            self.rotation = like.rotation
-        # By class: all arrays of the keys, then those of the values. These are one
-        # each, or codes, scales and biases.
-        self.buffers: list[list[mx.array]] = []
-        self._rows: list[int] = []
-        self._written = 0
-        self.max_size: float = inf  # the window
-        self._size: float = inf  # the largest capacity
+    def __init__(
+        self,
+        lengths: RowLengths,
+        codec: Codec = PLAIN_CODEC,
+        max_size: float = inf,
+        *,
+        step: int = STEP,
+    ):
+        self.lengths, self.codec, self.max_size = lengths, codec, max_size
+        if codec.bits:  # mlx-lm's attention looks for both
+            self.bits, self.group_size = codec.bits, codec.group_size
+        # By class: all arrays of the keys, then those of the values.
+        self.buffers: list[list[mx.array]] = [[] for _ in lengths.sizes]
+        self.first = 0
+        self._rows = [*lengths.sizes]
+        self._size = max_size + WINDOW_SLACK  # the largest capacity
+        self._step = step
+        # The positions that this pass has written, and the lengths before it.
+        self._count, self._before = 0, lengths.all
+        # What the positions of a long pass attend to.
+        self._long: list[mx.array] = []
+
+    @property
+    def name(self) -> str:
+        """The kind of the cache. Entries of another kind mean other keys and values."""
+        return self.codec.name("KVCache" if self.max_size == inf else "WindowCache")
 
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: one for all rows, or int32 [B]."""
-        rows = self.lengths.all
+        rows, written = self.lengths.all, self._written
         start = rows.array if rows.common is None else rows.common
-        return start + self._written if self._written else start
+        return start + written if written else start
+
+    @property
+    def _written(self) -> int:
+        """Positions that were written since the lengths were set."""
+        return self._count if self._before is self.lengths.all else 0
 
     @property
     def nbytes(self) -> int:
@@ -132,22 +163,41 @@ class FullRows:
         return sum(buffer.nbytes for parts in self.buffers for buffer in parts)
 
     @property
+    def state(self) -> list[list[mx.array]]:
+        """All arrays."""
+        return self.buffers
+
+    @property
     def keys(self) -> mx.array:
         """The buffer of the keys, which some models make wait for other arrays."""
-        if len(self.buffers) > 1:
-            raise AttributeError("several length classes have several buffers")
-        return self.buffers[0][0]
+        return self._only()[0]
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        self.buffers[0][0] = keys
+        self._only()[0] = keys
+
+    @property
+    def values(self) -> mx.array:
+        """The buffer of the values."""
+        return self._only()[-1]
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        self._only()[-1] = values
+
+    def _only(self) -> list[mx.array]:
+        if len(self.buffers) > 1:
+            raise AttributeError("several length classes have several buffers")
+        return self.buffers[0]
 
     def empty(self) -> bool:
         """Whether nothing was stored yet."""
         return not any(self.buffers)
 
-    def join(self, cache: Any, index: int) -> None:
-        """Add the cache of one sequence as the last row of a class, or a new class."""
+    # Rows
+
+    def join(self, one: "AttentionRows", index: int) -> None:
+        """Add a cache of one row as the last row of a class, or a new class."""
         if index == len(self._rows):
             self.buffers.append([])
             self._rows.append(0)
@@ -155,17 +205,11 @@ class FullRows:
         for buffer in self.buffers[index]:
             # A mask hides no NaN that another sequence left in a row.
             buffer[row : row + 1] = 0
-        if cache.keys is not None:
-            self._copy_in(
-                [*_parts(cache.keys), *_parts(cache.values)], cache, index, row
-            )
-
-    def _copy_in(
-        self, parts: Sequence[mx.array], cache: Any, index: int, row: int
-    ) -> None:
-        end = cache.offset
-        self._reserve(index, parts, end)
-        for buffer, part in zip(self.buffers[index], parts, strict=True):
+        if one.empty():
+            return
+        end = min(one.lengths.all.longest, self._size)
+        self._reserve(index, one.buffers[0], end)
+        for buffer, part in zip(self.buffers[index], one.buffers[0], strict=True):
             buffer[row : row + 1, :, :end] = part[:, :, :end]
 
     def leave(self, place: int) -> None:
@@ -185,71 +229,14 @@ class FullRows:
         if parts and parts[0].shape[0] > rows + 1 + rows // 4:
             self.buffers[index] = [mx.contiguous(buffer[:rows]) for buffer in parts]
 
-    def extract(self, place: int, cache: Any, length: int) -> None:
-        """Fill an empty cache of one sequence with a row."""
+    def extract(self, place: int, one: "AttentionRows", length: int) -> None:
+        """Fill an empty cache of one row with a row."""
         if length:
             index, row = self._find(place)
-            rows = [buffer[row : row + 1] for buffer in self.buffers[index]]
-            self._copy_out(rows, cache, length)
-        cache.offset = length
-
-    def _copy_out(self, rows: Sequence[mx.array], cache: Any, length: int) -> None:
-        # Slices: the prefix cache copies only what it does not have.
-        cache.keys, cache.values = self._joined([row[:, :, :length] for row in rows])
-
-    def begin(self, width: int, counts: Sequence[int]) -> None:
-        """Start a forward pass over `width` positions."""
-        self._written = 0
-
-    def end(self) -> None:
-        """End a forward pass: the lengths count its tokens."""
-        self._written = 0
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
-        """Write N positions [B, H, N, D]; returns all that a row may attend to."""
-        is_plain = not hasattr(self, "bits")
-        new = [keys, values] if is_plain else quantized_entries(self, keys, values)
-        count, classes = keys.shape[2], self.lengths.classes
-        for index, rows in enumerate(classes):
-            mine = new
-            if len(classes) > 1:
-                mine = [part[rows.start : rows.end] for part in new]
-            self._reserve(index, mine, rows.longest + count)
-            for buffer, part in zip(self.buffers[index], mine, strict=True):
-                self._write(rows, buffer, part, count)
-        self._written = count
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple:
-        """The last result of `update_and_fetch`, for layers that share keys."""
-        pairs = []
-        for rows, parts in zip(self.lengths.classes, self.buffers, strict=True):
-            size, end = len(rows.lengths), self._end(rows, self._written)
-            keys, values = self._joined([buffer[:size, :, :end] for buffer in parts])
-            if hasattr(self, "bits"):
-                keys = with_rotation(keys, self.rotation)
-            pairs.append((keys, values))
-        return by_class([k for k, _ in pairs]), by_class([v for _, v in pairs])
-
-    def make_mask(
-        self, length: int, window_size: int | None = None, return_array: bool = False
-    ) -> "mx.array | str | ByClass | None":
-        """Mask of the next `length` tokens over the result of `update_and_fetch`."""
-        window, masks = window_size or self.max_size, []
-        for rows in self.lengths.classes:
-            fits = rows.longest + length <= window
-            if rows.common is not None and fits and not return_array:
-                masks.append(None if length == 1 else "causal")
-            else:
-                masks.append(self._mask(rows, length, window))
-        return by_class(masks)
-
-    def _mask(self, rows: LengthClass, length: int, window: float) -> mx.array:
-        queries = rows.positions(length)[:, None, :, None]
-        end = self._end(rows, length)
-        keys = mx.arange(end, dtype=mx.int32)
-        mask = keys <= queries
-        return mask if end <= window else mask & (keys > queries - window)
+            end = min(length, self._size)
+            # Slices: the prefix cache copies only what it does not have.
+            one.buffers = [[b[row : row + 1, :, :end] for b in self.buffers[index]]]
+        one.first = self._start(length)
 
     def _find(self, place: int) -> tuple[int, int]:
         """The class of a row, and its number there."""
@@ -259,26 +246,140 @@ class FullRows:
             place -= size
         raise AssertionError("no such row")
 
+    # One row
+
+    def entries(self, start: int, end: int) -> list[mx.array]:
+        """Copies of what is stored of positions of the only row, [1, H, n, ...]."""
+        # Not slices: those share the buffers, and keep them in memory.
+        slots = mx.arange(start, end)
+        slots = slots % self._size if end > self._size else slots
+        return [mx.take(part, slots, axis=2) for part in self._only()]
+
+    def restore(self, entries: Sequence[mx.array], first: int, length: int) -> None:
+        """Fill the only row, which is empty, with entries from a position on."""
+        self.first = first
+        self._reserve(0, entries, length)
+        self._write_entries(entries, first, length)
+
+    def can_trim(self, count: int) -> bool:
+        """Whether the only row has a full window without its last `count` tokens."""
+        return self.first <= self._start(self.lengths.all.longest - count)
+
+    # Forward passes
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
+        """Write N positions [B, H, N, D]; returns all that a row may attend to."""
+        new, written = self.codec.encode(keys, values), self._written
+        count, classes = keys.shape[2], self.lengths.classes
+        ahead, self._long = written + count, []
+        if self._is_long(count):
+            self._write_long(new, written)
+        for index, rows in enumerate([] if self._long else classes):
+            mine = new
+            if len(classes) > 1:
+                mine = [part[rows.start : rows.end] for part in new]
+            self._reserve(index, mine, rows.longest + ahead)
+            for buffer, part in zip(self.buffers[index], mine, strict=True):
+                self._write(rows, buffer, part, written)
+        self._count, self._before = ahead, self.lengths.all
+        end = self.lengths.all.longest + ahead
+        if end > self._size:
+            self.first = max(self.first, end - self._size)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple:
+        """The last result of `update_and_fetch`, for layers that share keys."""
+        if self._long:
+            return self.codec.decode(self._long)
+        pairs = []
+        for rows, parts in zip(self.lengths.classes, self.buffers, strict=True):
+            size, end = len(rows.lengths), self._end(rows, self._written)
+            pairs.append(self.codec.decode([part[:size, :, :end] for part in parts]))
+        return by_class([k for k, _ in pairs]), by_class([v for _, v in pairs])
+
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> "mx.array | str | ByClass | None":
+        """Mask of the next `length` tokens over the result of `update_and_fetch`."""
+        window, masks = window_size or self.max_size, []
+        ahead = self._written + length
+        for rows in self.lengths.classes:
+            fits = rows.longest + ahead <= window
+            # As from mlx-lm, a token that sees all positions has no array either.
+            needs_array = return_array and (length > 1 or len(self.lengths.values) > 1)
+            if rows.common is not None and fits and not needs_array:
+                masks.append(None if length == 1 else "causal")
+            else:
+                masks.append(self._mask(rows, length, inf if fits else window))
+        return by_class(masks)
+
+    def _mask(self, rows: LengthClass, length: int, window: float) -> mx.array:
+        ahead = self._written + length
+        queries = rows.positions(ahead)[:, None, -length:, None]
+        start, end = rows.longest + self._written, rows.longest + ahead
+        if self._is_long(length):
+            keys = mx.arange(self._start(start), end, dtype=mx.int32)
+        else:
+            keys = mx.arange(self._end(rows, ahead), dtype=mx.int32)
+            if end > self._size:
+                # The position that was last written to every slot of the ring.
+                newest = queries[:, :, -1:]
+                keys = newest - (newest - keys) % self._size
+        mask = keys <= queries
+        if window < inf:
+            # Slots of the ring that have no position yet are negative.
+            mask = mask & (keys > mx.maximum(queries - window, -1))
+        return mask[0, 0] if len(self.lengths.values) == 1 else mask
+
     def _end(self, rows: LengthClass, count: int) -> int:
         """Positions of the buffers in use after `count` more tokens."""
-        return rows.longest + count
+        return min(rows.longest + count, self._size)
+
+    def _start(self, length: int) -> int:
+        """The first position that the next token of a row attends to."""
+        return max(0, length - self.max_size + 1)
 
     def _write(
-        self, rows: LengthClass, buffer: mx.array, new: mx.array, count: int
+        self, rows: LengthClass, buffer: mx.array, new: mx.array, written: int
     ) -> None:
+        """Write positions behind those that this pass has written."""
         if not new.size:
             return
-        common, size = rows.common, len(rows.lengths)
-        if common is not None:
-            buffer[:size, :, common : common + count] = new
+        count, end = new.shape[2], rows.longest + written + new.shape[2]
+        if rows.common is not None and end <= self._size:
+            buffer[: len(rows.lengths), :, end - count : end] = new
             return
+        slots = rows.positions(written + count)[:, written:]
+        slots = slots % self._size if end > self._size else slots
         # The indexed axes come first in such an assignment.
-        buffer[rows.indices, :, rows.positions(count)] = new.swapaxes(1, 2)
+        buffer[rows.indices, :, slots] = new.swapaxes(1, 2)
 
-    def _joined(self, parts: Sequence[mx.array]) -> tuple:
-        """Keys and values from their arrays."""
-        half = len(parts) // 2
-        return (*parts,) if half == 1 else (tuple(parts[:half]), tuple(parts[half:]))
+    def _is_long(self, count: int) -> bool:
+        """Whether so many positions would overwrite what the first of them need."""
+        return count > WINDOW_SLACK and self.max_size < inf
+
+    def _write_long(self, new: Sequence[mx.array], written: int) -> None:
+        """Write the positions of a long pass, of the only row."""
+        start = self.lengths.all.longest + written
+        assert len(self.lengths.values) == 1, "several rows take few positions"
+        self._long, end = [*new], start + new[0].shape[2]
+        if start:
+            old = self.entries(self._start(start), start)
+            self._long = [
+                mx.concatenate(pair, axis=2) for pair in zip(old, new, strict=True)
+            ]
+        self._reserve(0, new, end)
+        count = min(self._long[0].shape[2], self._size)
+        kept = [part[:, :, -count:] for part in self._long]
+        self._write_entries(kept, end - count, end)
+
+    def _write_entries(self, parts: Sequence[mx.array], start: int, end: int) -> None:
+        """Write positions of the only row."""
+        slots: Any = slice(start, end)
+        if end > self._size:
+            slots = mx.arange(start, end) % self._size
+        for buffer, part in zip(self._only(), parts, strict=True):
+            buffer[:, :, slots] = part
 
     def _reserve(self, index: int, like: Sequence[mx.array], positions: int) -> None:
         """Make room for all rows of a class with this many positions."""
@@ -287,11 +388,12 @@ class FullRows:
                 mx.zeros((0, part.shape[1], 0, part.shape[3]), part.dtype)
                 for part in like
             ]
+        positions = min(positions, self._size)
         rows, _, capacity, _ = self.buffers[index][0].shape
         missing = self._rows[index] - rows
         # Not one by one, which would copy all rows each time.
         more_rows = max(missing, rows // 8) if missing > 0 else 0
-        step = max(STEP, positions // 32)
+        step = max(self._step, positions // 32)
         wanted = min(-(-positions // step) * step, self._size)
         more = wanted - capacity if positions > capacity else 0
         if more_rows or more:
@@ -299,66 +401,11 @@ class FullRows:
             self.buffers[index] = [mx.pad(b, widths) for b in self.buffers[index]]
 
 
-class WindowRows(FullRows):
-    """Keys and values of a sliding window, as a ring of positions.
-
-    The ring is larger than the window by `WINDOW_SLACK` positions: so many can be
-    rolled back, because what they overwrote had left the window.
-
-    Args: see `FullRows`.
-    """
-
-    def __init__(self, lengths: RowLengths, like: Any):
-        super().__init__(lengths, like)
-        self.max_size = like.max_size
-        self._size = like.max_size + WINDOW_SLACK
-
-    def _copy_in(
-        self, parts: Sequence[mx.array], cache: Any, index: int, row: int
-    ) -> None:
-        end = cache.offset
-        start = max(cache.first, end - self.max_size + 1, 0)
-        parts = [part[:, :, start - cache.first : end - cache.first] for part in parts]
-        self._reserve(index, parts, end)
-        rows, slots = mx.array([[row]]), mx.arange(start, end)[None] % self._size
-        for buffer, part in zip(self.buffers[index], parts, strict=True):
-            buffer[rows, :, slots] = part.swapaxes(1, 2)
-
-    def extract(self, place: int, cache: Any, length: int) -> None:
-        """Copy a row to an empty cache of one sequence."""
-        super().extract(place, cache, length)
-        cache.first = max(0, length - self.max_size + 1)
-
-    def _copy_out(self, rows: Sequence[mx.array], cache: Any, length: int) -> None:
-        slots = mx.arange(max(0, length - self.max_size + 1), length) % self._size
-        cache.keys, cache.values = self._joined([row[:, :, slots] for row in rows])
-
-    def _mask(self, rows: LengthClass, length: int, window: float) -> mx.array:
-        queries = rows.positions(length)[:, None, :, None]
-        # The last position that was written to every slot of the ring.
-        newest = queries[:, :, -1:]
-        slots = mx.arange(self._end(rows, length), dtype=mx.int32)
-        keys = newest - (newest - slots) % self._size
-        return (keys >= 0) & (keys <= queries) & (keys > queries - window)
-
-    def _end(self, rows: LengthClass, count: int) -> int:
-        return min(super()._end(rows, count), self._size)
-
-    def _write(
-        self, rows: LengthClass, buffer: mx.array, new: mx.array, count: int
-    ) -> None:
-        assert count <= WINDOW_SLACK
-        slots = rows.positions(count) % self._size
-        buffer[rows.indices, :, slots] = new.swapaxes(1, 2)
-
-    def _reserve(self, index: int, like: Sequence[mx.array], positions: int) -> None:
-        super()._reserve(index, like, min(positions, self._size))
-
-
 class RecurrentRows:
     """Recurrent states.
 
-    Args: see `FullRows`.
+    Args:
+        like: the cache of one sequence.
 
     Attributes:
         arrays: mlx-lm's ArraysCache [B, ...], which the model reads and writes.
@@ -366,7 +413,7 @@ class RecurrentRows:
 
     is_recurrent = True
 
-    def __init__(self, lengths: RowLengths, like: Any):
+    def __init__(self, like: Any):
         self.arrays = type(like)(len(like.cache))
         self._rows = 0
 
@@ -418,7 +465,3 @@ class RecurrentRows:
     def end(self) -> None:
         """End a forward pass."""
         self.arrays.lengths = None
-
-
-def _parts(values: mx.array | tuple) -> Sequence[mx.array]:
-    return [values] if isinstance(values, mx.array) else values

@@ -1,8 +1,8 @@
 """Prefix cache: processed prefixes are stored once and used by all requests."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 import mlx.core as mx
 import numpy as np
@@ -24,7 +24,6 @@ class PrefixNode:
         layer_ids: the blocks whose outputs these are.
         snapshot: layers without positions after the last token; None = not stored.
         children: by their first token.
-        used: time of the last use.
     """
 
     tokens: np.ndarray
@@ -34,7 +33,6 @@ class PrefixNode:
     layer_ids: tuple[int, ...] = ()
     snapshot: list | None = None
     children: dict[int, "PrefixNode"] = field(default_factory=dict)
-    used: int = 0
 
     @property
     def state(self) -> dict:
@@ -81,7 +79,9 @@ class PrefixCache:
         self.sizes: tuple[int, int] | None = None
         # By adapter: another one gives other keys and values.
         self.roots = {BASE: PrefixNode(np.zeros(0, np.int32), [])}
-        self._times = count(1)
+        # All nodes but the roots by last use. A node is used after those that follow
+        # it: so the first one is always an end.
+        self._by_use: OrderedDict[PrefixNode, None] = OrderedDict()
 
     @property
     def root(self) -> PrefixNode:
@@ -90,10 +90,7 @@ class PrefixCache:
 
     def nodes(self) -> Iterator[PrefixNode]:
         """All nodes but the roots, parents first."""
-        waiting = [n for root in self.roots.values() for n in root.children.values()]
-        while waiting:
-            yield (node := waiting.pop())
-            waiting += node.children.values()
+        return reversed(self._by_use)
 
     def insert(self, tokens: Sequence[int], cache: CacheState) -> None:
         """Store a cache that has processed exactly these tokens."""
@@ -102,6 +99,7 @@ class PrefixCache:
         path, matched, in_last = self._walk(new, cache.adapter)
         if in_last:
             path[-1:] = [self._split(path[-1], in_last)]
+        self._use(path[-1])
         if matched < len(new):
             end = PrefixNode(new[matched:], cache.positions(matched, len(new)))
             if self._size(end) > self.max_bytes:
@@ -111,9 +109,11 @@ class PrefixCache:
         self._keep_hidden(path, cache)
         if path[-1].snapshot is None and len(new):
             self._store(path[-1], "snapshot", cache.snapshot())
-        self._use(path)
         mx.async_eval(path[-1].arrays)
-        self._evict()
+        while self.nbytes > self.max_bytes:
+            oldest = next(iter(self._by_use))
+            del oldest.parent.children[int(oldest.tokens[0])]
+            self._forget(oldest)
 
     def fetch(
         self, tokens: Sequence[int], new_cache: Callable[[], CacheState]
@@ -132,7 +132,7 @@ class PrefixCache:
         cache = new_cache()
         new = np.array(tokens[:-1], np.int32)
         path, matched, in_last = self._walk(new, cache.adapter)
-        self._use(path)
+        self._use(path[-1])
         if not cache.has_snapshot:
             _restore(cache, path, in_last)
             return cache, matched
@@ -156,14 +156,18 @@ class PrefixCache:
 
     def drop(self, adapter: int) -> None:
         """Drop everything of an adapter."""
-        self.roots.pop(adapter, None)
-        self.nbytes = sum(map(self._size, self.nodes()))
+        dropped = [self.roots.pop(adapter)] if adapter in self.roots else []
+        for node in dropped:
+            dropped += node.children.values()
+        for node in dropped[1:]:
+            self._forget(node)
 
     def add(self, parent: PrefixNode, node: PrefixNode) -> None:
         """Add a new end to the tree."""
         node.parent = parent
         parent.children[int(node.tokens[0])] = node
         self.nbytes += self._size(node)
+        self._use(node)
 
     def _walk(
         self, tokens: np.ndarray, adapter: int
@@ -215,9 +219,17 @@ class PrefixCache:
                 mx.async_eval(hidden)
                 self._store(node, "hidden", hidden)
 
-    def _use(self, path: Sequence[PrefixNode]) -> None:
-        for node in path:
-            node.used = next(self._times)
+    def _use(self, node: PrefixNode) -> None:
+        """Count a use of a node, and then of those that it follows."""
+        while node.parent:
+            self._by_use[node] = None
+            self._by_use.move_to_end(node)
+            node = node.parent
+
+    def _forget(self, node: PrefixNode) -> None:
+        """Count a node no more, which has left the tree."""
+        del self._by_use[node]
+        self.nbytes -= self._size(node)
 
     def _size(self, node: PrefixNode) -> int:
         """Bytes that a node counts as."""
@@ -232,13 +244,6 @@ class PrefixCache:
         self.nbytes -= self._size(node)
         setattr(node, name, states)
         self.nbytes += self._size(node)
-
-    def _evict(self) -> None:
-        while self.nbytes > self.max_bytes:
-            ends = (node for node in self.nodes() if not node.children)
-            oldest = min(ends, key=lambda node: node.used)
-            del oldest.parent.children[int(oldest.tokens[0])]
-            self.nbytes -= self._size(oldest)
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:

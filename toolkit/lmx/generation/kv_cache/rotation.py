@@ -10,14 +10,15 @@ mean of values would cost more than it saves: those of the first token are almos
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, Self
+from typing import Any
 
 import mlx.core as mx
 
 from ...models.loader import make_cache
+from .layer_rows import AttentionRows, RowLengths
 
 PLAIN, WINDOW = "KVCache", "RotatingKVCache"
 GROUP_SIZES = (128, 64, 32)
@@ -26,8 +27,6 @@ CALIBRATION_TOKENS = 256
 CLIPPED_RANGES = {2: 0.65, 3: 0.87}
 """The share of a group's range that is kept, with the least error for normal numbers.
 With more bits it is all of the range."""
-BUFFER_STEP = 256
-"""Positions by which the buffers grow."""
 ROTATIONS = "_key_rotations"
 MLX_LM_ATTENTION = "mlx_lm.models.base", "quantized_scaled_dot_product_attention"
 
@@ -132,99 +131,39 @@ class RecordedChannels:
         return KeyRotation(mean, scale, self.group_size)
 
 
-class RotatedKVCache:
-    """A full-attention cache of one sequence, with rotated and quantized entries.
+@dataclass(frozen=True)
+class RotatedCodec:
+    """Rotated and quantized keys and values: codes, scales and biases of each.
 
     Args:
         rotation: of the layer.
-        bits: as for `mx.quantize`. mlx-lm's attention reads them, and `group_size`.
-
-    Attributes:
-        keys, values: codes, scales and biases [B, H, capacity, ...]; None at first.
-        offset: number of tokens.
+        bits: as for `mx.quantize`.
     """
 
-    def __init__(self, rotation: KeyRotation, bits: int):
-        self.rotation, self.bits = rotation, bits
-        self.keys: Quantized | None = None
-        self.values: Quantized | None = None
-        self.offset = 0
+    rotation: KeyRotation
+    bits: int
+    arrays = 6
 
     @property
     def group_size(self) -> int:
         """As for `mx.quantize`."""
         return self.rotation.group_size
 
-    def empty_copy(self) -> Self:
-        """An empty cache of the same kind."""
-        return type(self)(self.rotation, self.bits)
+    def encode(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        """The arrays to store of new keys and values [B, H, N, D]."""
+        spec = self.group_size, self.bits
+        keys = quantized(self.rotation.keys(keys), *spec)
+        return [*keys, *quantized(rotated(values), *spec)]
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
-        """Append N positions [B, H, N, D]; returns all."""
-        start, end = self.offset, self.offset + keys.shape[2]
-        new = quantized_entries(self, keys, values)
-        buffers = [*(self.keys or ()), *(self.values or ())]
-        if not buffers or end > buffers[0].shape[2]:
-            size = -(-end // BUFFER_STEP) * BUFFER_STEP
-            buffers = [
-                _resized(part, old, start, size)
-                for part, old in zip(new, buffers or [None] * len(new), strict=True)
-            ]
-            self.keys, self.values = tuple(buffers[:3]), tuple(buffers[3:])
-        for buffer, part in zip(buffers, new, strict=True):
-            buffer[:, :, start:end] = part
-        self.offset = end
-        return self.keys_and_values()
+    def decode(self, parts: Sequence[mx.array]) -> tuple[RotatedKeys, Quantized]:
+        """Keys and values for the attention."""
+        keys = RotatedKeys(parts[:3])
+        keys.rotation = self.rotation
+        return keys, tuple(parts[3:])
 
-    def keys_and_values(self) -> tuple[RotatedKeys, Quantized]:
-        """The last result of `update_and_fetch`, for layers that share keys."""
-        keys, values = (
-            tuple(part[:, :, : self.offset] for part in parts)
-            for parts in (self.keys, self.values)
-        )
-        return with_rotation(keys, self.rotation), values
-
-    def make_mask(
-        self, length: int, window_size: int | None = None, return_array: bool = False
-    ) -> mx.array | str | None:
-        """Mask of the next `length` tokens over the result of `update_and_fetch`."""
-        end = self.offset + length
-        fits = window_size is None or end <= window_size
-        if fits and not return_array:
-            return None if length == 1 else "causal"
-        queries = mx.arange(self.offset, end)[:, None]
-        keys = mx.arange(end)
-        mask = keys <= queries
-        return mask if fits else mask & (keys > queries - window_size)
-
-    def trim(self, count: int) -> int:
-        """Remove the last tokens; returns the number removed."""
-        count = min(count, self.offset)
-        self.offset -= count
-        return count
-
-    def size(self) -> int:
-        """Positions that the next token may attend to."""
-        return self.offset
-
-    def empty(self) -> bool:
-        """Whether nothing was stored yet."""
-        return self.keys is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(part.nbytes for part in (*(self.keys or ()), *(self.values or ())))
-
-    @property
-    def state(self) -> tuple:
-        """All arrays."""
-        return self.keys, self.values
-
-    @property
-    def name(self) -> str:
-        """The kind of the cache. Entries of another kind mean other keys and values."""
-        return f"{type(self).__name__} of {self.bits} bits, {self.rotation.digest}"
+    def name(self, kind: str) -> str:
+        """The name of a kind of cache with this codec."""
+        return f"Rotated{kind} of {self.bits} bits, {self.rotation.digest}"
 
 
 def key_rotations(model: Any) -> list[KeyRotation | None]:
@@ -251,7 +190,8 @@ def key_rotations(model: Any) -> list[KeyRotation | None]:
             # Also for a window: the model hides what is outside of it.
             if type(cache).__name__ in (PLAIN, WINDOW) and not cache.empty():
                 recorded[i] = RecordedChannels(_group_size(cache))
-                recording[i] = RotatedKVCache(recorded[i], 8)
+                codec = RotatedCodec(recorded[i], 8)
+                recording[i] = AttentionRows(RowLengths(1), codec)
         rng = np.random.default_rng(0)
         tokens = rng.integers(0, vocabulary, (1, CALIBRATION_TOKENS))
         logits = model(mx.array(tokens), cache=recording)
@@ -289,20 +229,6 @@ def quantized(x: mx.array, group_size: int, bits: int) -> Quantized:
     return codes, scales, biases + low.squeeze(-1)
 
 
-def quantized_entries(cache: Any, keys: mx.array, values: mx.array) -> list[mx.array]:
-    """All arrays of new keys and values [B, H, N, D], for a cache with a rotation."""
-    spec = cache.group_size, cache.bits
-    keys = quantized(cache.rotation.keys(keys), *spec)
-    return [*keys, *quantized(rotated(values), *spec)]
-
-
-def with_rotation(keys: Iterable[mx.array], rotation: KeyRotation) -> RotatedKeys:
-    """The keys for the attention."""
-    keys = RotatedKeys(keys)
-    keys.rotation = rotation
-    return keys
-
-
 def _replace_attention() -> None:
     """Let the quantized attention of mlx-lm rotate queries and its output."""
     module, name = sys.modules[MLX_LM_ATTENTION[0]], MLX_LM_ATTENTION[1]
@@ -319,13 +245,6 @@ def _with_rotation_of_keys(attention: Callable) -> Callable:
         return rotated(attention(queries, q_keys, q_values, *args, **options))
 
     return call
-
-
-def _resized(like: mx.array, old: mx.array | None, used: int, size: int) -> mx.array:
-    """A buffer of `size` positions that begins with the old one's used positions."""
-    shape = (*like.shape[:2], size - used, like.shape[3])
-    zeros = mx.zeros(shape, like.dtype)
-    return zeros if old is None else mx.concatenate([old[:, :, :used], zeros], axis=2)
 
 
 def _group_size(cache: Any) -> int:

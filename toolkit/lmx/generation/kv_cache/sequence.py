@@ -5,22 +5,25 @@ It also records hidden states of the tokens, which drafters read.
 
 import copy
 from collections.abc import Sequence
+from itertools import islice
+from math import inf
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.loader import make_cache
 from ...models.lora.multi_lora import BASE, adapter_rows
-from .rotation import PLAIN, KeyRotation, RotatedKVCache, key_rotations
-from .window import RotatedWindowCache, WindowCache
+from .codec import PLAIN_CODEC, Codec
+from .layer_rows import AttentionRows, RowLengths
+from .rotation import PLAIN, WINDOW, RotatedCodec, key_rotations
 
-GROWING = PLAIN, RotatedKVCache.__name__
 KVBits = int | Sequence[int] | None
 UNQUANTIZED = 16
 """As `kv_bits`: keys and values in the dtype of the model."""
+BUFFER_STEP = 256
+"""Positions by which the buffers of one sequence grow."""
 
 
 class RecordedStates:
@@ -97,8 +100,8 @@ class CacheState:
 
     def __init__(self, model: Any, *, kv_bits: KVBits = None):
         self.model = model
-        self.caches = self._plain_caches()
-        self.length = 0
+        self._lengths = RowLengths(1)
+        self.caches = self._empty_caches()
         self.recorded: RecordedStates | None = None
         self.adapter = BASE
         if layer_bits := _bits_of_layers(kv_bits, len(self.caches)):
@@ -107,6 +110,15 @@ class CacheState:
         # None = no checkpoint is set.
         self._checkpoint_states: list[tuple] = []
         self._tokens_since: list[mx.array] | None = None
+
+    @property
+    def length(self) -> int:
+        """Processed tokens."""
+        return self._lengths.values[0]
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self._lengths.set([length])
 
     @property
     def layer_caches(self) -> list:
@@ -137,7 +149,8 @@ class CacheState:
         """
         # Only shapes are used, so nothing is computed.
         self.forward(mx.zeros((1, 1), mx.int32))
-        return sum(part.nbytes / part.shape[2] for part in self._growing_arrays())
+        parts = [part for leaf in self._growing() for part in leaf.buffers[0]]
+        return sum(part.nbytes / part.shape[2] for part in parts)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -147,13 +160,15 @@ class CacheState:
     def empty_copy(self) -> "CacheState":
         """An empty cache of the same kinds, quantized ones included."""
         new = copy.copy(self)
-        new.caches = [*map(_like, self._plain_caches(), self.caches)]
-        new.length, new.recorded, new.adapter = 0, None, BASE
+        new._lengths = RowLengths(1)
+        codecs = [getattr(cache, "codec", PLAIN_CODEC) for cache in self.caches]
+        new.caches = new._empty_caches(codecs)
+        new.recorded, new.adapter = None, BASE
         new.commit()
         return new
 
     def forward(self, tokens: mx.array) -> mx.array:
-        """Process tokens [B, L]; returns lazy logits [B, L, V]."""
+        """Process tokens [1, L]; returns lazy logits [1, L, V]."""
         with adapter_rows(self.model, [self.adapter] * len(tokens)):
             if self.recorded:
                 logits, states = forward_with_hidden_states(
@@ -169,7 +184,7 @@ class CacheState:
         return logits
 
     def prefill(self, tokens: mx.array, *, step_size: int) -> None:
-        """Process prompt tokens [B, L] in chunks of `step_size`.
+        """Process prompt tokens [1, L] in chunks of `step_size`.
 
         The logits are never evaluated, so the LM head costs nothing.
         """
@@ -205,9 +220,9 @@ class CacheState:
         recurrent = self._recurrent()
         # Before tokens are processed again, all layers must be at the checkpoint.
         trimmed = since if recurrent else count
-        for leaf in self.layer_caches:
-            if not _is_recurrent(leaf):
-                assert leaf.trim(trimmed) == trimmed
+        assert all(_can_trim(leaf, trimmed) for leaf in self._attention())
+        for leaf in self._foreign():
+            leaf.trim(trimmed)
         for leaf, state in zip(recurrent, self._checkpoint_states, strict=True):
             leaf.state = _copy(state)
         self._drop(trimmed)
@@ -224,7 +239,7 @@ class CacheState:
         """
         if not all(_can_trim(leaf, count) for leaf in self.layer_caches):
             return False
-        for leaf in self.layer_caches if count else []:
+        for leaf in self._foreign() if count else []:
             leaf.trim(count)
         self._drop(count)
         self.commit()
@@ -241,7 +256,7 @@ class CacheState:
     def kinds(self) -> list[str]:
         """The kind of every layer's cache; also bits and rotation of quantized ones."""
         return [
-            leaf.name if _bits(leaf) else type(leaf).__name__
+            leaf.name if isinstance(leaf, AttentionRows) else type(leaf).__name__
             for leaf in self.layer_caches
         ]
 
@@ -250,13 +265,16 @@ class CacheState:
 
         Only full attention has them, as one array or as codes, scales and biases.
         """
-        # Not slices: those share the buffers, and keep them in memory.
-        indices = mx.arange(start, end)
-        return [mx.take(part, indices, axis=2) for part in self._growing_arrays()]
+        return [part for leaf in self._growing() for part in leaf.entries(start, end)]
 
     def snapshot(self) -> list:
         """The states of all other layers, which hold only for this length."""
-        return [_copy(leaf.state) for leaf in self._other_caches()]
+        return [
+            (leaf.entries(leaf.first, self.length), leaf.first)
+            if isinstance(leaf, AttentionRows)
+            else _copy(leaf.state)
+            for leaf in self._other_caches()
+        ]
 
     def restore(
         self, positions: Sequence[mx.array], snapshot: list, length: int
@@ -264,26 +282,21 @@ class CacheState:
         """Fill an empty cache with all positions and a snapshot of another one."""
         assert not self.length
         parts = iter(positions)
-        for leaf in self.layer_caches:
-            if type(leaf).__name__ in GROWING:
-                leaf.keys, leaf.values = (
-                    _of_parts([next(parts) for _ in range(3 if _bits(leaf) else 1)])
-                    for _ in range(2)
-                )
-                leaf.offset = length
+        for leaf in self._growing():
+            leaf.restore([*islice(parts, leaf.codec.arrays)], 0, length)
         for leaf, state in zip(self._other_caches(), snapshot, strict=True):
-            leaf.state = _copy(state)
+            if isinstance(leaf, AttentionRows):
+                leaf.restore(*state, length)
+            else:
+                leaf.state = _copy(state)
         self.length = length
         self._check_offsets()
 
-    def _growing_arrays(self) -> list[mx.array]:
-        growing = [c for c in self.layer_caches if type(c).__name__ in GROWING]
-        return [
-            array for _, array in tree_flatten([(c.keys, c.values) for c in growing])
-        ]
+    def _growing(self) -> list[AttentionRows]:
+        return [leaf for leaf in self.layer_caches if _grows(leaf)]
 
     def _other_caches(self) -> list:
-        return [c for c in self.layer_caches if type(c).__name__ not in GROWING]
+        return [leaf for leaf in self.layer_caches if not _grows(leaf)]
 
     def _drop(self, count: int) -> None:
         """Count `count` tokens less."""
@@ -293,6 +306,13 @@ class CacheState:
 
     def _recurrent(self) -> list:
         return [leaf for leaf in self.layer_caches if _is_recurrent(leaf)]
+
+    def _attention(self) -> list:
+        return [leaf for leaf in self.layer_caches if not _is_recurrent(leaf)]
+
+    def _foreign(self) -> list:
+        """Attention caches of mlx-lm, which count their tokens themselves."""
+        return [c for c in self._attention() if not isinstance(c, AttentionRows)]
 
     def _check_offsets(self) -> None:
         for leaf in self.layer_caches:
@@ -311,10 +331,29 @@ class CacheState:
                 f"this model's keys and values cannot be quantized: {error}",
                 hint="keep the model's dtype: kv_bits 16, or no kv_bits",
             ) from error
-        self.caches = [*map(_quantized, self.caches, layer_bits, rotations)]
+        self.caches = self._empty_caches(
+            [
+                RotatedCodec(rotation, bits)
+                if rotation and bits != UNQUANTIZED
+                else PLAIN_CODEC
+                for rotation, bits in zip(rotations, layer_bits, strict=True)
+            ]
+        )
 
-    def _plain_caches(self) -> list:
-        return [_with_window_cache(cache) for cache in make_cache(self.model)]
+    def _empty_caches(self, codecs: Sequence[Codec] | None = None) -> list:
+        caches = make_cache(self.model)
+        codecs = codecs or [PLAIN_CODEC] * len(caches)
+        return [*map(self._empty, caches, codecs)]
+
+    def _empty(self, cache: Any, codec: Codec) -> Any:
+        """Rows in place of mlx-lm's KVCache and RotatingKVCache."""
+        kind = type(cache).__name__
+        if kind == PLAIN or (kind == WINDOW and not cache.keep):
+            size = inf if kind == PLAIN else cache.max_size
+            return AttentionRows(self._lengths, codec, size, step=BUFFER_STEP)
+        if hasattr(cache, "caches"):
+            cache.caches = tuple(self._empty(c, PLAIN_CODEC) for c in cache.caches)
+        return cache
 
 
 def _bits_of_layers(kv_bits: KVBits, count: int) -> list[int]:
@@ -334,30 +373,6 @@ def _bits_of_layers(kv_bits: KVBits, count: int) -> list[int]:
     return bits if any(bit != UNQUANTIZED for bit in bits) else []
 
 
-def _like(empty, cache):
-    """An empty cache, as quantized as another one of this layer."""
-    if not hasattr(cache, "bits"):
-        return empty
-    return cache.empty_copy()
-
-
-def _quantized(cache, bits: int, rotation: KeyRotation | None):
-    if bits == UNQUANTIZED or rotation is None:
-        return cache
-    if isinstance(cache, WindowCache):
-        return RotatedWindowCache(cache.max_size, rotation, bits)
-    return RotatedKVCache(rotation, bits) if type(cache).__name__ == PLAIN else cache
-
-
-def _with_window_cache(cache):
-    """mlx-lm's cache, or a `WindowCache` in place of a RotatingKVCache."""
-    if type(cache).__name__ == "RotatingKVCache" and not cache.keep:
-        return WindowCache(cache.max_size)
-    if hasattr(cache, "caches"):
-        cache.caches = tuple(_with_window_cache(inner) for inner in cache.caches)
-    return cache
-
-
 def flatten_caches(caches: Sequence) -> list:
     """All caches in a flat list; nested cache lists are expanded."""
     return [
@@ -369,14 +384,9 @@ def flatten_caches(caches: Sequence) -> list:
     ]
 
 
-def _bits(leaf) -> int | None:
-    return getattr(leaf, "bits", None)
-
-
-def _of_parts(parts: Sequence[mx.array]) -> mx.array | tuple:
-    """Keys or values from their arrays, which are not changed when these are."""
-    copies = _copy(tuple(parts))
-    return copies if len(copies) > 1 else copies[0]
+def _grows(leaf) -> bool:
+    """Whether a cache keeps the keys and values of all positions."""
+    return isinstance(leaf, AttentionRows) and leaf.max_size == inf
 
 
 def _is_recurrent(leaf) -> bool:
@@ -386,7 +396,7 @@ def _is_recurrent(leaf) -> bool:
 def _can_trim(leaf, count: int) -> bool:
     if not count:
         return True
-    if isinstance(leaf, WindowCache):
+    if isinstance(leaf, AttentionRows):
         return leaf.can_trim(count)
     # mlx-lm's chunked cache drops its front once it starts at a position other than 0.
     return not _is_recurrent(leaf) and not getattr(leaf, "start_position", 0)

@@ -5,7 +5,7 @@ longer than over one. The controller therefore uses the measured time of every k
 round and the measured acceptance rate at every draft position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -17,6 +17,13 @@ PRIOR = 1.0
 MIN_MEASUREMENTS = 3
 # Maximum share of the time spent on trying draft lengths that do not pay off.
 EXPLORATION_BUDGET = 0.02
+FIRST_STANDARD_STEPS, STANDARD_STEPS = 4, 16
+"""Steps without a draft in a row, while their time is not known (few, so that short
+requests get drafts), and then when the draft length is 0."""
+RETRY_STEPS = 1, 2, 3, 3
+"""The same after tries in a row without draft tokens. Each try adds a step that is not
+launched ahead: a cycle of 13 tokens, a prime number, so that a text with a shorter
+period is tried at every place of it."""
 
 
 @dataclass
@@ -160,15 +167,6 @@ class DraftLengthController:
 
 
 @dataclass
-class StandardSteps:
-    """Steps without a draft: those left before the next draft, and those timed."""
-
-    left: int = 0
-    count: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
 class SpeculativeStats:
     """Statistics of speculative decoding.
 
@@ -260,3 +258,87 @@ class SpeculativeStats:
             "predicted_speedup": self.predicted_speedup,
             "speedup": self.measured_speedup,
         }
+
+
+class DraftPlanner:
+    """Decides when the rows of a batch get draft tokens, and how many.
+
+    Args:
+        controller: for one row; batches get their own like it.
+
+    Attributes:
+        stats: counts of what happened.
+        agree: the seconds to learn from, in place of those that were measured.
+    """
+
+    def __init__(self, controller: DraftLengthController):
+        self.stats = SpeculativeStats()
+        self.agree: Callable[[float], float] = lambda seconds: seconds
+        self._controllers = {1: controller}
+        # Steps without a draft: those left before the next one, and those timed.
+        self._left = self._count = 0
+        self._seconds = 0.0
+        self._misses = 0  # tries in a row without draft tokens
+
+    def length(self, rows: int) -> int:
+        """Draft tokens of each of so many rows; 0 = a step without a draft."""
+        return self._controller(rows).next_length()
+
+    def tries(self, rows: int, *, has_draft: bool) -> bool:
+        """Whether this step may be a round. If not, some others are none either.
+
+        Args:
+            has_draft: whether a row was given its draft tokens already.
+        """
+        if self._left > 0:
+            return False
+        if has_draft or self.length(rows):
+            return True
+        is_known = self._controller(rows).standard.is_known
+        self._rest(STANDARD_STEPS if is_known else FIRST_STANDARD_STEPS)
+        return False
+
+    def found(self, has_drafts: bool) -> None:
+        """Whether a try gave a draft token. If not, some steps do not try."""
+        if has_drafts:
+            self._misses = 0
+        else:
+            self._rest(RETRY_STEPS[self._misses])
+            self._misses = (self._misses + 1) % len(RETRY_STEPS)
+
+    def joined(self) -> None:
+        """The times so far are those of fewer rows."""
+        self._rest(self._left)
+
+    def time_step(self, rows: int, seconds: float) -> None:
+        """Time a step without a draft."""
+        self._count, self._seconds = self._count + 1, self._seconds + seconds
+        self._left -= 1
+        if self._left <= 0:
+            controller, seconds = self._controller(rows), self.agree(self._seconds)
+            controller.record_standard(self._count, seconds)
+            self.stats.add_time(self._count, seconds, controller)
+
+    def time_round(
+        self, drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        """Count and time a round with these numbers of draft tokens by row."""
+        for num_draft_tokens, num_accepted in zip(drafted, accepted, strict=True):
+            if num_draft_tokens:
+                self.stats.add_round(num_draft_tokens, num_accepted)
+            else:
+                self.stats.standard_tokens += 1
+        controller, seconds = self._controller(len(drafted)), self.agree(seconds)
+        controller.record_round(drafted, accepted, seconds)
+        tokens = 1 + sum(accepted) / len(accepted)
+        self.stats.add_time(tokens, seconds, controller)
+
+    def _rest(self, steps: int) -> None:
+        self._left, self._count, self._seconds = steps, 0, 0.0
+
+    def _controller(self, rows: int) -> DraftLengthController:
+        """The controller for a number of rows, in powers of two."""
+        size = 1 << (rows - 1).bit_length()
+        if size not in self._controllers:
+            self._controllers[size] = self._controllers[1].like()
+        return self._controllers[size]

@@ -8,9 +8,9 @@ import mlx.core as mx
 
 from ...errors import UserError, nan_predictions
 from ..kv_cache.batch import CacheBatch, OneRow, is_batchable, join, padded
+from ..kv_cache.layer_rows import WINDOW_SLACK
 from ..kv_cache.prefix import PrefixCache
 from ..kv_cache.sequence import CacheState
-from ..kv_cache.window import WINDOW_SLACK
 from ..sampler import Sampler, sample_rows
 from .proposer import (
     NO_DRAFT,

@@ -161,7 +161,7 @@ class Questions:
                 nonlocal started
                 before, first = steps.count, started
                 steps.add_tokens(1, is_last=response.finish_reason is not None)
-                started = len(requests) - len(generator.engine.scheduler.waiting)
+                started = len(requests) - generator.engine.num_waiting
                 tokens = (started - first) * each * ranks.size
                 # A stream that is read has tokens that came with those of another one.
                 if started > first or steps.count > before:
@@ -205,7 +205,7 @@ def distinct_tokens(prompts: Sequence[Sequence[int]]) -> int:
 
 def batch_rows(generator: Generator, answers: int) -> int:
     """How many answers a generator decodes at once."""
-    limit = generator.engine.scheduler.max_batch_size
+    limit = generator.engine.max_batch_size
     return min(answers, limit if is_batchable(generator.model) else 1)
 
 

@@ -6,20 +6,39 @@ from itertools import combinations, pairwise
 
 import pytest
 from lmx.data.token_bytes import token_bytes
-from lmx.generation.outputs import StopStringMatcher, StreamingDetokenizer
+from lmx.generation.sequence import GenerationRequest, TokenOutput
+from lmx.generation.text_stream import TextStream
 from lmx.models.loader import load_tokenizer
 from tiny_generators import byte_tokenizer, scripted
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 
+class Letters:
+    """Stands in for a tokenizer: the text of a token is a part of a text."""
+
+    def __init__(self, parts):
+        self.parts, self.added_tokens_decoder = parts, {}
+
+    def decode(self, tokens, **_):
+        return "".join(self.parts[token] for token in tokens)
+
+
+def text_stream(tokenizer, prompt=(), stop=()):
+    return TextStream(tokenizer, GenerationRequest(prompt), stop)
+
+
+def add(stream, token, *, last=False):
+    return stream.add(TokenOutput(None, token, last)).text
+
+
 def push_all(parts, stops):
-    matcher, out = StopStringMatcher(stops), ""
-    for part in parts:
-        out += matcher.push(part)
-        if matcher.matched:
-            return out, True
-    return out + matcher.flush(), False
+    stream, out = text_stream(Letters(parts), stop=stops), ""
+    for index in range(len(parts)):
+        out += add(stream, index, last=index == len(parts) - 1)
+        if stream.finish_reason:
+            break
+    return out, stream.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -44,15 +63,12 @@ def test_stop_string_is_found_across_chunks(text, stops, expected):
             assert (out, matched) == (expected, expected != text), parts
 
 
-def test_stop_string_matcher_holds_back_partial_match():
-    matcher = StopStringMatcher(["END"])
-    assert [matcher.push(part) for part in ("xE", "N", "Ey", "EN")] == [
-        "x",
-        "",
-        "ENEy",
-        "",
-    ]
-    assert matcher.flush() == "EN"
+def test_the_beginning_of_a_stop_string_is_held_back():
+    parts = ["xE", "N", "Ey", "EN", ""]
+    stream = text_stream(Letters(parts), stop=["END"])
+    texts = [add(stream, index, last=index == 4) for index in range(5)]
+    assert texts == ["x", "", "ENEy", "", "EN"]
+    assert stream.add(TokenOutput(None, 0, False)) is None
 
 
 def test_completion_ends_before_stop_string():
@@ -137,9 +153,8 @@ def tokenizer(request, tmp_path_factory):
 
 
 def streamed(tokenizer, prompt, tokens):
-    detokenizer = StreamingDetokenizer(tokenizer, prompt, stop_tokens=())
-    last = len(tokens) - 1
-    return [detokenizer.add(t, last=n == last)[0] for n, t in enumerate(tokens)]
+    stream, last = text_stream(tokenizer, prompt), len(tokens) - 1
+    return [add(stream, t, last=n == last) for n, t in enumerate(tokens)]
 
 
 def test_text_is_the_decoding_of_all_tokens_less_that_of_the_prompt(tokenizer):
@@ -193,11 +208,11 @@ def test_every_byte_has_a_token(name):
 def test_length_counts_complete_characters(tokenizer):
     for text in (" ".join(WORDS), "日本 é", '"é" 🎈'):
         tokens = tokenizer.encode(text, add_special_tokens=False)
-        detokenizer = StreamingDetokenizer(tokenizer, [], stop_tokens=())
+        stream = text_stream(tokenizer)
         for count, token in enumerate(tokens, 1):
-            detokenizer.add(token, last=count == len(tokens))
+            add(stream, token, last=count == len(tokens))
             text = tokenizer.decode(tokens[:count], clean_up_tokenization_spaces=False)
-            assert detokenizer.length == len(text.rstrip("\ufffd"))
+            assert stream.length == len(text.rstrip("\ufffd"))
 
 
 def test_bytes_that_are_no_characters_are_given_in_time(tokenizer):
