@@ -18,6 +18,7 @@ from .. import launcher
 from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
 from ..interfaces import SINGLE_PROCESS, Communicator
 from . import watchdog
+from .signals import before_exit
 from .watchdog import RESUMES, End, Watchdog
 
 Result = TypeVar("Result")
@@ -171,6 +172,7 @@ def join() -> Communicator:
     host = launcher.first_host() or ranks.broadcast_object(socket.gethostname())
     watching = watchdog.start(rank, group.size(), host, ranks.broadcast_object)
     atexit.register(watching.close)
+    before_exit.append(watching.tell)
     ranks = ProcessGroup(group, watching)
     with ranks.ends_together():
         ranks.require_same(

@@ -132,15 +132,19 @@ class Watchdog:
             How the run ends: with this error, or an earlier one of another process.
         """
         self._main_ends.set()
-        if self.rank == 0:
-            self._decide(End(code, 0))
-        else:
-            self._send(RAISED + str(code).encode())
+        self.tell(code)
         end = self.wait_for_end(ANSWER_SECONDS) or End(code, self.rank)
         if end == End(code, self.rank):
             # Those that wait for this one in a collective end without MLX's message.
             self._is_alone.wait(GRACE_SECONDS + BEAT_SECONDS)
         return end
+
+    def tell(self, code: int) -> None:
+        """Tell the others that this process ends with an exit code."""
+        if self.rank == 0:
+            self._decide(End(code, 0))
+        else:
+            self._send(RAISED + str(code).encode())
 
     def close(self) -> None:
         """Say that this process ends as it should, and watch no longer."""
