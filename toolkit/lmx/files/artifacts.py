@@ -83,6 +83,11 @@ class ArtifactStore:
         """The folder of an artifact, which exists if it was made."""
         return self.root / kind / key / "content"
 
+    def keys(self, kind: str) -> list[str]:
+        """The keys of the artifacts of a kind, damaged ones included, in order."""
+        places = (self.root / kind).glob("*/content")
+        return sorted(place.parent.name for place in places)
+
     def find(self, kind: str, key: str) -> Artifact | None:
         """The artifact; None if there is none, or if it is damaged."""
         folder = self.folder(kind, key)

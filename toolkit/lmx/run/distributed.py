@@ -107,11 +107,12 @@ class ProcessGroup(Communicator):
                     hint=RESUMES,
                     code=FAILED,
                 )
-            code = _exit_code(error)
+            code = error.code if isinstance(error, UserError) else FAILED
+            if isinstance(error, KeyboardInterrupt | Interrupted):
+                code = INTERRUPTED
             end = self.watchdog.main_raised(code)
-            is_own = end == End(code, self.rank) or end.code == code == INTERRUPTED
-            if not is_own:
-                raise end.error(self.rank) from raised
+            if end != End(code, self.rank) and not end.code == code == INTERRUPTED:
+                error = end.error(self.rank)
             if error is raised:
                 raise
             raise error from raised
@@ -157,7 +158,7 @@ def join() -> Communicator:
     if rank is None:
         return SINGLE_PROCESS
     seconds = watchdog.JOIN_SECONDS
-    message = f"not all processes have connected within {seconds:g} s\n"
+    message = f"not all processes have connected within {seconds} s"
     try:
         with watchdog.killed_after(seconds, message):
             group = mx.distributed.init(strict=True)
@@ -193,11 +194,3 @@ def _buckets(values: list[mx.array]) -> Iterator[list[mx.array]]:
         size += value.nbytes
     if bucket:
         yield bucket
-
-
-def _exit_code(error: BaseException) -> int:
-    """The exit code of the command line for an error."""
-    if isinstance(error, UserError):
-        return error.code
-    is_interrupt = isinstance(error, KeyboardInterrupt | Interrupted)
-    return INTERRUPTED if is_interrupt else FAILED

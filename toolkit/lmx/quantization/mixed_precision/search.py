@@ -289,9 +289,7 @@ def _measure(
     groups, costs, energies = stats.groups(), {}, {}
     paths = [path for group in groups for path in group]
     own = list(ranks.shard(paths))
-    with (
-        task.logger.progress(len(own), "sensitivity of layers") as progress,
-    ):
+    with task.logger.progress(len(own), "sensitivity of layers") as progress:
         modules = dict(model.named_modules())
         for path in progress.track(own):
             weight = modules[path].weight.astype(task.dtype)

@@ -87,9 +87,7 @@ def collect_stats(
     """
     logger, sources = logger or Logger(), {}
     own = list(ranks.shard(range(len(tokens))))
-    with (
-        logger.progress(len(own), "gradients of sequences") as progress,
-    ):
+    with logger.progress(len(own), "gradients of sequences") as progress:
         for number in progress.track(own):
             key, sequence = mx.random.key(number), tokens[number]
             sources, tensors = _run_sequence(model, paths, sequence[None], key)

@@ -120,9 +120,7 @@ class CandidateModel:
         total, logger = 0.0, logger or Logger()
         number = min(num_parts or len(targets), len(targets))
         own = list(self.ranks.shard(range(number)))
-        with (
-            logger.progress(len(own), "held-out KL") as progress,
-        ):
+        with logger.progress(len(own), "held-out KL") as progress:
             for part in progress.track(own):
                 tokens, counted = targets.tokens[part], targets.counted[part]
                 total += self._divergence(tokens, counted, targets[part]).item()

@@ -17,7 +17,7 @@ from ...interfaces import SINGLE_PROCESS, Communicator, Logger
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import differentiable
 from .embeddings import embedding_statistics, embeddings, tied_heads
-from .fisher import ForwardBackwardPass, OutputGradients, visible_positions
+from .fisher import ForwardBackwardPass, visible_positions
 from .input_statistics import InputStatistics
 
 # Tokens for each column of an embedding and for each output.
@@ -88,23 +88,15 @@ def estimate_output_fisher(
         fb_pass.start_backward()
         layers = [{path: size > 0 for path, size in o.items()} for o in outputs]
         for index, gradients in fb_pass.backward(layers):
-            tensors = _tensors_of_all(gradients, ranks, with_norms=not all_count)
+            fisher = gradients.fisher_of_all()
+            tensors = {f"fisher.{path}": value for path, value in fisher.items()}
+            if not all_count:
+                norms = gradients.norms_of_all()
+                tensors |= {f"norms.{path}": value for path, value in norms.items()}
             if tensors and ranks.is_first:
                 mx.save_safetensors(str(_file(folder, index)), tensors)
             ranks.wait_for_all()
         return embedding_statistics(fb_pass, embedding_paths, heads)
-
-
-def _tensors_of_all(
-    gradients: OutputGradients, ranks: Communicator, *, with_norms: bool
-) -> dict[str, mx.array]:
-    """What the file of a block has, from the gradients of all processes."""
-    fisher = gradients.fisher_of_all(ranks)
-    tensors = {f"fisher.{path}": value for path, value in fisher.items()}
-    if with_norms:
-        norms = gradients.norms_of_all(ranks)
-        tensors |= {f"norms.{path}": value for path, value in norms.items()}
-    return tensors
 
 
 def _first(shards: list[mx.array], limit: int) -> list[mx.array]:
