@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from lmx.interfaces import Communicator
-from warm import Process
+from warm import Process, warm_up
 
 # A process that waits for another one takes a core, so other work costs them much time.
 SECONDS = 120
@@ -71,6 +71,7 @@ def in_ring(
     program: str, *arguments: str, folder: Path, count: int = 2
 ) -> list[subprocess.CompletedProcess]:
     """Run a Python program in every process; returns the results by rank."""
+    warm_up(count)
     hosts = hostfile(folder, count)
     settings = os.environ | {"MLX_HOSTFILE": str(hosts)}
     started = []

@@ -153,6 +153,18 @@ def address_of(server: int) -> str:
     return address
 
 
+@cache
+def warm_up(count: int) -> None:
+    """Return when so many servers have imported their modules.
+
+    On a busy machine this takes longer than a rank waits for its neighbour, 31 s.
+    """
+    for server in range(count):
+        address_of(server)
+    for server in range(count if FORKS else 0):
+        run("", server=server, timeout=300)
+
+
 def serve() -> str:
     """Fork for every request; only forks return, with their program."""
     listener = socket.socket(fileno=int(sys.argv[1]))

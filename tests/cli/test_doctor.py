@@ -46,7 +46,7 @@ def test_doctor_prints_every_fact(doctor_output, monkeypatch, tmp_path):
     assert "GB/s" in output["memory bandwidth"]
     assert "trained 1 GFLOP/s" in output["dry runs"]
     assert "solved 5 M weights/s (float32)" in output["dry runs"]
-    assert (tmp_path / "none" / work.RATES).is_file()
+    assert (tmp_path / "none" / work.RATES).is_dir()
     assert output["cache"] == f"{tmp_path / 'none'}, 0.0 MB"
 
 

@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import mlx.core as mx
 from processes import hostfile
 from tiny_runs import METRICS_ONLY, TRAIN, Run
-from warm import Process
+from warm import Process, warm_up
 
 MAIN = "import sys; from lmx.cli.main import train; sys.exit(train())"
 STAGES = (
@@ -43,6 +43,7 @@ class Attempt:
     """The processes of one start of a run."""
 
     def __init__(self, run: Run, count: int):
+        warm_up(count)
         hosts = hostfile(run.folder, count)
         self.processes = []
         for rank in range(count):

@@ -9,10 +9,25 @@ from processes import in_ring
 from tiny_runs import SIGNAL_ONE_RANK, Run
 
 MAIN = "import sys; from lmx.cli.main import train; sys.exit(train())"
-# Shards of a few windows, so that every process has some.
-SMALL_SHARDS = """
+# Shards of a few windows, so that every process has some. Rank 1 is late everywhere: no
+# rank may take away what another one has not read yet.
+PRELUDE = """
+import os, time
+from lmx.interfaces import Communicator
 from lmx.quantization.ptq import sequential
+
 sequential.BATCH_TOKENS = 512
+
+def late(method):
+    def call(*arguments):
+        result = method(*arguments)
+        time.sleep(0.05)
+        return result
+    return call
+
+for name in ("broadcast_object", "gather_objects", "wait_for_all"):
+    if os.environ["MLX_RANK"] == "1":
+        setattr(Communicator, name, late(getattr(Communicator, name)))
 """
 CALIBRATION = {
     "dataset": "builtin:stdlib",
@@ -58,7 +73,7 @@ def make_run(make_checkpoint, tmp_path, small_shards):
 
 def in_processes(run: Run, count: int, *, program: str = MAIN, before=()) -> list:
     arguments = [*before, *run.arguments()]
-    return in_ring(SMALL_SHARDS + program, *arguments, folder=run.folder, count=count)
+    return in_ring(PRELUDE + program, *arguments, folder=run.folder, count=count)
 
 
 def weights_of(run: Run) -> dict[str, np.ndarray]:

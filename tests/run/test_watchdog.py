@@ -51,7 +51,7 @@ def fast(monkeypatch):
         (b"", False, End(1, 0, "process 1 has been silent for 0.5 s")),
         (b"beat\nbe", False, End(1, 0, "process 1 has been silent for 0.5 s")),
         (b"beat\n", True, End(1, 0, "process 1 ended")),
-        (b"beat\nraised 3\n", True, End(3, 1)),
+        (b'beat\nend [3, 1, ""]\n', True, End(3, 1)),
         (b"beat\nbye\n", True, None),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from processes import free_ports, hostfile, in_ring, wait_for_listener
 from tiny_generators import Generator, byte_tokenizer, tiny, write_folder
 from tiny_server import TEMPLATE
-from warm import Process, run
+from warm import Process, run, warm_up
 
 PROGRAM = "import sys; from lmx.cli.main import main; sys.exit(main())"
 TWO = "--tensor-parallel", "2"
@@ -92,6 +92,7 @@ class Served:
     def __init__(self, folder, scratch, *options):
         [port] = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
+        warm_up(2)
         hosts = hostfile(scratch)
         arguments = "serve", str(folder), "--port", str(port), *TWO, *options
         self.processes = []

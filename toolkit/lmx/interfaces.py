@@ -131,14 +131,6 @@ class Communicator:
             results[rank :: self.size] = part
         return results
 
-    def in_turn(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which one rank after the other does."""
-        for rank in range(self.size):
-            if rank == self.rank:
-                result = work()
-            self.wait_for_all()
-        return result
-
     def wait_for_all(self) -> None:
         """Return when all ranks have called this."""
         mx.eval(self.all_gather(mx.array([self.rank])))

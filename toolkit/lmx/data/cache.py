@@ -1,6 +1,5 @@
 """The cache between runs, keyed by content. Its folder may be deleted at any time."""
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -9,9 +8,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..files.artifacts import ArtifactStore
-from ..files.atomic import disk_errors, remove, write_atomic
 from ..files.hashes import hash_file, key_of
-from ..files.json_files import object_in
 from ..interfaces import SINGLE_PROCESS, Communicator
 
 # Nanoseconds after which another write of a file certainly changes its time.
@@ -69,15 +66,14 @@ def file_hash(path: Path) -> str:
     changed = max(status.st_mtime_ns, status.st_ctime_ns)
     stamp = [str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns]
     stamp.append(status.st_ctime_ns)
-    note = root() / "hashes" / f"{key_of(stamp[0])}.json"
-    known = object_in(note)
-    if known.get("stamp") == stamp and isinstance(known.get("sha256"), str):
-        return known["sha256"]
+    notes, key = store(lambda text: None), key_of(stamp[0])
+    known = notes.find("hashes", key)
+    if known and known.facts["stamp"] == stamp:
+        return known.facts["sha256"]
     digest = hash_file(path)
     if time.time_ns() - changed > SETTLED:
         # Without a note, the next call reads the file again.
-        with suppress(UserError), disk_errors(note):
-            if not note.is_file():
-                remove(note)
-            write_atomic(note, json.dumps({"stamp": stamp, "sha256": digest}))
+        with suppress(UserError):
+            facts = {"stamp": stamp, "sha256": digest}
+            notes.put("hashes", key, lambda folder: facts)
     return digest

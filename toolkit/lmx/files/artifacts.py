@@ -83,6 +83,11 @@ class ArtifactStore:
         """The folder of an artifact, which exists if it was made."""
         return self.root / kind / key / "content"
 
+    def keys(self, kind: str) -> list[str]:
+        """The keys of the artifacts of a kind, damaged ones included, in order."""
+        places = (self.root / kind).glob("*/content")
+        return sorted(place.parent.name for place in places)
+
     def find(self, kind: str, key: str) -> Artifact | None:
         """The artifact; None if there is none, or if it is damaged."""
         folder = self.folder(kind, key)
@@ -198,6 +203,8 @@ class ArtifactStore:
             for number in shares:
                 tell(number, "made elsewhere")
         if ranks.size > 1:
+            # What another process makes on the same disk need not be sent.
+            ranks.wait_for_all()
             self._send_missing(numbers_here(), kind, keys, ready, get)
         return [ready[number] for number in range(len(keys))]
 
@@ -263,15 +270,10 @@ class ArtifactStore:
         for numbers in zip_longest(*to_send):
             own = numbers[ranks.rank]
             data = b"" if own is None else _pack(self.folder(kind, keys[own]))
-            received = dict(zip(numbers, ranks.gather_bytes(data), strict=True))
-            received.pop(None, None)
-
-            def receive_all(received=received) -> None:
-                for number, data in received.items():
-                    if number not in ready:
-                        get(number, partial(_unpack, data))
-
-            ranks.in_turn(receive_all)
+            received = ranks.gather_bytes(data)
+            for number, content in zip(numbers, received, strict=True):
+                if number is not None and number not in ready:
+                    get(number, partial(_unpack, content))
 
     @contextmanager
     def _locked(self, kind: str, key: str) -> Iterator[None]:

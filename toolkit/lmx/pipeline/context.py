@@ -306,17 +306,16 @@ class StageContext:
             mark = self.folder / f".shared.{secrets.token_hex(4)}{PARTIAL}"
             mark.touch()
         name = ranks.broadcast_object(mark and mark.name)
-        try:
-            if not (self.folder / name).exists():
-                raise UserError(
-                    "all processes write into the folder of this stage, and this "
-                    "machine sees another one than rank 0",
-                    place=str(self.folder),
-                    hint=VISIBLE_HINT,
-                )
-        finally:
-            if mark:
-                mark.unlink()
+        is_seen = ranks.gather_objects((self.folder / name).exists())
+        if mark:
+            mark.unlink()
+        if not is_seen[ranks.rank]:
+            raise UserError(
+                "all processes write into the folder of this stage, and this machine "
+                "sees another one than rank 0",
+                place=str(self.folder),
+                hint=VISIBLE_HINT,
+            )
 
     def require_visible(self, model: Path) -> Path:
         """The folder of a model that rank 0 wrote.

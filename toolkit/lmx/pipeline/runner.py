@@ -78,6 +78,7 @@ def run(
                 planned.stage.remote_checks()
         parallel = ParallelDims.build(loaded.recipe.parallel, ranks)
         opened = _open(loaded, plan, command, restart, ranks)
+        ranks.wait_for_all()
     with opened as run_dir:
         logger = RunLogger(run_dir.path, quiet=quiet) if ranks.is_first else Logger()
         logger.on_heartbeat = run_dir.write_page

@@ -5,7 +5,6 @@ attention, norms, the optimizer and the cost of launching operations. They are k
 the cache; `lmx doctor` measures them again.
 """
 
-import json
 from dataclasses import asdict, astuple, dataclass
 
 import mlx.core as mx
@@ -19,12 +18,11 @@ from ..config.quant_spec import QuantSpec
 from ..data import cache
 from ..errors import UserError
 from ..evaluation.memory_bandwidth import decoding_seconds, shortest_time
-from ..files.atomic import write_atomic
-from ..files.json_files import object_in
 from ..models.from_scratch import llama_config
 from ..models.loader import build_model
 
-RATES = "rates.json"
+# The kind of the artifacts in the cache.
+RATES = "rates"
 # Sequences and their tokens in a measured step, and the width of the measured model:
 # on the CPU, and on a GPU, which a small step does not fill.
 CPU_PROBE, GPU_PROBE = (4, 64, 512), (16, 128, 2048)
@@ -72,21 +70,14 @@ def rates(dtype: mx.Dtype, *, again: bool = False) -> Work:
     """
     blas = cpu.enable().blas
     device = sorted(mx.device_info().items())
-    key = f"{device}, {blas.name}, {blas.threads}, {mx.__version__}, {dtype}"
+    facts = [str(device), blas.name, blas.threads, mx.__version__, str(dtype)]
+    key = cache.key_of([*facts, *asdict(Work())])
     try:
-        path = cache.root() / RATES
-        known = object_in(path)
-    except UserError:  # Without a home folder there is no cache.
+        store = cache.store(lambda text: None)
+        find = store.put if again else store.get_or_make
+        return Work(**find(RATES, key, lambda folder: asdict(_measure(dtype))).facts)
+    except UserError:  # No folder for the cache, or a full disk.
         return _measure(dtype)
-    if not again and known.get(key, {}).keys() == asdict(Work()).keys():
-        return Work(**known[key])
-    measured = _measure(dtype)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(known | {key: asdict(measured)}, indent=2))
-    except (OSError, UserError):
-        pass  # The next dry run measures again.
-    return measured
 
 
 def _measure(dtype: mx.Dtype) -> Work:

@@ -18,6 +18,7 @@ from .. import launcher
 from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
 from ..interfaces import SINGLE_PROCESS, Communicator
 from . import watchdog
+from .signals import before_exit
 from .watchdog import RESUMES, End, Watchdog
 
 Result = TypeVar("Result")
@@ -106,11 +107,12 @@ class ProcessGroup(Communicator):
                     hint=RESUMES,
                     code=FAILED,
                 )
-            code = _exit_code(error)
+            code = error.code if isinstance(error, UserError) else FAILED
+            if isinstance(error, KeyboardInterrupt | Interrupted):
+                code = INTERRUPTED
             end = self.watchdog.main_raised(code)
-            is_own = end == End(code, self.rank) or end.code == code == INTERRUPTED
-            if not is_own:
-                raise end.error(self.rank) from raised
+            if end != End(code, self.rank) and not end.code == code == INTERRUPTED:
+                error = end.error(self.rank)
             if error is raised:
                 raise
             raise error from raised
@@ -156,7 +158,7 @@ def join() -> Communicator:
     if rank is None:
         return SINGLE_PROCESS
     seconds = watchdog.JOIN_SECONDS
-    message = f"not all processes have connected within {seconds:g} s\n"
+    message = f"not all processes have connected within {seconds} s"
     try:
         with watchdog.killed_after(seconds, message):
             group = mx.distributed.init(strict=True)
@@ -171,6 +173,7 @@ def join() -> Communicator:
     host = launcher.first_host() or ranks.broadcast_object(socket.gethostname())
     watching = watchdog.start(rank, group.size(), host, ranks.broadcast_object)
     atexit.register(watching.close)
+    before_exit.append(watching.tell)
     ranks = ProcessGroup(group, watching)
     with ranks.ends_together():
         ranks.require_same(
@@ -191,11 +194,3 @@ def _buckets(values: list[mx.array]) -> Iterator[list[mx.array]]:
         size += value.nbytes
     if bucket:
         yield bucket
-
-
-def _exit_code(error: BaseException) -> int:
-    """The exit code of the command line for an error."""
-    if isinstance(error, UserError):
-        return error.code
-    is_interrupt = isinstance(error, KeyboardInterrupt | Interrupted)
-    return INTERRUPTED if is_interrupt else FAILED

@@ -8,16 +8,14 @@ the first one: how the run ends, and which process prints a message.
 """
 
 import json
-import os
 import secrets
-import selectors
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
@@ -33,39 +31,29 @@ GRACE_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 CONNECT_SECONDS = 30.0
 # The ring backend itself gives up after 31 s, on ranks that find nobody to connect to.
-JOIN_SECONDS = 45.0
-BEAT, BYE, RAISED, END = b"beat", b"bye", b"raised ", b"end "
+JOIN_SECONDS = 45
+BEAT, BYE, END = b"beat", b"bye", b"end "
 RESUMES = "the same command resumes the run, also with another number of processes"
 
 
-# Ends its parent, unless that ends it first.
+# Ends its parent after some seconds, unless that ends or closes the pipe first.
 ENDS_PARENT = """
-import os, signal, sys, time
-parent, seconds, message = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-end = time.monotonic() + seconds
-while os.getppid() == parent and time.monotonic() < end:
-    time.sleep(0.1)
-if os.getppid() == parent:
-    sys.stderr.write(message)
-    sys.stderr.flush()
-    os.kill(parent, signal.SIGKILL)
+(sleep $1; echo "$2" >&2; kill -KILL $PPID) &
+read _
+kill -KILL 0
 """
 
 
 @contextmanager
-def killed_after(seconds: float, message: str) -> Iterator[None]:
+def killed_after(seconds: int, message: str) -> Iterator[None]:
     """Kill this process, with a message, if this context is open for so long.
 
     Another process does it: MLX keeps Python's lock while it connects processes, so no
     thread of this one could run.
     """
-    program = [sys.executable, "-S", "-c", ENDS_PARENT]
-    arguments = str(os.getpid()), str(seconds), message
-    with subprocess.Popen([*program, *arguments], stdin=subprocess.DEVNULL) as guard:
-        try:
-            yield
-        finally:
-            guard.kill()
+    program = ["sh", "-c", ENDS_PARENT, "sh", str(seconds), message]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True):
+        yield
 
 
 class End(NamedTuple):
@@ -113,10 +101,8 @@ class Watchdog:
         self._closed = threading.Event()
         self._run_ends, self._main_ends = threading.Event(), threading.Event()
         self._is_alone = threading.Event()
-        self._selector = selectors.DefaultSelector()
-        for peer, connection in peers.items():
+        for connection in peers.values():
             connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -132,15 +118,20 @@ class Watchdog:
             How the run ends: with this error, or an earlier one of another process.
         """
         self._main_ends.set()
-        if self.rank == 0:
-            self._decide(End(code, 0))
-        else:
-            self._send(RAISED + str(code).encode())
+        self.tell(code)
         end = self.wait_for_end(ANSWER_SECONDS) or End(code, self.rank)
         if end == End(code, self.rank):
             # Those that wait for this one in a collective end without MLX's message.
             self._is_alone.wait(GRACE_SECONDS + BEAT_SECONDS)
         return end
+
+    def tell(self, code: int) -> None:
+        """Tell the others that this process ends with an exit code."""
+        end = End(code, self.rank)
+        if self.rank == 0:
+            self._decide(end)
+        else:
+            self._send(END + json.dumps(end).encode())
 
     def close(self) -> None:
         """Say that this process ends as it should, and watch no longer."""
@@ -150,7 +141,6 @@ class Watchdog:
         self._send(BYE)
         for connection in self._peers.values():
             connection.close()
-        self._selector.close()
 
     def _watch(self) -> None:
         next_beat = time.monotonic()
@@ -159,8 +149,9 @@ class Watchdog:
             if now >= next_beat:
                 self._send(BEAT)
                 next_beat = now + BEAT_SECONDS
-            for key, _ in self._selector.select(min(BEAT_SECONDS, 0.2)):
-                self._read(key.data)
+            peers = {connection: peer for peer, connection in self._peers.items()}
+            for connection in wait([*peers], min(BEAT_SECONDS, 0.2)):
+                self._read(peers[connection])
             for peer, seen in [*self._last_seen.items()]:
                 if time.monotonic() - seen > SILENCE_SECONDS:
                     self._lose(peer, f"has been silent for {SILENCE_SECONDS:g} s")
@@ -186,9 +177,7 @@ class Watchdog:
             if line == BYE:
                 self._forget(peer)
                 return
-            if line.startswith(RAISED):
-                self._decide(End(int(line.removeprefix(RAISED)), peer))
-            elif line.startswith(END):
+            if line.startswith(END):
                 self._decide(End(*json.loads(line.removeprefix(END))))
         if not data:
             self._lose(peer, "ended")
@@ -200,10 +189,8 @@ class Watchdog:
 
     def _forget(self, peer: int) -> None:
         """Watch this process no longer."""
-        connection = self._peers.pop(peer)
-        self._selector.unregister(connection)
+        self._peers.pop(peer).close()
         del self._last_seen[peer], self._unread[peer]
-        connection.close()
 
     def _decide(self, end: End) -> None:
         """The first failure is how the run ends; rank 0 tells the others."""

@@ -152,8 +152,7 @@ def load_weights(folder: Path, step: TrainStep, number: int) -> bool:
 
 def list_checkpoints(folder: Path) -> list[int]:
     """The steps of the checkpoints in a folder, oldest first."""
-    names = (path.parent.name for path in (folder / KIND).glob("*/content"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    return [int(key) for key in ArtifactStore(folder).keys(KIND) if key.isdecimal()]
 
 
 def _key(number: int) -> str:

@@ -130,15 +130,16 @@ class BlockCalibration:
             experts=experts,
             with_cross=num_compared > 0,
             residual_width=len(modules[path].weight) if writes_residual else None,
+            ranks=self.ranks,
         )
         if num_compared:
             prefix = f"{self.blockwise.prefix}{self.index}."
             dense = {f"{prefix}{name}": modules[name].weight for name in group}
             compared = _num_before(self.tokens, num_compared)
             shards = self._compare(group, weights)
-            statistics.add_compared(shards, compared, dense, self.ranks)
+            statistics.add_compared(shards, compared, dense)
         if num_compared < len(self.tokens):
-            with statistics.summed_over(self.ranks):
+            with statistics.summed():
                 for shard in _own_from(num_compared, self.tokens, self.ranks):
                     captured = self._capture(path, shard)
                     rows = captured.rows[path]
@@ -290,14 +291,17 @@ class HeadCalibration:
         weights, path = {p: modules[p].weight for p in group}, group[0]
         width = weights[path].shape[-1]
         statistics = InputStatistics.empty(
-            width, experts=None, with_cross=self.num_compared > 0
+            width,
+            experts=None,
+            with_cross=self.num_compared > 0,
+            ranks=self.ranks,
         )
         if self.num_compared:
             compared = _num_before(self.tokens, self.num_compared)
             shards = self._compare(path)
-            statistics.add_compared(shards, compared, weights, self.ranks)
+            statistics.add_compared(shards, compared, weights)
         if self.num_compared < len(self.tokens):
-            with statistics.summed_over(self.ranks):
+            with statistics.summed():
                 for shard in _own_from(self.num_compared, self.tokens, self.ranks):
                     (x,), counted = self._inputs(path, shard, [QUANTIZED])
                     statistics.add_inputs(x, weights=counted)

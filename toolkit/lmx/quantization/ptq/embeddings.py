@@ -125,8 +125,10 @@ def _lookup_moments(
     A mean over all tokens: clusters that are looked up more often cost more.
     """
     width = embeddings(fb_pass.blockwise.model, [path])[path].shape[-1]
-    sums = InputStatistics.empty(width, experts=len(sizes), with_cross=False)
-    with sums.summed_over(fb_pass.ranks):
+    sums = InputStatistics.empty(
+        width, experts=len(sizes), with_cross=False, ranks=fb_pass.ranks
+    )
+    with sums.summed():
         for shard in fb_pass.own_shards:
             visible = visible_positions(fb_pass.counted[shard]).reshape(-1)
             tokens = fb_pass.tokens[shard]

@@ -81,8 +81,10 @@ class OutputGradients:
             over the tokens that count.
         squared_norms: by path and shard, squared gradient norm of every token, float32
             [T], by window.
+        ranks: the processes that share the shards.
     """
 
+    ranks: Communicator = SINGLE_PROCESS
     fisher: dict[str, mx.array] = field(default_factory=dict)
     squared_norms: dict[str, dict[int, list[mx.array]]] = field(default_factory=dict)
 
@@ -103,19 +105,19 @@ class OutputGradients:
         norms = self.squared_norms.setdefault(path, {}).setdefault(shard, [])
         norms.append(mx.square(rows).sum(axis=1))
 
-    def fisher_of_all(self, ranks: Communicator) -> dict[str, mx.array]:
+    def fisher_of_all(self) -> dict[str, mx.array]:
         """`fisher`, summed over all processes."""
         # Rank 0 has the first shard, so it knows all layers.
         shapes = {path: value.shape for path, value in self.fisher.items()}
         totals = {}
-        for path, shape in ranks.broadcast_object(shapes).items():
+        for path, shape in self.ranks.broadcast_object(shapes).items():
             own = self.fisher.get(path, mx.zeros(shape, sum_dtype()))
-            [total] = ranks.all_sum([own])
+            [total] = self.ranks.all_sum([own])
             totals[path] = total.astype(mx.float32)
             mx.eval(totals[path])
         return totals
 
-    def norms_of_all(self, ranks: Communicator) -> dict[str, mx.array]:
+    def norms_of_all(self) -> dict[str, mx.array]:
         """Squared gradient norms of the tokens of all processes by path, float32 [T],
         in the order of the shards."""
         own = {
@@ -124,7 +126,7 @@ class OutputGradients:
             for shard, norms in by_shard.items()
         }
         by_path: dict[str, list[mx.array]] = {}
-        for name, norms in sorted(ranks.exchange(own).items()):
+        for name, norms in sorted(self.ranks.exchange(own).items()):
             by_path.setdefault(name.partition(" ")[2], []).append(norms)
         return {path: mx.concatenate(norms) for path, norms in by_path.items()}
 
@@ -213,7 +215,7 @@ class ForwardBackwardPass:
             tokens.
         """
         for index in reversed(range(len(self.blockwise))):
-            sums = OutputGradients()
+            sums = OutputGradients(self.ranks)
             with self.blockwise.loaded_block(index, self.compute):
                 for shard in self.own_shards:
                     self._run_back(index, shard, layers[index], sums)
@@ -237,7 +239,7 @@ class ForwardBackwardPass:
                 sums.add_gradients(
                     path, shard, output_gradients, num_tokens * layers[path]
                 )
-            mx.eval(gradient, vars(sums))
+            mx.eval(gradient, sums.fisher, sums.squared_norms)
             before.append(gradient)
         self._save(GRADIENTS, shard, mx.concatenate(before))
 

@@ -70,6 +70,7 @@ class InputStatistics:
         output_fisher: by path, the Fisher information of the layer outputs, float32
             [N, N], where it was estimated.
         clusters: int [N], the cluster of each row of the weight. None = no clusters.
+        ranks: the processes that share the inputs.
     """
 
     second_moments: mx.array
@@ -80,6 +81,7 @@ class InputStatistics:
     correction_strength: dict[str, float] = field(default_factory=dict)
     output_fisher: dict[str, mx.array] = field(default_factory=dict)
     clusters: mx.array | None = None
+    ranks: Communicator = SINGLE_PROCESS
 
     @classmethod
     def empty(
@@ -89,6 +91,7 @@ class InputStatistics:
         experts: int | None,
         with_cross: bool,
         residual_width: int | None = None,
+        ranks: Communicator = SINGLE_PROCESS,
     ) -> "InputStatistics":
         """Sums over no inputs.
 
@@ -96,7 +99,8 @@ class InputStatistics:
             residual_width: of the residual stream that the layer adds to. None = none.
         """
         shape = (width, width) if experts is None else (experts, width, width)
-        statistics = cls(mx.zeros(shape), None, mx.zeros(shape[:-2], mx.int32))
+        counts = mx.zeros(shape[:-2], mx.int32)
+        statistics = cls(mx.zeros(shape), None, counts, ranks=ranks)
         if with_cross:
             statistics.cross_moments = mx.zeros(shape)
         if residual_width is not None:
@@ -104,18 +108,18 @@ class InputStatistics:
         return statistics
 
     @contextmanager
-    def summed_over(self, ranks: Communicator) -> Iterator[None]:
+    def summed(self) -> Iterator[None]:
         """Sum what every process adds inside the context, at its end.
 
         The sums before it are those of all processes already.
         """
         for name, value in self._sums.items():
             # Rank 0 carries the sums before it on.
-            value = value if ranks.is_first else mx.zeros_like(value)
+            value = value if self.ranks.is_first else mx.zeros_like(value)
             self._set(name, value, sum_dtype())
         yield
         sums = self._sums
-        totals = ranks.all_sum(list(sums.values()))
+        totals = self.ranks.all_sum(list(sums.values()))
         # One after the other, so that the copies of one sum are in memory at a time.
         for name in [*sums]:
             del sums[name]
@@ -194,7 +198,6 @@ class InputStatistics:
         shards: Iterable[CalibrationShard],
         num_inputs: int,
         weights: dict[str, mx.array],
-        ranks: Communicator = SINGLE_PROCESS,
     ) -> None:
         """Add shards with inputs of both models to empty statistics.
 
@@ -207,7 +210,7 @@ class InputStatistics:
             weights: [N, K], by path, of the layers that share the input.
         """
         half, shards, rest = num_inputs // 2, iter(shards), None
-        with self.summed_over(ranks):
+        with self.summed():
             for shard in shards:
                 first, rest = shard.split(half - shard.start)
                 self._add_shard(first)
@@ -221,7 +224,7 @@ class InputStatistics:
             path: _CorrectionStrength(weight, self, hessian)
             for path, weight in weights.items()
         }
-        with self.summed_over(ranks):
+        with self.summed():
             if rest is not None:
                 self._add_shard(rest)
             for shard in shards:

@@ -95,10 +95,10 @@ def estimate_output_fisher(
         fb_pass.start_backward()
         layers = [{path: size > 0 for path, size in o.items()} for o in outputs]
         for index, gradients in fb_pass.backward(layers):
-            fisher = gradients.fisher_of_all(ranks)
+            fisher = gradients.fisher_of_all()
             tensors = {f"fisher.{path}": value for path, value in fisher.items()}
             if not all_count:
-                norms = gradients.norms_of_all(ranks)
+                norms = gradients.norms_of_all()
                 tensors |= {f"norms.{path}": value for path, value in norms.items()}
             if tensors and ranks.is_first:
                 mx.save_safetensors(str(_file(folder, index)), tensors)

@@ -197,7 +197,7 @@ class SequentialPipeline:
         None if no block can begin, or if anything that is needed is damaged or belongs
         to another run: the streams that made it are gone.
         """
-        streams = [*(self.folder / STREAMS).glob("*/content")]
+        streams = self.state.keys(STREAMS)
         for done in range(len(self.blockwise), -1, -1):
             if self.state.find(STREAMS, self._key(done)):
                 needed = map(self._key, [EMBEDDINGS, *range(1, done + 1)])
