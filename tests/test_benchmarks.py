@@ -18,7 +18,7 @@ BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = {path.name: path for path in BENCHMARKS.glob("*/*.py")}
 TEXT = "The river bends at the old mill, and the road follows it to the town. "
 
-# Of a program the options, and patterns of what it prints; {0} is the folder of `inputs`.
+# By program: its options, and patterns of what it prints; {0} is the folder `inputs`.
 MODEL = "--hidden-size 64 --num-layers 1 --vocab-size 512"
 PRINTED = {
     "data_parallel.py": (
