@@ -4,10 +4,10 @@ reason."""
 import json
 
 import pytest
-from lmx.data import dataset, splits, tokenization
+from lmx.data import dataset, splits
 from lmx.data.record_formats import unknown_keys
 from lmx.errors import UserError
-from reading import read, skip_reason
+from reading import encode, read, skip_reason
 from test_tokenization import CHATML, build_tokenizer, trained_texts
 
 USER = {"role": "user", "content": "Is it warm?"}
@@ -51,7 +51,7 @@ AS_TEXT = json.dumps(FUNCTION)
 def test_only_completions_are_trained(write, record, system):
     tokenizer = build_tokenizer(CHATML)
     record = read(write([record | {"system": system}]))
-    [example] = tokenization.encode(record, tokenizer, max_seq_length=512)
+    [example] = encode(record, tokenizer, max_seq_length=512)
     assert trained_texts(example, tokenizer) == ["Yes.<|im_end|>"]
     assert len(record.messages) == 4 + (system is not None)
 
@@ -259,5 +259,5 @@ def test_unknown_columns_and_keys_are_named_once(write):
 def test_chat_template_kwargs_reach_the_template(write):
     tokenizer = build_tokenizer("{{ tone }}" + CHATML)
     record = read(write([CHAT | {"chat_template_kwargs": {"tone": "Kind"}}]))
-    [example] = tokenization.encode(record, tokenizer, max_seq_length=99)
+    [example] = encode(record, tokenizer, max_seq_length=99)
     assert tokenizer.decode(example.tokens).startswith("Kind<|im_start|>")
