@@ -86,10 +86,15 @@ def chat(*contents, system=None):
     return DataRecord("f:1", messages=tuple(turns))
 
 
+def encode(record, tokenizer, *, max_seq_length, loss_on="completions"):
+    """The examples of a record: several for a long text, none if nothing is trained."""
+    return tokenization.encode_block(
+        [record], tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
+    ).examples
+
+
 def encode_one(record, tokenizer, **options):
-    [example] = tokenization.encode(
-        record, tokenizer, **{"max_seq_length": 512, **options}
-    )
+    [example] = encode(record, tokenizer, **{"max_seq_length": 512, **options})
     assert example.tokens.dtype == np.int32
     assert example.tokens.shape == example.mask.shape
     assert not example.mask[0]
@@ -253,7 +258,7 @@ def test_windows_train_every_token_but_the_first_once(chatml, count):
     tokens = chatml.encode("z" * (count - 1), add_special_tokens=False)
     tokens.append(chatml.eos_token_id)
     record = DataRecord("f:1", text="z" * (count - 1))
-    windows = tokenization.encode(record, chatml, max_seq_length=8)
+    windows = encode(record, chatml, max_seq_length=8)
     assert all(2 <= len(w.tokens) <= 8 for w in windows)
     trained_tokens = [
         t
@@ -286,7 +291,7 @@ def test_long_records_are_truncated_or_dropped(chatml):
 
 def test_chats_need_a_chat_template():
     with pytest.raises(UserError, match="chat examples need a chat template"):
-        tokenization.encode(chat("a", "b"), build_tokenizer(None), max_seq_length=99)
+        encode(chat("a", "b"), build_tokenizer(None), max_seq_length=99)
 
 
 def test_empty_dataset_is_refused(chatml):
