@@ -83,9 +83,15 @@ def outside(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["log.txt", "stages", "stages/1-train", "model", ".a.partial"]
+    ("name", "target"),
+    [
+        ("log.txt", "file"),
+        ("stages", "inner"),
+        ("stages/1-train", "missing"),
+        ("model", "inner"),
+        (".a.partial", "file"),
+    ],
 )
-@pytest.mark.parametrize("target", ["inner", "file", "missing"])
 def test_links_out_of_a_run_are_refused(tmp_path, outside, name, target):
     with start(tmp_path / "try"):
         pass

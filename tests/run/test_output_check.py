@@ -57,19 +57,17 @@ def contents(folder):
         (".", "not a run directory of lmx: it has"),
     ],
 )
-@pytest.mark.parametrize("in_recipe", [True, False])
-def test_odd_output_is_refused(folder, output, message, in_recipe, capsys):
+def test_odd_output_is_refused(folder, output, message, capsys):
     (folder / "dangling").symlink_to("nowhere")
     (folder / "loop").symlink_to("loop")
     (folder / "other").mkdir()
     (folder / "other/notes.txt").write_text("mine")
     argument = [f"output={output}"]
-    if in_recipe:
+    # No argument of a program has a NUL character.
+    if output in ("a\0b", "dangling", "other"):
         text = output.replace("\0", "\\0")
         (folder / "recipe.yaml").write_text(f'{RECIPE}output: "{text}"\n')
         argument = []
-    elif "\0" in output:
-        pytest.skip("no argument of a program has this character")
     before = contents(folder)
     assert main.train(["recipe.yaml", "--dry-run", *argument]) == 2
     error = capsys.readouterr().err

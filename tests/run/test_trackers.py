@@ -63,8 +63,10 @@ def test_tracker_gets_every_record(tmp_path):
     assert recorder.calls == [("start",), *logged, ("finish", {"base/loss": 2.0}, 0)]
 
 
-@pytest.mark.parametrize("error", [OSError, ImportError, SystemExit])
-@pytest.mark.parametrize("place", ["start", "log", "finish"])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [("start", ImportError), ("log", OSError), ("finish", SystemExit)],
+)
 def test_tracker_error_is_logged_once(tmp_path, capsys, place, error):
     [line] = reported(tmp_path, lambda: Recorder(place, error))
     reason = f"{error.__name__}: no such host"

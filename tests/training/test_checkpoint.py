@@ -56,8 +56,8 @@ def test_restore_is_bit_exact(tmp_path):
 @pytest.mark.parametrize(
     ("optimizer", "window"),
     [
-        *(("adamw", 1), ("adamw", 3), ("adamw_8bit", 3), ("adafactor", 1)),
-        *(("lion", 1), ("lion_8bit", 1), ("muon", 1), ("sgd", 1)),
+        *(("adamw", 3), ("adamw_8bit", 3), ("adafactor", 1)),
+        *(("lion_8bit", 1), ("muon", 1), ("sgd", 1)),
     ],
 )
 def test_resume_is_bit_exact_for_every_optimizer(tmp_path, optimizer, window):

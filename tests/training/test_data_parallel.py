@@ -210,11 +210,6 @@ def test_shard_batch_keeps_targets_with_their_sequences():
     assert {len(value) for one in shards for value in one.target} == {3}
 
 
-def test_shard_batch_of_one_process_is_the_batch():
-    batch = tokens_of()
-    assert shard_batch(batch, SINGLE_PROCESS) is batch
-
-
 VALUES = [
     mx.array([-0.0, 0.0, float("nan"), 1e-45, float("-inf")]),
     mx.array(0x7FC01234, mx.uint32).view(mx.float32),  # a NaN with another payload

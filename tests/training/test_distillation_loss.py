@@ -121,8 +121,7 @@ def test_ce_weight_mixes_the_losses():
     assert mixed == pytest.approx(0.75 * pure + 0.25 * plain, rel=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("chunk", "cached"), [(None, False), (5, True)])
 def test_evaluation_loss_equals_training_loss(chunk, cached):
     batch, teacher = tokens_of(), teacher_model()
     loss = distillation_loss(teacher, temperature=2.0, ce_weight=0.25)

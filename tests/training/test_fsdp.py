@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from lmx.data.batching import Batch
 from lmx.files.artifacts import ArtifactStore
-from lmx.interfaces import SINGLE_PROCESS
 from lmx.models.safetensors_io import stream_safetensors
 from lmx.training import checkpoint
 from lmx.training.checkpoint import TrainingProgress
@@ -360,9 +359,3 @@ def test_stream_safetensors_checks_the_layout(tmp_path, count):
         stream_safetensors(tmp_path / "a", layout, [mx.zeros(2)] * count, {})
     with pytest.raises(ValueError, match="announced"):
         stream_safetensors(tmp_path / "a", layout, [mx.zeros(3)], {})
-
-
-def test_one_process_shards_nothing():
-    step = new_step("tied")
-    assert not step.sharding
-    assert step.ranks is SINGLE_PROCESS

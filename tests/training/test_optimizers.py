@@ -69,7 +69,7 @@ def test_muon_updates_block_matrices_and_adamw_everything_else():
     )
 
 
-@pytest.mark.parametrize("shape", [(8, 64), (64, 8), (16, 16)])
+@pytest.mark.parametrize("shape", [(8, 64), (64, 8)])
 def test_muon_updates_have_the_size_of_adamw(shape):
     gradient = mx.random.normal(shape, key=mx.random.key(0))
     parameters = {"layers.0.w": mx.zeros(shape)}
@@ -83,9 +83,9 @@ def test_muon_updates_have_the_size_of_adamw(shape):
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *((name, "full") for name in NAMES),
-        *(("adamw", mode) for mode in ("lora", "qat", "lsq-qat")),
-        *(("adamw_8bit", "lora"), ("lion_8bit", "lsq-qat"), ("muon", "lsq-qat")),
+        *(("adamw", "qat"), ("adafactor", "full"), ("sgd", "full"), ("lion", "full")),
+        *(("adamw_8bit", "lora"), ("adamw_8bit", "full")),
+        *(("lion_8bit", "lsq-qat"), ("muon", "lsq-qat")),
     ],
 )
 def test_optimizers_reduce_the_loss(name, mode):
@@ -166,11 +166,10 @@ def test_8_bit_optimizers_equal_a_float64_reference(name):
     assert np.mean(np.abs(np.array(parameters["w"]) - float32) > 1e-2) > 0.5
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit"])
-def test_parts_of_a_large_parameter_are_updated_alike(name, monkeypatch):
+def test_parts_of_a_large_parameter_are_updated_alike(monkeypatch):
     def trained():
         parameters = {"w": mx.zeros((70, 100))}
-        optimizer = new_optimizer(name, parameters)
+        optimizer = new_optimizer("adamw_8bit", parameters)
         for number in range(3):
             gradient = mx.random.normal((70, 100), key=mx.random.key(number))
             optimizer.learning_rate = mx.array(0.1)
@@ -191,11 +190,10 @@ def dequantized(state: dict, name: str) -> np.ndarray:
     return np.array(lmx_optimizers.dequantize(codes, signed=name == "m"))
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_8_bit_moments_take_a_quarter_and_small_ones_stay_float32(name):
+def test_8_bit_moments_take_a_quarter_and_small_ones_stay_float32():
     parameters = {"large": mx.zeros((64, 300)), "small": mx.zeros(MIN_8BIT_SIZE - 1)}
-    state = new_optimizer(f"{name}_8bit", parameters).state
-    expected = new_optimizer(name, parameters).state
+    state = new_optimizer("adamw_8bit", parameters).state
+    expected = new_optimizer("adamw", parameters).state
     assert state["small"].keys() == expected["small"].keys()
     sizes = [
         sum(value.nbytes for value in moments["large"].values())

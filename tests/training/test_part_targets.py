@@ -3,7 +3,6 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from folder_damages import DAMAGES
 from lmx.errors import UserError
 from lmx.files.artifacts import ArtifactStore
 from lmx.interfaces import Logger
@@ -124,19 +123,6 @@ def test_index_dtype():
     assert index_dtype((1 << 16) + 1) == np.uint32
 
 
-def test_part_targets_resume(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        part_targets(tmp_path, Teacher(stop_at=1))
-    second, third = Teacher(), Teacher()
-    result = part_targets(tmp_path, second)
-    assert second.calls == 1
-    part_targets(tmp_path, third)
-    assert third.calls == 0
-    whole = part_targets(tmp_path / "whole", Teacher())
-    for one, other in zip(result, whole, strict=True):
-        assert all(mx.array_equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize(
     "change",
     [{"digest": "b"}, {"top_k": 9}, {"temperature": 2.0}, {"parts": PARTS[::-1]}],
@@ -147,17 +133,3 @@ def test_other_settings_have_other_targets(tmp_path, change):
     teacher = Teacher()
     part_targets(tmp_path, teacher, **change)
     assert teacher.calls == 2
-
-
-def test_damaged_part_is_computed_again(tmp_path, monkeypatch):
-    whole = part_targets(tmp_path / "whole", Teacher())
-    part_targets(tmp_path, Teacher())
-    [_, damaged] = sorted((tmp_path / "parts").glob("*/content"))
-    DAMAGES["flip"](damaged)
-    teacher, logger, warnings = Teacher(), Logger(), []
-    monkeypatch.setattr(logger, "warning", warnings.append)
-    result = part_targets(tmp_path, teacher, logger=logger)
-    assert teacher.calls == 1
-    assert warnings == [f"{damaged}: damaged, made again"]
-    for one, other in zip(result, whole, strict=True):
-        assert all(mx.array_equal(a, b) for a, b in zip(one, other, strict=True))

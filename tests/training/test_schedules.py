@@ -67,11 +67,11 @@ def test_warmup_stable_decay_with_extreme_ratios(share, peak_steps):
     assert result[-1] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("warmup", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_schedules_of_few_steps_are_positive(schedule, warmup, steps):
-    assert all(0 < r <= 2 for r in rates(schedule, steps=steps, warmup=warmup))
+def test_schedules_of_few_steps_are_positive():
+    for schedule, warmup, steps in itertools.product(
+        SCHEDULES, (0.0, 0.5, 1.0), (1, 2, 3)
+    ):
+        assert all(0 < r <= 2 for r in rates(schedule, steps=steps, warmup=warmup))
 
 
 def test_weight_decay_skips_vectors():
@@ -82,15 +82,11 @@ def test_weight_decay_skips_vectors():
     assert decay_weights(parameters, mx.array(0.5), 0.0) is parameters
 
 
-def test_clip_grad_norm_limits_the_joint_norm():
-    gradients = {"a": mx.array([[3.0]]), "b": mx.array([4.0])}
-    clipped = clip_grad_norm(gradients, mx.array(5.0), 1.0)
-    assert clipped["a"].item() == pytest.approx(0.6, rel=1e-5)
-    assert clipped["b"].item() == pytest.approx(0.8, rel=1e-5)
-
-
-@pytest.mark.parametrize("limit", [None, 5.1])
-def test_clip_grad_norm_keeps_small_gradients(limit):
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(1.0, [0.6, 0.8]), (None, [3.0, 4.0]), (5.1, [3.0, 4.0])]
+)
+def test_clip_grad_norm_limits_the_joint_norm(limit, expected):
     gradients = {"a": mx.array([[3.0]]), "b": mx.array([4.0])}
     clipped = clip_grad_norm(gradients, mx.array(5.0), limit)
-    assert [clipped["a"].item(), clipped["b"].item()] == [3.0, 4.0]
+    values = [clipped["a"].item(), clipped["b"].item()]
+    assert values == pytest.approx(expected, rel=1e-5 if limit == 1.0 else 0)

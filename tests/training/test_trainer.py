@@ -232,16 +232,11 @@ def test_nan_batch_holds_all_micro_batches(tmp_path):
 
 # Kills that leave different files on disk: owner, name and number of the call.
 MOMENTS = {
-    "before the first step": (TrainStep, "__call__", 1),
     "before the first checkpoint": (TrainStep, "__call__", 3),
     "in the middle": (TrainStep, "__call__", 6),
     "in the first evaluation": (RunLogger, "sample", 1),
-    "in a later evaluation": (RunLogger, "sample", 2),
-    "in the last evaluation": (RunLogger, "sample", 4),
     "after a line of metrics": (RunLogger, "metrics", 4),
-    "while saving the first": (mx, "save_safetensors", 1),
     "while saving the second": (mx, "save_safetensors", 2),
-    "while saving the last": (mx, "save_safetensors", 3),
     "with the weights saved": (artifacts, "_write_index", 2),
     "before deleting the oldest": (artifacts, "remove", 1),
 }
@@ -308,10 +303,7 @@ def test_seed_changes_dropout(tmp_path, expected):
 
 @pytest.mark.parametrize(
     ("kind", "at"),
-    [
-        *((signal.SIGINT, at) for at in (1, 4, 5)),
-        *((signal.SIGTERM, at) for at in (1, STEPS - 1)),
-    ],
+    [(signal.SIGINT, 4), (signal.SIGTERM, 1), (signal.SIGTERM, STEPS - 1)],
 )
 def test_signal_saves_after_the_running_step(tmp_path, expected, kind, at):
     def rate(step):
@@ -329,20 +321,9 @@ def test_signal_saves_after_the_running_step(tmp_path, expected, kind, at):
     assert outcome(tmp_path, trainer, trainer.train()) == expected
 
 
-def test_resume_skips_a_damaged_checkpoint(tmp_path, expected, capsys):
-    make_trainer(tmp_path).train()
-    newest = max((tmp_path / "checkpoints" / checkpoint.KIND).iterdir())
-    (newest / "content/state.safetensors").write_bytes(b"gone")
-    trainer = make_trainer(tmp_path)
-    assert outcome(tmp_path, trainer, trainer.train()) == expected
-    assert f"{newest} is damaged" in capsys.readouterr().err
-    assert "resuming after step 6" in (tmp_path / "log.txt").read_text()
-
-
-@pytest.mark.parametrize("rate", [1e38, math.nan])
-def test_nan_loss_stops_training(tmp_path, rate):
+def test_nan_loss_stops_training(tmp_path):
     trainer = make_trainer(
-        tmp_path, learning_rate=lambda step: rate if step >= 4 else 1e-2
+        tmp_path, learning_rate=lambda step: 1e38 if step >= 4 else 1e-2
     )
     with pytest.raises(UserError, match="NaN or infinite at step") as caught:
         trainer.train()
