@@ -116,11 +116,11 @@ def inputs(tmp_path_factory) -> Path:
     """A small model, a text, and questions in the form of GSM8K."""
     folder = tmp_path_factory.mktemp("inputs")
     write_small_base(folder / "model")
-    (folder / "text.txt").write_text(TEXT * 20)
+    (folder / "text.txt").write_text(TEXT * 100)
     for name in ("train", "test"):
         rows = [
             {
-                "question": f"Ann has {n} pears. {TEXT * 4}",
+                "question": f"Ann has {n} pears. How many?",
                 "answer": f"It is #### {n + 1}",
                 "text": f"{n} {TEXT * 4}",
             }

@@ -118,7 +118,8 @@ class Seed:
         self._write_examples("train", arguments.num_prompts)
         self._write_examples("valid", num_valid)
         distilled = self._distill()
-        untrained = next((distilled / "stages").glob("*-draft/initial"))
+        initial = "*-draft/artifacts/models/initial/content"
+        untrained = next((distilled / "stages").glob(initial))
         drafts = {
             "untrained": lambda: untrained,
             "cross-entropy": lambda: self._train_on_corpus(untrained),
