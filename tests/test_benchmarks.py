@@ -43,7 +43,7 @@ PRINTED = {
         "--folder {0}/runs --gsm8k {0} --bits 4 --num-examples 8 --model {0}/model "
         "--batch-size 4 --seq-length 64 --num-answers 4 --num-questions 2 "
         '--max-tokens 4 --threads 1 --rows untrained "lmx LoRA" "mlx-lm LoRA, fuse" '
-        '"lmx gptq, QLoRA, 4 bits" "lmx full"',
+        '"lmx gptq, 4 bits" "lmx gptq, QLoRA, 4 bits" "lmx full"',
         [r"\| mlx-lm LoRA, fuse +\| [\d.]+ ±", r"\| lmx gptq, QLoRA, 4 bits +\| [\d.]"],
     ),
     "qat_from_codes.py": (
@@ -70,7 +70,7 @@ PRINTED = {
     "preference_quality.py": (
         "--case grpo --folder {0}/runs --steps 3 --batch-size 4 --num-generations 2 "
         "--max-tokens 4 --bits 4 --seeds 0 --model data/tiny-base "
-        "--questions data/commands/valid.jsonl",
+        "--questions {0}/skills.jsonl",
         [r"4 +greedy", r"4 +sampled"],
     ),
     "generate.py": (
@@ -117,6 +117,8 @@ def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     write_small_base(folder / "model")
     (folder / "text.txt").write_text(TEXT * 100)
+    skills = (ROOT / "data/skills/test.jsonl").read_text().splitlines()
+    (folder / "skills.jsonl").write_text("\n".join(skills[:24]))
     for name in ("train", "test"):
         rows = [
             {

@@ -123,7 +123,7 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
     batches = _batches_of_steps(BucketBatchSampler, examples, length, steps)
     model = load(folder / "model").model
     lora_model.attach(model, LoRAConfig(rank=RANK, alpha=RANK * SCALE), seed=0)
-    largest = max(size * length for length, size, _ in batches.buckets)
+    largest = max(size * length for length, size in batches.shapes)
     chunk = TrainConfig(steps=1, batch_size=1).chunk(
         vocabulary=settings["vocab_size"], tokens=largest, on_cpu=on_cpu()
     )
