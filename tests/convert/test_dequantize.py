@@ -8,7 +8,6 @@ import pytest
 from exporting import quantized_checkpoint
 from lmx.cli import main
 from lmx.config.quant_spec import QuantSpec
-from lmx.convert.importers import resolve_checkpoint
 from lmx.models.loader import load
 from mlx.utils import tree_flatten
 from test_gguf_import import make_gguf  # noqa: F401
@@ -73,9 +72,3 @@ def test_dequantize_refuses_a_dense_model(make_checkpoint, tmp_path, capsys):
 def test_convert_of_a_quantized_folder_names_the_option(quantized, tmp_path, capsys):
     assert main.main(["convert", str(quantized), str(tmp_path / "x")]) == 2
     assert "--dequantize expands" in capsys.readouterr().err
-
-
-def test_import_of_a_gguf_names_its_architecture(make_gguf):  # noqa: F811
-    path, _, _ = make_gguf("F16", architecture="qwen3")
-    config = json.loads((resolve_checkpoint(path) / "config.json").read_text())
-    assert config["architectures"] == ["Qwen3ForCausalLM"]

@@ -216,20 +216,6 @@ def test_metadata_describes_model_and_tokenizer(make_checkpoint, tmp_path):
     assert metadata["tokenizer.chat_template"] == tokenizer.chat_template
 
 
-def test_llama3_rope_factors_are_written(make_checkpoint, tmp_path):
-    from mlx_lm.models.rope_utils import Llama3RoPE
-
-    scaling = LLAMA3_SCALING
-    source = make_checkpoint(rope_scaling=scaling, rope_theta=5e5)
-    export(gguf_exporter, source, tmp_path / "out")
-    _, tensors = read_gguf(tmp_path / "out")
-    scaled = np.array(Llama3RoPE(64, base=5e5, scaling_config=scaling)._freqs)
-    unscaled = 5e5 ** (np.arange(0, 64, 2) / 64)
-    np.testing.assert_allclose(
-        dequantized(tensors["rope_freqs.weight"]), scaled / unscaled, rtol=1e-5
-    )
-
-
 @pytest.mark.parametrize(
     ("model_type", "key", "value", "message"),
     [

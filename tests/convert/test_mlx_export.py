@@ -73,14 +73,6 @@ def test_unquantized_checkpoint_roundtrip(folder, tmp_path):
     assert all(mx.array_equal(tensors[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_lm_head_is_not_written(make_checkpoint, tmp_path, tied):
-    source = make_checkpoint(tie_word_embeddings=tied)
-    export(source, tmp_path / "out")
-    header = read_header(tmp_path / "out" / "model.safetensors")
-    assert ("lm_head.weight" in header) != tied
-
-
 def test_mixed_precision_loads_in_stock_mlx_lm(folder, tmp_path):
     plan = mixed_plan(folder)
     export(folder, tmp_path / "out", plan)

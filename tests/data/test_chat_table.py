@@ -137,9 +137,19 @@ def encoded(record: DataRecord | str, tokenizer) -> tuple[list, str]:
     return result.examples, " ".join(why for _, why in result.dropped)
 
 
-def problem_of(cell: Cell, record: DataRecord | str, tokenizer) -> str:
-    """What is wrong with what lmx makes of a cell."""
-    examples, reason = encoded(record, tokenizer)
+@pytest.fixture(scope="module")
+def encoded_cell(records):
+    """A function from the names of a family and a chat to what `encoded` gives."""
+    return cache(lambda name, chat: encoded(records[chat], tokenizer(name)))
+
+
+def problem_of(cell: Cell, result: tuple[list, str], tokenizer) -> str:
+    """What is wrong with what lmx makes of a cell.
+
+    Args:
+        result: what `encoded` gives.
+    """
+    examples, reason = result
     if not reason:
         wrong = cell.judge(examples, tokenizer)
         return f"{wrong}\n  it must be refused" if wrong and cell.reasons else wrong
@@ -153,9 +163,9 @@ def problem_of(cell: Cell, record: DataRecord | str, tokenizer) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_turns_are_trained_as_served_or_refused(name, records):
+def test_turns_are_trained_as_served_or_refused(name, encoded_cell):
     problems = {
-        chat: problem_of(cell(name, chat), records[chat], tokenizer(name))
+        chat: problem_of(cell(name, chat), encoded_cell(name, chat), tokenizer(name))
         for chat in CHATS
     }
     wrong = [f"{chat}: {problem}" for chat, problem in problems.items() if problem]
@@ -163,10 +173,10 @@ def test_turns_are_trained_as_served_or_refused(name, records):
 
 
 @pytest.mark.parametrize("name", LONG_FAMILIES)
-def test_turns_of_a_long_chat_are_trained_as_served(name, records):
+def test_turns_of_a_long_chat_are_trained_as_served(name, encoded_cell):
     cell = oracle(name).cell(LONG)
     assert not cell.reasons
-    assert problem_of(cell, records["long"], tokenizer(name)) == ""
+    assert problem_of(cell, encoded_cell(name, "long"), tokenizer(name)) == ""
 
 
 def served_prompts(oracle: Oracle, row: dict, tokenizer) -> list[set[tuple]]:
@@ -209,12 +219,12 @@ def unserved(examples: list, prompts: list[set[tuple]], tokenizer) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_trained_prompt_is_one_of_lmx_serve(name, records):
+def test_every_trained_prompt_is_one_of_lmx_serve(name, encoded_cell):
     """In its tokens, and so in its text."""
     rows = CHATS | ({"long": LONG} if name in LONG_FAMILIES else {})
     seen = 0
     for chat, row in rows.items():
-        examples, _ = encoded(records[chat], tokenizer(name))
+        examples, _ = encoded_cell(name, chat)
         if examples:
             prompts = served_prompts(oracle(name), row, tokenizer(name))
             assert unserved(examples, prompts, tokenizer(name)) == [], chat
@@ -255,7 +265,8 @@ def test_turns_that_no_prompt_leads_to_are_refused(name, records):
     for chat in ("one_turn", "reasoning_many_turns", "long"):
         cell = Oracle(family).cell((CHATS | {"long": LONG})[chat])
         assert cell.reasons
-        assert problem_of(cell, records[chat], build_tokenizer(family)) == ""
+        tokenizer = build_tokenizer(family)
+        assert problem_of(cell, encoded(records[chat], tokenizer), tokenizer) == ""
 
 
 def test_refusals_have_a_cause_in_the_family():

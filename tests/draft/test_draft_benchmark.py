@@ -115,28 +115,6 @@ def test_training_raises_acceptance_rate():
     assert low - 1e-4 <= exact <= high + 1e-4
 
 
-def test_distillation_targets_are_cached():
-    calls, logits_table = [], next_token_logits()
-
-    def counted(tokens):
-        calls.append(tokens.shape)
-        return logits_table[tokens]
-
-    examples = [Example(np.arange(9, dtype=np.int32), np.arange(9) > 2, "here")]
-    settings = {"max_seq_length": 32, "tokens": 64, "top_k": 4, "seed": 0}
-    logger = RunLogger(None, quiet=True)
-
-    def read(key):
-        # The predictions are made when the first batch is read.
-        list(DistillationBatches(examples, counted, key=key, logger=logger, **settings))
-
-    for _ in range(2):
-        read("counted")
-    assert len(calls) == 1
-    read("another target")
-    assert len(calls) == 2
-
-
 class NullTokenizer:
     """A tokenizer without text and without end-of-sequence tokens."""
 

@@ -107,12 +107,6 @@ def test_verify_reads_one_block_at_a_time(deep):
     assert peak_memory(lambda: verify(PARTS[0])) < num_bytes(loaded.model) / 4
 
 
-def test_lazy_weights_are_read_on_use(deep):
-    size = num_bytes(load(deep, lazy=True).model)
-    assert peak_memory(lambda: load(deep, lazy=True)) < size / 100
-    assert peak_memory(lambda: load(deep)) >= size
-
-
 def test_verify_refuses_blocks_that_are_called_twice():
     model = llama()
 

@@ -6,16 +6,6 @@ import mlx.core as mx
 from lmx.models.checkpoint import checkpoint_size
 
 
-def test_checkpoint_size_of_a_dense_checkpoint(make_checkpoint):
-    folder = make_checkpoint()
-    tensors = mx.load(str(folder / "model.safetensors"))
-    sizes = checkpoint_size(folder)
-    assert sizes.parameters == sum(value.size for value in tensors.values())
-    assert sizes.bytes == 2 * sizes.parameters
-    assert sizes.bits_per_weight == 16
-    assert sizes.float_values == sizes.parameters
-
-
 def test_checkpoint_size_counts_each_code_as_one_parameter(tmp_path):
     config = {"quantization": {"bits": 3, "group_size": 32, "b": {"bits": 8}}}
     (tmp_path / "config.json").write_text(json.dumps(config))

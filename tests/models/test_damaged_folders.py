@@ -185,8 +185,10 @@ def test_a_file_of_a_terabyte_is_not_read(folder):
         ),
         ("generation_config.json", b"null", "this is no JSON object"),
         ("generation_config.json", b"[]", "this is no JSON object"),
+        ("generation_config.json", b"{", "not JSON"),
         ("chat_template.jinja", b"\xff", "not UTF-8 text: "),
         ("tokenizer.json", b'{"model": {"type": "odd"}}', "the tokenizer does not"),
+        ("tokenizer.json", b"{", "the tokenizer does not"),
     ],
 )
 def test_a_damaged_tokenizer_file_is_named(folder, name, content, message):

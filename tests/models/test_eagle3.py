@@ -516,13 +516,6 @@ def test_folders_that_do_not_fit_are_refused(target, tmp_path, message, change):
     assert str(tmp_path) in caught.value.place
 
 
-def test_a_missing_key_is_named(target):
-    config, _ = stored(variant(target))
-    del config["transformer_layer_config"]["intermediate_size"]
-    with pytest.raises(UserError, match="intermediate_size"):
-        Eagle3Drafter.from_config(config, place="drafter")
-
-
 def test_a_drafter_of_another_target_is_refused(target):
     drafter = variant(target)
     drafter.require_shape(WIDTH, VOCABULARY + 8, place="drafter")

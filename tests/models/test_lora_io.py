@@ -51,6 +51,13 @@ def write_mlx_lm_adapter(base, folder, *, kind="lora", num_layers=2, **lora):
     return model(TOKENS), config, trained
 
 
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory):
+    """The config and the tensors of a sound adapter."""
+    _, config, tensors = write_mlx_lm_adapter(base, tmp_path_factory.mktemp("sound"))
+    return json.dumps(config), tensors
+
+
 def write(folder, config, tensors):
     (folder / io.CONFIG_FILE).write_text(json.dumps(config))
     mx.save_safetensors(str(folder / io.WEIGHTS_FILE), tensors)
@@ -119,21 +126,22 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("message", "damage"), DAMAGES)
-def test_incomplete_adapters_are_refused(base, tmp_path, message, damage):
-    _, config, tensors = write_mlx_lm_adapter(base, tmp_path)
-    write(tmp_path, config, damage(tensors))
+def test_incomplete_adapters_are_refused(base, adapter, tmp_path, message, damage):
+    config, tensors = adapter
+    write(tmp_path, json.loads(config), damage(tensors))
     with pytest.raises(UserError, match=message) as caught:
         load(base, adapter=tmp_path)
     assert caught.value.place == str(tmp_path / io.WEIGHTS_FILE)
 
 
 @pytest.mark.parametrize(("message", "damage"), DAMAGES[:9:3])
-def test_training_does_not_start_from_them(base, tmp_path, message, damage):
-    _, config, tensors = write_mlx_lm_adapter(base, tmp_path)
+def test_training_does_not_start_from_them(base, adapter, tmp_path, message, damage):
+    config, tensors = adapter
     model = load(base).model
     lora_model.attach(model, LoRAConfig(rank=4, target_modules=["*"]), seed=0)
+    write(tmp_path, json.loads(config), tensors)
     io.init_adapter(model, tmp_path)
-    write(tmp_path, config, damage(tensors))
+    write(tmp_path, json.loads(config), damage(tensors))
     with pytest.raises(UserError, match=message):
         io.init_adapter(model, tmp_path)
 
@@ -159,8 +167,8 @@ def test_training_does_not_start_from_them(base, tmp_path, message, damage):
         ("tensor .*.m is missing", {"/fine_tune_type": "dora"}),
     ],
 )  # fmt: skip
-def test_values_of_the_config_are_checked(base, tmp_path, message, changes):
-    _, config, tensors = write_mlx_lm_adapter(base, tmp_path)
+def test_values_of_the_config_are_checked(base, adapter, tmp_path, message, changes):
+    config, tensors = json.loads(adapter[0]), adapter[1]
     for key, value in changes.items():
         if key.startswith("/"):
             config[key[1:]] = value
@@ -172,8 +180,10 @@ def test_values_of_the_config_are_checked(base, tmp_path, message, changes):
     assert str(tmp_path) in caught.value.place
 
 
-def test_a_config_without_scale_and_files_that_are_none_are_refused(base, tmp_path):
-    _, config, tensors = write_mlx_lm_adapter(base, tmp_path)
+def test_a_config_without_scale_and_files_that_are_none_are_refused(
+    base, adapter, tmp_path
+):
+    config, tensors = json.loads(adapter[0]), adapter[1]
     del config["lora_parameters"]["scale"]
     write(tmp_path, config, tensors)
     with pytest.raises(UserError, match=r"lora_parameters\.scale: this key is missing"):

@@ -213,20 +213,6 @@ def test_a_candidate_with_nan_is_not_chosen(mode, monkeypatch):
 
 
 @modes
-def test_gptq_without_correlations_rounds_to_the_nearest_elements(mode):
-    target, spec = weights(), QuantSpec(mode=mode)
-    grid = float_gptq(target, damped(mx.eye(WIDTH), spec.group_size, 0.01), spec)
-    number = MODES[mode].elements
-    steps = target / mx.repeat(grid.scales, spec.group_size, axis=1)
-    nearest = number.nearest(steps, number.max)
-    assert (nearest == grid.elements).mean().item() > 0.999
-    rtn = dequantize(pack(target, spec, mx.float32), spec, mx.float32)
-    errors = [mx.square(w - target).sum().item() for w in (grid.weight(), rtn)]
-    # The choice of the scales alone. All scales of mxfp8 have the same relative error.
-    assert errors[0] <= {"mxfp8": 1.0, "mxfp4": 0.95, "nvfp4": 0.9}[mode] * errors[1]
-
-
-@modes
 def test_numpy_and_mlx_give_the_same_grids(mode, monkeypatch):
     """The solver uses NumPy on a CPU and MLX on a GPU."""
     hessian, target, spec = hessian_of(mode), weights(8), QuantSpec(mode=mode)

@@ -87,19 +87,6 @@ def test_explained_errors_are_corrected_and_noise_is_not():
     assert statistics_of(X, None).correction_strength["a"] == 0
 
 
-def test_moments_are_weighted():
-    rng = np.random.default_rng(0)
-    x, y, weights = rng.normal(size=(9, 4)), rng.normal(size=(9, 4)), rng.random(9)
-    statistics = InputStatistics.empty(4, experts=None, with_cross=True)
-    x, y, weights = (mx.array(v, mx.float32) for v in (x, y, weights))
-    statistics.add_inputs(x, y, weights=weights)
-    x, y, weights = (np.array(v, np.float64) for v in (x, y, weights))
-    expected = x.T @ np.diag(weights) @ x
-    np.testing.assert_allclose(statistics.second_moments, expected, atol=1e-5)
-    expected = x.T @ np.diag(weights) @ (y - x)
-    np.testing.assert_allclose(statistics.cross_moments, expected, atol=1e-5)
-
-
 def test_invisible_tokens_are_routed_to_no_expert():
     rng = np.random.default_rng(1)
     x, experts = rng.normal(size=(12, 4)), rng.integers(0, 3, 12)

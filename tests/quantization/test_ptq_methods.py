@@ -16,7 +16,6 @@ from lmx.quantization.packing import dequantize
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten
-from pydantic import ValidationError
 from quantization_samples import context_of, tensors_of, windows_of
 from tiny_checkpoints import QWEN3_MOE
 
@@ -93,16 +92,6 @@ def quantized(make_checkpoint, tmp_path_factory):
 def relative_error(weight, expected):
     weight, expected = weight.astype(mx.float32), expected.astype(mx.float32)
     return (mx.linalg.norm(weight - expected) / mx.linalg.norm(expected)).item()
-
-
-def test_config_defaults_and_unknown_keys(method):
-    config = CONFIGS[method]()
-    assert config.method == method
-    assert (config.bits, config.group_size, config.mode) == (4, 64, "affine")
-    with pytest.raises(ValidationError, match="group"):
-        CONFIGS[method](group=32)
-    with pytest.raises(ValidationError):
-        CONFIGS[method](method="another")
 
 
 def grid_id(value):

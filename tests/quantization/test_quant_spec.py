@@ -4,11 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
-from lmx.models.float_formats import MODES
 from lmx.quantization.bit_packing import unpack_codes
 from lmx.quantization.packing import dequantize, pack
 from pydantic import ValidationError
-from test_float_grid import FORMATS, numbers
 
 AFFINE = [*zip((2, 3, 4, 5, 6, 8), 2 * (32, 64, 128), strict=True)]
 ROWS, WIDTH = 24, 384
@@ -40,7 +38,7 @@ def affine(weight, bits, group_size):
 
 
 @pytest.mark.parametrize(("bits", "group_size"), AFFINE)
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_affine_grid_is_anchored_at_the_larger_edge(bits, group_size, dtype):
     weight, spec = weights(dtype), QuantSpec(bits=bits, group_size=group_size)
     packed = pack(weight, spec, dtype)
@@ -52,7 +50,7 @@ def test_affine_grid_is_anchored_at_the_larger_edge(bits, group_size, dtype):
         np.array(packed[name].astype(mx.float32)).reshape(-1)
         for name in ("scales", "biases")
     )
-    precision = {mx.float32: 1e-6, mx.float16: 2**-11, mx.bfloat16: 2**-8}[dtype]
+    precision = {mx.float32: 1e-6, mx.bfloat16: 2**-8}[dtype]
     matches = np.isclose(scales, scale, rtol=precision, atol=1e-7)
     # In 16 bits, MLX can differ by one step at the edge.
     assert matches.all() if dtype == mx.float32 else matches.mean() > 0.95
@@ -65,35 +63,6 @@ def test_affine_grid_is_anchored_at_the_larger_edge(bits, group_size, dtype):
         rounded,
         rtol=2 * precision,
         atol=2 * precision * abs(exact).max(),
-    )
-
-
-@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_floating_point_codes_are_nearest_on_the_stored_grid(mode, dtype):
-    weight, spec = weights(dtype), QuantSpec(mode=mode)
-    packed = pack(weight, spec, dtype)
-    assert packed.keys() == {"weight", "scales"}
-    points = FORMATS[MODES[mode].elements]
-    values = numbers(8, 4) if mode == "mxfp8" else numbers(4, 2)
-    powers = 2.0 ** (np.arange(256) - 127)
-    scale_values = numbers(8, 4) if mode == "nvfp4" else powers
-    groups = np.array(weight.astype(mx.float32), dtype=np.float64)
-    groups = groups.reshape(-1, spec.group_size)
-    scales = scale_values[np.array(packed["scales"])].reshape(-1, 1)
-    codes = np.array(unpack_codes(packed["weight"], spec.bits)).reshape(groups.shape)
-    stored_values = values[codes] * scales
-    best = abs(groups[..., None] - (points * scales)[:, None, :]).min(axis=-1)
-    assert (abs(groups - stored_values) <= best + 1e-5 * abs(groups)).all()
-    # The scale fits its group: the largest weight is neither lost nor clipped much.
-    largest = abs(groups).max(axis=1)
-    is_nonzero = largest > 0
-    ratio = abs(stored_values).max(axis=1)[is_nonzero] / largest[is_nonzero]
-    assert ratio.min() > 0.7
-    assert ratio.max() < 1.34
-    expanded = dequantize(packed, spec, mx.float32)
-    np.testing.assert_array_equal(
-        np.array(expanded).reshape(stored_values.shape), stored_values
     )
 
 

@@ -270,19 +270,6 @@ def test_tied_embedding_is_quantized_once_before_the_blocks(tmp_path):
         assert_moments(method, name, lambda: model_of(tie_word_embeddings=True))
 
 
-def test_weighed_outputs_have_fisher_information(plain, tmp_path):
-    weighed, unweighed = RecordingRTN(weighs_outputs=True), plain[0]
-    weighed.run(model_of(), tmp_path)
-    modules = dict(model_of().named_modules())
-    for path, statistics in weighed.statistics.items():
-        if ".layers." in path:
-            size = modules[path].weight.shape[0]
-            assert statistics.output_fisher[path].shape == (size, size)
-            assert not unweighed.statistics[path].output_fisher
-    # Files are deleted when the block is finished.
-    assert not list(tmp_path.glob("pipeline/*/fisher-*"))
-
-
 def test_without_cross_moments_there_is_no_full_stream(plain, tmp_path):
     with_cross, without_cross = plain[0], RecordingRTN(needs_cross_moments=False)
     without_cross.run(model_of(), tmp_path)
