@@ -15,7 +15,7 @@ from lmx.interfaces import Communicator
 from warm import Process, warm_up
 
 # A process that waits for another one takes a core, so other work costs them much time.
-SECONDS = 120
+SECONDS = 300
 LISTENS_SECONDS = 0.5
 # Of 127.0.0.1, in Linux's table of sockets.
 LISTENING = "0100007F:{:04X} 00000000:0000 0A"

@@ -33,43 +33,6 @@ COMMAND_A = r"""
 {%- endif %}
 """
 
-# Results of tools stay within the turn of the assistant, which ends with an answer.
-APERTUS = r"""
-{%- set ns = namespace(inside=false) %}
-{{- bos_token + '<|developer_start|>Deliberation: ' }}
-{{- 'enabled' if enable_thinking else 'disabled' }}
-{{- '\nTool Capabilities:' + (tools | tojson if tools else ' disabled') }}
-{{- '<|developer_end|>' }}
-{%- for m in messages %}
-{%- if m.role in ['system', 'user'] %}
-{{- '<|assistant_end|>' if ns.inside }}{%- set ns.inside = false %}
-{{- '<|' + m.role + '_start|>' + m.content + '<|' + m.role + '_end|>' }}
-{%- elif m.role == 'assistant' %}
-{{- '<|assistant_start|>' if not ns.inside }}{%- set ns.inside = true %}
-{%- if m.reasoning_content %}
-{{- '<|inner_prefix|>' + m.reasoning_content + '<|inner_suffix|>' }}
-{%- endif %}
-{{- m.content }}
-{%- for c in m.tool_calls or [] %}
-{{- '<|tools_prefix|>[' if loop.first else ', ' }}
-{{- '{"' + c.function.name + '": ' + c.function.arguments | tojson + '}' }}
-{{- ']<|tools_suffix|>' if loop.last }}
-{%- endfor %}
-{%- if not m.tool_calls %}
-{{- '<|assistant_end|>' }}{%- set ns.inside = false %}
-{%- endif %}
-{%- elif m.role == 'tool' %}
-{%- if not ns.inside %}
-{{- raise_exception('Tool message outside assistant') }}
-{%- endif %}
-{{- '[' + m.content + ']' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt and not ns.inside %}
-{{- '<|assistant_start|>' }}
-{%- endif %}
-"""
-
 # Channels: only the last turn has its reasoning, and a token that ends the generation.
 GPT_OSS = r"""
 {{- '<|start|>system<|message|>You are ChatGPT.\nCurrent date: ' }}
@@ -156,67 +119,10 @@ GEMMA4 = r"""
 {%- endif %}
 """
 
-# All turns keep their reasoning; a budget of zero closes the block in the prompt.
-SEED_OSS = r"""
-{%- if tools %}
-{{- bos_token + 'system\n' + tools | tojson + eos_token }}
-{%- endif %}
-{%- if thinking_budget is defined %}
-{{- bos_token + 'system\nThinking budget: ' + thinking_budget | string + eos_token }}
-{%- endif %}
-{%- for m in messages %}
-{{- bos_token + m.role + '\n' }}
-{%- if m.role == 'assistant' and m.reasoning_content %}
-{{- '<seed:think>' + m.reasoning_content | trim + '</seed:think>' }}
-{%- endif %}
-{{- m.content | trim if m.role == 'assistant' else m.content }}
-{%- for c in m.tool_calls or [] %}
-{{- '\n<seed:tool_call>\n<function=' + c.function.name + '>\n' }}
-{%- for name, value in c.function.arguments | items %}
-{{- '<parameter=' + name + '>' + value | string + '</parameter>\n' }}
-{%- endfor %}
-{{- '</function>\n</seed:tool_call>' }}
-{%- endfor %}
-{{- eos_token }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- bos_token + 'assistant\n' }}
-{%- if thinking_budget == 0 %}{{- '<seed:think></seed:think>' }}{%- endif %}
-{%- endif %}
-"""
-
-MAGISTRAL = r"""
-{{- bos_token }}
-{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' if tools }}
-{%- if messages[0].role != 'system' %}
-{{- '[SYSTEM_PROMPT]First draft your thinking: [THINK]thoughts[/THINK]' }}
-{{- '[/SYSTEM_PROMPT]' }}
-{%- endif %}
-{%- for m in messages %}
-{%- if m.role == 'system' %}{{- '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}
-{%- elif m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}
-{%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
-{%- else %}
-{{- '[THINK]' + m.reasoning_content + '[/THINK]' if m.reasoning_content }}
-{{- m.content }}
-{%- for c in m.tool_calls or [] %}
-{{- '[TOOL_CALLS]' + c.function.name + '[ARGS]' + c.function.arguments | tojson }}
-{%- endfor %}
-{{- eos_token }}
-{%- endif %}
-{%- endfor %}
-"""
-
 _COHERE = (
     f"{COHERE_TOKENS} <|START_THINKING|> <|END_THINKING|> <|START_RESPONSE|> "
     "<|END_RESPONSE|> <|START_ACTION|> <|END_ACTION|> <|START_TOOL_RESULT|> "
     "<|END_TOOL_RESULT|>"
-)
-_APERTUS = (
-    "<s> </s> <|developer_start|> <|developer_end|> <|system_start|> <|system_end|> "
-    "<|user_start|> <|user_end|> <|assistant_start|> <|assistant_end|> "
-    "<|inner_prefix|> "
-    "<|inner_suffix|> <|tools_prefix|> <|tools_suffix|>"
 )
 _HARMONY = (
     "<|startoftext|> <|start|> <|end|> <|message|> <|channel|> <|return|> <|call|>"
@@ -233,30 +139,11 @@ CHANNELS = {
         "<|END_OF_TURN_TOKEN|>",
         "<BOS_TOKEN>",
     ),
-    "apertus": Family(
-        APERTUS,
-        _APERTUS,
-        "<|assistant_end|> <|tools_suffix|>",
-        "<s>",
-    ),
     "gpt_oss": Family(GPT_OSS, _HARMONY, "<|return|> <|call|>"),
     "gemma4": Family(
         GEMMA4,
         _GEMMA4,
         "<eos> <turn|> <|tool_response>",
         "<bos>",
-    ),
-    "seed_oss": Family(
-        SEED_OSS,
-        "<seed:bos> <seed:eos> <seed:think> </seed:think>",
-        "<seed:eos>",
-        "<seed:bos>",
-    ),
-    "magistral": Family(
-        MAGISTRAL,
-        "<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_RESULTS] "
-        "[/TOOL_RESULTS] [TOOL_CALLS] [ARGS] [THINK] [/THINK]",
-        "</s>",
-        "<s>",
     ),
 }

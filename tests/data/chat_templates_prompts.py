@@ -110,7 +110,6 @@ LINES = r"""
 
 PROMPTS = {
     "switched": Family(SWITCHED, f"{CHATML_TOKENS} {THINK}", CHATML_STOPS),
-    "switched_off": Family(SWITCHED, CHATML_TOKENS, CHATML_STOPS),
     "command_r7b": Family(
         COMMAND_R7B,
         f"{COHERE_TOKENS} <|START_THINKING|> <|END_THINKING|> <|START_RESPONSE|> "

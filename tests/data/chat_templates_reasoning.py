@@ -2,7 +2,7 @@
 in <think> tags."""
 
 from chat_templates import CHATML_STOPS, CHATML_TOKENS, Family
-from chat_templates_tools import DEEPSEEK, GRANITE, KIMI_TOKENS, TOOL_TAGS
+from chat_templates_tools import DEEPSEEK, KIMI_TOKENS, TOOL_TAGS
 
 # After the last question, the last turn has a block even without reasoning.
 QWEN3 = r"""
@@ -50,10 +50,6 @@ QWEN3_THINKING = QWEN3.replace(
     "\n{%- endif %}",
     r"{{- '<think>\n' }}",
 )
-
-QWEN3_INSTRUCT = QWEN3.replace(
-    "loop.index0 > ns.last and (loop.last or thought)", "false"
-).replace("'</think>' in text and not thought", "false")
 
 # The prompt opens a block, and no turn has one.
 QWQ = r"""
@@ -158,52 +154,6 @@ GLM45 = r"""
 {%- if add_generation_prompt %}
 {{- '<|assistant|>' }}
 {{- '\n<think></think>' if enable_thinking is defined and not enable_thinking }}
-{%- endif %}
-"""
-
-# Thinking changes the system message, never the turns.
-GRANITE3 = r"""
-{%- set system = 'Knowledge Cutoff Date: April 2024.\nYou are Granite.' %}
-{%- set turns = messages %}
-{%- if messages[0].role == 'system' %}
-{%- set system, turns = messages[0].content, messages[1:] %}
-{%- elif thinking %}
-{%- set system = system + ' Write your thoughts before the response.' %}
-{%- endif %}
-{{- '<|start_of_role|>system<|end_of_role|>' + system + '<|end_of_text|>\n' }}
-{%- if tools %}
-{{- '<|start_of_role|>available_tools<|end_of_role|>' + tools | tojson(indent=4) }}
-{{- '<|end_of_text|>\n' }}
-{%- endif %}
-{%- for m in turns %}
-{%- set role = 'tool_response' if m.role == 'tool' else m.role %}
-{{- '<|start_of_role|>' + role + '<|end_of_role|>' + m.content + '<|end_of_text|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start_of_role|>assistant<|end_of_role|>' }}
-{%- endif %}
-"""
-
-# Reasoning is only known as content, and other turns are users.
-SMOLLM3 = r"""
-{%- if enable_thinking is not defined %}{%- set enable_thinking = true %}{%- endif %}
-{%- set mode = '/think' if enable_thinking else '/no_think' %}
-{%- set system, turns = 'You are SmolLM.', messages %}
-{%- if messages[0].role == 'system' %}
-{%- set system, turns = messages[0].content, messages[1:] %}
-{%- endif %}
-{{- '<|im_start|>system\nReasoning Mode: ' + mode + '\n\n' + system }}
-{{- '\n' + tools | tojson if tools }}{{- '<|im_end|>\n' }}
-{%- for m in turns %}
-{%- if m.role == 'assistant' %}
-{{- '<|im_start|>assistant\n' }}
-{{- '<think>\n\n</think>\n' if mode == '/no_think' }}
-{{- m.content.lstrip('\n') + '<|im_end|>\n' }}
-{%- else %}{{- '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\n' + ('' if enable_thinking else '<think>\n\n</think>\n') }}
 {%- endif %}
 """
 
@@ -411,7 +361,6 @@ _HUNYUAN = (
 REASONING = {
     "qwen3": Family(QWEN3, *_QWEN3),
     "qwen3_thinking": Family(QWEN3_THINKING, *_QWEN3),
-    "qwen3_instruct": Family(QWEN3_INSTRUCT, *_QWEN3),
     "qwq": Family(QWQ, *_QWEN3),
     "deepseek_r1": Family(DEEPSEEK_R1, *DEEPSEEK),
     "deepseek_v31": Family(DEEPSEEK_V31, *DEEPSEEK),
@@ -420,8 +369,6 @@ REASONING = {
         f"<|endoftext|> [gMASK] <sop> {_ROLES} {THINK} {TOOL_TAGS} /nothink",
         "<|endoftext|> <|user|> <|observation|>",
     ),
-    "granite3": Family(GRANITE3, *GRANITE),
-    "smollm3": Family(SMOLLM3, f"{CHATML_TOKENS} {THINK}", "<|im_end|>"),
     "hunyuan": Family(
         HUNYUAN,
         f"{_HUNYUAN} {THINK}",

@@ -165,33 +165,6 @@ QWEN25 = r"""
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 
-# Calls are elements and not JSON.
-QWEN3_CODER = r"""
-{%- if tools %}
-{{- '<|im_start|>system\n<tools>' + tools | tojson + '</tools><|im_end|>\n' }}
-{%- endif %}
-{%- for m in messages %}
-{%- if m.role == 'assistant' and m.tool_calls %}
-{{- '<|im_start|>assistant' }}
-{{- '\n' + m.content | trim + '\n' if m.content | trim }}
-{%- for c in m.tool_calls %}
-{{- '\n<tool_call>\n<function=' + c.function.name + '>\n' }}
-{%- for name, value in c.function.arguments | items %}
-{%- set text = value if value is string else value | tojson %}
-{{- '<parameter=' + name + '>\n' + text + '\n</parameter>\n' }}
-{%- endfor %}
-{{- '</function>\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\n' }}
-{%- elif m.role == 'tool' %}
-{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response>' }}
-{{- '\n<|im_end|>\n' }}
-{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
-
 GRANITE4 = r"""
 {%- set start, end = '<|start_of_role|>', '<|end_of_text|>\n' %}
 {%- set turns = messages[1:] if messages[0].role == 'system' else messages %}
@@ -368,7 +341,6 @@ TOOLS = {
     "mistral_v7": Family(MISTRAL_V7, *MISTRAL),
     "mistral_v13": Family(MISTRAL_V13, *MISTRAL),
     "qwen25": Family(QWEN25, f"{CHATML_TOKENS} {TOOL_TAGS}", CHATML_STOPS),
-    "qwen3_coder": Family(QWEN3_CODER, f"{CHATML_TOKENS} {TOOL_TAGS}", CHATML_STOPS),
     "granite4": Family(GRANITE4, *GRANITE),
     "deepseek_v3": Family(DEEPSEEK_V3, *DEEPSEEK),
     "kimi_k2": Family(KIMI_K2, KIMI_TOKENS, "[EOS] <|im_end|>", "[BOS]"),

@@ -4,11 +4,11 @@ reason."""
 import json
 
 import pytest
-from lmx.data import dataset, splits, tokenization
+from lmx.data import dataset, splits
 from lmx.data.record_formats import unknown_keys
 from lmx.errors import UserError
 from reading import read, skip_reason
-from test_tokenization import CHATML, build_tokenizer, trained_texts
+from test_tokenization import CHATML, build_tokenizer, encode_one, trained_texts
 
 USER = {"role": "user", "content": "Is it warm?"}
 ANSWER = {"role": "assistant", "content": "Yes."}
@@ -51,7 +51,7 @@ AS_TEXT = json.dumps(FUNCTION)
 def test_only_completions_are_trained(write, record, system):
     tokenizer = build_tokenizer(CHATML)
     record = read(write([record | {"system": system}]))
-    [example] = tokenization.encode(record, tokenizer, max_seq_length=512)
+    example = encode_one(record, tokenizer)
     assert trained_texts(example, tokenizer) == ["Yes.<|im_end|>"]
     assert len(record.messages) == 4 + (system is not None)
 
@@ -72,12 +72,6 @@ def test_only_completions_are_trained(write, record, system):
 )  # fmt: skip
 def test_calls_of_all_kinds_become_tool_calls(write, message):
     assert read(write([{"messages": [USER, message]}])).messages == (USER, CALLED)
-
-
-def test_functions_of_older_files_become_tools(write):
-    functions = [{"name": "weather", "parameters": {}}]
-    record = read(write([CHAT | {"functions": functions}]))
-    assert record.tools == ({"type": "function", "function": functions[0]},)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +121,17 @@ def test_functions_of_older_files_become_tools(write):
         (
             {"messages": [USER, ANSWER | {"tool_calls": "weather"}]},
             "message 2: tool_calls is text that is not JSON",
+        ),
+        # It would be read as a call without arguments.
+        (
+            {
+                "messages": [
+                    USER,
+                    CALLED
+                    | {"tool_calls": [{"name": "weather", "parameters": {"in": "R"}}]},
+                ]
+            },
+            "message 2: a tool call has parameters and no arguments",
         ),
         (
             {"messages": [USER, ANSWER | {"tool_calls": [{"function": {}}]}]},
@@ -178,14 +183,6 @@ def test_arguments_are_an_object(write, arguments, reason):
     assert found.endswith(reason)
 
 
-def test_arguments_under_another_name_are_refused(write):
-    """They would be read as a call without arguments."""
-    call = {"name": "weather", "parameters": {"in": "Rome"}}
-    bad = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
-    reason = "message 2: a tool call has parameters and no arguments"
-    assert skip_reason(write, CHAT, bad) == reason
-
-
 @pytest.mark.parametrize(
     ("prompt", "messages"),
     [
@@ -202,40 +199,34 @@ def test_arguments_under_another_name_are_refused(write):
 def test_prompt_beside_a_conversation_is_repeated_or_comes_before_it(
     write, prompt, messages
 ):
-    pair = {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
     if isinstance(messages, str):
-        assert skip_reason(write, pair, pair | {"prompt": prompt}) == messages
+        assert skip_reason(write, PAIR, PAIR | {"prompt": prompt}) == messages
         return
-    record = read(write([pair | {"prompt": prompt}]))
+    record = read(write([PAIR | {"prompt": prompt}]))
     assert record.messages == messages
     assert record.rejected == (*messages[:-1], OTHER)
     assert record.prompt_messages == len(messages) - 1
 
 
-@pytest.mark.parametrize(
-    ("extra", "reason"),
-    [
-        ({"label": 0}, f"{LABEL} label"),
-        ({"history": ["a"]}, "history is not a list of pairs"),
-        ({"history": {"a": "b"}}, "history is an object, not a list"),
-    ],
-)
-def test_history_is_a_list_of_pairs(write, extra, reason):
-    instruction = {"instruction": "a", "output": "b"}
-    assert skip_reason(write, instruction, instruction | extra) == reason
+PAIR = {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+INSTRUCTION = {"instruction": "a", "output": "b"}
+OTHER_PROMPT = [USER | {"content": "?"}, OTHER]
 
 
 @pytest.mark.parametrize(
-    ("chosen", "rejected", "reason"),
+    ("good", "extra", "reason"),
     [
-        ([USER, ANSWER], [USER | {"content": "?"}, OTHER], "have different prompts"),
-        ([USER, ANSWER], [USER, ANSWER, USER, OTHER], "is the start of the other"),
+        (PAIR, {"rejected": OTHER_PROMPT}, "have different prompts"),
+        (PAIR, {"rejected": [USER, ANSWER, USER, OTHER]}, "is the start of the other"),
+        (INSTRUCTION, {"label": 0}, f"{LABEL} label"),
+        (INSTRUCTION, {"history": ["a"]}, "history is not a list of pairs"),
+        (INSTRUCTION, {"history": {"a": "b"}}, "history is an object, not a list"),
     ],
 )
-def test_pairs_have_one_prompt(write, chosen, rejected, reason):
-    good = {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
-    bad = {"chosen": chosen, "rejected": rejected}
-    assert reason in skip_reason(write, good, bad)
+def test_pairs_and_instructions_that_cannot_be_read_are_skipped(
+    write, good, extra, reason
+):
+    assert reason in skip_reason(write, good, good | extra)
 
 
 def test_unknown_columns_and_keys_are_named_once(write):
@@ -259,5 +250,5 @@ def test_unknown_columns_and_keys_are_named_once(write):
 def test_chat_template_kwargs_reach_the_template(write):
     tokenizer = build_tokenizer("{{ tone }}" + CHATML)
     record = read(write([CHAT | {"chat_template_kwargs": {"tone": "Kind"}}]))
-    [example] = tokenization.encode(record, tokenizer, max_seq_length=99)
+    example = encode_one(record, tokenizer)
     assert tokenizer.decode(example.tokens).startswith("Kind<|im_start|>")

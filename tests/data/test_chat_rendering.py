@@ -45,7 +45,7 @@ HOSTILE = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Limits that are reached soon, and none remembered from another test."""
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.25)
     monkeypatch.setattr(rendering, "_exceeded", rendering.Counter())
 
 
@@ -67,7 +67,7 @@ def test_hostile_template_is_stopped(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("nested_loops", "it takes more than 0.5 seconds"),
+        ("nested_loops", "it takes more than 0.25 seconds"),
         ("joiner", "it prints more than 1,00"),
     ],
 )

@@ -5,7 +5,6 @@ import time
 
 import pytest
 from chat_templates_reasoning import REASONING
-from lmx.data import tokenization
 from lmx.data.chat import sequences
 from lmx.data.chat.messages import is_completion
 from lmx.data.chat.rendering import ChatTemplate, NoTrainableTokens
@@ -24,6 +23,7 @@ from test_tokenization import (
     WITH_BOS,
     build_tokenizer,
     chat,
+    encode_one,
     trained_texts,
 )
 
@@ -160,7 +160,7 @@ def test_long_chat_takes_seconds():
     tokenizer = build_tokenizer(TRIMS)
     record = chat(*["how are you?", "I am fine, thank you."] * 1_000)
     start = time.process_time()
-    [example] = tokenization.encode(record, tokenizer, max_seq_length=1 << 20)
+    example = encode_one(record, tokenizer, max_seq_length=1 << 20)
     assert time.process_time() - start < 15
     texts = trained_texts(example, tokenizer)
     assert texts == ["I am fine, thank you.<|im_end|>"] * 1_000
@@ -169,7 +169,7 @@ def test_long_chat_takes_seconds():
 def test_chat_too_long_for_its_template_is_skipped(monkeypatch):
     tokenizer = build_tokenizer(COUNTS_TURNS)
     record = chat(*["a?", "A"] * 40)
-    assert len(tokenization.encode(record, tokenizer, max_seq_length=9999)) == 1
+    encode_one(record, tokenizer, max_seq_length=9999)
     monkeypatch.setattr(sequences, "MAX_CHARACTERS", 1_000)
     with pytest.raises(NoTrainableTokens, match="the chat has 40 turns and"):
         sequences.find_sequences(*chat_and_turns(record, tokenizer))

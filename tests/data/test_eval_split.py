@@ -84,7 +84,7 @@ def test_single_document_gives_its_tail():
 
 def test_records_are_not_held_in_memory():
     def generate():
-        for number in range(20_000):
+        for number in range(6_000):
             yield DataRecord(
                 f"f:{number}", text=random.Random(number).randbytes(500).hex()
             )
@@ -94,7 +94,7 @@ def test_records_are_not_held_in_memory():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(split.records) == 100
-    # All records together are 20 MB.
+    # All records together are 6 MB.
     assert peak < 1_000_000
 
 

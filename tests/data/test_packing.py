@@ -28,18 +28,6 @@ def best_fit_bins(lengths, capacity):
     return len(spaces)
 
 
-def first_fit_bins(lengths, capacity):
-    spaces = []
-    for length in lengths:
-        for index, space in enumerate(spaces):
-            if space >= length:
-                spaces[index] -= length
-                break
-        else:
-            spaces.append(capacity - length)
-    return len(spaces)
-
-
 @pytest.mark.parametrize("capacity", [1, 8, 65, 513])
 @pytest.mark.parametrize("count", [1, 2, 50, 700])
 def test_packing_equals_best_fit_decreasing(count, capacity):
@@ -55,7 +43,6 @@ def test_packing_equals_best_fit_decreasing(count, capacity):
         assert totals.max() <= capacity
         assert (np.diff(starts) > 0).all()
         assert len(totals) == best_fit_bins(lengths, capacity)
-        assert len(totals) <= first_fit_bins(lengths, capacity)
         repeated = pack(lengths, capacity)
         assert np.array_equal(order, repeated[0])
         assert np.array_equal(starts, repeated[1])

@@ -68,19 +68,6 @@ def test_different_earlier_turns_are_compared(write, tokenizer):
     assert "Not well." in texts(rejected, tokenizer)
 
 
-def test_incomplete_pairs_are_dropped_whole(tokenizer):
-    long = "word " * 90
-    records = [
-        DataRecord("f:1", prompt="a", completion="b"),
-        DataRecord("f:2", prompt=long, completion="b", rejected="c"),
-        DataRecord("f:3", prompt="a", completion="b", rejected="c"),
-    ]
-    result = encode_pairs(records, tokenizer, **SETTINGS)
-    assert [example.where for example in result.examples] == ["f:3", "f:3"]
-    assert dict(result.dropped).keys() == {"f:1", "f:2"}
-    assert dict(result.dropped)["f:1"] == "it has no rejected completion"
-
-
 LONG = "word " * 90
 CHAT = (USER, ANSWER, AGAIN)
 
@@ -88,6 +75,7 @@ CHAT = (USER, ANSWER, AGAIN)
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
+        ({"prompt": "a", "completion": "b"}, "it has no rejected completion"),
         ({"prompt": "a", "completion": LONG, "rejected": "b"}, "max_seq_length cuts"),
         ({"prompt": "a", "completion": "b", "rejected": LONG}, "max_seq_length cuts"),
         # They differ only where both are cut.

@@ -132,14 +132,6 @@ def test_source_named_twice_is_held_out_from_both(tmp_path):
     assert not set(places(records)) & set(places(eval_records))
 
 
-def test_single_document_source_gives_its_tail(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"line {i}\n" for i in range(100)))
-    [record], [tail] = split_records(train=str(path))
-    assert record.text + tail.text == path.read_text()
-    assert 4 <= tail.text.count("\n") <= 6
-
-
 def test_recipe_without_training_data(tmp_path):
     records, eval_records = split_records(valid=write_records(tmp_path / "a.jsonl", 3))
     assert (records, len(eval_records)) == ([], 3)

@@ -74,15 +74,6 @@ def test_system_column_may_have_another_name(write):
     assert record.messages == (SYSTEM, USER, ANSWER)
 
 
-def test_system_column_is_rendered_and_not_trained(write, tokenizer):
-    path = write([RECORDS["completion"] | {"system": SYSTEM["content"]}])
-    example = encode_one(read(path), tokenizer)
-    assert tokenizer.decode(example.tokens.tolist()).startswith(
-        "<|im_start|>system\nBe brief.<|im_end|>"
-    )
-    assert trained_texts(example, tokenizer) == ["Yes.<|im_end|>"]
-
-
 def test_system_column_needs_a_chat_template(write):
     path = write([RECORDS["completion"] | {"system": SYSTEM["content"]}])
     with pytest.raises(UserError, match="chat template") as error:

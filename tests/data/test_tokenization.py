@@ -7,6 +7,7 @@ import pytest
 from lmx.data import tokenization
 from lmx.data.record_formats import DataRecord
 from lmx.errors import UserError
+from reading import encode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -87,9 +88,7 @@ def chat(*contents, system=None):
 
 
 def encode_one(record, tokenizer, **options):
-    [example] = tokenization.encode(
-        record, tokenizer, **{"max_seq_length": 512, **options}
-    )
+    [example] = encode(record, tokenizer, **{"max_seq_length": 512, **options})
     assert example.tokens.dtype == np.int32
     assert example.tokens.shape == example.mask.shape
     assert not example.mask[0]
@@ -253,7 +252,7 @@ def test_windows_train_every_token_but_the_first_once(chatml, count):
     tokens = chatml.encode("z" * (count - 1), add_special_tokens=False)
     tokens.append(chatml.eos_token_id)
     record = DataRecord("f:1", text="z" * (count - 1))
-    windows = tokenization.encode(record, chatml, max_seq_length=8)
+    windows = encode(record, chatml, max_seq_length=8)
     assert all(2 <= len(w.tokens) <= 8 for w in windows)
     trained_tokens = [
         t
@@ -286,7 +285,7 @@ def test_long_records_are_truncated_or_dropped(chatml):
 
 def test_chats_need_a_chat_template():
     with pytest.raises(UserError, match="chat examples need a chat template"):
-        tokenization.encode(chat("a", "b"), build_tokenizer(None), max_seq_length=99)
+        encode(chat("a", "b"), build_tokenizer(None), max_seq_length=99)
 
 
 def test_empty_dataset_is_refused(chatml):

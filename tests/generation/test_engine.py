@@ -12,6 +12,7 @@ from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import (
+    DraftModelBatch,
     DraftModelProposer,
     draft_model_proposer,
 )
@@ -25,7 +26,16 @@ from lmx.generation.speculative.proposer import (
 from lmx.models.loader import build_model
 from tiny_families import changed, config
 from tiny_generators import tiny
-from tiny_requests import PROMPT, Recorder, alone, run, sharpened, some_requests
+from tiny_requests import (
+    PROMPT,
+    Recorder,
+    alone,
+    noisy,
+    run,
+    sharpened,
+    some_requests,
+    speculative,
+)
 
 pytestmark = pytest.mark.fused
 
@@ -232,7 +242,7 @@ def test_predictions_that_are_nan_end_one_request(family, make_proposer):
 
 
 def one_by_one(draft_model):
-    return lambda _: DraftModelProposer(draft_model)
+    return lambda _: DraftModelProposer(DraftModelBatch(draft_model))
 
 
 @pytest.mark.parametrize(
@@ -376,7 +386,9 @@ def test_every_request_of_an_engine_is_drafted_from_its_start():
     """The last token of the request before, which needs no draft, is no reason."""
     model = sharpened("llama")
     engine = Engine(
-        model, make_proposer=lambda _: DraftModelProposer(model), draft_length=FIXED
+        model,
+        make_proposer=lambda _: DraftModelProposer(DraftModelBatch(model)),
+        draft_length=FIXED,
     )
     for number in range(1, 4):
         run(engine, [request(*PROMPT, number, max_tokens=21)])
@@ -415,8 +427,22 @@ def test_drafts_go_on_after_a_long_time_without(family):
             ]
         )
         for context, draft in zip(contexts, together, strict=True):
-            expected = DraftModelProposer(model).propose(context, 3, sampler)
+            expected = DraftModelProposer(DraftModelBatch(model)).propose(
+                context, 3, sampler
+            )
             assert draft.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "gemma3_text"])
+def test_all_drafts_of_the_model_itself_are_accepted(family):
+    """So its cache, also of recurrent states, is right after every round."""
+    mx.random.seed(0)
+    model = noisy(build_model(config(family)), 0.05)
+    maker = lambda _: DraftModelProposer(DraftModelBatch(model))  # noqa: E731
+    generator = speculative(model, maker, 4)
+    tokens = generator.generate(PROMPT, max_tokens=99, stop_tokens=()).tokens
+    assert generator.speculative_stats.accepted_length > 4.9
+    assert len({*tokens}) > 20
 
 
 def test_an_exception_frees_the_drafts(llama, monkeypatch):

@@ -21,7 +21,7 @@ from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.dflash import DFlashProposer
 from lmx.generation.speculative.draft_length import DraftLengthController
-from lmx.generation.speculative.draft_model import DraftModelProposer
+from lmx.generation.speculative.draft_model import DraftModelBatch, DraftModelProposer
 from lmx.generation.speculative.eagle3 import Eagle3Proposer
 from lmx.generation.speculative.factory import FallbackProposer
 from lmx.generation.speculative.mtp import MTPProposer
@@ -79,7 +79,7 @@ def model_of(family, draft=False):
 def proposer_maker(name, family, model):
     if name == "draft":
         draft_model = model_of(family, draft=True)
-        return lambda _: DraftModelProposer(draft_model)
+        return lambda _: DraftModelProposer(DraftModelBatch(draft_model))
     if name == "lookup":
         index = NGramIndex()
         return lambda _: PromptLookupProposer(index)
@@ -212,7 +212,7 @@ def test_adaptive_draft_lengths_change_nothing():
     model, draft = model_of("llama"), model_of("llama", draft=True)
     requests = some_requests(40, SAMPLINGS["all"], longest=40)
     expected = alone(model, requests)
-    make_proposer = lambda _: DraftModelProposer(draft)  # noqa: E731
+    make_proposer = lambda _: DraftModelProposer(DraftModelBatch(draft))  # noqa: E731
     engine = Engine(model, max_batch_size=6, make_proposer=make_proposer)
     for seed in range(3):
         assert run(engine, requests, seed=seed) == expected

@@ -8,7 +8,7 @@ import pytest
 from lmx.errors import WILL_NOT_FIT, UserError
 from lmx.generation import scheduler as scheduler_module
 from lmx.generation.generator import Generator
-from lmx.generation.speculative.draft_model import DraftModelProposer
+from lmx.generation.speculative.draft_model import DraftModelBatch, DraftModelProposer
 from lmx.models.loader import build_model
 from tiny_families import changed, config
 from tiny_generators import MODELS, VOCABULARY, byte_tokenizer, scripted, tiny
@@ -140,7 +140,7 @@ def test_errors_of_a_request_reach_its_stream(tokenizer):
 def test_short_requests_get_drafts():
     """While the time of a step is not known, few steps are taken without drafts."""
     model = sharpened("llama")
-    generator = speculative(model, lambda _: DraftModelProposer(model))
+    generator = speculative(model, lambda _: DraftModelProposer(DraftModelBatch(model)))
     tokens_of(generator, max_tokens=32)
     assert generator.speculative_stats.rounds
     # Four measurements of four steps, and the step that is launched ahead.
@@ -153,7 +153,9 @@ def test_stops_and_limits_inside_accepted_draft_tokens():
     plain_generator = Generator(model, byte_tokenizer())
     plain = tokens_of(plain_generator)
     text = plain_generator.generate(PROMPT, max_tokens=LONG, stop_tokens=()).text
-    generator = speculative(model, lambda _: DraftModelProposer(model), length)
+    generator = speculative(
+        model, lambda _: DraftModelProposer(DraftModelBatch(model)), length
+    )
     # Every position in two rounds.
     for limit in range(1, 2 * (length + 1) + 2):
         assert tokens_of(generator, max_tokens=limit) == plain[:limit]

@@ -8,7 +8,7 @@ from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController
-from lmx.generation.speculative.draft_model import DraftModelProposer
+from lmx.generation.speculative.draft_model import DraftModelBatch, DraftModelProposer
 from tiny_generators import tiny
 from tiny_requests import run
 
@@ -36,7 +36,7 @@ class WrongInBatches:
 def decode_speculatively(model):
     engine = Engine(
         model,
-        make_proposer=lambda _: DraftModelProposer(model),
+        make_proposer=lambda _: DraftModelProposer(DraftModelBatch(model)),
         draft_length=DraftLengthController(fixed=4),
     )
     return run(engine, [GenerationRequest(PROMPT, 200)])[0]

@@ -15,7 +15,7 @@ from lmx.generation.sampler import Sampler, noise_keys, sample_rows
 from lmx.generation.sampling import Sampling, filter_logits
 from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController
-from lmx.generation.speculative.draft_model import DraftModelProposer
+from lmx.generation.speculative.draft_model import DraftModelBatch, DraftModelProposer
 from tiny_requests import run, sharpened
 
 pytestmark = pytest.mark.fused
@@ -196,7 +196,7 @@ def completions(model, draft, sampling, count, **options):
     """The first three tokens [S, 3] of completions of [0], and the engine."""
     engine = Engine(
         model,
-        make_proposer=lambda _: DraftModelProposer(draft),
+        make_proposer=lambda _: DraftModelProposer(DraftModelBatch(draft)),
         draft_length=DraftLengthController(fixed=2),
         **options,
     )

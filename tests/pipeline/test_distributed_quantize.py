@@ -195,5 +195,5 @@ def test_processes_must_have_one_folder_and_the_same_tokens(
     program = 'import os, sys\nif os.environ["MLX_RANK"] == "1":\n' + difference + MAIN
     first, second = in_processes(run, 2, program=program)
     assert (first.returncode, second.returncode) == (2, 2)
-    assert message in second.stderr
-    assert first.stderr == ""
+    # Either process may be the first one that raises.
+    assert (first.stderr + second.stderr).count(message) == 1

@@ -59,8 +59,12 @@ def reference_divergence(model, bits, batch):
     """KL by NumPy in float64, with the quantized caches of generation."""
     kls = []
     for layer_bits in (None, bits):
-        cache = CacheState(model, kv_bits=layer_bits)
-        logits = np.array(cache.forward(mx.array(batch.tokens)), np.float64)
+        caches = [CacheState(model, kv_bits=layer_bits) for _ in batch.tokens]
+        rows = [
+            cache.forward(mx.array(tokens[None]))
+            for cache, tokens in zip(caches, batch.tokens, strict=True)
+        ]
+        logits = np.array(mx.concatenate(rows), np.float64)
         logits -= logits.max(axis=-1, keepdims=True)
         kls.append(logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True)))
     p, q = kls

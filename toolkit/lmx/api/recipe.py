@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict, Union, Unpack
+from typing import Any, TypedDict, Unpack
 
 from ..config import bundled, yaml_io
 from ..config.errors import ConfigErrors, Problem
@@ -19,7 +19,6 @@ from ..files.atomic import write_atomic
 from ..pipeline.plan import RunPlan, load, load_data, plan
 from .arguments import Keys, PathLike, checked
 
-RecipeLike = Union["Recipe", PathLike, Keys]
 Overrides = Keys | Sequence[Override]
 # Characters of the recipe's hash in the name of a run without a file.
 HASH_CHARACTERS = 8
@@ -67,7 +66,7 @@ class Recipe:
 
     def __init__(
         self,
-        source: RecipeLike | None = None,
+        source: "RecipeLike | None" = None,
         /,
         *,
         overrides: Overrides | None = None,
@@ -150,6 +149,9 @@ class Recipe:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(redact(self.to_yaml()))}</pre>"
+
+
+RecipeLike = Recipe | PathLike | Keys
 
 
 @checked

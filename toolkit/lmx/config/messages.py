@@ -26,7 +26,19 @@ def explain(error: dict, data: Any) -> Problem:
     if kind == "union_tag_not_found":
         return Problem(path, f"missing key {context['discriminator']}", of="block")
     if kind in ("literal_error", "union_tag_invalid"):
-        return _unknown_value(path, error, data)
+        value = error["input"]
+        if kind == "union_tag_invalid":
+            # A recipe may have the value alone in place of the block.
+            path = path_of((*path, context["discriminator"].strip("'")), data)
+            value = context["tag"]
+        expected = context.get("expected") or context["expected_tags"]
+        names = [name.strip("'") for name in re.split(", | or ", expected)]
+        hint = value_hint(path, value, names) or nearest(value, names)
+        if path[-1] == "method":
+            return Problem(path, f"unknown method {shown(value)}", hint)
+        choices = "one of " * (len(names) > 1) + ", ".join(names)
+        message = f"expected {choices}; got {shown(value)}"
+        return Problem(path, message, None if hint.startswith("available") else hint)
     hint, value = None, error["input"]
     if kind == "string_type" and isinstance(value, int | float):
         hint = "use quotes to make it text"
@@ -62,19 +74,3 @@ def _unknown_key(path: KeyPath, data: Any) -> Problem:
     word = "stage kind" if address == "stages" else "key"
     message = f"unknown {word} '{key}'"
     return Problem(path, message, hint or nearest(key, names), of="key")
-
-
-def _unknown_value(path: KeyPath, error: dict, data: Any) -> Problem:
-    value, context = error["input"], error["ctx"]
-    if error["type"] == "union_tag_invalid":
-        # A recipe may have the value alone in place of the block.
-        path = path_of((*path, context["discriminator"].strip("'")), data)
-        value = context["tag"]
-    expected = context.get("expected") or context["expected_tags"]
-    names = [name.strip("'") for name in re.split(", | or ", expected)]
-    hint = value_hint(path, value, names) or nearest(value, names)
-    if path[-1] == "method":
-        return Problem(path, f"unknown method {shown(value)}", hint)
-    choices = "one of " * (len(names) > 1) + ", ".join(names)
-    message = f"expected {choices}; got {shown(value)}"
-    return Problem(path, message, None if hint.startswith("available") else hint)

@@ -75,10 +75,15 @@ def encode_with_edges(
         if sum(len(text) for text, _ in prefixes) <= MAX_CHARACTERS:
             wanted |= {text: None for text, _ in prefixes if text not in known}
     known |= zip(wanted, encode([*wanted]), strict=True)
-    return [
-        EncodedText(own, _count(own, prefixes, known))
-        for own, prefixes in zip(ids, found, strict=True)
-    ]
+    encoded_texts = []
+    for own, prefixes in zip(ids, found, strict=True):
+        counts: list[int | None] = []
+        for text, start in prefixes:
+            part = known.get(text)
+            is_start = part is not None and own[start : start + len(part)] == part
+            counts.append(start + len(part) if is_start else None)
+        encoded_texts.append(EncodedText(own, counts))
+    return encoded_texts
 
 
 def _prefixes(
@@ -109,15 +114,3 @@ def _prefixes(
                 prefix = text[start:edge], last
         prefixes.append(prefix)
     return prefixes
-
-
-def _count(
-    ids: list[int], prefixes: Sequence[Prefix], known: dict[str, list[int]]
-) -> list[int | None]:
-    """The number of tokens before every edge; None if its text has other tokens."""
-    counts: list[int | None] = []
-    for text, start in prefixes:
-        part = known.get(text)
-        is_start = part is not None and ids[start : start + len(part)] == part
-        counts.append(start + len(part) if is_start else None)
-    return counts

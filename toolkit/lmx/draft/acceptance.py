@@ -46,7 +46,10 @@ class ReferenceCompletion:
         return padded[np.arange(len(probs))[:, None] + columns]
 
     def drafter_acceptance_probs(self, drafter: Drafter) -> np.ndarray:
-        """The same of a drafter on hidden states; K are its draft tokens at most."""
+        """Acceptance probabilities [L, K] of a drafter on hidden states.
+
+        K is `MAX_DRAFT_TOKENS`, or as many draft tokens as the drafter can draft.
+        """
         count = min(MAX_DRAFT_TOKENS, drafter.max_draft_tokens or MAX_DRAFT_TOKENS)
         tokens = self._all_tokens
         _, states = forward_with_hidden_states(

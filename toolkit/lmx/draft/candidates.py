@@ -10,7 +10,7 @@ import numpy as np
 from ..generation.kv_cache.sequence import CacheState, RecordedStates
 from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
-from ..generation.speculative.draft_model import DraftModelProposer
+from ..generation.speculative.draft_model import DraftModelBatch, DraftModelProposer
 from ..generation.speculative.factory import drafter_proposer
 from ..generation.speculative.proposer import Proposer
 from ..models.drafters.base import Drafter
@@ -47,7 +47,7 @@ class ModelCandidate:
     max_draft_tokens: int = MAX_DRAFT_TOKENS
 
     def make_proposer(self, cache: CacheState) -> Proposer:
-        return DraftModelProposer(self.model)
+        return DraftModelProposer(DraftModelBatch(self.model))
 
     def acceptance_probs(self, completion: ReferenceCompletion) -> np.ndarray:
         return completion.acceptance_probs(self.model)

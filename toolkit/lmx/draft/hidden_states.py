@@ -83,11 +83,32 @@ class HiddenStateBatches:
         self._is_cached = size <= max_bytes
         place = "cached on disk" if self._is_cached else "computed in every step"
         logger.info(f"hidden states of {tokens:,} tokens: {size / 1e9:.2f} GB, {place}")
-        if self._is_cached:
-            self._fill(size, logger)
-        else:
+        if not self._is_cached:
             # Their forward passes would give the states of other batches.
             batches.cache_targets()
+            return
+        # What is missing or damaged is computed, in the same forward passes as
+        # predictions that are missing.
+        require_space(self._store.root, size)
+        target.on_states = lambda tokens, states: self._store.get_or_make(
+            KIND, self._key_of(tokens), lambda folder: _save(folder / FILE, states)
+        )
+        batches.cache_targets()
+        target.on_states = None
+        all_tokens = map(batches.tokens_of, range(len(batches)))
+        tokens_by_key = {self._key_of(tokens): tokens for tokens in all_tokens}
+        keys = list(tokens_by_key)
+
+        def make(number: int, folder: Path) -> None:
+            _save(folder / FILE, target.states(tokens_by_key[keys[number]]))
+
+        with logger.progress(len(keys), "hidden states") as progress:
+
+            def count(number: int, origin: Origin) -> None:
+                counter = progress.skip if origin == "found" else progress.advance
+                counter(1)
+
+            self._store.get_or_make_all(KIND, keys, make, on_entry=count)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -114,30 +135,6 @@ class HiddenStateBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
-
-    def _fill(self, size: int, logger: Logger) -> None:
-        """Compute the states that are missing or damaged."""
-        require_space(self._store.root, size)
-        # Predictions that are missing are computed in the same forward passes.
-        self._target.on_states = lambda tokens, states: self._store.get_or_make(
-            KIND, self._key_of(tokens), lambda folder: _save(folder / FILE, states)
-        )
-        self._batches.cache_targets()
-        self._target.on_states = None
-        all_tokens = map(self._batches.tokens_of, range(len(self)))
-        tokens_by_key = {self._key_of(tokens): tokens for tokens in all_tokens}
-        keys = list(tokens_by_key)
-
-        def make(number: int, folder: Path) -> None:
-            _save(folder / FILE, self._target.states(tokens_by_key[keys[number]]))
-
-        with logger.progress(len(keys), "hidden states") as progress:
-
-            def count(number: int, origin: Origin) -> None:
-                counter = progress.skip if origin == "found" else progress.advance
-                counter(1)
-
-            self._store.get_or_make_all(KIND, keys, make, on_entry=count)
 
     def _key_of(self, tokens: mx.array) -> str:
         """The key of the hidden states of a batch."""

@@ -147,7 +147,7 @@ class DraftVocabulary:
         return ids < self.size
 
     def translate(self, target: TeacherTarget) -> TeacherTarget:
-        """The same probabilities, by draft id; other tokens count as not covered."""
+        """The target by draft id; tokens without one count as not covered."""
         if self._ids is None:
             return target
         if target.indices is not None:

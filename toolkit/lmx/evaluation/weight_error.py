@@ -1,7 +1,6 @@
 """Bits and relative weight error of every layer of a quantized model."""
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..models import quantized_layers
@@ -34,21 +33,16 @@ def measure_layers(reference: LoadedModel, quantized: LoadedModel) -> dict[str, 
         name in tensors and mx.array_equal(tensors[name], value).item()
         for name, value in others.items()
     )
-    return {
-        path: {
+    measured = {}
+    for path, module in layers.items():
+        error, other = None, before[path]
+        shapes = map(quantized_layers.weight_shape, (other, module))
+        if comparable and len({*shapes}) == 1:
+            weight, moved = map(quantized_layers.dequantized_weight, (other, module))
+            error = (mx.square(moved - weight).sum() / mx.square(weight).sum()).item()
+        measured[path] = {
             "bits": getattr(module, "bits", 8 * quantized.dtype.size),
             "group_size": getattr(module, "group_size", None),
-            "error": _error(before[path], module) if comparable else None,
+            "error": error,
         }
-        for path, module in layers.items()
-    }
-
-
-def _error(before: nn.Module, after: nn.Module) -> float | None:
-    if quantized_layers.weight_shape(before) != quantized_layers.weight_shape(after):
-        return None
-    weight, moved = (
-        quantized_layers.dequantized_weight(before),
-        quantized_layers.dequantized_weight(after),
-    )
-    return (mx.square(moved - weight).sum() / mx.square(weight).sum()).item()
+    return measured

@@ -52,10 +52,25 @@ def encode_messages(
         ApiError: a message or an argument of the template is wrong.
     """
     template = ChatTemplate(tokenizer)
-    messages = [
-        _message(message, index, template)
-        for index, message in enumerate(parameters.messages)
-    ]
+    messages = []
+    for index, given in enumerate(parameters.messages):
+        place = f"messages[{index}]"
+        message = {
+            key: value
+            for key, value in given.items()
+            if value is not None and not (key in ECHOED and not value)
+        }
+        for key in message:
+            if key not in KEYS and template.unknown([key]):
+                text = f"Unrecognized request argument supplied: {place}.{key}"
+                param, code = f"{place}.{key}", "unknown_parameter"
+                raise ApiError(400, text, param=param, code=code)
+        if "role" not in message:
+            raise ApiError(400, f"{place}: role is missing", param=f"{place}.role")
+        try:
+            messages.append(parse_turn(message, index + 1))
+        except BadRecord as error:
+            raise ApiError(400, str(error), param=place) from None
     if tools and not tokenizer.has_tool_calling:
         message = "this model has no format of tool calls that lmx knows"
         raise ApiError(400, message, param="tools")
@@ -110,25 +125,6 @@ def opens_reasoning(tokenizer: Any, tokens: Sequence[int]) -> bool:
         return False
     rest = tokens[start + len(tokenizer.think_start_tokens) :]
     return not tokenizer.decode(rest).strip()
-
-
-def _message(message: dict, index: int, template: ChatTemplate) -> dict:
-    place = f"messages[{index}]"
-    message = {
-        key: value
-        for key, value in message.items()
-        if value is not None and not (key in ECHOED and not value)
-    }
-    for key in message:
-        if key not in KEYS and template.unknown([key]):
-            text = f"Unrecognized request argument supplied: {place}.{key}"
-            raise ApiError(400, text, param=f"{place}.{key}", code="unknown_parameter")
-    if "role" not in message:
-        raise ApiError(400, f"{place}: role is missing", param=f"{place}.role")
-    try:
-        return parse_turn(message, index + 1)
-    except BadRecord as error:
-        raise ApiError(400, str(error), param=place) from None
 
 
 def checked_tools(parameters: ChatCompletionParameters) -> list[dict] | None:

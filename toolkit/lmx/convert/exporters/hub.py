@@ -114,7 +114,21 @@ def require_write_access(name: str, *, private: bool) -> None:
             is_public = not api.model_info(name).private
         except RepositoryNotFoundError:
             is_public = False
-    if not _may_write(user, name):
+    owner = name.partition("/")[0].lower()
+    roles = {org["name"].lower(): org.get("roleInOrg") for org in user.get("orgs", [])}
+    access = user.get("auth", {}).get("accessToken", {})
+    is_reader = roles.get(owner, "no_access") in READ_ONLY_ROLES
+    if owner != user["name"].lower() and is_reader:
+        may_write = False
+    elif access.get("role") != "fineGrained":
+        may_write = access.get("role") != "read"
+    else:
+        may_write = any(
+            "repo.write" in scope["permissions"]
+            and scope["entity"].get("name", "").lower() in (owner, name.lower())
+            for scope in access.get("fineGrained", {}).get("scoped", [])
+        )
+    if not may_write:
         raise UserError(
             f"the token of {user['name']!r} may not write to this repository",
             hint=f"make one that may ({TOKENS_URL}), or push to {user['name']}/...",
@@ -126,23 +140,6 @@ def require_write_access(name: str, *, private: bool) -> None:
             hint="set private: false (lmx push --public), or use another name",
             place=name,
         )
-
-
-def _may_write(user: dict, name: str) -> bool:
-    """Whether the token of a `whoami` response may write to a repository."""
-    owner = name.partition("/")[0].lower()
-    roles = {org["name"].lower(): org.get("roleInOrg") for org in user.get("orgs", [])}
-    role = roles.get(owner, "no_access")
-    if owner != user["name"].lower() and role in READ_ONLY_ROLES:
-        return False
-    access = user.get("auth", {}).get("accessToken", {})
-    if access.get("role") != "fineGrained":
-        return access.get("role") != "read"
-    return any(
-        "repo.write" in scope["permissions"]
-        and scope["entity"].get("name", "").lower() in (owner, name.lower())
-        for scope in access.get("fineGrained", {}).get("scoped", [])
-    )
 
 
 def push(

@@ -49,19 +49,23 @@ class OneRow:
 
     def forward(self, tokens: mx.array, counts: Sequence[int] | None = None):
         """As `CacheBatch.forward`."""
-        if counts is None:
-            self._state.commit()
-        else:
+        if counts is not None:
             self._state.checkpoint()
         return self._state.forward(tokens)
 
     def rollback(self, counts: Sequence[int]) -> None:
         """As `CacheBatch.rollback`."""
         self._state.rollback(*counts)
+        self._state.commit()
+
+    def checkpoint(self) -> None:
+        """As `CacheBatch.checkpoint`."""
+        self._state.checkpoint()
 
     def trim(self, counts: Sequence[int]) -> None:
-        """As `CacheBatch.trim`."""
-        assert self._state.trim(*counts)
+        """As `CacheBatch.trim`, of any model since the checkpoint."""
+        if not self._state.trim(*counts):
+            self.rollback(counts)
 
     def extract(self, row: int) -> CacheState:
         """The cache of the row."""
@@ -207,6 +211,9 @@ class CacheBatch:
     @property
     def _recurrent(self) -> list[RecurrentRows]:
         return [layer for layer in self._layers if layer.is_recurrent]
+
+    def checkpoint(self) -> None:
+        """Let `trim` remove what comes from here on. It can without."""
 
     def trim(self, counts: Sequence[int]) -> None:
         """Remove the last `counts` tokens of every row, of a model without states."""

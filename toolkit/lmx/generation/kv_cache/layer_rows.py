@@ -345,12 +345,14 @@ class AttentionRows:
         """Write positions behind those that this pass has written."""
         if not new.size:
             return
-        count, end = new.shape[2], rows.longest + written + new.shape[2]
-        if rows.common is not None and end <= self._size:
-            buffer[: len(rows.lengths), :, end - count : end] = new
+        count, start = new.shape[2], rows.longest + written
+        is_wrapped = start + count > self._size
+        slot = start % self._size if is_wrapped else start
+        if rows.common is not None and slot + count <= self._size:
+            buffer[: len(rows.lengths), :, slot : slot + count] = new
             return
         slots = rows.positions(written + count)[:, written:]
-        slots = slots % self._size if end > self._size else slots
+        slots = slots % self._size if is_wrapped else slots
         # The indexed axes come first in such an assignment.
         buffer[rows.indices, :, slots] = new.swapaxes(1, 2)
 

@@ -18,7 +18,6 @@ from .proposer import (
     MakeProposer,
     Proposer,
     accepted_tokens,
-    draft_tokens,
 )
 
 PREFILL_STEP_SIZE = 512
@@ -33,12 +32,12 @@ def draft_model_proposer(model: Any) -> MakeProposer:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
     """
     if CacheState(model).has_states or not is_batchable(model):
-        return lambda _: DraftModelProposer(model)
-    shared = DraftModelBatch(model)
-    return lambda _: DraftModelRow(shared)
+        return lambda _: DraftModelProposer(DraftModelBatch(model))
+    shared = DraftModelBatch(model, PrefixCache(PREFIX_BYTES))
+    return lambda _: DraftModelProposer(shared)
 
 
-class DraftModelRow(Proposer):
+class DraftModelProposer(Proposer):
     """The proposer of one request in a `DraftModelBatch`."""
 
     def __init__(self, shared: "DraftModelBatch"):
@@ -64,17 +63,19 @@ class DraftModelRow(Proposer):
 
 
 class DraftModelBatch:
-    """Drafts for several requests at once with a model that has no recurrent states.
+    """Drafts for several requests at once, or for one with a model of any kind.
 
     Args:
-        model: maps tokens [B, L] and a list of caches to logits [B, L, V].
+        model: maps tokens [B, L] and a list of caches to logits [B, L, V]. For several
+            requests it is batchable, and has no recurrent states.
+        prefixes: what requests begin with alike is processed once.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, prefixes: PrefixCache | None = None):
         self.model = model
-        self._members: list[DraftModelRow] = []
+        self._members: list[DraftModelProposer] = []
         self._rows: OneRow | CacheBatch | None = None
-        self._prefixes = PrefixCache(PREFIX_BYTES)
+        self._prefixes = prefixes
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[mx.array | UserError]:
         """The draft tokens of every request, or the error of its proposer."""
@@ -87,7 +88,7 @@ class DraftModelBatch:
         drafts = self._draft(active)
         return [drafts.get(request.proposer, NO_DRAFT) for request in requests]
 
-    def remove(self, member: DraftModelRow) -> None:
+    def remove(self, member: DraftModelProposer) -> None:
         """Free the cache of a request."""
         if member not in self._members:
             return
@@ -99,7 +100,7 @@ class DraftModelBatch:
         else:
             self._rows = None
 
-    def _roll_back(self, active: dict[DraftModelRow, DraftRequest]) -> None:
+    def _roll_back(self, active: dict[DraftModelProposer, DraftRequest]) -> None:
         """Remove the rejected draft tokens from the cache."""
         counts = []
         for member in self._members:
@@ -122,18 +123,22 @@ class DraftModelBatch:
         member, context = request.proposer, request.context
         if member in self._members:
             return
-        # Turns of a chat and requests with one system prompt begin alike.
-        state, _ = self._prefixes.fetch(context, partial(CacheState, self.model))
+        new_state = partial(CacheState, self.model)
+        state = new_state()
+        if self._prefixes:
+            # Turns of a chat and requests with one system prompt begin alike.
+            state, _ = self._prefixes.fetch(context, new_state)
         tokens = mx.array([context[state.length : -1]], mx.int32)
         state.prefill(tokens, step_size=PREFILL_STEP_SIZE)
         member.context = list(context[:-1])
-        self._prefixes.insert(member.context, state)
+        if self._prefixes:
+            self._prefixes.insert(member.context, state)
         self._members.append(member)
         self._rows = join(self._rows, state)
 
     def _draft(
-        self, active: dict[DraftModelRow, DraftRequest]
-    ) -> dict[DraftModelRow, mx.array | UserError]:
+        self, active: dict[DraftModelProposer, DraftRequest]
+    ) -> dict[DraftModelProposer, mx.array | UserError]:
         """Launch the draft of every request."""
         rows = [*enumerate(self._members)]
         inputs, counts = self._unread(active)
@@ -146,6 +151,7 @@ class DraftModelBatch:
             logits = self._rows.forward(inputs, counts)
             logits = mx.take_along_axis(logits, last, axis=1)[indices]
             if not index:
+                self._rows.checkpoint()
                 errors = _errors([r.proposer for _, r in drafting], logits)
             samplers = [request.sampler for _, request in drafting]
             positions = [len(request.context) + index for _, request in drafting]
@@ -159,11 +165,12 @@ class DraftModelBatch:
             inputs = mx.zeros((len(rows), 1), mx.int32)
             inputs[indices] = tokens
             last = mx.zeros((len(rows), 1, 1), mx.int32)
-            counts = [int(member in active) for member in self._members]
+            is_active = [int(member in active) for member in self._members]
+            counts = None if all(is_active) else is_active
         return self._drafts(drafting, mx.concatenate(drafted, axis=1)) | errors
 
     def _unread(
-        self, active: dict[DraftModelRow, DraftRequest]
+        self, active: dict[DraftModelProposer, DraftRequest]
     ) -> tuple[mx.array, list[int]]:
         """The next inputs [B, N] and their numbers by row.
 
@@ -182,7 +189,7 @@ class DraftModelBatch:
 
     def _drafts(
         self, drafting: Sequence[tuple[int, DraftRequest]], tokens: mx.array
-    ) -> dict[DraftModelRow, mx.array]:
+    ) -> dict[DraftModelProposer, mx.array]:
         drafts = {}
         for index, (_, request) in enumerate(drafting):
             member = request.proposer
@@ -194,8 +201,8 @@ class DraftModelBatch:
 
 
 def _errors(
-    members: Sequence[DraftModelRow], logits: mx.array
-) -> dict[DraftModelRow, UserError]:
+    members: Sequence[DraftModelProposer], logits: mx.array
+) -> dict[DraftModelProposer, UserError]:
     """The errors of members whose first logits [1, V] of [B, 1, V] are NaN."""
     if all(member.is_checked for member in members):
         return {}
@@ -206,62 +213,3 @@ def _errors(
     for member in members:
         member.is_checked = True
     return errors
-
-
-class DraftModelProposer(Proposer):
-    """Drafts for one request; the model may have recurrent states.
-
-    Args:
-        model: maps tokens [B, L] and a list of caches to logits [B, L, V].
-    """
-
-    def __init__(self, model: Any):
-        self.model = model
-        self._cache = CacheState(model)
-        # The cache contains the context, then the draft tokens of the last round.
-        self._context: list[int] = []
-        self._draft_tokens: mx.array = NO_DRAFT
-        self._is_first = True
-
-    def propose(
-        self, context: Sequence[int], num_draft_tokens: int, sampler: Sampler
-    ) -> mx.array:
-        """Launch the draft. It waits only for the draft tokens of the last round."""
-        if not num_draft_tokens:
-            return NO_DRAFT
-        self._rollback(context)
-        inputs = self._prefill(context)
-
-        def next_logits(token: mx.array | None) -> mx.array:
-            if token is None:
-                logits = self._cache.forward(inputs)[:, -1]
-                self._cache.checkpoint()
-                return logits
-            return self._cache.forward(token[None])[:, -1]
-
-        draft = draft_tokens(
-            context, num_draft_tokens, sampler, next_logits, is_first=self._is_first
-        )
-        self._is_first = False
-        # The last draft token is not processed by the draft model.
-        self._draft_tokens = draft[:-1]
-        return draft
-
-    def _rollback(self, context: Sequence[int]) -> None:
-        """Remove the rejected draft tokens from the cache."""
-        start = len(self._context)
-        drafted = self._draft_tokens.tolist()
-        accepted = accepted_tokens(drafted, context[start:])
-        # The last token of the context must be left to process.
-        accepted = min(accepted, max(0, len(context) - 1 - start))
-        self._cache.rollback(len(drafted) - accepted)
-        self._context += drafted[:accepted]
-
-    def _prefill(self, context: Sequence[int]) -> mx.array:
-        """Process a long context but its last token; returns the next inputs."""
-        unread = mx.array([context[len(self._context) :]], mx.int32)
-        if unread.shape[1] > PREFILL_STEP_SIZE:
-            self._cache.prefill(unread[:, :-1], step_size=PREFILL_STEP_SIZE)
-            unread = unread[:, -1:]
-        self._context = list(context)
-        return unread

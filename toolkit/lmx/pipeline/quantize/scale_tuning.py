@@ -138,10 +138,17 @@ class ScaleTuner:
         """
         steps, step = self.config.steps, self._new_step()
         state = checkpoint.restore(self._folder, step, self.logger.warning)
+        best = self._initial
+        if state.best_step:
+            kept = self._new_step()
+            if checkpoint.load_weights(self._folder, kept, state.best_step):
+                best = self._stored(kept)
+            else:
+                self.logger.warning(f"{self._folder}: damaged, made again")
+                step, state = kept, TrainingProgress()
         if state.step:
             self.logger.info(f"scale tuning: resuming at step {state.step}")
         else:
-            state = TrainingProgress()
             state.add_evaluation(self._evaluate(step))
         rate = self.config.learning_rate or self._learning_rate()
         interval = max(1, steps // EVALUATIONS)
@@ -153,18 +160,17 @@ class ScaleTuner:
                 if state.step % interval == 0 or state.step == steps:
                     divergence = self._evaluate(step)
                     state.add_evaluation(divergence)
+                    if state.best_step == state.step:
+                        best = self._stored(step)
                     self._save(step, state)
                     bar.update(state.step, loss=loss.item(), eval_kl=divergence)
-        best, tensors = state.best_step, self._initial
-        if best and checkpoint.load_weights(self._folder, step, best):
-            tensors = self._stored(step)
-            self.logger.info(f"scale tuning: step {best} of {steps} is the best")
-        else:
-            self.logger.info(
-                "scale tuning: no step improved the held-out KL, keeping the start"
-            )
-        self.model.set_tensors(tensors)
-        return tensors
+        self.logger.info(
+            f"scale tuning: step {state.best_step} of {steps} is the best"
+            if state.best_step
+            else "scale tuning: no step improved the held-out KL, keeping the start"
+        )
+        self.model.set_tensors(best)
+        return best
 
     def _new_step(self) -> TrainStep:
         """A step that begins with the initial scales and biases."""

@@ -136,6 +136,12 @@ def take_candidate(number, *arrays):
     )
 
 
+def stack_groups(groups: list[tuple]) -> tuple[mx.array, ...]:
+    """Codes [g, N] and values [N] of every group as codes [N, K] and values [N, G]."""
+    codes, *values = (list(map(mx.array, v)) for v in zip(*groups, strict=True))
+    return mx.concatenate(codes).T, *(mx.stack(v, axis=1) for v in values)
+
+
 class BestGridTracker:
     """Keeps the best grid of every row.
 

@@ -19,6 +19,7 @@ from .column_updates import (
     descent_columns,
     gptq_columns,
     group_errors,
+    stack_groups,
     take_candidate,
 )
 
@@ -74,9 +75,9 @@ def float_gptq(target: mx.array, hessian: Hessian, spec: QuantSpec) -> FloatGrid
         remaining = remaining[group_size:] - spread
         groups.append((elements, scale))
         async_eval((remaining, *groups[-1]))
-    grid = _stack_groups(groups)
+    elements, scales = stack_groups(groups)
     by_group = mx.argsort(order[::group_size])
-    return FloatGrid(grid.elements[:, mx.argsort(order)], grid.scales[:, by_group])
+    return FloatGrid(elements[:, mx.argsort(order)], scales[:, by_group])
 
 
 def _gptq_candidates(rows, factor, scales: mx.array, mode: FloatMode):
@@ -120,49 +121,25 @@ def group_descent(
     factors = group_factors(matrix, size)
     remaining = to_fast_backend(descent.T)
     matrix, old = to_fast_backend(matrix), to_fast_backend(grid.elements.T)
+    backend, number = library(remaining), mode.elements
     groups = []
-    for number, start in enumerate(range(0, len(old), size)):
+    for index, start in enumerate(range(0, len(old), size)):
         columns = slice(start, start + size)
-        elements, scale, change = _descend_group(
-            remaining[:size],
-            matrix[columns, columns],
-            to_fast_backend(factors[number]),
-            old[columns],
-            candidates[:, number],
-            mode,
-        )
+        rows, block, codes = remaining[:size], matrix[columns, columns], old[columns]
+        factor, scales = to_fast_backend(factors[index]), candidates[:, index]
+        flat = to_fast_backend(scales[0])
+        before = codes * flat
+        optimum = before + factor.T @ (factor @ rows)
+        elements, _, scales = _gptq_candidates(optimum, factor, scales, mode)
+        moved, _ = descent_columns(rows, block, codes, flat, flat, number.max, number)
+        # The order decides between equal errors.
+        options = [codes[:, None], moved[:, None], elements]
+        elements = backend.concatenate(options, axis=1)
+        scales = backend.concatenate([flat[None], flat[None], scales])
+        changes = elements * scales - before[:, None]
+        best = group_errors(changes, block, rows).argmin(axis=0)
+        elements, scale, change = take_candidate(best, elements, scales, changes)
         remaining = remaining[size:] - matrix[start + size :, columns] @ change
         groups.append((elements, scale))
         async_eval((remaining, *groups[-1]))
-    return _stack_groups(groups)
-
-
-def _descend_group(descent, matrix, factor, old, scales: mx.array, mode: FloatMode):
-    """Elements [g, N], scales [N] and changes of the weight [g, N] of the best option.
-
-    Args:
-        descent: [g, N], minus half the gradient of the error.
-        matrix, factor: [g, g], the Hessian of the group and the factor of its inverse.
-        old: [g, N], elements whose scales are the first of `scales`.
-        scales: [candidates, N].
-    """
-    backend = library(descent)
-    flat = to_fast_backend(scales[0])
-    before = old * flat
-    optimum = before + factor.T @ (factor @ descent)
-    elements, _, scales = _gptq_candidates(optimum, factor, scales, mode)
-    number = mode.elements
-    moved, _ = descent_columns(descent, matrix, old, flat, flat, number.max, number)
-    # The order decides between equal errors.
-    elements = backend.concatenate([old[:, None], moved[:, None], elements], axis=1)
-    scales = backend.concatenate([flat[None], flat[None], scales])
-    changes = elements * scales - before[:, None]
-    errors = group_errors(changes, matrix, descent)
-    best = errors.argmin(axis=0)
-    return take_candidate(best, elements, scales, changes)
-
-
-def _stack_groups(groups: list[tuple]) -> FloatGrid:
-    """Elements [g, N] and scales [N] of every group as one grid."""
-    elements, scales = (list(map(mx.array, v)) for v in zip(*groups, strict=True))
-    return FloatGrid(mx.concatenate(elements).T, mx.stack(scales, axis=1))
+    return FloatGrid(*stack_groups(groups))

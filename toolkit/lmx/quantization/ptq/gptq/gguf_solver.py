@@ -31,6 +31,7 @@ from .column_updates import (
     descent_columns,
     gptq_columns,
     group_errors,
+    stack_groups,
     take_candidate,
 )
 
@@ -125,7 +126,7 @@ def gguf_gptq(
         remaining = remaining[form.group :] - factor[columns, columns.stop :].T @ errors
         groups.append((codes, *values))
         async_eval((remaining, *groups[-1]))
-    return _stack_groups(groups, start, form, hessian.order)
+    return _grid_of(groups, start, form, hessian.order)
 
 
 def group_descent(
@@ -145,21 +146,40 @@ def group_descent(
     old_codes = to_fast_backend(grid.codes.T)
     arrays = (*grid.steps_by_group, grid.scales, grid.minima)
     old = [to_fast_backend(v.T) for v in arrays]
+    backend = library(remaining)
     groups = []
     for number, start in enumerate(range(0, len(old_codes), form.group)):
         columns = slice(start, start + form.group)
-        codes, change, *values = _descend_group(
-            remaining[: form.group],
-            matrix[columns, columns],
-            to_fast_backend(factors[number]),
-            old_codes[columns],
-            tuple(v[number][None] for v in old),
-            form,
-        )
+        rows, block = remaining[: form.group], matrix[columns, columns]
+        factor, codes_before = to_fast_backend(factors[number]), old_codes[columns]
+        # Steps, minimum steps, scales and minima, each [1, N].
+        present = tuple(v[number][None] for v in old)
+        scale, bias = (v[0] for v in _affine(present, form))
+        divisor, top = safe_scale(scale, form.levels)
+        before = codes_before * scale + bias
+        optimum = before + factor.T @ (factor @ rows)
+        costs = 1 / backend.diagonal(factor) ** 2
+        step, min_step, integer, minimum = (v[0] for v in present)
+        fitted = _options(*_fit_group(optimum, costs, form), step, min_step, form)
+        if form.is_small:
+            beside = _options(step, 0 * step, step, min_step, form)
+        else:
+            beside = _neighbors(step, min_step, integer, minimum, form)
+        options = _joined(backend, beside, fitted)
+        codes, _, options = _gptq_candidates(optimum, factor, options, form)
+        moved, _ = descent_columns(rows, block, codes_before, scale, divisor, top)
+        # The order decides between equal errors.
+        codes = [codes_before[:, None], moved[:, None], codes]
+        codes = backend.concatenate(codes, axis=1)
+        options = _joined(backend, present, present, options)
+        scales, biases = _affine(options, form)
+        changes = codes * scales + biases - before[:, None]
+        best = group_errors(changes, block, rows).argmin(axis=0)
+        codes, change, *values = take_candidate(best, codes, changes, *options)
         remaining = remaining[form.group :] - matrix[columns.stop :, columns] @ change
         groups.append((codes, *values))
         async_eval((remaining, *groups[-1]))
-    return _stack_groups(groups, grid, form)
+    return _grid_of(groups, grid, form)
 
 
 def refit_steps(grid: GGUFGrid, descent: mx.array, matrix: mx.array) -> GGUFGrid:
@@ -317,44 +337,11 @@ def _affine(options: tuple, form: BlockFormat):
     return scale, -min_step * minimum - form.middle * scale
 
 
-def _descend_group(descent, matrix, factor, old_codes, old: tuple, form: BlockFormat):
-    """Codes and change of the weight [g, N], and the candidate, of the best option.
-
-    Args:
-        descent: [g, N], minus half the gradient of the error.
-        matrix, factor: [g, g], the Hessian of the group and the factor of its inverse.
-        old_codes: [g, N].
-        old: steps, minimum steps, scales and minima of the group, each [1, N].
-    """
-    backend = library(descent)
-    scale, bias = (v[0] for v in _affine(old, form))
-    divisor, top = safe_scale(scale, form.levels)
-    before = old_codes * scale + bias
-    optimum = before + factor.T @ (factor @ descent)
-    costs = 1 / backend.diagonal(factor) ** 2
-    step, min_step = old[0][0], old[1][0]
-    fitted = _options(*_fit_group(optimum, costs, form), step, min_step, form)
-    if form.is_small:
-        beside = _options(step, 0 * step, step, min_step, form)
-    else:
-        beside = _neighbors(step, min_step, old[2][0], old[3][0], form)
-    options = _joined(backend, beside, fitted)
-    codes, _, options = _gptq_candidates(optimum, factor, options, form)
-    moved, _ = descent_columns(descent, matrix, old_codes, scale, divisor, top)
-    # The order decides between equal errors.
-    codes = backend.concatenate([old_codes[:, None], moved[:, None], codes], axis=1)
-    options = _joined(backend, old, old, options)
-    scales, biases = _affine(options, form)
-    changes = codes * scales + biases - before[:, None]
-    errors = group_errors(changes, matrix, descent)
-    return take_candidate(errors.argmin(axis=0), codes, changes, *options)
-
-
 def _joined(backend, *options: tuple) -> tuple:
     return tuple(backend.concatenate(parts) for parts in zip(*options, strict=True))
 
 
-def _stack_groups(
+def _grid_of(
     groups: list[tuple],
     grid: GGUFGrid,
     form: BlockFormat,
@@ -366,10 +353,7 @@ def _stack_groups(
     Args:
         order: of the columns, if it is not their own.
     """
-    parts = (list(map(mx.array, v)) for v in zip(*groups, strict=True))
-    codes, *values = parts
-    codes = mx.concatenate(codes).T
-    steps, _, scales, minima = (mx.stack(v, axis=1) for v in values)
+    codes, steps, _, scales, minima = stack_groups(groups)
     if order is not None:
         codes = codes[:, mx.argsort(order)]
         by_group = mx.argsort(order[:: form.group])

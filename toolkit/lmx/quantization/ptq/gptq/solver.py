@@ -30,7 +30,7 @@ from ...backend import async_eval, library, to_fast_backend
 from ...packing import pack
 from ..hessian import Hessian, OutputHessian
 from ..input_statistics import OutputError
-from .column_updates import BestGridTracker, descent_columns, gptq_columns
+from .column_updates import BestGridTracker, descent_columns, gptq_columns, stack_groups
 from .float_solver import solve_float_rows
 from .gguf_solver import solve_gguf_rows
 
@@ -250,7 +250,7 @@ def fit_groups(
         codes = nearest((rows[columns] - bias) / divisor, top)
         groups.append((codes, scale, bias))
         async_eval(groups[-1])
-    return _stack_groups(groups)
+    return AffineGrid(*stack_groups(groups))
 
 
 def gptq(
@@ -279,11 +279,9 @@ def gptq(
         remaining = remaining[group_size:] - spread
         groups.append((codes, scale, bias))
         async_eval((remaining, *groups[-1]))
-    grid, columns = _stack_groups(groups), mx.argsort(order)
-    by_group = mx.argsort(order[::group_size])
-    return AffineGrid(
-        grid.codes[:, columns], grid.scales[:, by_group], grid.biases[:, by_group]
-    )
+    codes, scales, biases = stack_groups(groups)
+    columns, by_group = mx.argsort(order), mx.argsort(order[::group_size])
+    return AffineGrid(codes[:, columns], scales[:, by_group], biases[:, by_group])
 
 
 def coordinate_descent(
@@ -309,7 +307,7 @@ def coordinate_descent(
         descent = descent[grid.group :] - spread
         groups.append((codes, scale, biases[number]))
         async_eval((descent, codes))
-    return _stack_groups(groups)
+    return AffineGrid(*stack_groups(groups))
 
 
 def refit(
@@ -365,10 +363,3 @@ def _refit_rows(grid: AffineGrid, descent: mx.array, blocks: mx.array, dtype: mx
     # The bias compensates for the rounding of the scale.
     biases = (middle - center * scales).astype(dtype).astype(mx.float32)
     return scales, biases
-
-
-def _stack_groups(groups: list[tuple]) -> AffineGrid:
-    """Codes [g, N], scales [N] and biases [N] of every group as one grid."""
-    codes, scales, biases = (list(map(mx.array, v)) for v in zip(*groups, strict=True))
-    stacked = (mx.stack(v, axis=1) for v in (scales, biases))
-    return AffineGrid(mx.concatenate(codes).T, *stacked)

@@ -1,4 +1,5 @@
-"""The skills dataset is reproducible, balanced, correct and has no duplicates."""
+"""What the programs of the folder `data` make is reproducible, balanced, correct and
+held out, and has no duplicates."""
 
 import json
 from collections import Counter
@@ -10,6 +11,50 @@ import pytest
 DATA = Path(__file__).parents[2] / "data"
 
 
+def read_rows(name, split):
+    with (DATA / name / f"{split}.jsonl").open(encoding="utf-8") as stream:
+        return [json.loads(line) for line in stream]
+
+
+@pytest.mark.parametrize("name", ["skills", "preferences"])
+def test_scripts_reproduce_their_files_byte_for_byte(
+    load_script, tmp_path, capsys, name
+):
+    script = load_script(f"make_{name}")
+    script.main(tmp_path)
+    for split in script.PER_KIND:
+        shipped = (DATA / name / f"{split}.jsonl").read_bytes()
+        assert (tmp_path / f"{split}.jsonl").read_bytes() == shipped
+
+
+def test_commands_are_reproducible_and_held_out(load_script, tmp_path, capsys):
+    script = load_script("make_commands")
+    script.main(tmp_path)
+    assert capsys.readouterr().out.count("examples") == 3
+    # The commands of the documentation are in no file.
+    calls = [json.dumps(call) for call in script.HELD_OUT]
+    prompts = []
+    for split, size in script.SIZES.items():
+        made = tmp_path / f"{split}.jsonl"
+        assert made.read_bytes() == (DATA / "commands" / made.name).read_bytes()
+        rows = [json.loads(line) for line in made.read_text().splitlines()]
+        assert len(rows) == size
+        calls += [row["completion"] for row in rows]
+        prompts += [row["prompt"] for row in rows]
+    assert len(set(calls)) == len(calls)
+    assert len(set(prompts)) == len(prompts)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1_500_000
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_rejected_answers_differ_from_right_ones(split):
+    right = dict(map(_question_and_answer, read_rows("skills", split)))
+    for row in read_rows("preferences", split):
+        [prompt], [chosen], [rejected] = row["prompt"], row["chosen"], row["rejected"]
+        assert chosen["content"] == right[prompt["content"]]
+        assert rejected["content"].strip() not in ("", chosen["content"])
+
+
 @pytest.fixture(scope="module")
 def script(load_script):
     return load_script("make_skills")
@@ -17,24 +62,13 @@ def script(load_script):
 
 @pytest.fixture(scope="module")
 def splits():
-    return {
-        split: [json.loads(line) for line in path.open(encoding="utf-8")]
-        for split in ("train", "valid", "test")
-        for path in [DATA / "skills" / f"{split}.jsonl"]
-    }
+    return {s: read_rows("skills", s) for s in ("train", "valid", "test")}
 
 
 def _question_and_answer(record):
     user, assistant = record["messages"]
     assert (user["role"], assistant["role"]) == ("user", "assistant")
     return user["content"], assistant["content"]
-
-
-def test_script_reproduces_the_files_byte_for_byte(script, tmp_path, capsys):
-    script.main(tmp_path)
-    for split in script.PER_KIND:
-        shipped = (DATA / "skills" / f"{split}.jsonl").read_bytes()
-        assert (tmp_path / f"{split}.jsonl").read_bytes() == shipped
 
 
 def test_larger_test_split_keeps_the_other_records(script, splits):
