@@ -113,13 +113,13 @@ VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
 @pytest.mark.parametrize("path", [("model",), ("data", "train")], ids=["block", "flow"])
-def test_set_value_writes_the_value_itself(value, path):
-    data = read(recipes.set_value(TEXT, path, value)).data
-    expected = read(TEXT).data
-    (expected if len(path) == 1 else expected["data"])[path[-1]] = value
-    assert data == expected
+def test_set_value_writes_the_value_itself(path):
+    for value in VALUES:
+        data = read(recipes.set_value(TEXT, path, value)).data
+        expected = read(TEXT).data
+        (expected if len(path) == 1 else expected["data"])[path[-1]] = value
+        assert data == expected
 
 
 def written(*arguments: str) -> dict:
@@ -262,7 +262,7 @@ def test_what_init_writes_passes_its_dry_run(
     (elsewhere / "rows.jsonl").write_text(20 * ROW)
     codes = CODES[kind]
     for task in recipes.TASKS:
-        for bits in (None, 2, 4, 8) if task in recipes.BY_BITS else (None,):
+        for bits in (None, 2, 4) if task in recipes.BY_BITS else (None,):
             arguments = ["--task", task, "--model", model, "--data", "rows.jsonl"]
             arguments += ["--bits", str(bits)] if bits else []
             file = elsewhere / "r.yaml"

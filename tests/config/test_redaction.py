@@ -36,10 +36,10 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("token", TOKENS)
 @pytest.mark.parametrize("line", LINES)
-def test_token_of_a_known_form_is_redacted(token, line):
-    assert redact(line.replace("{}", token)) == line.replace("{}", REDACTED)
+def test_token_of_a_known_form_is_redacted(line):
+    for token in TOKENS:
+        assert redact(line.replace("{}", token)) == line.replace("{}", REDACTED)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("suffix", readers.SUFFIXES)
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [
+        *((kind, ".jsonl") for kind in KINDS),
+        *(("pipe", suffix) for suffix in readers.SUFFIXES if suffix != ".jsonl"),
+    ],
+)
 def test_data_file_of_another_kind_is_refused(tmp_path, kind, suffix):
     make, message = KINDS[kind]
     path = tmp_path / f"train{suffix}"

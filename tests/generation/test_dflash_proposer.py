@@ -22,7 +22,8 @@ from tiny_families import VOCABULARY
 from tiny_generators import byte_tokenizer
 from tiny_requests import LONG, PROMPT, speculative, tokens_of
 
-FAMILIES = ["llama", "qwen3", "gemma3", "qwen3_next"]
+# The matrix of families, caches and proposers: test_engine_equality.py.
+FAMILIES = ["llama", "qwen3_next"]
 STEPS = 100
 
 
@@ -76,26 +77,11 @@ def test_greedy_text_equals_plain_decoding(family):
     assert tokens_of(with_drafter(model, drafter)) == plain
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rejected_draft_tokens_do_not_change_the_text(family):
-    model, plain, drafter = case(family)
+def test_rejected_draft_tokens_do_not_change_the_text():
+    model, plain, drafter = case("gemma3")
     generator = with_drafter(model, Disturbed(drafter), 4)
     assert tokens_of(generator) == plain
     assert 0.1 < generator.speculative_stats.acceptance_rate < 0.9
-
-
-@pytest.mark.slow
-def test_greedy_text_of_many_prompts_equals_plain_decoding():
-    model, _, drafter = case("llama")
-    plain = Generator(model, byte_tokenizer())
-    generator = with_drafter(model, drafter, 4)
-    rng, rates = np.random.default_rng(0), set()
-    for _ in range(40):
-        prompt = rng.integers(1, VOCABULARY, rng.integers(1, 20)).tolist()
-        expected = tokens_of(plain, prompt, max_tokens=16)
-        assert tokens_of(generator, prompt, max_tokens=16) == expected
-        rates.add(generator.speculative_stats.acceptance_rate)
-    assert len(rates) > 1
 
 
 def test_text_of_a_quantized_target_equals_plain_decoding():
@@ -130,7 +116,7 @@ def test_planted_errors_cost_accepted_length(monkeypatch):
     assert accepted_length(drafter) < 0.7 * correct
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_prefix_cache_keeps_hidden_states(family):
     model, plain, drafter = case(family)
     prefixes, caches = PrefixCache(1 << 30), []

@@ -215,8 +215,9 @@ class Poisoned(Recorder):
         return logits + poison
 
 
-@pytest.mark.parametrize("make_proposer", [None, lookup])
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "make_proposer"), [("llama", lookup), ("qwen3_next", None)]
+)
 def test_predictions_that_are_nan_end_one_request(family, make_proposer):
     model = sharpened(family)
     good = [request(5, 9, 5, max_tokens=6), request(3, 5, 3), request(8, 8)]
@@ -244,8 +245,9 @@ def one_by_one(draft_model):
     return lambda _: DraftModelProposer(DraftModelBatch(draft_model))
 
 
-@pytest.mark.parametrize("maker", [one_by_one, draft_model_proposer])
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "maker"), [("llama", draft_model_proposer), ("qwen3_next", one_by_one)]
+)
 def test_requests_go_on_without_a_draft_model_that_predicts_nan(family, maker):
     """All of them if its weights are NaN, else those that it cannot read."""
     model = sharpened(family)
@@ -283,8 +285,9 @@ class Failing(Recorder):
         return super().__call__(tokens, cache)
 
 
-@pytest.mark.parametrize("countdown", [1, 2, 4, 7])
-@pytest.mark.parametrize("make_proposer", [None, lookup])
+@pytest.mark.parametrize(
+    ("make_proposer", "countdown"), [(None, 1), (lookup, 2), (None, 4), (lookup, 7)]
+)
 def test_an_engine_goes_on_after_an_exception(llama, make_proposer, countdown):
     model = Failing(llama)
     options = {"make_proposer": make_proposer, "draft_length": FIXED}
@@ -316,8 +319,9 @@ def test_requests_that_cannot_be_batched_are_decoded_one_by_one():
     assert {rows for rows, _ in recorded.shapes} == {1}
 
 
-@pytest.mark.parametrize("kind", ["raw", "processed"])
-@pytest.mark.parametrize("make_proposer", [None, lookup])
+@pytest.mark.parametrize(
+    ("kind", "make_proposer"), [("raw", None), ("processed", lookup)]
+)
 def test_logprobs_are_those_of_a_forward_pass(llama, kind, make_proposer):
     sampling = Sampling(0.7, top_p=0.9, seed=4, presence_penalty=0.4)
     greedy = GenerationRequest([9, 4, 9, 4], 9)

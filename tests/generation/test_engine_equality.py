@@ -173,20 +173,18 @@ def wide_llama():
     return noisy(random_target("llama", head_dim=32, num_hidden_layers=3)[0], 0.1)
 
 
-@pytest.mark.parametrize("kv_bits", [8, [3, 16, 4]])
-@pytest.mark.parametrize("proposer", [None, "lookup"])
+@pytest.mark.parametrize(("kv_bits", "proposer"), [(8, "lookup"), ([3, 16, 4], None)])
 def test_quantized_caches_in_batches(kv_bits, proposer):
     options = {"model": wide_llama(), "prefix": True}
     check("llama", proposer, kv_bits=kv_bits, **options)
 
 
-@pytest.mark.parametrize("proposer", [None, "lookup"])
-def test_quantized_windows_in_batches(proposer):
+def test_quantized_windows_in_batches():
     """The requests are longer than the window, and past it."""
     model = noisy(random_target("gemma3_text", head_dim=32)[0], 0.1)
     kinds = {kind.partition(" ")[0] for kind in CacheState(model, kv_bits=4).kinds}
     assert kinds == {"RotatedWindowCache", "RotatedKVCache"}
-    check("gemma3_text", proposer, kv_bits=4, model=model, prefix=True)
+    check("gemma3_text", "lookup", kv_bits=4, model=model, prefix=True)
 
 
 @pytest.mark.slow

@@ -146,8 +146,9 @@ def test_prompt_of_another_locale_is_read_as_utf8(run_folder, capsys, monkeypatc
     assert raw["prompt_tokens"] == len("caf\xe9 \u4e2d".encode())
 
 
-@pytest.mark.parametrize("flags", [[], ["--ignore-chat-template"]])
-@pytest.mark.parametrize("prompt", ["a\udcff", "\ud800"])
+@pytest.mark.parametrize(
+    ("flags", "prompt"), [([], "a\udcff"), (["--ignore-chat-template"], "\ud800")]
+)
 def test_prompt_that_is_no_text_is_refused(run_folder, capfd, flags, prompt):
     words = [str(run_folder), "--prompt", prompt, *flags]
     assert main.main(["generate", *words]) == 2

@@ -257,14 +257,6 @@ def test_prompt_cache_does_not_replace_other_files(folder, run_json, tmp_path):
         run_json(*words, tmp_path / "cache")
 
 
-def test_prompt_cache_of_another_model_is_rejected(folder, draft, run_json, tmp_path):
-    """The models have equal shapes, so configuration and sizes do not differ."""
-    cache_folder = tmp_path / "prompt_cache"
-    run_json(folder, "--json", "--prompt", "x", "--save-prompt-cache", cache_folder)
-    with pytest.raises(UserError, match="belongs to another model"):
-        lmx(draft, "--prompt", "x", "--prompt-cache-file", cache_folder)
-
-
 def test_prompt_cache_of_changed_weights_is_rejected(folder, run_json, tmp_path):
     """Names, shapes, and the last bytes of the file stay."""
     model, cache_folder = tmp_path / "model", tmp_path / "prompt_cache"
@@ -493,30 +485,6 @@ def test_adapter_changes_text_and_prompt_cache(generator, folder, run_json, tmp_
             "--prompt-cache-file",
             tmp_path / "cache_folder",
         )
-
-
-def test_kv_bits_quantizes_the_cache(run_json):
-    from lmx.models.loader import load
-
-    folder = Path(__file__).parents[2] / "data/tiny-base"
-    words = [
-        folder,
-        "--ignore-chat-template",
-        "--json",
-        "--prompt",
-        "the quick",
-        "--max-tokens",
-        40,
-    ]
-    words += ["--temperature", 1]
-    (baseline,) = run_json(*words)
-    (output,) = run_json(*words, "--kv-bits", 4)
-    loaded = load(folder)
-    expected = Generator(loaded.model, loaded.tokenizer, kv_bits=4)
-    prompt = expected.encode_text("the quick")
-    arguments = {"max_tokens": 40, "sampling": Sampling(1.0)}
-    assert output["tokens"] == expected.generate(prompt, **arguments).tokens
-    assert output["tokens"] != baseline["tokens"]
 
 
 def test_kv_bits_of_the_checkpoint_are_used_unless_named(run_json, tmp_path):

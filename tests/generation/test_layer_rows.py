@@ -183,8 +183,15 @@ def test_buffers_are_little_larger_than_what_they_hold():
     assert live[True] > 0.88
 
 
-@pytest.mark.parametrize("has_classes", [False, True])
-@pytest.mark.parametrize("family", KINDS[:3])
+@pytest.mark.parametrize(
+    ("family", "has_classes"),
+    [
+        ("llama", True),
+        ("gemma3_text", False),
+        ("gemma3_text", True),
+        ("qwen3_next", True),
+    ],
+)
 def test_rows_leave_join_and_are_extracted(family, has_classes):
     rows = rows_of(family, 3, RING + 9, 20, 11, has_classes=has_classes)
     assert rows.step([4, 2, 1, 4]) < CLOSE
@@ -211,8 +218,9 @@ def test_rows_leave_join_and_are_extracted(family, has_classes):
     assert rows.step() < CLOSE
 
 
-@pytest.mark.parametrize("length", [0, 9])
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    ("family", "length"), [*zip(KINDS, (0, 9, 0, 9), strict=True), ("gemma3_text", 0)]
+)
 def test_a_row_that_was_nan_leaves_nothing(family, length):
     """A mask hides no NaN: zero times NaN is NaN."""
     rows = rows_of(family, 3, 2 * RING, 20)

@@ -5,7 +5,6 @@ import numpy as np
 from lmx.generation.engine import Engine
 from lmx.generation.generator import Generator
 from lmx.generation.kv_cache.batch import batch_error
-from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController
 from mlx.utils import tree_map
@@ -15,13 +14,6 @@ from tiny_generators import byte_tokenizer
 
 LONG = 5 * WINDOW
 PROMPT = [5, 9, 11, 5, 9, 2, 7, 5, 9]
-PENALTIES = {
-    "plain": Sampling(),
-    "repetition": Sampling(repetition_penalty=1.3),
-    "presence": Sampling(presence_penalty=0.4),
-    "frequency": Sampling(frequency_penalty=0.3),
-    "bias": Sampling(logit_bias=((5, 20.0), (7, -9.0))),
-}
 
 
 def noisy(model, scale, seed=1):

@@ -6,7 +6,7 @@ from lmx.files.hashes import hash_file
 from processes import WRONG_SHARD, in_ring
 from test_drafter_stage import DRAFT
 from test_preference_runs import make_run as preference_run
-from test_teacher_setup import GENERATED, GRID, STORED, renumber
+from test_teacher_setup import GENERATED, GRID
 from tiny_runs import TRAIN, Run
 
 # Small blocks, so that there is one for every process; caches of their own.
@@ -27,10 +27,8 @@ MAIN = "from lmx.cli.main import train; sys.exit(train())"
 # What processes of one machine may divide, by the case that has it.
 KINDS = {
     "teacher": ("targets", "completions"),
-    "other_tokenizer": ("targets",),
     "preference": ("reference-log-probs",),
     "eagle3": ("completions", "draft_targets", "hidden_states"),
-    "model": ("completions", "draft_targets"),
 }
 
 
@@ -41,16 +39,8 @@ def make_run(folder, case, base) -> Run:
     if case == "teacher":
         qat = {"qat": GRID | {"quantizer": "lsq"}, "teacher": GENERATED}
         return Run(folder, {"train": TRAIN | qat | {"steps": 2}}, model=base)
-    if case == "other_tokenizer":
-        teacher = STORED | {"model": str(renumber(base, folder / "teacher"))}
-        return Run(
-            folder, {"train": TRAIN | {"teacher": teacher, "steps": 2}}, model=base
-        )
     draft = DRAFT | {"architecture": case, "steps": 2, "eval_steps": 2}
     draft |= {"benchmark": {"num_prompts": 2, "max_tokens": 8}}
-    if case == "model":
-        del draft["drafter"]
-        draft["draft_model"] = {"num_layers": 1}
     run = Run(folder, {"draft": draft}, model=base)
     run.data["max_seq_length"] = 128
     run.write()

@@ -71,7 +71,6 @@ def test_processes_share_an_evaluation(tmp_path, expected, program, count):
     assert is_same(report(run), expected) == (program != WRONG_SHARD)
 
 
-@pytest.mark.slow
 def test_processes_hold_the_evaluated_models_together(tmp_path, expected):
     run = make_run(tmp_path)
     arguments = run.arguments("parallel.tensor=2")

@@ -57,24 +57,21 @@ def test_steps_fit_into_the_time_and_stay_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "steps"),
+    ("keys", "steps", "seconds"),
     [
-        ({}, 1000),
-        ({"steps": 7}, 7),
-        ({"budget": 5000, "batch_tokens": 1000}, 5),
-        ({"budget": 5, "batch_tokens": 1000}, 1),
-        ({"budget": "45min"}, None),
+        ({}, 1000, None),
+        ({"steps": 7}, 7, None),
+        ({"budget": 5000, "batch_tokens": 1000}, 5, None),
+        ({"budget": 5, "batch_tokens": 1000}, 1, None),
+        ({"budget": "45min"}, None, 2700),
+        ({"budget": "3h"}, None, 10800),
+        ({"budget": ".5h"}, None, 1800),
     ],
 )
-def test_steps_of_a_recipe(keys, steps):
-    assert DraftConfig(**keys).num_steps == steps
-
-
-@pytest.mark.parametrize(
-    ("budget", "seconds"), [("45min", 2700), ("3h", 10800), (".5h", 1800)]
-)
-def test_seconds_of_a_budget(budget, seconds):
-    assert DraftConfig(budget=budget).budget_seconds == seconds
+def test_steps_and_seconds_of_a_recipe(keys, steps, seconds):
+    config = DraftConfig(**keys)
+    assert config.num_steps == steps
+    assert seconds is None or config.budget_seconds == seconds
 
 
 @pytest.mark.parametrize(

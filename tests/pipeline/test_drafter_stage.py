@@ -4,7 +4,6 @@ import json
 
 import pytest
 from lmx.cli import main
-from lmx.files.hashes import hash_file
 from lmx.generation.generator import Generator
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.factory import drafter_proposer
@@ -106,16 +105,6 @@ def test_published_drafter_drafts_for_its_target(drafter_run, capsys):
     expected = capsys.readouterr().out
     assert main.main([*arguments, "--draft-model", str(folder)]) == 0
     assert capsys.readouterr().out == expected
-
-
-@pytest.mark.slow
-def test_stopped_training_ends_with_the_same_bytes(drafter_run, base, tmp_path):
-    architecture = drafter_run.json("draft/draft.json")["architecture"]
-    run = make_run(tmp_path, architecture, base, RTN)
-    assert run.run_with_signal("SIGTERM", "step", 7).returncode == 130
-    assert run() == 0
-    name = "draft/model.safetensors"
-    assert hash_file(run.output / name) == hash_file(drafter_run.output / name)
 
 
 def test_drafter_of_another_target_is_refused(drafter_run, make_checkpoint, capsys):

@@ -168,7 +168,7 @@ def test_equal_weights_are_wrong(monkeypatch):
 
 @pytest.mark.parametrize(
     ("rows", "lengths", "count"),
-    [(4, [3, 9, 5], 9), (2, [3, 9, 5], 9), (2, [9, 3, 5, 2], 10), (1, [3, 9, 5], 17)],
+    [(4, [3, 9, 5], 9), (2, [9, 3, 5, 2], 10), (1, [3, 9, 5], 17)],
 )
 def test_steps_of_answers_that_start_where_others_end(rows, lengths, count):
     steps = DecodingSteps(rows)

@@ -178,15 +178,6 @@ def test_training_continues_from_an_exported_adapter(published, tmp_path, base):
         assert first < before[0] - 0.01
 
 
-def test_model_loads_with_adapter_in_both_formats(published, base):
-    mlx_logits, peft_logits = (
-        load(base, adapter=published.output / format_name).model(TOKENS)
-        for format_name in ("adapters", "peft")
-    )
-    assert mx.allclose(mlx_logits, peft_logits, rtol=1e-5, atol=1e-5)
-    assert not mx.allclose(mlx_logits, load(base).model(TOKENS), rtol=1e-3, atol=1e-3)
-
-
 def as_pipe(file):
     file.unlink()
     os.mkfifo(file)
@@ -210,7 +201,6 @@ def test_training_does_not_continue_from_nan(published, base, tmp_path, capsys):
     ("damage", "kind"),
     [
         (as_pipe, "adapters"),
-        (lambda file: damage_file(file, "overlap"), "adapters"),
         (lambda file: damage_file(file, "overlap"), "peft"),
     ],
 )

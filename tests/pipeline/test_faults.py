@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import damaged_safetensors
 import mlx.core as mx
 import pytest
-from lmx.cli import main
 from tiny_runs import EVALUATE, TRAIN, Run
 
 
@@ -89,9 +88,9 @@ STAGES = {
 @pytest.mark.parametrize(
     ("damage", "stage"),
     [
-        *(("overlap", stage) for stage in STAGES),
-        ("type of another size", "full"),
-        ("cut short", "full"),
+        ("overlap", "export"),
+        ("type of another size", "adapter"),
+        ("cut short", "quantize"),
     ],
 )
 def test_run_refuses_damaged_weights(tmp_path, model, capsys, damage, stage):
@@ -102,21 +101,17 @@ def test_run_refuses_damaged_weights(tmp_path, model, capsys, damage, stage):
     assert error.startswith(f"{file}: the file is damaged, cut short or none ")
 
 
-# Grids that give NaN a code: their training would not fail.
-GRIDS = [
-    {"mode": "mxfp4", "bits": 4, "group_size": 32},
-    {"mode": "nvfp4", "bits": 4, "group_size": 16},
-    {"mode": "mxfp8", "bits": 8, "group_size": 32},
-    {"bits": 4, "group_size": 32},
-]
+# A grid that gives NaN a code: its training would not fail.
+GRID = {"mode": "mxfp4", "bits": 4, "group_size": 32}
 
 
 @pytest.mark.parametrize(
     ("value", "stage"),
     [
         ("inf", STAGES["quantize"]),
-        *(("nan", stage) for stage in STAGES.values()),
-        *(("nan", {"train": TRAIN | {"qat": grid}}) for grid in GRIDS),
+        ("nan", STAGES["full"]),
+        ("nan", STAGES["export"]),
+        ("nan", {"train": TRAIN | {"qat": GRID}}),
     ],
 )
 def test_run_refuses_weights_that_are_not_finite(tmp_path, model, capsys, value, stage):
@@ -130,17 +125,6 @@ def test_run_refuses_weights_that_are_not_finite(tmp_path, model, capsys, value,
     assert f"the tensor {name}" in error
     assert not (run.output / "metrics.jsonl").exists()
     assert "NaN or infinite" in error
-
-
-def test_generation_refuses_predictions_that_are_not_numbers(model, capsys):
-    file = model / "model.safetensors"
-    weights = mx.load(str(file))
-    weights["model.norm.weight"][0] = float("nan")
-    mx.save_safetensors(str(file), weights, {"format": "mlx"})
-    assert main.main(["generate", str(model), "--prompt", "1 + 1"]) == 1
-    output, error = capsys.readouterr()
-    assert output == ""
-    assert error.startswith("the model's predictions are NaN")
 
 
 def test_run_refuses_a_model_without_tokenizer(tmp_path, model, capsys):
@@ -173,17 +157,6 @@ def test_run_refuses_layers_that_do_not_exist(tmp_path, base, capsys, train, mes
     assert all(message in error for message in messages)
 
 
-def test_excessive_learning_rate_stops_with_nan(run, capsys):
-    arguments = ("stages.1.train.learning_rate=4e9", "stages.1.train.warmup_ratio=0")
-    error = error_of(run, capsys, 1, *arguments)
-    assert "the loss or its gradient is NaN or infinite at step" in error
-    assert f"{run.folder / 'train.jsonl'}:" in error
-    record = run.json("stages/1-train/nan_batch.json")
-    assert f"at step {record['step']}" in error
-    assert len(record["examples"]) == 8
-    assert run.json("manifest.json")["status"] == "failed"
-
-
 @contextmanager
 def limit_file_size(size):
     """Limit every file to `size` bytes, as a full disk does."""
@@ -214,19 +187,3 @@ def test_run_recovers_from_full_disk_in_model_write(tmp_path, base, capsys):
     assert "cannot write" in error
     assert not (run.output / "stages/1-quantize/model").exists()
     assert run() == 0
-
-
-def test_run_refuses_output_below_a_file(run, capsys):
-    (run.folder / "file").write_text("")
-    run.output = run.folder / "file" / "out"
-    error = error_of(run, capsys, 2)
-    assert "cannot write: a part of the path is a file, not a folder" in error
-
-
-def test_run_refuses_a_directory_of_other_files(run, capsys):
-    run.output.mkdir()
-    (run.output / "thesis.tex").write_text("years of work")
-    for flags in ((), ("--restart",)):
-        error = error_of(run, capsys, 2, *flags)
-        assert "not a run directory of lmx: it has thesis.tex" in error
-    assert [p.name for p in run.output.iterdir()] == ["thesis.tex"]

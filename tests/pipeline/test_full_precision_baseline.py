@@ -1,7 +1,5 @@
 """QAT compared with its full-precision baseline, from the command line."""
 
-import signal
-
 import mlx.core as mx
 import pytest
 from lmx.files.hashes import hash_file
@@ -158,24 +156,3 @@ def test_baseline_without_unquantized_weights_is_refused(tmp_path, base, capsys)
     run = Run(tmp_path / "on", {"train": train}, model=folder)
     assert run() != 0
     assert "has nothing to begin with" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_baseline_training_resumes_after_kill(tmp_path, base):
-    """Steps 13 to 24 belong to the baseline."""
-    stages = {"train": QAT | {"qat": GRID}}, {"evaluate": EVALUATE}
-    (tmp_path / "undisturbed").mkdir()
-    undisturbed, run = (
-        Run(f, *stages, model=base) for f in (tmp_path / "undisturbed", tmp_path)
-    )
-    assert undisturbed() == 0
-    assert run.run_with_signal("SIGKILL", "step", 21).returncode == -signal.SIGKILL
-    assert run() == 0
-    assert run.log.count("resuming after step") == 2
-    baseline = (
-        weights(run, "1-train/fp_baseline/dense"),
-        weights(undisturbed, "1-train/fp_baseline/dense"),
-    )
-    assert hash_file(baseline[0]) == hash_file(baseline[1])
-    assert run.outcome() == undisturbed.outcome()
-    assert gap_recovered(run) == gap_recovered(undisturbed)

@@ -21,9 +21,7 @@ def stop(*_):
     ("stage", "place", "name", "damage"),
     [
         ({"train": STEPS}, "train.run.TrainRun.run", FROM_SCRATCH, "flip"),
-        ({"train": STEPS}, "train.run.TrainRun.run", FROM_SCRATCH, "lose_file"),
-        ({"train": STEPS}, "train.run.TrainRun.run", FROM_SCRATCH, "become_file"),
-        ({"train": STEPS | QAT}, BASELINE, "fp_baseline/dense", "flip"),
+        ({"train": STEPS | QAT}, BASELINE, "fp_baseline/dense", "lose_file"),
         ({"draft": DRAFT}, DISTILLATION, "artifacts/models/initial/content", "flip"),
     ],
 )

@@ -45,24 +45,6 @@ def make_run(folder, case: str, base, **train) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        # dpo with LoRA: tests/fuzz/test_fuzz_kills.py
-        pytest.param("ipo-qat-lora", marks=pytest.mark.slow),
-        pytest.param("orpo-qat", marks=pytest.mark.slow),
-        "kto-full",
-    ],
-)
-def test_killed_run_ends_with_the_same_bytes(case, tmp_path, base):
-    whole = make_run(tmp_path / "whole", case, base)
-    assert whole() == 0
-    killed = make_run(tmp_path / "killed", case, base)
-    assert killed.run_with_signal("SIGKILL", "step", 7).returncode == -9
-    assert killed() == 0
-    assert killed.outcome() == whole.outcome()
-
-
 def test_model_begins_at_its_reference(tmp_path, base):
     run = make_run(tmp_path / "run", "dpo-lora", base, learning_rate=0.01)
     assert run() == 0

@@ -13,18 +13,37 @@ import mlx.core as mx
 import pytest
 from lmx.cli import main
 from page_data import rows, sections
+from test_draft_stage import DRAFT
+from test_drafter_stage import make_run as drafter_run
+from test_preference_runs import make_run as preference_run
 from test_report_of_runs import page
+from test_rollout_runs import make_run as rollout_run
+from test_teacher_setup import GENERATED, STORED, renumber
 from tiny_runs import EVALUATE, METRICS_ONLY, TRAIN, Run, resume_command
 
 LORA = {"type": "lora", "rank": 4}
 GRID = {"bits": 4, "group_size": 32}
-KINDS = {
+TWO_BITS = {"bits": 2, "group_size": 32}
+LSQ = {"qat": TWO_BITS | {"quantizer": "lsq"}}
+SHORT = {"packing": True, "batch_size": 2, "steps": 8}
+GPTQ = {
+    "method": "gptq",
+    "bits": 3,
+    "calibration": {
+        "dataset": "builtin:stdlib",
+        "num_tokens": 2048,
+        "max_seq_length": 64,
+    },
+    "scale_tuning": {"steps": 4, "batch_tokens": 256, "learning_rate": 1e-3},
+}
+SEARCH = {"mixed_precision": {"target_bpw": 5.0, "candidate_bits": [4, 8]}}
+TRAININGS = {
     "full": {},
     "dora+": {"adapter": LORA | {"type": "dora", "loraplus_lr_ratio": 4.0}},
     "lora-qat": {"adapter": LORA, "qat": GRID},
-    "qat": {"qat": GRID},
     "grids": {"adapter": LORA, "qat": GRID | {"quantizer": "lsq"}},
     "late-grids": {"qat": GRID | {"quantizer": "lsq", "fake_quant_after_n_steps": 6}},
+    "baseline": {"qat": TWO_BITS, "compare_full_precision": True},
     # The learning rate is too high: the run stops early and keeps an older checkpoint.
     "lean": {
         "steps": None,
@@ -41,47 +60,130 @@ KINDS = {
         "loss_chunk_tokens": 16,
     },
 }
+# Of the codes of a quantized model.
+FROM_CODES = {
+    "codes": {"qat": TWO_BITS, "adapter": {"rank": 4}},
+    "mxfp4 codes": {"qat": {"mode": "mxfp4"}},
+    "teacher": LSQ | SHORT | {"teacher": {}},
+    "stored completions": LSQ | SHORT | {"teacher": GENERATED},
+}
+STAGES = {
+    **{kind: [{"train": TRAIN | keys}] for kind, keys in TRAININGS.items()},
+    **{
+        kind: [
+            {"quantize": {"mode": "mxfp4"} if "mxfp4" in kind else TWO_BITS},
+            {"train": TRAIN | keys},
+        ]
+        for kind, keys in FROM_CODES.items()
+    },
+    "gptq": [{"quantize": GPTQ}],
+    "search": [{"quantize": GPTQ | SEARCH}],
+    "draft": [{"draft": DRAFT}],
+}
+MAKERS = {
+    "preference": lambda folder, base: preference_run(folder, "kto-full", base),
+    "preference-qat": lambda folder, base: preference_run(folder, "orpo-qat", base),
+    "rewards": lambda folder, base: rollout_run(folder, "grpo-lora", base, steps=8),
+    "rewards-qat": lambda folder, base: rollout_run(folder, "dapo-qat", base, steps=8),
+    "rewards-twice": lambda folder, base: rollout_run(
+        folder, "gspo-full", base, steps=8
+    ),
+    "eagle3": lambda folder, base: drafter_run(folder, "eagle3", base),
+}
 
 
 def make_run(folder, kind, base):
     folder.mkdir(exist_ok=True)
-    model = "" if kind == "full" else base
-    return Run(folder, {"train": TRAIN | KINDS[kind]}, model=model)
+    if kind in MAKERS:
+        return MAKERS[kind](folder, base)
+    if kind == "other tokenizer":
+        teacher = STORED | {"model": str(renumber(base, folder / "teacher"))}
+        train = TRAIN | LSQ | SHORT | {"teacher": teacher}
+        return Run(folder, {"train": train}, model=base)
+    run = Run(folder, *STAGES[kind], model="" if kind == "full" else base)
+    if kind == "draft":
+        run.data["max_seq_length"] = 128
+        run.write()
+    return run
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory, base):
-    """A function from a kind of training to its undisturbed run."""
+    """A function from a kind of run to its undisturbed run."""
 
     @cache
     def run_of_kind(kind):
-        run = make_run(tmp_path_factory.mktemp(kind), kind, base)
+        run = make_run(tmp_path_factory.mktemp("undisturbed"), kind, base)
         assert run() == 0
         return run
 
     return run_of_kind
 
 
+def stage_files(run):
+    """The names in the stage folders: no scratch folder of a killed stage is left."""
+    return {(p.parent.name, p.name) for p in run.output.glob("stages/*/*")}
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+# dpo with LoRA: tests/fuzz/test_fuzz_kills.py, which kills stages at any moment.
 @pytest.mark.parametrize(
     ("kind", "where", "call"),
     [
         ("full", "save", 4),
-        pytest.param("dora+", "step", 5, marks=pytest.mark.slow),
-        ("lora-qat", "save", 3),
-        ("qat", "step", 10),
-        pytest.param("grids", "step", 8, marks=pytest.mark.slow),
         ("late-grids", "step", 7),
-        pytest.param("lean", "step", 20, marks=pytest.mark.slow),
-        pytest.param("late-grids", "step", 10, marks=pytest.mark.slow),
+        ("codes", "step", 8),
+        ("teacher", "step", 7),
+        ("other tokenizer", "step", 7),
+        ("preference", "step", 7),
+        ("rewards", "reward", 75),
+        slow("dora+", "step", 5),
+        slow("lora-qat", "save", 3),
+        slow("grids", "step", 8),
+        slow("late-grids", "step", 10),
+        # Steps 13 to 24 belong to the baseline.
+        slow("baseline", "step", 21),
+        slow("lean", "step", 20),
+        slow("mxfp4 codes", "step", 8),
+        slow("stored completions", "step", 7),
+        slow("preference-qat", "step", 7),
+        slow("rewards-qat", "step", 7),
+        slow("rewards-twice", "reward", 90),
+        # In the first block and in the last one. The first file of a search has
+        # gradients.
+        slow("gptq", "save", 8),
+        slow("gptq", "save", 15),
+        slow("search", "save", 1),
+        slow("draft", "step", 7),
+        slow("eagle3", "step", 7),
     ],
 )
 def test_run_resumes_after_kill(tmp_path, base, finished, kind, where, call):
-    run = make_run(tmp_path, kind, base)
+    run, expected = make_run(tmp_path, kind, base), finished(kind)
     assert run.run_with_signal("SIGKILL", where, call).returncode == -signal.SIGKILL
-    assert bool(run.partial_files()) == (where == "save")
+    if where == "save" and kind in TRAININGS:
+        assert run.partial_files()
     assert run() == 0
-    assert "crashed or was killed in stage 1-train" in run.log
-    assert run.outcome() == finished(kind).outcome()
+    assert re.search("crashed or was killed in stage .-(train|quantize|draft)", run.log)
+    assert where == "save" or "resuming after step" in run.log
+    assert "packing is off" not in run.log
+    if kind == "other tokenizer":
+        assert "its predictions are mapped; it has 100.0% of the" in run.log
+        assert "the teacher predicts 100.0% of" in run.log
+    weights, records = run.outcome()
+    assert weights == expected.outcome()[0] != {}
+    # Drafts have predictions from measured times.
+    if kind not in ("draft", "eagle3"):
+        assert records == expected.outcome()[1]
+    if kind.startswith("rewards"):
+        assert run.records("samples.jsonl") == expected.records("samples.jsonl")
+    # No block is quantized twice.
+    blocks = re.findall(r"block \d+ of \d+ quantized", run.log)
+    assert len(blocks) == len(set(blocks))
+    assert stage_files(run) == stage_files(expected)
     assert not run.partial_files()
 
 
@@ -123,10 +225,7 @@ def test_run_resumes_after_signal_in_evaluate(tmp_path, base, monkeypatch, capsy
     "place",
     [
         "lmx.run.run_dir.RunDir.write_page",
-        "lmx.pipeline.runner._log_start",
-        "lmx.pipeline.runner._run_stages",
         "lmx.pipeline.quantize.stage.QuantizeStage.run",
-        "lmx.pipeline.export.stage.ExportStage.run",
         "lmx.pipeline.runner._generate_command",
     ],
 )
@@ -200,9 +299,9 @@ def test_other_seed_gives_other_weights(tmp_path, base, finished):
     assert run.outcome()[0] != finished("full").outcome()[0]
 
 
-LORA_QAT = {"train": TRAIN | KINDS["lora-qat"]}
+LORA_QAT = {"train": TRAIN | TRAININGS["lora-qat"]}
 TEACHER = {"train": TRAIN | {"teacher": {"model": "changed"}}}
-FROM_CODES = {"train": TRAIN | {"adapter": LORA, "teacher": {}}}
+OWN_TEACHER = {"train": TRAIN | {"adapter": LORA, "teacher": {}}}
 PRUNED = {
     "draft_model": {"init_from": "changed", "num_layers": 1},
     "data_generation": {"num_prompts": 8, "num_eval_prompts": 2, "max_tokens": 8},
@@ -217,7 +316,7 @@ PRUNED = {
     [
         ("changed", [LORA_QAT], "step", 4),
         ("changed", [{"quantize": GRID | {"method": "gptq"}}], "save", 2),
-        ("changed", [{"quantize": GRID}, FROM_CODES], "step", 4),
+        ("changed", [{"quantize": GRID}, OWN_TEACHER], "step", 4),
         ("base", [TEACHER], "step", 4),
         ("base", [{"draft": PRUNED}], "step", 4),
     ],

@@ -42,24 +42,6 @@ def make_run(folder, case, base, kind=PythonRun, **train) -> Run:
     return kind(folder, {"train": stage | CASES[case] | train}, model=base)
 
 
-@pytest.mark.parametrize(
-    ("case", "place", "call"),
-    [
-        ("grpo-lora", "reward", 75),
-        pytest.param("dapo-qat", "step", 7, marks=pytest.mark.slow),
-        pytest.param("gspo-full", "reward", 90, marks=pytest.mark.slow),
-    ],
-)
-def test_killed_run_ends_with_the_same_bytes(case, place, call, tmp_path, base):
-    whole = make_run(tmp_path / "whole", case, base, steps=8)
-    assert whole() == 0
-    killed = make_run(tmp_path / "killed", case, base, steps=8)
-    assert killed.run_with_signal("SIGKILL", place, call).returncode == -9
-    assert killed() == 0
-    assert killed.outcome() == whole.outcome()
-    assert killed.records("samples.jsonl") == whole.records("samples.jsonl")
-
-
 def test_training_raises_the_reward(tmp_path, base):
     run = make_run(tmp_path, "grpo-lora", base, steps=30, learning_rate=5e-3)
     assert run() == 0

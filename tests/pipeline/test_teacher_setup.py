@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 
 import pytest
 from lmx.cli import main
@@ -46,29 +45,6 @@ def test_distillation_recovers_the_quantized_model(tmp_path, base):
     assert "MB in" in offline.log
 
 
-@pytest.mark.parametrize(
-    "teacher",
-    [{}, pytest.param(GENERATED, marks=pytest.mark.slow)],
-    ids=["live", "generated"],
-)
-def test_distillation_resumes_exactly(tmp_path, base, teacher):
-    short = {"packing": True, "batch_size": 2, "steps": 8}
-    train = {"train": distill(**teacher) | short}
-    outcomes = []
-    for name in ("undisturbed", "killed"):
-        (tmp_path / name).mkdir()
-        run = Run(tmp_path / name, QUANTIZED, train, model=base)
-        if name == "killed":
-            assert (
-                run.run_with_signal("SIGKILL", "step", 7).returncode == -signal.SIGKILL
-            )
-        assert run() == 0
-        assert "packing is off" not in run.log
-        outcomes.append(run.outcome())
-    assert "resuming after step 6" in run.log
-    assert outcomes[0] == outcomes[1]
-
-
 def renumber(model, folder):
     """Copy a checkpoint; two of its tokens change places."""
     shutil.copytree(model, folder)
@@ -105,25 +81,6 @@ def test_what_another_tokenizer_cannot_give_is_refused(
     error = capsys.readouterr().err
     assert "the teacher has other tokens than the model: 2 differ" in error
     assert message in error
-
-
-def test_teacher_with_other_tokenizer_resumes_exactly(
-    tmp_path, renumbered, make_checkpoint
-):
-    train = distill(model=str(renumbered), **STORED) | {"steps": 8, "packing": True}
-    outcomes = []
-    for name in ("undisturbed", "killed"):
-        (tmp_path / name).mkdir()
-        run = Run(tmp_path / name, {"train": train}, model=make_checkpoint())
-        if name == "killed":
-            killed = run.run_with_signal("SIGKILL", "step", 7)
-            assert killed.returncode == -signal.SIGKILL
-        assert run() == 0
-        outcomes.append(run.outcome())
-    assert "its predictions are mapped; it has 100.0% of the model's tokens" in run.log
-    assert "the teacher predicts 100.0% of" in run.log
-    assert "resuming after step 6" in run.log
-    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize(

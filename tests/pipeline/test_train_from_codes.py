@@ -1,6 +1,5 @@
 """Training that starts from the codes of a quantized model, from the command line."""
 
-import signal
 from functools import cache
 
 import mlx.core as mx
@@ -155,10 +154,8 @@ def test_reference_of_codes_is_the_model_before(gptq_run):
     [
         "lsq",
         "lora",
-        "fixed_scale",
         "lora_minmax",
         "mxfp4",
-        pytest.param("lora_mxfp8", marks=pytest.mark.slow),
     ],
 )
 def test_training_without_updates_keeps_the_codes(
@@ -179,18 +176,6 @@ def test_training_without_updates_keeps_the_codes(
         logits = load(stage(run, 1, "dense"), compute="float32").model(TOKENS)
         coded = load(start, compute="float32").model(TOKENS)
         assert mx.abs(logits - coded).max().item() < 0.05
-
-
-@pytest.mark.parametrize(
-    "mode", ["lora_minmax", pytest.param("mxfp4", marks=pytest.mark.slow)]
-)
-def test_training_from_codes_resumes_after_kill(tmp_path, base, trained_run, mode):
-    grid, train = MODES[mode]
-    run = Run(tmp_path, {"quantize": grid}, {"train": TRAINING | train}, model=base)
-    assert run.run_with_signal("SIGKILL", "step", 8).returncode == -signal.SIGKILL
-    assert run() == 0
-    assert "resuming after step 6" in run.log
-    assert run.outcome() == trained_run(mode).outcome()
 
 
 @pytest.mark.slow

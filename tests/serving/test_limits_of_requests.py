@@ -5,7 +5,6 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from lmx.serving import app
 from lmx.serving import server as server_module
 from raw_http import connect, head, read_all, request
@@ -139,20 +138,14 @@ def test_small_packets_do_not_wait(start):
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-@pytest.mark.parametrize(
-    "kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"]
-)
-def test_other_content_types(server, kind):
-    response = server.client.post(
-        COMPLETIONS, content=b'{"prompt": "x"}', headers={"Content-Type": kind}
-    )
-    assert response.status_code == 415
-    # Negative control.
-    kind = "Application/JSON; charset=utf-8"
-    response = server.client.post(
-        COMPLETIONS, content=b'{"prompt": "x"}', headers={"Content-Type": kind}
-    )
-    assert response.status_code == 200
+def test_other_content_types(server):
+    # The last one is the negative control.
+    kinds = "", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"
+    for kind in (*kinds, "Application/JSON; charset=utf-8"):
+        response = server.client.post(
+            COMPLETIONS, content=b'{"prompt": "x"}', headers={"Content-Type": kind}
+        )
+        assert response.status_code == (415 if kind in kinds else 200), kind
 
 
 def test_large_bodies(start):
@@ -185,17 +178,15 @@ def test_slow_bodies(start):
     assert server.complete()
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"POST /v1/chat", b"GET / HTTP/1.1\r\nHost: x\r\nA"]
-)
-def test_connections_without_a_whole_request_are_closed(start, monkeypatch, sent):
+def test_connections_without_a_whole_request_are_closed(start, monkeypatch):
     monkeypatch.setattr(server_module, "STALL_SECONDS", 0.3)
     server = start()
-    with connect(server.port) as connection:
-        connection.sendall(sent)
-        begin = time.monotonic()
-        assert read_all(connection) == b""
-        assert 0.2 < time.monotonic() - begin < 5
+    for sent in (b"", b"POST /v1/chat", b"GET / HTTP/1.1\r\nHost: x\r\nA"):
+        with connect(server.port) as connection:
+            connection.sendall(sent)
+            begin = time.monotonic()
+            assert read_all(connection) == b"", sent
+            assert 0.2 < time.monotonic() - begin < 5
 
 
 def test_clients_that_do_not_read_are_closed(start, monkeypatch):

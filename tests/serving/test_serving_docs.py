@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import httpx
-import pytest
 from lmx.cli.main import verb_parser
 from lmx.serving.protocol import IGNORED, ChatCompletionParameters, CompletionParameters
 
@@ -80,19 +79,19 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("name", PROBES)
-def test_answers_are_those_of_the_table(server, name):
-    outcome = compare_servers.ask(server.client, PROBES[name])
-    assert outcome.status == DIFFERENCES.get(name, "200")[:3] or (
-        name == "unknown path" and outcome.status == "404"
-    )
-    assert not outcome.is_last
-    if outcome.status == "200" and PROBES[name].content:
-        several = name in ("chat, n 2, temperature 1", "completion, two prompts")
-        assert len(outcome.finish) == 1 + several
-        assert set(outcome.finish) <= {"stop", "length"}
-    elif outcome.status != "200":
-        assert {"error.message", "error.type"} <= outcome.fields
+def test_answers_are_those_of_the_table(server):
+    for name, probe in PROBES.items():
+        outcome = compare_servers.ask(server.client, probe)
+        assert outcome.status == DIFFERENCES.get(name, "200")[:3] or (
+            name == "unknown path" and outcome.status == "404"
+        ), name
+        assert not outcome.is_last
+        if outcome.status == "200" and probe.content:
+            several = name in ("chat, n 2, temperature 1", "completion, two prompts")
+            assert len(outcome.finish) == 1 + several
+            assert set(outcome.finish) <= {"stop", "length"}
+        elif outcome.status != "200":
+            assert {"error.message", "error.type"} <= outcome.fields
 
 
 def test_the_table_names_requests():
@@ -100,47 +99,18 @@ def test_the_table_names_requests():
     assert DIFFERENCES.keys() <= PROBES.keys()
 
 
-class Other(httpx.BaseTransport):
-    """A server with answers of its own, which a bad body ends."""
-
-    def __init__(self):
-        self.is_dead = False
-
-    def handle_request(self, request):
-        if self.is_dead:
-            raise httpx.ConnectError("refused")
-        self.is_dead = request.content == b"[]"
-        body = {"choices": [{"finish_reason": "stop", "mine": [{"a": None}]}]}
-        return httpx.Response(200, json=body)
-
-
-def test_compare_prints_the_differences(monkeypatch, server):
-    other, real = Other(), httpx.Client
-
-    def client(base_url, **options):
-        transport = other if "other" in str(base_url) else None
-        return real(base_url=base_url, transport=transport, **options)
-
-    def get(url):
-        return client(url).get(url)
-
-    monkeypatch.setattr(compare_servers.httpx, "Client", client)
-    monkeypatch.setattr(compare_servers.httpx, "get", get)
-    wanted = ["completion", "no JSON", "a list", "unknown path"]
-    probes = [PROBES[name] for name in wanted]
-    servers = {"lmx": server.url, "other": "http://other"}
+def test_compare_prints_its_tables(server):
+    probes = [PROBES[name] for name in ("completion", "no JSON", "a list")]
+    servers = {"lmx": server.url, "other": server.url}
     text = "\n".join(compare_servers.compare(servers, probes))
-    table = [re.split(r" {2,}", line.strip()) for line in text.splitlines()[:5]]
+    table = [re.split(r" {2,}", line.strip()) for line in text.splitlines()[:4]]
     assert table == [
         ["request", "lmx", "other"],
-        ["completion", "200 length", "200 stop", "*"],
-        ["no JSON", "400", "200 stop", "*"],
-        ["a list", "400", "200 stop, ends", "*"],
-        ["unknown path", "404", "-", "*"],
-    ]
-    mine, his = text.split("fields of ")[1:]
-    assert "usage.total_tokens" in mine
-    assert his.split()[-2:] == ["1", "choices[].mine[].a"]
+        ["completion", "200 length", "200 length"],
+        ["no JSON", "400", "400"],
+        ["a list", "400", "400"],
+    ], text
+    assert text.count("fields of ") == 2
 
 
 def test_shown_client_runs(server, capsys):

@@ -54,8 +54,6 @@ def test_two_processes_answer_a_file_as_one_does(folder, tmp_path):
     ("options", "message"),
     [
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt-file", "missing.txt"], "missing.txt"),
-        (["--prompt", "a", "--adapter-path", "x"], "adapter"),
         (["--prompt", "a", "--draft-model", "missing"], "missing"),
     ],
 )
@@ -76,7 +74,6 @@ def test_an_error_ends_both_processes(folder, options, message):
         ("generate", ["--prompt", "a", *TWO, "--check-parity"], "--check-parity"),
         ("generate", ["--chat", *TWO, "--save-prompt-cache", "x"], "does not work"),
         ("serve", [*TWO, "--adapter", "a=b"], "--adapter does not work"),
-        ("serve", [*TWO], "this run has 1"),
     ],
 )
 def test_what_does_not_work_is_refused(folder, verb, options, message):
