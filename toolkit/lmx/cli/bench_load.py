@@ -133,7 +133,8 @@ def bench_load(args: argparse.Namespace) -> int:
         from ..run.html.load_page import load_page
 
         table = [*COLUMNS], [cells(row) for row in rows]
-        args.report.write_text(load_page(plan.url, plan.model, rows, table))
+        page = load_page(plan.url, plan.model, rows, table)
+        args.report.write_text(page, "utf-8")
     if args.json:
         terminal.write_json({plan.url: rows}, indent=2)
     return 0

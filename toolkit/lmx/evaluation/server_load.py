@@ -114,7 +114,7 @@ def measure_load(plan: LoadPlan) -> Iterator[dict]:
                 lines = (run.stdout + run.stderr).strip().splitlines()[-LOG_LINES:]
                 message = "\n".join([f"{PROGRAM} failed:", *lines])
                 raise UserError(message, place=plan.url, code=FAILED)
-            record = json.loads(summary.read_text())
+            record = json.loads(summary.read_text("utf-8"))
         done, failed = record["successes"], record["failures"]
         latency, throughput = done.get("latency") or {}, done.get("throughput") or {}
         row: dict[str, Any] = {"kind": kind, "load": value}

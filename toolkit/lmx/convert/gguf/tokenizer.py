@@ -198,7 +198,7 @@ def to_metadata(loaded: LoadedModel, vocab_size: int, *, name: str) -> dict[str,
             is_byte = model.get("byte_fallback") and BYTE_TOKEN.fullmatch(text)
             types[index] = BYTE if is_byte else NORMAL
     file = folder / FILES[1]
-    settings = json.loads(file.read_text()) if file.is_file() else {}
+    settings = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     metadata = {f"{KEY}tokens": tokens, f"{KEY}token_type": types}
     metadata |= _model_metadata(tokenizer, model, tokens)
     for ggml, special in SPECIAL_TOKENS.items():

@@ -156,7 +156,7 @@ class ExportStage(Stage):
             title=title
             or repository_name(path or context.name, current.model, **trained),
             name=context.name,
-            recipe=(context.output / "recipe.yaml").read_text(),
+            recipe=(context.output / "recipe.yaml").read_text("utf-8"),
             base=path if is_on_hub else None,
             origin=f"`{path}`" if path else "random weights",
             terms=terms,

@@ -129,11 +129,11 @@ def render(
         words += [f"\n{section['title']}", *map(_as_text, section["blocks"])]
     refresh = f'<meta http-equiv="refresh" content="{refresh_seconds}">'
     file = Path(__file__)
-    script = file.with_name("page.js").read_text()
-    return Template(file.with_name("page.html").read_text()).substitute(
+    script = file.with_name("page.js").read_text("utf-8")
+    return Template(file.with_name("page.html").read_text("utf-8")).substitute(
         title=html.escape(page["title"]),
         refresh=refresh if refresh_seconds else "",
-        style=file.with_name("page.css").read_text(),
+        style=file.with_name("page.css").read_text("utf-8"),
         text=html.escape("\n".join(words)),
         # Without `<`, no text can end the element or open a comment in it.
         data=json.dumps(page, ensure_ascii=False, allow_nan=False).replace(
