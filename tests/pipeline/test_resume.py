@@ -146,7 +146,7 @@ def slow(*case):
         slow("late-grids", "step", 10),
         # Steps 13 to 24 belong to the baseline.
         slow("baseline", "step", 21),
-        slow("lean", "step", 20),
+        slow("lean", "step", 13),
         slow("mxfp4 codes", "step", 8),
         slow("stored completions", "step", 7),
         slow("preference-qat", "step", 7),

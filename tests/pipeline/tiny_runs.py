@@ -150,7 +150,9 @@ class Run:
         """Model hashes and metrics: equal for interrupted and undisturbed runs."""
         models = sorted((self.output / "stages").glob("*/*/model.safetensors"))
         hashes = {str(p.relative_to(self.output)): hash_file(p) for p in models}
-        return hashes, self.records()
+        # Only training and evaluation have metrics.
+        has_metrics = (self.output / "metrics.jsonl").exists()
+        return hashes, self.records() if has_metrics else []
 
     def partial_files(self) -> list[Path]:
         return [*self.output.rglob("*.partial")]
