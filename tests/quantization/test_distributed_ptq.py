@@ -96,6 +96,8 @@ def statistics_of(ranks: Communicator, folder: Path, case: str) -> dict:
     values = {f"tensor {name}": np.array(value) for name, value in tensors.items()}
     for path, statistics in method.statistics.items():
         for name, value in vars(statistics).items() if statistics else ():
+            if name == "ranks":
+                continue
             by_path = value if isinstance(value, dict) else {"": value}
             values |= {
                 f"{path} {name} {key}": np.array(part, np.float64)
