@@ -55,8 +55,17 @@ def _completed(block: dict, place: str) -> dict:
     parameters = block.get("rope_parameters")
     parameters = parameters if isinstance(parameters, dict) else {}
     for scaling in (block.get(SCALING), parameters, *parameters.values()):
-        if isinstance(scaling, dict) and not isinstance(rope_type(scaling), str):
+        if not isinstance(scaling, dict):
+            continue
+        if not isinstance(rope_type(scaling), str):
             raise UserError("the type of RoPE must be text", place=place)
+        is_typed = scaling.get("rope_type") or scaling.get("type")
+        if scaling.get("factor", 1) != 1 and not is_typed:
+            raise UserError(
+                "RoPE has a factor, but no rope_type, so the factor would be ignored",
+                place=place,
+                hint="add rope_type from the model's authors",
+            )
     found: dict[str, Any] = {}
     if parameters:
         by_layer = {k: v for k, v in parameters.items() if isinstance(v, dict)}

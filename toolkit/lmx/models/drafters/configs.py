@@ -441,7 +441,7 @@ class DFlashConfig(AttentionConfig):
         for key, value in config.items():
             is_harmless = HARMLESS.search(key) and not key.startswith("dflash")
             if value and key not in known and not is_harmless:
-                faults.append(f"{key}: {value}")
+                faults.append(f"{key[:60]}: {str(value)[:60]}")
         if faults:
             message = f"lmx does not support this kind of DFlash drafter: {faults[0]}"
             raise UserError(message, place=place)
