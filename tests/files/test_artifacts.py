@@ -199,15 +199,15 @@ def test_put_replaces_and_remove_others_deletes(store):
 
 def test_all_artifacts_are_made_in_order_and_once_per_key(store):
     store.put("kind", "b", lambda _: {"number": 1})
-    told = []
+    reported = []
     artifacts = store.get_or_make_all(
         "kind",
         ["a", "b", "c", "a"],
         lambda number, _: {"number": number},
-        on_entry=lambda *entry: told.append(entry),
+        on_entry=lambda *entry: reported.append(entry),
     )
     assert [artifact.facts["number"] for artifact in artifacts] == [0, 1, 2, 0]
-    assert told == [(1, "found"), (0, "made"), (2, "made"), (3, "found")]
+    assert reported == [(1, "found"), (0, "made"), (2, "made"), (3, "found")]
     with pytest.raises(UserError, match="this needs 100,000,000,000 MB"):
         store.get_or_make_all(
             "kind",
@@ -227,7 +227,7 @@ case, folder = sys.argv[1:]
 ranks = join()
 root = Path(folder + (str(ranks.rank) if case == "disks" else ""))
 store = ArtifactStore(root, print, ranks)
-made, told = [], {}
+made, reported = [], {}
 
 def make(number, folder):
     made.append(number)
@@ -247,7 +247,7 @@ try:
         "kind",
         keys[1:2] if case == "keys" and ranks.rank else keys,
         make,
-        on_entry=lambda n, origin: told.setdefault(n, origin),
+        on_entry=lambda n, origin: reported.setdefault(n, origin),
     )
     assert [artifact.facts["number"] for artifact in found] == list(range(7))
     assert store.find_on_first("kind", "7") is None
@@ -263,7 +263,7 @@ try:
         ]
 except Exception as raised:
     error = f"{type(raised).__name__}: {raised}"
-print(json.dumps([error, made, told]))
+print(json.dumps([error, made, reported]))
 """
 
 

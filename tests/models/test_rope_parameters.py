@@ -130,7 +130,11 @@ def test_both_spellings_give_the_same_logits(make_checkpoint, tmp_path, case):
             "yarn has no original_max_position_embeddings",
         ),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "y"}}, "RoPE type y"),
-        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "but no rope_type"),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "has factor, but no"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "low_freq_factor": 2.0}},
+            "has low_freq_factor, but no rope_type",
+        ),
     ],
 )
 def test_a_contradiction_is_named(make_checkpoint, tmp_path, changes, message):

@@ -75,20 +75,33 @@ def keep_dequantized(model: Any) -> int:
     return quantized_matmul.keep_dequantized(model)
 
 
+@cache
+def _start_threads() -> Blas:
+    """Load OpenBLAS and compute once, so that the threads of both exist."""
+    import mlx.core as mx
+
+    from . import blas, denormals
+
+    with denormals.threads_without_denormals():
+        library = blas.use_openblas()
+        # Without OpenBLAS, nothing was computed yet.
+        mx.eval(mx.add(mx.array(1.0), 1.0, stream=mx.cpu))
+    return library
+
+
 def enable(model: Any = None) -> CpuStatus:
     """Replace what is slow in MLX on a Linux CPU. Repeated calls are cheap.
 
     Call it before MLX computes anything: its compiled functions keep what they were
-    traced with, and its threads keep the heap they started with and their way with
-    denormal numbers. Call it again
-    after mlx_lm is imported, which has a `swiglu` of its own; `models.loader` does
-    both.
+    traced with, and its threads keep the heap and the treatment of denormal numbers
+    that they started with. Call it again after mlx_lm is imported, which has a `swiglu`
+    of its own; `models.loader` does both.
 
     Args:
         model: an `nn.Module` whose quantized layers are to use all cores
             (`quantized_matmul.use_fast_layers`).
     """
-    from . import blas, denormals, kernel_cache, malloc, patches, quantized_matmul
+    from . import blas, kernel_cache, malloc, patches, quantized_matmul
     from .kernel_cache import precompile_header
 
     if not replaces_functions():
@@ -97,9 +110,7 @@ def enable(model: Any = None) -> CpuStatus:
         return CpuStatus(blas.use_openblas(), False, False)
     kernel_cache.use_private_folder()
     keeps_memory = malloc.keep_freed_memory()
-    # The first product, which compares the libraries, starts MLX's thread.
-    with denormals.threads_without_denormals():
-        library = blas.use_openblas()
+    library = _start_threads()
     precompile_header()
     patches.replace_functions()
     patches.replace_swiglu()

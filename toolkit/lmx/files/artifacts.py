@@ -170,23 +170,23 @@ class ArtifactStore:
         """
         ranks = self.ranks
         ready: dict[int, Artifact] = {}
-        told: set[int] = set()
+        reported: set[int] = set()
 
-        def tell(number: int, origin: Origin) -> None:
-            if number not in told:
-                told.add(number)
+        def report(number: int, origin: Origin) -> None:
+            if number not in reported:
+                reported.add(number)
                 on_entry(number, origin)
 
         def get(number: int, make: Callable, space: int = 0) -> None:
             artifact = self.get_or_make(kind, keys[number], make, space=space)
             ready[number] = artifact
-            tell(number, "made" if artifact.made else "found")
+            report(number, "made" if artifact.made else "found")
 
         def numbers_here() -> list[bool]:
             for number, key in enumerate(keys):
                 if number not in ready and (known := self.find(kind, key)):
                     ready[number] = known
-                    tell(number, "found")
+                    report(number, "found")
             return [number in ready for number in range(len(keys))]
 
         ranks.require_same(
@@ -201,7 +201,7 @@ class ArtifactStore:
             for number in ranks.shard(shares):
                 get(number, partial(make, number), space(number))
             for number in shares:
-                tell(number, "made elsewhere")
+                report(number, "made elsewhere")
         if ranks.size > 1:
             # What another process makes on the same disk need not be sent.
             ranks.wait_for_all()

@@ -23,7 +23,7 @@ class BatchLogprobs:
     counts: tuple[int | None, ...]
 
     def read(self) -> list[list[TokenLogprobs]]:
-        """Those of every request at every position."""
+        """The log-probabilities of every request at every position."""
         chosen, *top = (array.tolist() for array in self.arrays)
         rows = []
         for row, count in enumerate(self.counts):

@@ -60,9 +60,13 @@ def _completed(block: dict, place: str) -> dict:
         if not isinstance(rope_type(scaling), str):
             raise UserError("the type of RoPE must be text", place=place)
         is_typed = scaling.get("rope_type") or scaling.get("type")
-        if scaling.get("factor", 1) != 1 and not is_typed:
+        factors = [
+            k for k, v in scaling.items() if "factor" in k and v not in (None, 1)
+        ]
+        factors = [key for key in factors if key != "partial_rotary_factor"]
+        if factors and not is_typed:
             raise UserError(
-                "RoPE has a factor, but no rope_type, so the factor would be ignored",
+                f"RoPE has {factors[0]}, but no rope_type, so it would be ignored",
                 place=place,
                 hint="add rope_type from the model's authors",
             )

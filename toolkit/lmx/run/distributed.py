@@ -56,7 +56,7 @@ class ProcessGroup(Communicator):
         return ProcessGroup(self.group.split(color), self.watchdog)
 
     def all_sum(self, values: Sequence[mx.array]) -> list[mx.array]:
-        """See `Communicator.all_sum`."""
+        """Sum arrays over all ranks, in few messages of many arrays."""
         dtype = mx.float64 if values[0].dtype == mx.float64 else mx.float32
         flat = [value.astype(dtype).reshape(-1) for value in values]
         sums: list[mx.array] = []
@@ -70,15 +70,15 @@ class ProcessGroup(Communicator):
         return [total.reshape(value.shape) for total, value in pairs]
 
     def all_gather(self, value: mx.array) -> mx.array:
-        """See `Communicator.all_gather`."""
+        """Join the arrays of all ranks along axis 0."""
         return mx.distributed.all_gather(value, group=self.group)
 
     def reduce_scatter(self, value: mx.array) -> mx.array:
-        """See `Communicator.reduce_scatter`."""
+        """Sum over all ranks, and keep the slice of this one."""
         return mx.distributed.sum_scatter(value, group=self.group)
 
     def broadcast(self, values: Sequence[mx.array]) -> list[mx.array]:
-        """See `Communicator.broadcast`."""
+        """Send the arrays of rank 0 to all ranks, bit for bit."""
         received = []
         for value in values:
             # As bytes: a sum with zero would change -0.0 and some NaN.
@@ -91,7 +91,7 @@ class ProcessGroup(Communicator):
 
     @contextmanager
     def ends_together(self) -> Iterator[None]:
-        """See `Communicator.ends_together`."""
+        """Let the watchdog end all processes after an error in this context."""
         if self.watchdog is None:
             yield
             return

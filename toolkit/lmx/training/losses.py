@@ -4,6 +4,7 @@ A loss returns a sum and the number that it is divided by. The step divides, so 
 micro-batches and ranks can be combined exactly.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -66,7 +67,7 @@ class LossModel:
         return {"cache": self.document_caches(batch.documents)}
 
 
-class Loss:
+class Loss(ABC):
     """A loss of a model on a batch; see `LossSums`.
 
     Attributes:
@@ -79,9 +80,9 @@ class Loss:
     main_metric: str | None = None
     needs_places = False
 
+    @abstractmethod
     def __call__(self, model: LossModel, batch: BatchArrays) -> LossSums:
         """The summed loss of a batch, its count and the metrics."""
-        raise NotImplementedError
 
 
 class TokenLoss(Loss):

@@ -15,7 +15,6 @@ import mlx.optimizers as optimizers
 from ..errors import UserError
 from .dynamic_quantization import BLOCK_SIZE, DynamicCodes, dequantize, quantize, zeros
 
-OPTIMIZERS_8BIT = ("adamw_8bit", "lion_8bit")
 # Smaller parameters have float32 moments, as in bitsandbytes and torchao.
 MIN_8BIT_SIZE = 4096
 # Values whose 8-bit moments are updated at once; a multiple of the block size.

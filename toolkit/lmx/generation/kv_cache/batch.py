@@ -48,22 +48,22 @@ class OneRow:
         return self._state.nbytes
 
     def forward(self, tokens: mx.array, counts: Sequence[int] | None = None):
-        """As `CacheBatch.forward`."""
+        """Process tokens [1, N] as `CacheBatch.forward` does; returns their logits."""
         if counts is not None:
             self._state.checkpoint()
         return self._state.forward(tokens)
 
     def rollback(self, counts: Sequence[int]) -> None:
-        """As `CacheBatch.rollback`."""
+        """Remove the last tokens of the row, all of the last pass."""
         self._state.rollback(*counts)
         self._state.commit()
 
     def checkpoint(self) -> None:
-        """As `CacheBatch.checkpoint`."""
+        """Let `trim` remove what comes from here on."""
         self._state.checkpoint()
 
     def trim(self, counts: Sequence[int]) -> None:
-        """As `CacheBatch.trim`, of any model since the checkpoint."""
+        """Remove the last tokens of the row, of a model of any kind."""
         if not self._state.trim(*counts):
             self.rollback(counts)
 

@@ -249,7 +249,7 @@ class AttentionRows:
     # One row
 
     def entries(self, start: int, end: int) -> list[mx.array]:
-        """Copies of what is stored of positions of the only row, [1, H, n, ...]."""
+        """Copies of the stored positions of the only row, [1, H, n, ...] each."""
         # Not slices: those share the buffers, and keep them in memory.
         slots = mx.arange(start, end)
         slots = slots % self._size if end > self._size else slots

@@ -85,7 +85,7 @@ class PrefixCache:
 
     @property
     def root(self) -> PrefixNode:
-        """That of the model without an adapter."""
+        """The tree of prefixes that the model processed without an adapter."""
         return self.roots[BASE]
 
     def nodes(self) -> Iterator[PrefixNode]:

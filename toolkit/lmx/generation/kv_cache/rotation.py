@@ -146,7 +146,7 @@ class RotatedCodec:
 
     @property
     def group_size(self) -> int:
-        """As for `mx.quantize`."""
+        """Numbers that share a scale and a bias."""
         return self.rotation.group_size
 
     def encode(self, keys: mx.array, values: mx.array) -> list[mx.array]:
