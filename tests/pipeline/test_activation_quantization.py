@@ -17,7 +17,7 @@ from lmx.models.checkpoint_writer import write_checkpoint
 from lmx.models.loader import load
 from lmx.models.quantized_layers import QQLinear, full_precision_inputs
 from lmx.pipeline.train.qat import prepare
-from lmx.quantization.ptq.smoothquant import smoothquant
+from lmx.quantization.ptq.channel_scales import smoothquant
 from mlx.utils import tree_flatten
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 

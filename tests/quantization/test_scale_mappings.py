@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.loader import build_model
-from lmx.quantization.ptq.smoothquant.scale_mappings import (
+from lmx.quantization.ptq.channel_scales.scale_mappings import (
     find_mappings,
     preserves_output,
 )

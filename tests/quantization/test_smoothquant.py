@@ -11,9 +11,9 @@ from lmx.config.quantize import GPTQConfig, RTNConfig
 from lmx.errors import USAGE, UserError
 from lmx.models.hooks import capture_inputs
 from lmx.quantization.ptq.base import PTQContext
+from lmx.quantization.ptq.channel_scales import smoothquant
+from lmx.quantization.ptq.channel_scales.smoothquant import smooth, smoothing_scale
 from lmx.quantization.ptq.methods import METHODS
-from lmx.quantization.ptq.smoothquant import smoothquant
-from lmx.quantization.ptq.smoothquant.smoothquant import smooth, smoothing_scale
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten
 from pydantic import ValidationError

@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from ...config.quant_spec import QuantSpec
-from ...config.quantize import TUNING_TOP_K, GPTQConfig, PTQConfig
+from ...config.quantize import TUNING_TOP_K, AWQConfig, PTQConfig
 from ...config.train import chunk_of_many
 from ...models.hooks import find_blocks
 from ..estimate import (
@@ -93,10 +93,10 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
     from ...models.loader import make_cache
     from ...quantization.mixed_precision import kv_bits, search
     from ...quantization.ptq import sequential
+    from ...quantization.ptq.channel_scales import awq, smoothquant
     from ...quantization.ptq.gptq import gptq
     from ...quantization.ptq.gptq.solver import MAX_ELEMENTS
     from ...quantization.ptq.output_fisher import num_fisher_tokens
-    from ...quantization.ptq.smoothquant import smoothquant
     from ...training.teacher_cache import logit_positions
     from ...training.teacher_targets import bytes_per_token
     from .refinement import TRAINED_TOKENS_AT_ONCE
@@ -107,6 +107,14 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
         tokens = calibration.num_tokens or smoothquant.NUM_TOKENS
         block = max(sizes.blocks.values(), default=0)
         yield Phase(4 * 2 * (block + tokens * sizes.hidden), forward=tokens)
+    if isinstance(config, AWQConfig):
+        # Besides, the block with rounded weights. Most blocks have four places.
+        tokens = calibration.num_tokens or awq.NUM_TOKENS
+        compared = awq.PLACES * len(awq.POWERS) * min(tokens, awq.SEARCH_TOKENS)
+        block = max(sizes.blocks.values(), default=0)
+        yield Phase(
+            4 * (3 * block + 2 * tokens * sizes.hidden), forward=tokens + compared
+        )
     if config.mixed_precision:
         held_out = PLANS * search.HELD_OUT_TOKENS
         yield Phase(0, 0, held_out, search.CALIBRATION_TOKENS, GRIDS)
@@ -118,14 +126,12 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
         tokens = calibration.num_tokens or sequential.default_num_tokens(width)
         # Tokens that go forward and back before the blocks are quantized, and tokens of
         # the full-precision stream.
-        fisher = compared = solves = 0
-        if isinstance(config, GPTQConfig):
-            outputs = [hidden] * config.output_hessian
-            most = min(gptq.GPTQ.max_fisher_tokens, tokens)
-            fisher = num_fisher_tokens([hidden], outputs, most)
-            compared = min(gptq.COMPARED_TOKENS[config.effort], tokens)
-            compared *= config.asymmetric_calibration
-            solves = 1 + config.refine_iters
+        settings = config.as_gptq if isinstance(config, AWQConfig) else config
+        outputs = [hidden] * settings.output_hessian
+        most = min(gptq.GPTQ.max_fisher_tokens, tokens)
+        fisher = num_fisher_tokens([hidden], outputs, most)
+        compared = min(gptq.COMPARED_TOKENS[settings.effort], tokens)
+        compared *= settings.asymmetric_calibration
         yield Phase(
             (4 + shape.dtype.size) * sizes.largest
             + 4 * SOLVER_ARRAYS * MAX_ELEMENTS
@@ -136,7 +142,7 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
             # Through the full-precision block, then the quantized one.
             2 * tokens + compared,
             fisher,
-            solves,
+            1 + settings.refine_iters,
         )
     held_out, dense = calibration.num_eval_tokens, 4 * sizes.weights
     compared = dense + sizes.predictions(logit_positions())
