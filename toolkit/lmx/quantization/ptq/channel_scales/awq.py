@@ -82,7 +82,9 @@ class BlockError(ScaleObjective):
             path, _, leaf = name.rpartition(".")
             if leaf == "weight" and path in block.specs:
                 spec, dtype = block.specs[path], self.context.dtype
-                costs = magnitudes.get(path, mx.ones(weight.shape[-1])) ** 2
+                inputs = magnitudes.get(path, mx.ones(weight.shape[-1]))
+                # An expert may have no inputs.
+                costs = positive(inputs) ** 2
                 costs = mx.broadcast_to(costs, (*weight.shape[:-2], weight.shape[-1]))
                 matrices = weight.reshape(-1, *weight.shape[-2:])
                 costs = costs.reshape(-1, weight.shape[-1])
