@@ -11,12 +11,12 @@ from lmx.config.quantize import AWQConfig
 from lmx.interfaces import Communicator, Logger
 from lmx.models.hooks import capture_inputs
 from lmx.models.loader import build_model
-from lmx.quantization.ptq.channel_scales import awq
-from lmx.quantization.ptq.channel_scales.awq import BlockError
+from lmx.quantization.ptq.channel_scales import channel_scales
 from lmx.quantization.ptq.channel_scales.channel_scales import (
-    ScaledBlock,
-    Shard,
-    _Finder,
+    POWERS,
+    AWQScales,
+    ChannelScales,
+    _BlockFinder,
     find_scales,
 )
 from lmx.quantization.ptq.channel_scales.scale_mappings import ScaleMapping
@@ -60,6 +60,10 @@ def task(family, folder, settings=CONFIG, **options):
     return context_of(model, specs, windows_of(TOKENS), folder, **options)
 
 
+def scales_of(context) -> ChannelScales:
+    return find_scales(context, AWQScales(context), CONFIG)
+
+
 class TwoLayers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -78,25 +82,28 @@ def test_scale_is_that_of_a_float64_reference(tmp_path, monkeypatch, spec):
     """Rounding is RTN here: fitted grids follow the large channels on their own."""
     spec = QuantSpec(**spec)
     round_nearest = lambda weight, _, spec, dtype: round_rows(weight, spec, dtype)  # noqa: E731
-    monkeypatch.setattr(awq, "fitted_rows", round_nearest)
+    monkeypatch.setattr(channel_scales, "fitted_rows", round_nearest)
     module, x = TwoLayers(), normal(4, 16, 32, seed=3, scale=1.0)
     first, second = module.first.weight, module.second.weight
-    shard = Shard(TOKENS[:4], mx.ones((4, 16), mx.bool_), x, module(x))
     hidden = to_float64(module.first(x)).reshape(-1, 64)
     means = np.abs(hidden).mean(axis=0)
-    specs = {"first": spec, "second": spec}
-    magnitudes = {"second": mx.array(means)}
-    block = ScaledBlock(specs, module, lambda _, x: module(x), [shard], magnitudes)
-    context = context_of(module, specs, None, tmp_path)
-    mapping = ScaleMapping("first", ("second",), 64)
-    weights = {"first.weight": first, "second.weight": second}
-    scale = BlockError(CONFIG, context).scale(block, mapping, "second", weights)
+    context = context_of(module, {}, None, tmp_path)
+    shards = [(TOKENS[:4], mx.ones((4, 16), mx.bool_))]
+    finder = _BlockFinder(None, context, None, shards)
+    run = lambda _, x: module(x)  # noqa: E731
+    scale = AWQScales(context).scale(
+        ScaleMapping("first", ("second",), 64),
+        {"first.weight": first, "second.weight": second},
+        {"first": spec, "second": spec},
+        {"second": mx.array(means)},
+        partial(finder._error, module, run, [x], [module(x)]),
+    )
 
     def rounded(weight: np.ndarray) -> np.ndarray:
         return to_float64(round_rows(mx.array(weight), spec, mx.float32).weight())
 
     errors = {}
-    for power in awq.POWERS:
+    for power in POWERS:
         candidate = means**power / np.exp(np.log(means).mean() * power)
         layers = to_float64(first) / candidate[:, None], to_float64(second) * candidate
         outputs = to_float64(x).reshape(-1, 32)
@@ -106,7 +113,7 @@ def test_scale_is_that_of_a_float64_reference(tmp_path, monkeypatch, spec):
         errors[power] = ((outputs - expected) ** 2).sum(), candidate
     error, candidate = min(errors.values(), key=lambda pair: pair[0])
     assert np.allclose(scale, candidate, rtol=1e-5)
-    assert 0 < max(errors, key=lambda p: -errors[p][0]) < awq.POWERS[-1]
+    assert 0 < max(errors, key=lambda p: -errors[p][0]) < POWERS[-1]
     assert error < 0.8 * errors[0][0]
 
 
@@ -171,7 +178,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scaled_model_computes_the_same(tmp_path, family):
     context = task(family, tmp_path)
-    scales = find_scales(context, BlockError(CONFIG, context))
+    scales = scales_of(context)
     assert len(scales.places) == FAMILIES[family]
     assert any((scale.max() > 1.1 * scale.min()).item() for _, scale in scales.places)
     expected, scaled = context.model(OTHERS), scales.context(context).model
@@ -180,16 +187,16 @@ def test_scaled_model_computes_the_same(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_error_of_a_block_never_rises(tmp_path, family, monkeypatch):
-    errors, measure = [], awq._error
+    errors, measure = [], _BlockFinder._error
 
     def recorded(*arguments) -> float:
         errors.append(measure(*arguments))
         return errors[-1]
 
-    monkeypatch.setattr(awq, "_error", recorded)
+    monkeypatch.setattr(_BlockFinder, "_error", recorded)
     context = task(family, tmp_path)
-    find_scales(context, BlockError(CONFIG, context))
-    by_place = np.array(errors).reshape(2, -1, len(awq.POWERS))
+    scales_of(context)
+    by_place = np.array(errors).reshape(2, -1, len(POWERS))
     for block in by_place:
         # The next place starts from the best scales so far.
         assert np.allclose(block[1:, 0], block[:-1].min(axis=1), rtol=1e-4)
@@ -198,7 +205,7 @@ def test_error_of_a_block_never_rises(tmp_path, family, monkeypatch):
 
 def test_experts_have_their_own_scales(tmp_path):
     context = task("qwen3_moe", tmp_path)
-    scales = find_scales(context, BlockError(CONFIG, context))
+    scales = scales_of(context)
     path = "model.layers.0.mlp.switch_mlp.down_proj"
     by_consumer = {mapping.consumers: scale for mapping, scale in scales.places}
     scale, model = np.array(by_consumer[path,]), context.model
@@ -210,34 +217,32 @@ def test_experts_have_their_own_scales(tmp_path):
         means = np.log(np.abs(rows[experts == expert]).mean(axis=0))
         power = np.log(scale[expert]) @ (means - means.mean())
         power /= np.square(means - means.mean()).sum()
-        assert min(abs(power - p) for p in awq.POWERS) < 1e-3
+        assert min(abs(power - p) for p in POWERS) < 1e-3
 
 
 def test_search_goes_on_where_a_run_stopped(tmp_path, monkeypatch):
     context = task("llama", tmp_path)
-    expected = find_scales(
-        task("llama", tmp_path / "whole"), BlockError(CONFIG, context)
-    )
-    search, searched = _Finder.block, []
+    expected = scales_of(task("llama", tmp_path / "whole"))
+    search, searched = _BlockFinder.run, []
 
-    def stopped(self, index, shards, *, search: bool):
-        searched.append((index, search))
+    def stopped(self, index, hidden, *, searches: bool):
+        searched.append((index, searches))
         if len(searched) == 2:
             raise KeyboardInterrupt
-        return original(self, index, shards, search=search)
+        return original(self, index, hidden, searches=searches)
 
     original = search
-    monkeypatch.setattr(_Finder, "block", stopped)
+    monkeypatch.setattr(_BlockFinder, "run", stopped)
     with pytest.raises(KeyboardInterrupt):
-        find_scales(context, BlockError(CONFIG, context))
-    found = find_scales(context, BlockError(CONFIG, context))
+        scales_of(context)
+    found = scales_of(context)
     assert searched == [(0, True), (1, True), (0, False), (1, True)]
     for (mapping, scale), (other, other_scale) in zip(
         found.places, expected.places, strict=True
     ):
         assert mapping == other
         assert mx.array_equal(scale, other_scale)
-    find_scales(context, BlockError(CONFIG, context))
+    scales_of(context)
     assert len(searched) == 4
 
 
@@ -256,8 +261,8 @@ def test_processes_divide_the_powers(tmp_path):
         task("llama", tmp_path / "one"),
         task("llama", tmp_path / "two", ranks=Half()),
     ]
-    one, two = (find_scales(c, BlockError(CONFIG, c)).places for c in contexts)
-    assert set(measured) == {len(awq.POWERS) // 2}
+    one, two = (scales_of(c).places for c in contexts)
+    assert set(measured) == {len(POWERS) // 2}
     assert all(mx.array_equal(a, b) for (_, a), (_, b) in zip(one, two, strict=True))
 
 

@@ -13,8 +13,7 @@ from lmx.config.quantize import AWQConfig, GPTQConfig, RTNConfig
 from lmx.models import checkpoint_writer
 from lmx.models.loader import load
 from lmx.quantization.packing import dequantize
-from lmx.quantization.ptq.channel_scales.awq import BlockError
-from lmx.quantization.ptq.channel_scales.channel_scales import find_scales
+from lmx.quantization.ptq.channel_scales.channel_scales import AWQScales, find_scales
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten
@@ -59,7 +58,8 @@ def quantize(method, source, target, **settings):
         tensors = METHODS[method](config, context).quantize()
         mx.eval(tensors)
         if method == "awq":
-            dense |= find_scales(context, BlockError(config, context)).changed(dense)
+            scales = find_scales(context, AWQScales(context), config)
+            dense |= scales.changed(dense)
     unquantized = {
         k: v for k, v in dense.items() if k[: -len(".weight")] not in plan.specs
     }

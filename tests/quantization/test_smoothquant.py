@@ -12,8 +12,8 @@ from lmx.errors import USAGE, UserError
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import capture_inputs
 from lmx.quantization.ptq.base import PTQContext
-from lmx.quantization.ptq.channel_scales.channel_scales import SCALES
-from lmx.quantization.ptq.channel_scales.smoothquant import (
+from lmx.quantization.ptq.channel_scales.channel_scales import (
+    SCALES,
     SmoothQuant,
     smooth,
     smoothing_scale,

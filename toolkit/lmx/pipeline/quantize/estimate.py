@@ -93,7 +93,7 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
     from ...models.loader import make_cache
     from ...quantization.mixed_precision import kv_bits, search
     from ...quantization.ptq import sequential
-    from ...quantization.ptq.channel_scales import awq, smoothquant
+    from ...quantization.ptq.channel_scales import channel_scales
     from ...quantization.ptq.gptq import gptq
     from ...quantization.ptq.gptq.solver import MAX_ELEMENTS
     from ...quantization.ptq.output_fisher import num_fisher_tokens
@@ -102,18 +102,16 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
     from .refinement import TRAINED_TOKENS_AT_ONCE
 
     calibration, vocabulary = config.calibration, sizes.vocabulary
-    if config.smoothing:
-        # A block in float32, and the hidden states around it.
-        tokens = calibration.num_tokens or smoothquant.NUM_TOKENS
+    is_awq = isinstance(config, AWQConfig)
+    for searches in [False] * bool(config.smoothing) + [True] * is_awq:
+        # Blocks in float32, and the hidden states around one. AWQ compares the outputs
+        # for every power, mostly at four places.
+        tokens = calibration.num_tokens or channel_scales.NUM_TOKENS
         block = max(sizes.blocks.values(), default=0)
-        yield Phase(4 * 2 * (block + tokens * sizes.hidden), forward=tokens)
-    if isinstance(config, AWQConfig):
-        # Besides, the block with rounded weights. Most blocks have four places.
-        tokens = calibration.num_tokens or awq.NUM_TOKENS
-        compared = awq.PLACES * len(awq.POWERS) * min(tokens, awq.SEARCH_TOKENS)
-        block = max(sizes.blocks.values(), default=0)
+        compared = 4 * len(channel_scales.POWERS) * channel_scales.SEARCH_TOKENS
         yield Phase(
-            4 * (3 * block + 2 * tokens * sizes.hidden), forward=tokens + compared
+            4 * 2 * ((1 + searches) * block + tokens * sizes.hidden),
+            forward=tokens + searches * compared,
         )
     if config.mixed_precision:
         held_out = PLANS * search.HELD_OUT_TOKENS
@@ -126,7 +124,7 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
         tokens = calibration.num_tokens or sequential.default_num_tokens(width)
         # Tokens that go forward and back before the blocks are quantized, and tokens of
         # the full-precision stream.
-        settings = config.as_gptq if isinstance(config, AWQConfig) else config
+        settings = config.as_gptq if is_awq else config
         outputs = [hidden] * settings.output_hessian
         most = min(gptq.GPTQ.max_fisher_tokens, tokens)
         fisher = num_fisher_tokens([hidden], outputs, most)

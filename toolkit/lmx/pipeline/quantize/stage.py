@@ -102,8 +102,10 @@ class QuantizeStage(Stage):
         """
         # Imported here, so that a recipe is checked without the libraries of a run.
         from ...quantization.mixed_precision.search import search_plan
-        from ...quantization.ptq.channel_scales.channel_scales import ChannelScales
-        from ...quantization.ptq.channel_scales.smoothquant import smooth
+        from ...quantization.ptq.channel_scales.channel_scales import (
+            ChannelScales,
+            smooth,
+        )
         from ...quantization.ptq.methods import METHODS
         from .refinement import PostQuantRefinement, quantize_kv_cache
 

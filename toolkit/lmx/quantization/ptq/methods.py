@@ -4,8 +4,8 @@ import mlx.core as mx
 
 from ...config.quantize import RTNConfig
 from ..packing import pack
+from .awq import AWQ
 from .base import PTQContext
-from .channel_scales.awq import AWQ
 from .gptq.gptq import GPTQ
 
 

@@ -63,6 +63,11 @@ class ScaleMapping:
             return values
         return values.reshape(-1, self.repeats, self.head).mean(axis=1).reshape(-1)
 
+    def divided(self, inputs: Weights, scale: mx.array) -> Weights:
+        """Magnitudes of the consumers' inputs behind the scale."""
+        columns = self.columns(scale)
+        return {path: inputs[path] / columns for path in self.consumers}
+
     def apply(self, weights: Weights, scale: mx.array) -> Weights:
         """The parameters that change with a positive scale of this `shape`."""
         name = f"{self.producer}.weight"
