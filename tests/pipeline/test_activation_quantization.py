@@ -175,6 +175,13 @@ def test_smoothing_is_kept_if_it_is_better(tmp_path, base, with_outliers, monkey
     assert hashes[0] == hashes[1]
 
 
+def test_scales_of_awq_come_after_those_of_smoothing(tmp_path, with_outliers):
+    """Norms have both, although they are not quantized."""
+    run = quantize(tmp_path / "awq", with_outliers, method="awq")
+    kl = facts_of(run)["eval_kl"]
+    assert kl["awq"] < 0.1 * kl["rtn"]
+
+
 @pytest.mark.slow
 def test_qat_goes_on_from_smoothed_codes(tmp_path, with_outliers):
     train = {"train": TRAIN | {"steps": 4, "learning_rate": 1e-4, "qat": GRID}}

@@ -14,7 +14,7 @@ from lmx.cli import main
 from lmx.config.draft import DraftConfig
 from lmx.config.model import ScratchModelConfig
 from lmx.config.quant_spec import QuantizationConfig
-from lmx.config.quantize import GPTQConfig
+from lmx.config.quantize import AWQConfig, GPTQConfig
 from lmx.config.train import TeacherConfig, TrainConfig
 from lmx.data.batching import Batch
 from lmx.models import from_scratch
@@ -328,10 +328,19 @@ def test_quantize_work_counts_tokens_and_the_experts_that_they_see():
     def cost(effort: str, shape: ModelShape) -> tuple[int, int, Work]:
         return quantize_cost(GPTQConfig(effort=effort, **grid), shape, specs)
 
+    def awq(num_tokens: int) -> Work:
+        calibration = {"num_tokens": num_tokens}
+        config = AWQConfig(calibration=calibration, **grid)
+        return quantize_cost(config, shape, specs)[2]
+
     memory, disk, work = cost("standard", shape)
     assert work.forward < 0.9 * cost("standard", every)[2].forward
     assert cost("fast", shape)[2].forward < work.forward
     assert disk > 0 < memory
+    # The search of AWQ compares the same outputs, however many tokens there are.
+    first, second, third = (awq(n).forward for n in (2048, 4096, 6144))
+    assert third - second == second - first
+    assert first > 4 * (second - first)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from .scale_mappings import ScaleMapping, find_mappings, preserves_output
 NUM_TOKENS, BATCH_TOKENS = 1 << 13, 1 << 11
 # AWQ: powers of the mean magnitude, of which fitted grids need lower ones than RTN, and
 # tokens whose outputs are compared.
-POWERS, SEARCH_TOKENS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8), 1 << 10
+POWERS, SEARCH_TOKENS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6), 1 << 10
 # Smallest magnitude of a channel relative to the largest.
 MIN_MAGNITUDE = 1e-4
 SCALES = "scales.safetensors"

@@ -19,7 +19,7 @@ from .gguf_solver import fit_blocks
 from .solver import fit_groups
 
 # Shares of the largest magnitude of a group at which its weights are clipped.
-CLIPS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 
 
 def clip_rows(
@@ -31,25 +31,18 @@ def clip_rows(
     *,
     refine_iters: int = 0,
 ) -> BestGridTracker:
-    """The best clipped grid of every row; see `solver.solve_rows`.
-
-    Args:
-        refine_iters: not used; there is nothing to refine.
-    """
-    dtype = mx.float32 if spec.is_gguf else dtype
-    best = BestGridTracker(target, hessian.matrix, dtype)
-    grid = round_rows(weight, spec, dtype)
-    best.add_grid("RTN", grid)
-    errors = _group_errors(grid, target, hessian.matrix, dtype)
+    """The best clipped grid of every row, in place of `solver.solve_rows`."""
+    matrix, dtype = hessian.matrix, mx.float32 if spec.is_gguf else dtype
+    best = BestGridTracker(target, matrix, dtype)
+    best.add_grid("RTN", round_rows(weight, spec, dtype))
+    grid = fitted_rows(target, mx.diagonal(matrix), spec, dtype)
+    errors = _group_errors(grid, target, matrix, dtype)
     groups = target.reshape(len(target), -1, spec.group_size)
     largest = mx.abs(groups).max(axis=-1, keepdims=True)
-    for share in (None, *CLIPS):
-        if share is None:
-            other = fitted_rows(target, mx.diagonal(hessian.matrix), spec, dtype)
-        else:
-            clipped = mx.clip(groups, -share * largest, share * largest)
-            other = round_rows(clipped.reshape(target.shape), spec, dtype)
-        other_errors = _group_errors(other, target, hessian.matrix, dtype)
+    for share in CLIPS:
+        clipped = mx.clip(groups, -share * largest, share * largest)
+        other = round_rows(clipped.reshape(target.shape), spec, dtype)
+        other_errors = _group_errors(other, target, matrix, dtype)
         grid = other.over(grid, other_errors < errors)
         errors = mx.minimum(errors, other_errors)
         mx.eval(errors, grid.arrays)
