@@ -8,7 +8,9 @@ import pytest
 from lmx.cli import main, sweep
 from lmx.cli.sweep import expand, folder_name
 from lmx.errors import INTERRUPTED, UserError
-from lmx.run.compare import RunSummary, groups_table, narrower
+from lmx.run.compare import groups_table
+from lmx.run.report import Record
+from sample_runs import MANIFEST, make_run
 
 RATE = "stages.train.learning_rate"
 
@@ -166,30 +168,30 @@ def test_dry_run_lists_the_runs(recipe, in_process, capsys):
     assert not Path("here").exists()
 
 
-def test_table_has_means_and_standard_errors_over_seeds():
+def test_table_has_means_and_standard_errors_over_seeds(tmp_path):
     def run(rate: str, seed: int, loss: float, status: str = "done") -> tuple:
-        records = [{"kind": "valid", "loss": 9.0}, {"kind": "valid", "loss": loss}]
-        metrics = {"perplexity": 10 * loss}
-        summary = RunSummary("", Path(), "m", metrics, [], status, {}, records)
-        return {"rate": rate, "seed": str(seed)}, summary
+        records = [
+            {"stage": "1-train", "kind": "valid", "step": step, "loss": value}
+            for step, value in enumerate((9.0, loss))
+        ]
+        folder = make_run(
+            tmp_path / f"{rate}-{seed}",
+            report={"models": {"m": {"perplexity": 10 * loss}}},
+            manifest=MANIFEST | {"status": status},
+            records=records,
+        )
+        return {"rate": rate, "seed": str(seed)}, Record(folder)
 
     runs = [run("1", 0, 1.0), run("1", 1, 2.0), run("1", 2, 6.0)]
     runs += [run("2", 0, 4.0), run("2", 1, 100.0, "failed")]
     runs.append(({"rate": "2", "seed": "2"}, None))
-    columns, rows = groups_table(runs)
-    assert columns == ["rate", "finished", "validation loss", "perplexity"]
     # The standard deviation of 1, 2 and 6 is sqrt(7).
-    assert rows == [
-        ["1", "3 of 3", "3.0000 ± 1.5275", "30.000 ± 15.275"],
-        ["2", "1 of 3", "4.0000", "40.000"],
-    ]
-
-
-def test_table_of_few_groups_and_many_metrics_has_metrics_as_rows():
-    columns, row = ["rate", "finished", "loss", "KL"], ["1", "3 of 3", "2.0", "0.1"]
-    assert narrower(columns, [row]) == (
-        ["rate", "1"],
-        [["finished", "3 of 3"], ["loss", "2.0"], ["KL", "0.1"]],
-    )
-    # As wide as it is high: it stays.
-    assert narrower(columns, [row] * 3) == (columns, [row] * 3)
+    first = ["1", "3 of 3", "3.0000 ± 1.5275", "30.000 ± 15.275"]
+    second = ["2", "1 of 3", "4.0000", "40.000"]
+    columns = ["rate", "finished", "validation loss", "perplexity"]
+    # Few groups with many metrics have metrics as rows.
+    lines = [[*line] for line in zip(columns, first, second, strict=True)]
+    assert groups_table(runs) == (lines[0], lines[1:])
+    third = [({"rate": "3", "seed": "0"}, None)]
+    rows = [first, second, ["3", "0 of 1", "-", "-"]]
+    assert groups_table(runs + third) == (columns, rows)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from lmx.cli import main
-from page_data import blocks, rows
+from page_data import charts, rows
 from sample_runs import REPORT, make_run
 
 OTHER = json.loads(json.dumps(REPORT))
@@ -63,9 +63,9 @@ def test_compare_html_has_tables_and_curves(runs, tmp_path, capsys):
     html = target.read_text()
     assert ["perplexity", "3.300 ± 0.100", "3.630 ± 0.100 (+10.0%)"] in rows(html)
     assert ["stages.1.train.steps", "3", "9"] in rows(html)
-    words = [chart["description"] for chart in blocks(html, "chart")]
-    assert "one: 2 at step 1" in words[1]
-    assert "two: 2 at step 1" in words[1]
+    loss, training = (chart["table"] for chart in charts(html)[:2])
+    assert loss["columns"] == training["columns"] == ["step", "one", "two"]
+    assert training["rows"][0] == ["1", "2", "2"]
 
 
 def test_compare_extends_equal_names(tmp_path, capsys):
