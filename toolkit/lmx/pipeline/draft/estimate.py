@@ -15,7 +15,7 @@ from ...draft.pruning import pruned_config
 from ...models.checkpoint import read_config
 from ...models.drafters.base import Drafter
 from ...run.progress import readable_size
-from ..estimate import ADAMW_BYTES, BatchShape, ModelShape, TrainingCost, logit_bytes
+from ..estimate import ADAMW_BYTES, BatchShape, Estimate, ModelShape, logit_bytes
 from ..train.estimate import training_cost
 from ..work import Work
 
@@ -26,8 +26,9 @@ def draft_training_cost(
     batch: BatchShape,
     compute: int,
     find: Callable[[str], Path | None],
-) -> TrainingCost | None:
-    """Cost of training a draft model or a drafter, without the target.
+) -> Estimate | None:
+    """What the training of a draft model or a drafter needs without the target, and the
+    work of a step.
 
     None = unknown, because the model that the draft model is cut from is on the Hub.
 
@@ -58,24 +59,22 @@ def draft_training_cost(
 
 def _drafter_training_cost(
     target: ModelShape, config: DraftConfig, batch: BatchShape, compute: int
-) -> TrainingCost:
+) -> Estimate:
     """The head runs on the rows of completions, of which the longest is counted, and of
     text; and once more in the backward pass."""
-    drafter = _drafter(target, config)
+    drafter, width = _drafter(target, config), target.setting("hidden_size")
     parameters = dict(tree_flatten(drafter.parameters()))
     trained = sum(value.size for value in parameters.values())
-    vocabulary, width = drafter.config.vocab_size, target.setting("hidden_size")
     own_head = parameters.pop("lm_head.weight", None)
-    if own_head is not None:
-        vocabulary = len(own_head)
-    rows = drafter.rows_per_token(config.drafter.num_draft_tokens)
+    vocabulary = drafter.config.vocab_size if own_head is None else len(own_head)
     matrices = [value for value in parameters.values() if value.ndim == 2]
+    rows = drafter.rows_per_token(config.drafter.num_draft_tokens)
     tokens = round(rows * batch.tokens)
     step = compute * tokens * sum(sum(m.shape) for m in matrices)
     step += logit_bytes(vocabulary, tokens, loss_chunk(vocabulary, on_cpu=on_cpu()))
     # The target's hidden states, in float32.
     step += 4 * batch.tokens * len(drafter.layer_ids) * width
-    memory = {
+    parts = {
         "weights": (4 + compute) * trained,
         "optimizer": ADAMW_BYTES * trained,
         "step": step,
@@ -86,7 +85,8 @@ def _drafter_training_cost(
         share = (1 + share) / 2
     per_row = 6 * sum(m.size for m in matrices) + 8 * share * vocabulary * width
     work = Work(per_row * rows * batch.mean_tokens)
-    return TrainingCost(target.parameters + trained, trained, memory, work)
+    total = target.parameters + trained
+    return Estimate(target, parts, work=work, parameters=total, trained=trained)
 
 
 def _drafter(target: ModelShape, config: DraftConfig) -> Drafter:

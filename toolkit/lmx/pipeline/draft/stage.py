@@ -58,7 +58,7 @@ class DraftStage(Stage):
         block = "draft_model" if config.architecture == "model" else "drafter"
         tokens = max(config.batch_tokens, length)
         batch = BatchShape(length, tokens, tokens)
-        training = draft_training_cost(target, config, batch, dtype.size, workload.find)
+        needs = draft_training_cost(target, config, batch, dtype.size, workload.find)
         # Only the prompt of an example is used.
         work, data = generation_cost(target, config, workload.mean_length)
         # Every prompt is completed greedily and sampled, each without a draft and with
@@ -66,22 +66,22 @@ class DraftStage(Stage):
         benchmark, forward = config.benchmark, 2 * target.parameters
         completed = 2 * 3 * benchmark.num_prompts * benchmark.max_tokens
         work += Work(decoded=forward * completed)
-        steps, parts = config.num_steps, {}
-        if training:
-            step = training.step
+        steps = config.num_steps
+        if needs is None:
+            # The time of the rest would not be that of the stage.
+            needs = Estimate(current)
+        else:
+            step = needs.work
             if config.data_generation.top_k is None:
                 # The target predicts in every step.
                 step += Work(forward=forward * tokens)
             steps = steps or round(config.budget_seconds / step.seconds(dtype)) or 1
-            work += step * steps
-            parts = {"target": dtype.size * target.parameters} | training.memory
-        return Estimate(
-            current,
-            parts,
-            # Without the training it would not be the time of the stage.
-            work=work if training else Work(),
+            parts = {"target": dtype.size * target.parameters} | needs.parts
+            needs = replace(needs, parts=parts, work=work + step * steps)
+        return replace(
+            needs,
+            model=current,
             dtype=dtype,
-            training=training,
             steps=steps,
             data=data,
             remedies=(
