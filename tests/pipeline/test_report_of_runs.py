@@ -15,7 +15,7 @@ def page(run):
 
 def test_report_page_has_every_section(full_run):
     html = page(full_run)
-    shown = ["thresholds", "models", "curves", "layers", "samples"]
+    shown = ["thresholds", "models", "curves_of_1-train", "layers", "samples"]
     measured = [name for name in sections(html) if name != "speculative_decoding"]
     assert measured == [*shown, "commands", "recipe", "versions_and_hashes"]
     assert ["Status", "done"] in rows(html)

@@ -198,7 +198,13 @@ def test_run_resumes_after_signal(tmp_path, base, finished):
     assert ["Status", "interrupted; the same command resumes it"] in rows(html)
     assert "to resume: lmx-train" in html
     assert charts(html)[0]["lines"][0][0] == "training"
-    shown = ["final_log_lines", "curves", "commands", "recipe", "versions_and_hashes"]
+    shown = [
+        "final_log_lines",
+        "curves_of_1-train",
+        "commands",
+        "recipe",
+        "versions_and_hashes",
+    ]
     assert [*sections(html)] == shown
     assert main.train(resume_command(process.stderr)) == 0
     assert "resuming after step 7" in run.log

@@ -11,19 +11,11 @@ from lmx.errors import UserError
 from lmx.run.html.blocks import line_chart, render
 from lmx.run.html.layer_maps import layer_maps
 from lmx.run.html.page import page, write_page
-from page_data import (
-    blocks,
-    charts,
-    data_of,
-    drawn,
-    needs_node,
-    rows,
-    sections,
-)
+from page_data import blocks, charts, data_of, drawn, needs_node, rows, sections
 from sample_runs import HOSTILE, MANIFEST, RECORDS, REPORT, RESOLVED, Page, make_run
 
 SECTIONS = [
-    *("thresholds", "models", "gap_recovered", "curves", "layers"),
+    *("thresholds", "models", "gap_recovered", "curves_of_1-train", "layers"),
     *("speculative_decoding", "samples", "commands", "recipe", "versions_and_hashes"),
 ]
 
@@ -238,13 +230,11 @@ def test_long_curves_are_downsampled(tmp_path):
 def test_browser_draws_scales_and_gaps(tmp_path):
     """Ticks are round and in the range; a line has gaps for null."""
     ranges = [(0, 1), (-3, 7), (0.59, 0.6), (1e-6, 2e-3), (5, 123456), (5, 5), (0, 0)]
-    charts = []
-    for low, high in ranges:
-        charts += line_chart("a", "b", {"line": [(1, low), (2, high)]})
+    lines = [{"line": [(1, low), (2, high)]} for low, high in ranges]
     points = [(0, 2.0), (1, None), (2, 4.0), (3, 2.0)]
-    charts += line_chart("a", "b", {"gap": points, "none": [(0, None)]})
-    assert line_chart("a", "b", {"none": [(0, None)]}) == []
-    dom = drawn(render("charts", [], {"Charts": charts}), tmp_path)
+    lines += [{"gap": points, "none": [(0, None)]}, {"none": [(0, None)]}]
+    shown = {"Charts": [line_chart("a", "b", each) for each in lines]}
+    dom = drawn(render("charts", [], shown), tmp_path)
     pictures = re.findall(r'<svg viewBox="0 0 360.*?</svg>', dom, re.DOTALL)
     assert len(pictures) == len(ranges) + 1
     for (low, high), picture in zip(ranges, pictures, strict=False):

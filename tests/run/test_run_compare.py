@@ -54,6 +54,9 @@ def test_compare_accepts_report_files(runs, tmp_path, capsys):
     text = capsys.readouterr().out
     assert row(text, "status").split() == ["-", "-", "done"]
     assert "stages.1.train" not in text
+    assert main.main(["compare", report, "--json"]) == 0
+    [run] = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["status"], run["recipe"], run["model"]) == (None, {}, "quantized")
 
 
 def test_compare_html_has_tables_and_curves(runs, tmp_path, capsys):

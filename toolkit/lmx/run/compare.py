@@ -42,7 +42,7 @@ def run_values(name: str, run: Record) -> dict:
         "metrics": run.figures,
         "thresholds": run.report.get("thresholds", []),
         "status": run.status,
-        "recipe": recipe_values(run.resolved),
+        "recipe": recipe_values(run.resolved) if run.resolved else {},
     }
 
 

@@ -50,8 +50,8 @@ def table(
 
 def line_chart(
     title: str, unit: str, lines: dict[str, list[Point]], *, across: str = "step"
-) -> list[Block]:
-    """A chart of lines by name, with a table of some values; [] = no values.
+) -> Block:
+    """A chart of lines by name, with a table of some values.
 
     Args:
         across: what a position is.
@@ -61,8 +61,6 @@ def line_chart(
         for name, points in lines.items()
         if (values := {x: y for x, y in points if y is not None})
     }
-    if not known:
-        return []
     xs = sorted({x for points in known.values() for x in points})
     # Evenly spaced rows, including the first and the last.
     count = min(TABLE_ROWS, len(xs))
@@ -70,17 +68,16 @@ def line_chart(
     for x in (xs[round(i * (len(xs) - 1) / max(1, count - 1))] for i in range(count)):
         shown = (format_number(p[x]) if x in p else ABSENT for p in known.values())
         rows.append([format_number(x), *shown])
-    for word, best in (("lowest", min), ("highest", max)):
+    for word, best in (("lowest", min), ("highest", max)) if known else ():
         places = [(p, best(p, key=p.get)) for p in known.values()]
         shown = (f"{format_number(p[x])} at {format_number(x)}" for p, x in places)
         rows.append([word, *shown])
-    chart = {
+    return {
         "title": title,
         "unit": unit,
         "lines": [(name, _means(lines[name])) for name in known],
         "table": table(f"{title}, {unit}", [across, *known], rows, folded=True),
     }
-    return [chart]
 
 
 def _means(points: list[Point]) -> list[Point]:
@@ -104,13 +101,13 @@ def render(
     """A whole page.
 
     Args:
-        sections: blocks by title; a section without blocks is left out.
+        sections: blocks by title. Those without a value are left out.
         refresh_seconds: the browser loads the page again after this time.
     """
     filled = [
-        {"id": name.lower().replace(" ", "_"), "title": name, "blocks": blocks}
+        {"id": name.lower().replace(" ", "_"), "title": name, "blocks": shown}
         for name, blocks in sections.items()
-        if blocks
+        if (shown := [b for b in blocks if any(map(b.get, ("text", "rows", "lines")))])
     ]
     page = _visible({"title": title, "header": header, "sections": filled})
     words = [page["title"], *map(_as_text, page["header"])]

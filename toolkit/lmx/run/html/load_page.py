@@ -32,7 +32,7 @@ def load_page(
                 values = row[key] if isinstance(row[key], dict) else {title: row[key]}
                 for line, value in values.items():
                     lines.setdefault(line, []).append((row["load"], value))
-            charts += line_chart(title, unit, lines, across="load")
+            charts.append(line_chart(title, unit, lines, across="load"))
         sections[f"By {name}"] = charts
     server = table("Summary", [], [["Server", url]], "facts")
     return render(f"{model} under load", [server], sections)

@@ -57,12 +57,34 @@ def page(folder: Path) -> str:
     """The page of a run directory; see `write_page`."""
     record = Record(folder)
     report, models = record.report, record.models
-    sections: dict[str, list[Block]] = {
-        "Final log lines": [],
-        "Thresholds": _thresholds(report.get("thresholds", [])),
-        "Models": [],
-        "Gap recovered": [],
-        "Curves": _curves(record.metrics),
+    is_well = record.status in ("done", "running")
+    gap = report.get("training", {}).get("gap_recovered")
+    sections = {
+        "Final log lines": [text("" if is_well else "\n".join(record.log))],
+        "Thresholds": [_thresholds(report.get("thresholds", []))],
+        "Models": [
+            table(
+                f"Metrics of the reloaded checkpoints {STANDARD_ERROR}",
+                *metrics_table(models),
+            )
+        ],
+        "Gap recovered": [
+            table(
+                f"Share of the round-to-nearest gap that QAT recovers {STANDARD_ERROR}",
+                *(recovery_table(gap) if gap else ([], [])),
+            )
+        ],
+    }
+    for stage in dict.fromkeys(row["stage"] for row in record.metrics):
+        sections[f"Curves of {stage}"] = [
+            line_chart(
+                title,
+                unit,
+                {n: _points(record.metrics, stage, k, key) for n, k in kinds.items()},
+            )
+            for key, title, unit, kinds in CURVES
+        ]
+    sections |= {
         "Layers": layer_maps(models),
         "Speculative decoding": _speculation(report),
         "Samples": _samples(record),
@@ -77,14 +99,6 @@ def page(folder: Path) -> str:
         ],
         "Versions and hashes": _versions(record.manifest),
     }
-    if record.log and record.status not in ("done", "running"):
-        sections["Final log lines"] = [text("\n".join(record.log))]
-    if models:
-        title = f"Metrics of the reloaded checkpoints {STANDARD_ERROR}"
-        sections["Models"] = [table(title, *metrics_table(models))]
-    if gap := report.get("training", {}).get("gap_recovered"):
-        title = f"Share of the round-to-nearest gap that QAT recovers {STANDARD_ERROR}"
-        sections["Gap recovered"] = [table(title, *recovery_table(gap))]
     refresh = REFRESH_SECONDS if record.status == "running" else None
     return render(
         record.manifest["name"], [_summary(record)], sections, refresh_seconds=refresh
@@ -105,13 +119,16 @@ def comparison_page(
     """
     curves = [("valid", "loss", "Validation loss", "nats per token")]
     curves += [("train", *words) for *words, kinds in CURVES if "training" in kinds]
-    charts = []
-    for kind, key, label, unit in curves:
-        lines = {}
-        for name, run in runs.items():
-            stages = (row["stage"] for row in run.metrics if row["kind"] == "train")
-            lines[name] = _points(run.metrics, next(stages, None), kind, key)
-        charts += line_chart(label, unit, lines)
+    trained = {}
+    for name, run in runs.items():
+        stages = (row["stage"] for row in run.metrics if row["kind"] == "train")
+        trained[name] = run.metrics, next(stages, None)
+    charts = [
+        line_chart(
+            label, unit, {name: _points(*of, kind, key) for name, of in trained.items()}
+        )
+        for kind, key, label, unit in curves
+    ]
     last = (
         "Metrics of the last model of every run; "
         "in parentheses the change from the first run"
@@ -121,7 +138,7 @@ def comparison_page(
     if rows:
         recipes = table("Recipe values that differ", columns, rows)
     sections = {
-        "Sweep": [table(compare.SWEEP, *groups)] if groups else [],
+        "Sweep": [table(compare.SWEEP, *(groups or ([], [])))],
         "Models": [table(last, *compare.comparison_table(runs))],
         "Curves": charts,
         "Recipes": [recipes],
@@ -152,7 +169,7 @@ def _summary(record: Record) -> Block:
     return table("Summary", [], [[k, v] for k, v in rows.items() if v], "facts")
 
 
-def _thresholds(thresholds: list[dict]) -> list[Block]:
+def _thresholds(thresholds: list[dict]) -> Block:
     rows = []
     for each in thresholds:
         value = "not measured" if each["value"] is None else f"{each['value']:.4g}"
@@ -162,21 +179,7 @@ def _thresholds(thresholds: list[dict]) -> list[Block]:
         rows.append([each["name"], value, f"{each['limit']:g}", result])
     title = "Limits for the last model. A missed threshold publishes nothing"
     columns = ["threshold", "value", "limit", "result"]
-    return [table(title, columns, rows)] if rows else []
-
-
-def _curves(metrics: list[dict]) -> list[Block]:
-    """The charts of every stage that has some, in the order of the run."""
-    blocks = []
-    for stage in dict.fromkeys(row["stage"] for row in metrics):
-        charts = []
-        for key, title, unit, kinds in CURVES:
-            points = {
-                name: _points(metrics, stage, kind, key) for name, kind in kinds.items()
-            }
-            charts += line_chart(title, unit, points)
-        blocks += [text("", stage), *charts] if charts else []
-    return blocks
+    return table(title, columns, rows)
 
 
 def _points(records: list[dict], stage: str | None, kind: str, key: str) -> list[Point]:
@@ -210,25 +213,21 @@ def _speculation(report: dict) -> list[Block]:
 
 
 def _samples(record: Record) -> list[Block]:
-    blocks, answered = [], record.report.get("samples", [])
-    if answered:
-        models = dict.fromkeys(name for row in answered for name in row["answers"])
-        rows = [
-            [
-                row["prompt"],
-                row["expected"] or "",
-                *(row["answers"].get(m, "") for m in models),
-            ]
-            for row in answered
-        ]
-        columns = ["prompt", "expected", *models]
-        blocks.append(table("Answers of the models", columns, rows, "answers"))
-    if record.samples:
-        columns = ["step", "prompt", "completion"]
-        rows = [[str(r["step"]), r["prompt"], r["answer"]] for r in record.samples]
-        title, folded = "Completions at every validation", bool(answered)
-        blocks.append(table(title, columns, rows, "answers", folded=folded))
-    return blocks
+    answered = record.report.get("samples", [])
+    models = dict.fromkeys(name for row in answered for name in row["answers"])
+    answers = []
+    for row in answered:
+        given = (row["answers"].get(name, "") for name in models)
+        answers.append([row["prompt"], row["expected"] or "", *given])
+    made = [[str(row["step"]), row["prompt"], row["answer"]] for row in record.samples]
+    columns, folded = ["step", "prompt", "completion"], bool(answered)
+    title = "Completions at every validation"
+    return [
+        table(
+            "Answers of the models", ["prompt", "expected", *models], answers, "answers"
+        ),
+        table(title, columns, made, "answers", folded=folded),
+    ]
 
 
 def _commands(record: Record) -> list[Block]:
