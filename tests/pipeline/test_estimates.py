@@ -22,7 +22,6 @@ from lmx.models.dtypes import set_compute_dtype
 from lmx.models.loader import build_model
 from lmx.models.lora import lora_model
 from lmx.pipeline import resources
-from lmx.pipeline.draft.estimate import draft_training_cost, generation_cost
 from lmx.pipeline.draft.stage import DraftStage
 from lmx.pipeline.estimate import BatchShape, Estimate, ModelShape, Workload
 from lmx.pipeline.plan import load, plan
@@ -429,62 +428,53 @@ def test_largest_batch_is_that_of_a_bucket(examples, sizes, tokens):
     assert workload(lengths, examples, 512).largest_batch(*sizes) == tokens
 
 
-def draft_cost(draft_model: dict, find=lambda name: None, **settings):
-    config = DraftConfig(draft_model=draft_model, **settings)
-    batch = BatchShape(96, 1024, 1024)
-    return draft_training_cost(sized(DEEP), config, batch, 4, find)
+def draft_needs(find=lambda name: None, **settings) -> Estimate:
+    """With prompts of 30 tokens."""
+    data = Workload(sized(DEEP), [30], 64, 100, find)
+    return DraftStage(DraftConfig(**settings)).estimate(data, sized(DEEP))
 
 
 @pytest.mark.parametrize(
     ("draft_model", "layers"),
-    [
-        ({"num_layers": 2}, 2),
-        ({"num_layers": [0, 3, 7]}, 3),
-        ({}, 2),
-    ],
+    [({"num_layers": 2}, 2), ({"num_layers": [0, 3, 7]}, 3), ({}, 2)],
     ids=str,
 )
 def test_a_draft_model_has_the_blocks_that_are_cut(draft_model, layers):
-    cost = draft_cost(draft_model)
+    needs = draft_needs(draft_model=draft_model)
     expected = sized(DEEP, num_hidden_layers=layers).parameters
-    assert cost.trained == cost.parameters == expected
+    assert needs.trained == needs.parameters == expected
 
 
 def test_draft_work_counts_online_targets_and_prompts_of_the_benchmark():
-    data_generation = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
-    data_generation["text_tokens"] = 0
-
-    def config(top_k, *benchmark):
-        return DraftConfig(
-            data_generation=data_generation | {"top_k": top_k},
-            benchmark=dict(zip(("num_prompts", "max_tokens"), benchmark, strict=True)),
+    prompts = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
+    offline, online = (
+        draft_needs(
+            data_generation=prompts | {"text_tokens": 0, "top_k": top_k},
+            benchmark={"num_prompts": count, "max_tokens": tokens},
+            batch_tokens=1024,
             steps=1,
         )
-
-    configs = config(64, 1, 8), config(None, 2, 32)
-    (stored, disk), (unstored, no_disk) = (
-        generation_cost(sized(DEEP), each, 30.0) for each in configs
+        for top_k, count, tokens in ((64, 1, 8), (None, 2, 32))
     )
     # 2 bytes per token id of 2048, 2 per log-probability, 4 for the remaining mass.
-    assert f"{readable_size(5000 * (64 * 4 + 4))} in the cache" in disk
-    assert all(f"at most {5000:,} tokens" in text for text in (disk, no_disk))
-    assert "predictions: none" in no_disk
+    assert f"{readable_size(5000 * (64 * 4 + 4))} in the cache" in offline.data
+    assert all(f"at most {5000:,} tokens" in each.data for each in (offline, online))
+    assert "predictions: none" in online.data
     per_token = 2 * sized(DEEP).parameters
-    assert unstored == Work(generated=2000 * per_token, forward=3000 * per_token)
-    assert stored == unstored + Work(forward=5000 * per_token)
-    data = Workload(sized(DEEP), [30], 64, 100, lambda name: None)
-    offline, online = (DraftStage(each).estimate(data, sized(DEEP)) for each in configs)
+    assert offline.work.generated == online.work.generated == 2000 * per_token
+    # Prompts, then predictions for all tokens, or in the step.
+    assert offline.work.forward == (3000 + 5000) * per_token
+    assert online.work.forward == (3000 + 1024) * per_token
     assert online.work.decoded == 8 * offline.work.decoded
-    added = online.work.forward - offline.work.forward
-    assert added == per_token * (configs[0].batch_tokens - 5000)
     # The target is in memory either way.
     assert online.parts == offline.parts
     assert online.parts["target"] == 4 * sized(DEEP).parameters
 
 
 def test_draft_cost_of_a_hub_model_is_unknown(tmp_path):
-    assert draft_cost({"init_from": "some/sibling"}) is None
+    draft_model = {"init_from": "some/sibling"}
+    assert draft_needs(draft_model=draft_model).seconds == 0
     sibling = sized(DEEP, num_hidden_layers=12)
     (tmp_path / "config.json").write_text(json.dumps(sibling.config))
-    cost = draft_cost({"init_from": "some/sibling"}, lambda name: tmp_path)
-    assert cost.trained == sized(DEEP, num_hidden_layers=3).parameters
+    needs = draft_needs(lambda name: tmp_path, draft_model=draft_model)
+    assert needs.trained == sized(DEEP, num_hidden_layers=3).parameters
