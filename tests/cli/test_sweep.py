@@ -8,9 +8,6 @@ import pytest
 from lmx.cli import main, sweep
 from lmx.cli.sweep import expand, folder_name
 from lmx.errors import INTERRUPTED, UserError
-from lmx.run.compare import groups_table
-from lmx.run.report import Record
-from sample_runs import MANIFEST, make_run
 
 RATE = "stages.train.learning_rate"
 
@@ -166,32 +163,3 @@ def test_dry_run_lists_the_runs(recipe, in_process, capsys):
     assert printed == ["to run  here/seed=4", "to run  here/seed=5", "2 runs"]
     assert not in_process
     assert not Path("here").exists()
-
-
-def test_table_has_means_and_standard_errors_over_seeds(tmp_path):
-    def run(rate: str, seed: int, loss: float, status: str = "done") -> tuple:
-        records = [
-            {"stage": "1-train", "kind": "valid", "step": step, "loss": value}
-            for step, value in enumerate((9.0, loss))
-        ]
-        folder = make_run(
-            tmp_path / f"{rate}-{seed}",
-            report={"models": {"m": {"perplexity": 10 * loss}}},
-            manifest=MANIFEST | {"status": status},
-            records=records,
-        )
-        return {"rate": rate, "seed": str(seed)}, Record(folder)
-
-    runs = [run("1", 0, 1.0), run("1", 1, 2.0), run("1", 2, 6.0)]
-    runs += [run("2", 0, 4.0), run("2", 1, 100.0, "failed")]
-    runs.append(({"rate": "2", "seed": "2"}, None))
-    # The standard deviation of 1, 2 and 6 is sqrt(7).
-    first = ["1", "3 of 3", "3.0000 ± 1.5275", "30.000 ± 15.275"]
-    second = ["2", "1 of 3", "4.0000", "40.000"]
-    columns = ["rate", "finished", "validation loss", "perplexity"]
-    # Few groups with many metrics have metrics as rows.
-    lines = [[*line] for line in zip(columns, first, second, strict=True)]
-    assert groups_table(runs) == (lines[0], lines[1:])
-    third = [({"rate": "3", "seed": "0"}, None)]
-    rows = [first, second, ["3", "0 of 1", "-", "-"]]
-    assert groups_table(runs + third) == (columns, rows)

@@ -322,11 +322,14 @@ def test_quantize_work_counts_tokens_and_the_experts_that_they_see():
     shape = ModelShape.of_config(QWEN3_MOE | {"torch_dtype": "float16"})
     every = replace(shape, config=shape.config | {"num_experts_per_tok": 0})
 
-    def needs(effort: str, shape: ModelShape) -> Estimate:
-        config = GPTQConfig(effort=effort, bits=4, group_size=32)
+    def needs(effort: str, shape: ModelShape, **settings) -> Estimate:
+        config = GPTQConfig(effort=effort, bits=4, group_size=32, **settings)
         return estimate_quantization(config, shape)
 
     standard = needs("standard", shape)
+    # The largest of the phases that run one after the other.
+    tuning = {"steps": 1, "batch_tokens": 4096, "learning_rate": 1e-3}
+    assert needs("standard", shape, scale_tuning=tuning).memory > standard.memory
     assert standard.work.forward < 0.9 * needs("standard", every).work.forward
     assert needs("fast", shape).work.forward < standard.work.forward
     assert standard.disk > standard.model.bytes > 0 < standard.memory
