@@ -25,10 +25,11 @@ from lmx.pipeline import resources
 from lmx.pipeline.draft.stage import DraftStage
 from lmx.pipeline.estimate import BatchShape, Estimate, ModelShape, Workload
 from lmx.pipeline.plan import load, plan
-from lmx.pipeline.quantize.estimate import estimate_quantization
+from lmx.pipeline.quantize.estimate import SOLVER_ARRAYS, estimate_quantization
 from lmx.pipeline.train.estimate import training_cost
 from lmx.pipeline.work import Work
 from lmx.quantization.packing import dequantize, pack
+from lmx.quantization.ptq.gptq.solver import MAX_ELEMENTS
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
 from lmx.run.progress import readable_size
@@ -322,17 +323,16 @@ def test_quantize_work_counts_tokens_and_the_experts_that_they_see():
     shape = ModelShape.of_config(QWEN3_MOE | {"torch_dtype": "float16"})
     every = replace(shape, config=shape.config | {"num_experts_per_tok": 0})
 
-    def needs(effort: str, shape: ModelShape, **settings) -> Estimate:
-        config = GPTQConfig(effort=effort, bits=4, group_size=32, **settings)
+    def needs(effort: str, shape: ModelShape) -> Estimate:
+        config = GPTQConfig(effort=effort, bits=4, group_size=32)
         return estimate_quantization(config, shape)
 
     standard = needs("standard", shape)
-    # The largest of the phases that run one after the other.
-    tuning = {"steps": 1, "batch_tokens": 4096, "learning_rate": 1e-3}
-    assert needs("standard", shape, scale_tuning=tuning).memory > standard.memory
     assert standard.work.forward < 0.9 * needs("standard", every).work.forward
     assert needs("fast", shape).work.forward < standard.work.forward
-    assert standard.disk > standard.model.bytes > 0 < standard.memory
+    assert standard.disk > standard.model.bytes > 0
+    # Of the phases, the solver needs most.
+    assert standard.memory > 4 * SOLVER_ARRAYS * MAX_ELEMENTS
 
 
 @pytest.mark.slow

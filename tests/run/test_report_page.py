@@ -119,6 +119,7 @@ def test_page_shows_the_values_of_the_run(full_page):
     ):
         assert row in [each[: len(row)] for each in shown]
     assert "90.0% ± 1.2%" in [row[-1] for row in shown]
+    assert [row[0] for row in shown if "arc" in row[0]] == ["arc: acc,none"]
     texts = "\n".join(block.get("text", "") for block in blocks(full_page))
     assert "lmx generate exports/try/model" in texts
     assert "lmx-train try.yaml seed=1 --restart" in texts
@@ -169,7 +170,6 @@ def test_page_is_accessible(full_dom):
 def test_page_of_a_run_that_just_started(tmp_path, status):
     manifest = MANIFEST | {"status": status, "ended": None, "stages": {}}
     folder = make_run(tmp_path / "try", report=None, manifest=manifest, records=None)
-    (folder / "model").rmdir()
     html = page(folder)
     assert rows(html)[0][1].startswith(status)
     log = ["final_log_lines"] * (status != "running")
@@ -201,7 +201,10 @@ def test_page_with_any_value_missing(tmp_path):
 
 def test_page_with_few_values(tmp_path):
     records = [row | {"loss": None, "tokens_per_second": 0.0} for row in RECORDS[1:]]
-    html = page(make_run(tmp_path / "try", records=records))
+    folder = make_run(tmp_path / "try", records=records)
+    (folder / "model").rmdir()
+    html = page(folder)
+    assert "lmx generate" not in html
     titles = [chart["title"] for chart in charts(html)]
     assert titles == ["Learning rate", "Speed", "Peak memory"]
 
