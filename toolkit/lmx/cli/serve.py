@@ -119,9 +119,9 @@ def serve(args: argparse.Namespace) -> int:
             "--prefix-cache-disk must be more than 0": not 0
             < (1 if disk is None else disk)
             < 1e9,
-            "--prefix-cache-disk needs --prefix-cache-dir": disk and not folder,
+            "--prefix-cache-disk needs --prefix-cache-dir": bool(disk and not folder),
             "--prefix-cache-dir needs one process: remove --tensor-parallel": bool(
-                folder and args.tensor_parallel
+                folder and args.tensor_parallel > 1
             ),
             # As of a variable that is not set: the server would be open to everyone.
             "--api-key is empty": args.api_key == "",
