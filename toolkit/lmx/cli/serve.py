@@ -68,6 +68,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=4096, metavar="N", help=about)
     about = "seconds that a request may take; default 600"
     add("--timeout", type=float, default=600.0, metavar="S", help=about)
+    add(
+        "--system-messages",
+        choices=("merge", "strict"),
+        default="merge",
+        help="merge those that the chat template does not take where they are, as in "
+        "training; strict = refuse them. Default merge",
+    )
     about = "MB of a request; default 8"
     add("--max-body", type=float, default=8.0, metavar="MB", help=about)
     add(
@@ -137,6 +144,7 @@ def serve(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             max_requests=args.max_requests,
             timeout=args.timeout,
+            system_messages=args.system_messages,
         ),
         http=HTTPSettings(
             api_key=args.api_key or os.environ.get(API_KEY) or None,

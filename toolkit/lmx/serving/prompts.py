@@ -7,7 +7,7 @@ from typing import Any
 from ..data.chat.messages import KEYS, BadRecord, parse_turn, require_text
 from ..data.chat.rendering import ChatTemplate
 from ..errors import UserError
-from ..generation.prompt import encode_chat, encode_text
+from ..generation.prompt import SystemMessages, encode_chat, encode_text
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, CompletionParameters
 
@@ -41,12 +41,14 @@ def encode_messages(
     tools: Sequence[dict] | None,
     *,
     thinking: bool,
+    system_messages: SystemMessages = "merge",
 ) -> EncodedPrompt:
     """The prompt of a chat.
 
     Args:
         tools: those of `checked_tools`.
         thinking: whether the assistant may begin with a chain of thought.
+        system_messages: see `encode_chat`.
 
     Raises:
         ApiError: a message or an argument of the template is wrong.
@@ -88,6 +90,7 @@ def encode_messages(
             thinking=thinking,
             tools=tools,
             template_kwargs=options,
+            system_messages=system_messages,
         )
     except UserError as error:
         raise ApiError.from_user_error(error, param="messages") from error

@@ -12,6 +12,7 @@ from ..errors import UserError
 from ..generation.engine import Engine
 from ..generation.grammar import Grammar
 from ..generation.grammar_matcher import CompiledGrammar
+from ..generation.prompt import SystemMessages
 from ..generation.sequence import GenerationRequest, TokenOutput
 from .answers import Answer, ChatAnswer
 from .chat_output import ChatOutputParser
@@ -40,12 +41,14 @@ class ServiceSettings:
         max_tokens: of completions whose requests name no limit.
         max_requests: completions that run or wait; more are refused.
         timeout: seconds that a request may take.
+        system_messages: see `encode_chat`.
     """
 
     model: str
     max_tokens: int = 4096
     max_requests: int = 256
     timeout: float = 600.0
+    system_messages: SystemMessages = "merge"
 
 
 @dataclass(eq=False)
@@ -155,7 +158,11 @@ class CompletionService:
         # A grammar has no place for a chain of thought.
         prompt = await self._encode(
             lambda: encode_messages(
-                self._tokenizer, parameters, tools, thinking=grammar is None
+                self._tokenizer,
+                parameters,
+                tools,
+                thinking=grammar is None,
+                system_messages=self.settings.system_messages,
             )
         )
         if grammar and prompt.in_reasoning:
