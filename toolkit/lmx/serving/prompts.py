@@ -11,8 +11,10 @@ from ..generation.prompt import SystemMessages, encode_chat, encode_text
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, CompletionParameters
 
-ECHOED = {"refusal", "annotations", "audio", "cache_control"}
-"""Keys of OpenAI's answers, which clients send back with the next turn."""
+ECHOED = {"refusal", "annotations", "audio"}
+"""Keys of OpenAI's answers, which clients send back empty with the next turn."""
+NOTES = {"cache_control", "provider_specific_fields", "reasoning_details"}
+"""Keys that clients add to messages, and that say nothing beside the others."""
 RESERVED = {
     *("conversation", "messages", "tools", "documents", "chat_template", "tokenize"),
     *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
@@ -60,7 +62,7 @@ def encode_messages(
         message = {
             key: value
             for key, value in given.items()
-            if value is not None and not (key in ECHOED and not value)
+            if value is not None and key not in NOTES and (value or key not in ECHOED)
         }
         for key in message:
             if key not in KEYS and template.unknown([key]):
@@ -78,7 +80,7 @@ def encode_messages(
         raise ApiError(400, message, param="tools")
     options = dict(parameters.chat_template_kwargs or {})
     if parameters.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", parameters.reasoning_effort)
+        options = _with_effort(template, options, parameters.reasoning_effort)
     reserved = next((name for name in options if name in RESERVED), None)
     if name := reserved or template.unknown(options):
         message = f"the chat template of this model has no {name}"
@@ -116,6 +118,14 @@ def encode_prompts(
     return prompts
 
 
+def _with_effort(template: ChatTemplate, options: dict, effort: str) -> dict:
+    """The arguments of a template, for an effort of reasoning: its own argument where
+    it has one, else its switch of the chain of thought."""
+    if not template.unknown(["reasoning_effort"]):
+        return {"reasoning_effort": effort} | options
+    return dict.fromkeys(template.switches, effort != "none") | options
+
+
 def opens_reasoning(tokenizer: Any, tokens: Sequence[int]) -> bool:
     """Whether a prompt ends with the beginning of a chain of thought.
 
@@ -144,7 +154,7 @@ def checked_tools(parameters: ChatCompletionParameters) -> list[dict] | None:
             raise ApiError(400, message, param=place)
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise ApiError(400, f"{place}.function has no name", param=place)
-        if not isinstance(function.get("parameters", {}), dict):
+        if not isinstance(function.get("parameters") or {}, dict):
             message = f"{place}.function.parameters is no JSON schema"
             raise ApiError(400, message, param=place)
         try:
