@@ -211,9 +211,7 @@ def served_prompts(oracle: Oracle, row: dict, tokenizer) -> list[set[tuple]]:
             parameters = ChatCompletionParameters.parse(
                 body | {"chat_template_kwargs": options}
             )
-            prompt = encode_messages(
-                tokenizer, parameters, checked_tools(parameters), thinking=True
-            )
+            prompt = encode_messages(tokenizer, parameters, checked_tools(parameters))
             prompts[-1].add(tuple(prompt.tokens))
     return prompts
 

@@ -27,7 +27,6 @@ def prompt(template, *messages, system_messages="merge", **parameters):
         tokenizer,
         request,
         checked_tools(request),
-        thinking=True,
         system_messages=system_messages,
     )
     return tokenizer.decode(encoded.tokens)

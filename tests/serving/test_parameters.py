@@ -54,6 +54,7 @@ ONLY = {
         "top_logprobs": [-1, 21, True],
         "tools": [{}, [5], [{"type": "function"}]],
         "parallel_tool_calls": ["no"],
+        "thinking_budget": [-1, "5", 1.5, 3],
         "chat_template_kwargs": [[]],
     },
     COMPLETIONS: {

@@ -75,11 +75,13 @@ def encode_prompt(
     prompt: str | Messages,
     *,
     system: str | None = None,
+    thinking: bool = True,
     ignore_chat_template: bool = False,
 ) -> list[int]:
     """Token ids of a user's text or of a chat, with an optional system message.
 
     Args:
+        thinking: see `encode_chat`.
         ignore_chat_template: encode the text as it is.
 
     Raises:
@@ -89,10 +91,11 @@ def encode_prompt(
         assert isinstance(prompt, str), "messages need the chat template"
         return encode_text(tokenizer, prompt)
     if system is None:
-        return encode_chat(tokenizer, prompt)
+        return encode_chat(tokenizer, prompt, thinking=thinking)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return encode_chat(tokenizer, [{"role": "system", "content": system}, *prompt])
+    messages = [{"role": "system", "content": system}, *prompt]
+    return encode_chat(tokenizer, messages, thinking=thinking)
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

@@ -8,6 +8,7 @@ from ..data.chat.messages import KEYS, BadRecord, parse_turn, require_text
 from ..data.chat.rendering import ChatTemplate
 from ..errors import UserError
 from ..generation.prompt import SystemMessages, encode_chat, encode_text
+from ..generation.thinking import opens_reasoning
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, CompletionParameters
 
@@ -22,7 +23,6 @@ RESERVED = {
     *("return_assistant_tokens_mask",),
 }
 """Arguments of `apply_chat_template` that are no variables of the template."""
-MAX_THINK_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,12 @@ class EncodedPrompt:
 
     Attributes:
         in_reasoning: whether it ends inside the chain of thought.
+        thinks: whether it asks for a chain of thought, if the model has one.
     """
 
     tokens: list[int]
     in_reasoning: bool = False
+    thinks: bool = True
 
 
 def encode_messages(
@@ -42,14 +44,12 @@ def encode_messages(
     parameters: ChatCompletionParameters,
     tools: Sequence[dict] | None,
     *,
-    thinking: bool,
     system_messages: SystemMessages = "merge",
 ) -> EncodedPrompt:
     """The prompt of a chat.
 
     Args:
         tools: those of `checked_tools`.
-        thinking: whether the assistant may begin with a chain of thought.
         system_messages: see `encode_chat`.
 
     Raises:
@@ -89,14 +89,14 @@ def encode_messages(
         tokens = encode_chat(
             tokenizer,
             messages,
-            thinking=thinking,
             tools=tools,
             template_kwargs=options,
             system_messages=system_messages,
         )
     except UserError as error:
         raise ApiError.from_user_error(error, param="messages") from error
-    return EncodedPrompt(tokens, opens_reasoning(tokenizer, tokens))
+    thinks = all(options.get(name) is not False for name in template.switches)
+    return EncodedPrompt(tokens, opens_reasoning(tokenizer, tokens), thinks)
 
 
 def encode_prompts(
@@ -124,20 +124,6 @@ def _with_effort(template: ChatTemplate, options: dict, effort: str) -> dict:
     if not template.unknown(["reasoning_effort"]):
         return {"reasoning_effort": effort} | options
     return dict.fromkeys(template.switches, effort != "none") | options
-
-
-def opens_reasoning(tokenizer: Any, tokens: Sequence[int]) -> bool:
-    """Whether a prompt ends with the beginning of a chain of thought.
-
-    A message may name the tag too, so only white space may come after it.
-    """
-    if not tokenizer.has_thinking:
-        return False
-    start = tokenizer.rfind_think_start(tokens, start=len(tokens) - MAX_THINK_TOKENS)
-    if start < 0:
-        return False
-    rest = tokens[start + len(tokenizer.think_start_tokens) :]
-    return not tokenizer.decode(rest).strip()
 
 
 def checked_tools(parameters: ChatCompletionParameters) -> list[dict] | None:

@@ -189,6 +189,7 @@ class ChatCompletionParameters(GenerationParameters):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    thinking_budget: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

@@ -15,6 +15,7 @@ from ..generation.grammar import Grammar
 from ..generation.grammar_matcher import CompiledGrammar
 from ..generation.prompt import SystemMessages
 from ..generation.sequence import GenerationRequest, TokenOutput
+from ..generation.thinking import Thinking, thinking_of
 from .answers import Answer, ChatAnswer
 from .chat_output import ChatOutputParser
 from .choice import Choice, Piece
@@ -45,6 +46,8 @@ class ServiceSettings:
         max_requests: completions that run or wait; more are refused.
         timeout: seconds that a request may take.
         system_messages: see `encode_chat`.
+        thinking_budget: tokens of a chain of thought at most, for requests without
+            their own limit; None = no limit.
     """
 
     model: str
@@ -52,6 +55,7 @@ class ServiceSettings:
     max_requests: int = 256
     timeout: float = 600.0
     system_messages: SystemMessages = "merge"
+    thinking_budget: int | None = None
 
 
 @dataclass(eq=False)
@@ -158,16 +162,8 @@ class CompletionService:
         self._require_room(parameters.choices)
         tools = checked_tools(parameters)
         grammar = chat_grammar(parameters, self._tokenizer)
-        # A grammar has no place for a chain of thought.
-        prompt = await self._encode(
-            lambda: self._encode_chat(parameters, tools, grammar is None)
-        )
-        if grammar and prompt.in_reasoning:
-            message = (
-                "the chat template of this model begins with a chain of thought, for "
-                f"which {grammar_parameter(parameters)} leaves no place"
-            )
-            raise ApiError(400, message, param=grammar_parameter(parameters))
+        prompt = await self._encode(lambda: self._encode_chat(parameters, tools))
+        thinking = self._thinking(parameters, prompt, has_grammar=grammar is not None)
         compiled = await self._compile(grammar, parameters)
 
         def parser() -> ChatOutputParser:
@@ -180,6 +176,7 @@ class CompletionService:
             parameters,
             [prompt],
             grammar=compiled,
+            thinking=thinking,
             top_logprobs=top if parameters.logprobs else None,
             parser=parser,
             single_call=parameters.parallel_tool_calls is False,
@@ -237,7 +234,7 @@ class CompletionService:
         given = {name: getattr(parameters, name) for name in names}
         chat = ChatCompletionParameters.parse(given)
         tools = checked_tools(chat)
-        prompt = await self._encode(lambda: self._encode_chat(chat, tools, True))
+        prompt = await self._encode(lambda: self._encode_chat(chat, tools))
         return prompt.tokens
 
     async def detokenize(self, body: Any) -> str:
@@ -351,15 +348,32 @@ class CompletionService:
         self,
         parameters: ChatCompletionParameters,
         tools: Sequence[dict] | None,
-        thinking: bool,
     ) -> EncodedPrompt:
         return encode_messages(
             self._tokenizer,
             parameters,
             tools,
-            thinking=thinking,
             system_messages=self.settings.system_messages,
         )
+
+    def _thinking(
+        self,
+        parameters: ChatCompletionParameters,
+        prompt: EncodedPrompt,
+        *,
+        has_grammar: bool,
+    ) -> Thinking | None:
+        """The chain of thought that a budget or a grammar has to know of."""
+        budget = parameters.thinking_budget
+        if budget is None:
+            budget = self.settings.thinking_budget
+        if not prompt.thinks or (budget is None and not has_grammar):
+            return None
+        thinking = thinking_of(self._tokenizer, prompt.tokens, budget)
+        if thinking is None and parameters.thinking_budget is not None:
+            message = "this model has no chain of thought that lmx knows"
+            raise ApiError(400, message, param="thinking_budget")
+        return thinking
 
     async def _encode(self, function: Callable[[], Any]) -> Any:
         loop = asyncio.get_running_loop()
@@ -395,6 +409,7 @@ class CompletionService:
         prompts: Sequence[EncodedPrompt],
         *,
         grammar: CompiledGrammar | None,
+        thinking: Thinking | None = None,
         top_logprobs: int | None,
         parser: Callable[[], ChatOutputParser] | None = None,
         single_call: bool = False,
@@ -448,6 +463,7 @@ class CompletionService:
                         priority=parameters.priority or 0,
                         adapter=adapter,
                         grammar=grammar,
+                        thinking=thinking,
                     )
                 except UserError as error:
                     raise ApiError.from_user_error(error) from error
