@@ -73,8 +73,17 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-requests", type=int, default=256, metavar="N", help=about)
     about = "of completions whose requests have no limit; default 4096"
     add("--max-tokens", type=int, default=4096, metavar="N", help=about)
+    about = "of chains of thought at most; requests may name another number"
+    add("--thinking-budget", type=int, metavar="N", help=about)
     about = "seconds that a request may take; default 600"
     add("--timeout", type=float, default=600.0, metavar="S", help=about)
+    add(
+        "--system-messages",
+        choices=("merge", "strict"),
+        default="merge",
+        help="merge those that the chat template does not take where they are, as in "
+        "training; strict = refuse them. Default merge",
+    )
     about = "MB of a request; default 8"
     add("--max-body", type=float, default=8.0, metavar="MB", help=about)
     add(
@@ -112,6 +121,7 @@ def serve(args: argparse.Namespace) -> int:
                 >= 1
                 for name in ("max_batch_size", "max_requests", "max_tokens", "timeout")
             },
+            "--thinking-budget must be 0 or more": (args.thinking_budget or 0) < 0,
             "--max-body must be more than 0": not 0 < args.max_body < 1e9,
             "--kv-memory must be more than 0": args.kv_memory is not None
             and not 0 < args.kv_memory < 1e9,
@@ -152,6 +162,8 @@ def serve(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             max_requests=args.max_requests,
             timeout=args.timeout,
+            system_messages=args.system_messages,
+            thinking_budget=args.thinking_budget,
         ),
         http=HTTPSettings(
             api_key=args.api_key or os.environ.get(API_KEY) or None,
