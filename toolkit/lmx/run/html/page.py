@@ -76,11 +76,10 @@ def page(folder: Path) -> str:
         ],
     }
     for stage in dict.fromkeys(row["stage"] for row in record.metrics):
+        rows = [row for row in record.metrics if row["stage"] == stage]
         sections[f"Curves of {stage}"] = [
             line_chart(
-                title,
-                unit,
-                {n: _points(record.metrics, stage, k, key) for n, k in kinds.items()},
+                title, unit, {n: _points(rows, k, key) for n, k in kinds.items()}
             )
             for key, title, unit, kinds in CURVES
         ]
@@ -121,11 +120,11 @@ def comparison_page(
     curves += [("train", *words) for *words, kinds in CURVES if "training" in kinds]
     trained = {}
     for name, run in runs.items():
-        stages = (row["stage"] for row in run.metrics if row["kind"] == "train")
-        trained[name] = run.metrics, next(stages, None)
+        stages = [row["stage"] for row in run.metrics if row["kind"] == "train"]
+        trained[name] = [row for row in run.metrics if row["stage"] in stages[:1]]
     charts = [
         line_chart(
-            label, unit, {name: _points(*of, kind, key) for name, of in trained.items()}
+            label, unit, {n: _points(rows, kind, key) for n, rows in trained.items()}
         )
         for kind, key, label, unit in curves
     ]
@@ -182,12 +181,12 @@ def _thresholds(thresholds: list[dict]) -> Block:
     return table(title, columns, rows)
 
 
-def _points(records: list[dict], stage: str | None, kind: str, key: str) -> list[Point]:
+def _points(records: list[dict], kind: str, key: str) -> list[Point]:
     """Step and value of the records of a kind; None = not a finite number."""
     return [
         (row["step"], row[key])
         for row in records
-        if (row["stage"], row["kind"]) == (stage, kind)
+        if row["kind"] == kind
         and _is_shown(row["step"])
         and key in row
         and (row[key] is None or _is_shown(row[key]))
