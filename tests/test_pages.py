@@ -54,7 +54,14 @@ RUN_ELSEWHERE = re.compile(
     r"|python benchmarks/(train_step|finetune|generate)\.py.*"
 )
 # Programs of other packages.
-SERVING = {"pip", "uv", "curl", "nginx", "caddy", "litellm"}  # tests/serving runs what they show
+SERVING = {
+    "pip",
+    "uv",
+    "curl",
+    "nginx",
+    "caddy",
+    "litellm",
+}  # tests/serving runs what they show
 EXTERNAL = (
     {"hf", "python", "ollama", "llama-cli", "llama-server", "mlx.distributed_config"}
     | SERVING
