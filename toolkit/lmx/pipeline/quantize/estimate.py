@@ -92,7 +92,8 @@ def _phases(
     for searches in [False] * bool(config.smoothing) + [True] * is_awq:
         # Blocks in float32, and the hidden states around one. AWQ compares the outputs
         # for every power, mostly at four places.
-        tokens = calibration.num_tokens or channel_scales.NUM_TOKENS
+        most = channel_scales.MAX_TOKENS
+        tokens = min(calibration.num_tokens or most, most)
         block = max(blocks.values(), default=0)
         compared = 4 * len(channel_scales.POWERS) * channel_scales.SEARCH_TOKENS
         yield Phase(

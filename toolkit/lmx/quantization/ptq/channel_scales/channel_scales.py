@@ -30,9 +30,9 @@ from ..base import PTQContext, Weights
 from ..gptq.clipping import fitted_rows
 from .scale_mappings import ScaleMapping, find_mappings, preserves_output
 
-# Tokens that the magnitudes of inputs are taken from, if the recipe gives no number,
-# and tokens of a forward pass.
-NUM_TOKENS, BATCH_TOKENS = 1 << 13, 1 << 11
+# Tokens that the magnitudes of inputs are taken from, at most, as their hidden states
+# are in memory, and tokens of a forward pass.
+MAX_TOKENS, BATCH_TOKENS = 1 << 13, 1 << 11
 # AWQ: powers of the mean magnitude, of which fitted grids need lower ones than RTN, and
 # tokens whose outputs are compared.
 POWERS, SEARCH_TOKENS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6), 1 << 10
@@ -266,7 +266,8 @@ def find_scales(
         UserError: the model is not a plain sequence of blocks.
     """
     ranks, name = context.ranks, objective.name
-    batch = context.windows(config.calibration.num_tokens or NUM_TOKENS)
+    num_tokens = config.calibration.num_tokens or MAX_TOKENS
+    batch = context.windows(min(num_tokens, MAX_TOKENS))
     key = hashlib.sha256(batch.tokens.tobytes() + batch.counted.tobytes())
     key.update(repr((objective.key, sorted(context.specs.items()))).encode())
     ranks.require_same(
