@@ -154,10 +154,7 @@ def generate(args: argparse.Namespace) -> int:
         }
     )
     ranks = join_processes(
-        args,
-        check_parity=args.check_parity,
-        save_prompt_cache=args.save_prompt_cache,
-        prompt_cache_file=args.prompt_cache_file,
+        args, "check_parity", "save_prompt_cache", "prompt_cache_file"
     )
     try:
         with ranks.ends_together():

@@ -122,9 +122,7 @@ def serve(args: argparse.Namespace) -> int:
             f"{error.name} is not installed",
             hint="pip install 'lmx-toolkit[serve]'",
         ) from error
-    ranks = join_processes(
-        args, adapter=args.adapter, allow_adapter_loading=args.allow_adapter_loading
-    )
+    ranks = join_processes(args, "adapter", "allow_adapter_loading")
     if not ranks.is_first:
         with ranks.ends_together():
             return follow(_load(args, ranks).generator.engine)
