@@ -150,9 +150,8 @@ def serve(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     """The model, on the thread that calls it; for other ranks, what follows rank 0."""
-    from ..api.model import draft_options
+    from ..api.model import make_generator
     from ..convert.importers import load_model
-    from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
     from ..generation.sampling import Sampling, sampling_defaults
     from ..generation.sequence import GenerationRequest
@@ -161,20 +160,16 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     loaded = load_part(args, ranks)
     memory, prefixes = args.kv_memory, args.prefix_cache
     max_bytes = None if prefixes is None else int(prefixes * 1e9)
-    generator = Generator(
-        loaded.model,
-        loaded.tokenizer,
+    generator = make_generator(
+        loaded,
+        args.draft_model,
+        args.num_draft_tokens,
+        trust_remote_code=args.trust_remote_code,
+        kv_bits=args.kv_bits,
         ranks=ranks,
         prefix_cache=PrefixCache(max_bytes),
         max_batch_size=args.max_batch_size,
-        kv_bits=args.kv_bits or loaded.kv_bits,
         kv_memory=None if memory is None else int(memory * 1e9),
-        **draft_options(
-            args.draft_model,
-            loaded,
-            num_draft_tokens=args.num_draft_tokens,
-            trust_remote_code=args.trust_remote_code,
-        ),
     )
     # KV bits that the model cannot have are refused now, not with every request.
     generator.engine.new_cache()

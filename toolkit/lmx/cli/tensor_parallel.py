@@ -2,7 +2,7 @@
 
 import argparse
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .options import refuse
 
