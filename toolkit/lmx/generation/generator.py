@@ -80,7 +80,12 @@ class Generator:
         logprobs: bool = False,
         grammar: Grammar | None = None,
     ) -> GenerationRequest:
-        """A request that ends at the model's positions. Options are those of `stream`.
+        """A request that ends at the model's positions.
+
+        Args:
+            stop_tokens: tokens that end the completion; None = all end-of-sequence
+                tokens of the tokenizer. The stop token comes last, with empty text.
+            grammar: the completion has to match it.
 
         Raises:
             UserError: the prompt is empty, or longer than the model's positions, or the
@@ -95,37 +100,19 @@ class Generator:
         )
 
     def stream(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_tokens: int = 256,
-        sampling: Sampling = GREEDY,
-        stop_tokens: Collection[int] | None = None,
-        stop: Sequence[str] = (),
-        logprobs: bool = False,
-        grammar: Grammar | None = None,
+        self, prompt: Sequence[int], *, stop: Sequence[str] = (), **options: Any
     ) -> Iterator[GenerationResponse]:
         """Yield the completion token by token.
 
         Args:
-            stop_tokens: tokens that end the completion; None = all end-of-sequence
-                tokens of the tokenizer. The stop token comes last, with empty text.
             stop: strings that end the completion and are not part of it.
-            grammar: the completion has to match it.
+            options: those of `request`.
 
         Raises:
-            UserError: the prompt is empty, or longer than the model's positions, or
-                the KV cache of `max_tokens` does not fit in memory, or the grammar is
-                refused.
+            UserError: see `request`; or the KV cache of `max_tokens` does not fit in
+                memory.
         """
-        request = self.request(
-            prompt,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop_tokens=stop_tokens,
-            logprobs=logprobs,
-            grammar=grammar,
-        )
+        request = self.request(prompt, **options)
         self.engine.require_memory(request)
         if self.engine.idle:
             self.engine.reset_stats()

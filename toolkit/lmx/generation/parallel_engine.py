@@ -96,13 +96,7 @@ class ParallelEngine(Engine):
         return bool(self._added or self._aborted or self._is_closing)
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Add a request to the queue.
-
-        Raises:
-            UserError: it has an adapter.
-        """
-        if request.adapter is not None:
-            raise UserError("adapters do not work with tensor parallelism")
+        """Add a request to the queue. Parts of a model have no adapters."""
         if request.max_tokens > 0:
             self._added.append(request)
 
@@ -138,8 +132,15 @@ class ParallelEngine(Engine):
         if self._exchange is None:
             self._launch_exchange()
         checksums, (has_news, *_) = self._exchange.T.tolist()
-        self._exchange = None
-        self._require_equal(checksums)
+        self._exchange, rank = None, self._ranks.rank
+        for other, checksum in enumerate(checksums):
+            if checksum != checksums[rank]:
+                raise UserError(
+                    f"process {rank} generated other tokens than process {other}: "
+                    "their results differ by more than rounding",
+                    hint="use equal machines with equal versions of MLX",
+                    code=FAILED,
+                )
         if has_news:
             self._receive()
         outputs = []
@@ -156,17 +157,6 @@ class ParallelEngine(Engine):
         row = mx.array([[self._checksum, self._has_news]], mx.int64)
         self._exchange = self._ranks.all_gather(row)
         mx.async_eval(self._exchange)
-
-    def _require_equal(self, checksums: list[int]) -> None:
-        rank = self._ranks.rank
-        for other, checksum in enumerate(checksums):
-            if checksum != checksums[rank]:
-                raise UserError(
-                    f"process {rank} generated other tokens than process {other}: "
-                    "their results differ by more than rounding",
-                    hint="use equal machines with equal versions of MLX",
-                    code=FAILED,
-                )
 
     def _receive(self) -> None:
         """Do on all ranks what rank 0 was asked for."""
