@@ -19,6 +19,7 @@ from .sampling import Sampling
 from .sequence import GenerationRequest
 from .speculative.draft_length import SpeculativeStats
 from .text_stream import TextStream
+from .thinking import required_thinking
 
 GREEDY = Sampling()
 Unread = deque[GenerationResponse | UserError]
@@ -79,24 +80,36 @@ class Generator:
         stop_tokens: Collection[int] | None = None,
         logprobs: bool = False,
         grammar: Grammar | None = None,
+        thinking_budget: int | None = None,
     ) -> GenerationRequest:
         """A request that ends at the model's positions.
 
         Args:
             stop_tokens: tokens that end the completion; None = all end-of-sequence
                 tokens of the tokenizer. The stop token comes last, with empty text.
-            grammar: the completion has to match it.
+            grammar: the completion has to match it, after a chain of thought that the
+                prompt begins or that has a budget.
+            thinking_budget: the most tokens of a chain of thought; None = no limit.
 
         Raises:
             UserError: the prompt is empty, or longer than the model's positions, or the
-                grammar is refused.
+                grammar is refused, or the model has no chain of thought for a budget.
         """
         count = self.clamp_max_tokens(prompt, max_tokens)
         stop_tokens = self.resolve_stop_tokens(stop_tokens)
         kind = "raw" if logprobs else None
         compiled = grammar and self.grammars.compile(grammar)
+        thinking = required_thinking(
+            self.tokenizer, prompt, thinking_budget, has_grammar=grammar is not None
+        )
         return GenerationRequest(
-            prompt, count, sampling, stop_tokens, kind, grammar=compiled
+            prompt,
+            count,
+            sampling,
+            stop_tokens,
+            kind,
+            grammar=compiled,
+            thinking=thinking,
         )
 
     def stream(
