@@ -79,11 +79,8 @@ class Communicator:
 
     def all_reduce_scalars(self, *values: float) -> list[float]:
         """Sums of numbers over all processes, in float64."""
-        # Two float32 parts per number, because MLX has no float64 collectives.
-        high = mx.array(values, mx.float32)
-        low = [v - h for v, h in zip(values, high.tolist(), strict=True)]
-        parts = [high, mx.array(low, mx.float32)]
-        rows = [row for part in parts for row in self.all_gather(part[None]).tolist()]
+        # As JSON, because MLX has no float64 collectives.
+        rows = self.gather_objects([float(value) for value in values])
         return [math.fsum(column) for column in zip(*rows, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
