@@ -6,15 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.data.tokenization import Example
-from lmx.draft.acceptance import (
-    ReferenceCompletion,
-    predict_accepted_length,
-)
-from lmx.draft.benchmark import (
-    DRAFT,
-    PROMPT_LOOKUP,
-    DraftBenchmark,
-)
+from lmx.draft.acceptance import ReferenceCompletion, predict_accepted_length
+from lmx.draft.benchmark import DRAFT, PROMPT_LOOKUP, DraftBenchmark
 from lmx.draft.candidates import ModelCandidate
 from lmx.draft.cost_model import SpeculationCosts
 from lmx.draft.dataset import DistillationBatches
