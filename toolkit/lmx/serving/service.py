@@ -31,6 +31,7 @@ from .protocol import (
     GenerationParameters,
     TokenizeParameters,
 )
+from .tool_formats import add_tool_format
 
 KEEP_ALIVE_SECONDS = 15.0
 """A stream without a token for so long says that it lives; proxies close it else."""
@@ -98,6 +99,7 @@ class CompletionService:
         self._generator, self._sampling = served.generator, served.sampling
         self._load_adapter = served.load_adapter
         self._tokenizer = served.generator.tokenizer
+        add_tool_format(self._tokenizer)
         # Long prompts do not stop the event loop. Tokenizers take one thread only.
         self._encoder = ThreadPoolExecutor(1, "tokenizer")
 
