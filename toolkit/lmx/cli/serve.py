@@ -4,9 +4,14 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..config.quant_spec import KV_CACHE_BITS
 from ..errors import UserError
-from .options import add_draft_arguments, draft_argument_faults, refuse
+from .options import (
+    add_draft_arguments,
+    add_kv_arguments,
+    draft_argument_faults,
+    kv_argument_faults,
+    refuse,
+)
 from .tensor_parallel import (
     add_tensor_parallel_argument,
     follow,
@@ -42,12 +47,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allow-adapter-loading", **switch, help=about)
     add_draft_arguments(parser, check_parity=False)
     add_tensor_parallel_argument(parser)
-    add(
-        "--kv-bits",
-        type=int,
-        choices=KV_CACHE_BITS,
-        help="quantize the KV cache; 16 = not. Default: as config.json says",
-    )
+    add_kv_arguments(parser)
     add(
         "--kv-memory",
         type=float,
@@ -111,6 +111,7 @@ def serve(args: argparse.Namespace) -> int:
             # As of a variable that is not set: the server would be open to everyone.
             "--api-key is empty": args.api_key == "",
             **draft_argument_faults(args),
+            **kv_argument_faults(args),
         }
     )
     try:
@@ -155,6 +156,7 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     from ..api.model import draft_options
     from ..convert.importers import load_model
     from ..generation.generator import Generator
+    from ..generation.kv_cache.eviction import kv_limit
     from ..generation.kv_cache.prefix import PrefixCache
     from ..generation.sampling import Sampling, sampling_defaults
     from ..generation.sequence import GenerationRequest
@@ -170,6 +172,7 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
         prefix_cache=PrefixCache(max_bytes),
         max_batch_size=args.max_batch_size,
         kv_bits=args.kv_bits or loaded.kv_bits,
+        kv_limit=kv_limit(args.max_kv_size, args.kv_policy),
         kv_memory=None if memory is None else int(memory * 1e9),
         **draft_options(
             args.draft_model,
@@ -178,7 +181,7 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
             trust_remote_code=args.trust_remote_code,
         ),
     )
-    # KV bits that the model cannot have are refused now, not with every request.
+    # What its keys and values cannot have is refused now, not with every request.
     generator.engine.new_cache()
 
     def load_adapter(path: str) -> Any:

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
 import mlx.core as mx
@@ -86,10 +87,12 @@ class ParallelEngine(Engine):
         # With KV bits, or layers of one rank each, the model runs: on all ranks now,
         # not on one of them later. Ranks with different layers agree on what fits.
         cache = self.new_cache()
-        sizes = self._of_all(int(cache.bytes_per_token()), cache.snapshot_bytes)
-        self._facts.bytes_per_token, per_snapshot = map(max, sizes)
+        pairs = self._ranks.gather_objects([*cache.bytes_by_capacity().items()])
+        self._facts.capacities = capacities = [*map(dict, pairs)]
+        [snapshots] = self._of_all(cache.snapshot_bytes)
         if is_divided_by_layers(model):
-            prefix_cache.sizes = self._facts.bytes_per_token, per_snapshot
+            per_token = max(int(sizes.get(inf, 0)) for sizes in capacities)
+            prefix_cache.sizes = per_token, max(snapshots)
 
     @property
     def idle(self) -> bool:

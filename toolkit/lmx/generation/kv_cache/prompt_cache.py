@@ -180,7 +180,7 @@ def _require_kinds(saved: list[str], kinds: list[str], place: str) -> None:
         f"the layers of the saved prompt cache are {theirs}, and those of the model "
         f"are {ours}",
         place=place,
-        hint="use the KV bits that it was saved with",
+        hint="use the KV bits and the max_kv_size that it was saved with",
     )
 
 
