@@ -284,10 +284,10 @@ class Scheduler:
 
     def _share_prompt(self, sequence: RunningSequence) -> None:
         """Copy the cache of a prompt for the next request, if it has the same one."""
-        if not self.waiting or self._make_proposer or self.prefix_cache:
+        # Of a prompt whose queries are observed, they would be missing.
+        has_more = self._make_proposer or self.facts.selects
+        if not self.waiting or has_more or self.prefix_cache:
             return
-        if self.facts.selects:
-            return  # the queries of the prompt are not copied
         other, state = self.waiting[0], sequence.state
         if other.has_prompt_of(sequence) and state.length and other.state is None:
             positions, snapshot = state.positions(0, state.length), state.snapshot()

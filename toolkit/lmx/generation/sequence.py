@@ -149,11 +149,6 @@ class RunningSequence:
         return len(self.request.prompt) - 1
 
     @property
-    def cut(self) -> int:
-        """Tokens that a pass must end with, to keep what is computed until there."""
-        return max(self.matched, self.selected_at)
-
-    @property
     def emitted(self) -> int:
         """Tokens of the completion so far."""
         return len(self.tokens) - len(self.request.prompt)

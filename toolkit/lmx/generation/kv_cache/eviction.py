@@ -60,11 +60,6 @@ class ObservedQueries:
         self.is_biased = False
         self._scale, self._end = 1.0, 0
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All arrays."""
-        return [] if self.queries is None else [self.queries]
-
     def add(self, queries: mx.array, mask: object, scale: float, end: int) -> None:
         """Keep the queries of positions up to `end`."""
         if end == self._end:

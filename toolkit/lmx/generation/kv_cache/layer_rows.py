@@ -162,11 +162,6 @@ class AttentionRows:
         return start + written if written else start
 
     @property
-    def end(self) -> int:
-        """Position of the next token of the longest row."""
-        return self.lengths.all.longest + self._written
-
-    @property
     def _written(self) -> int:
         """Positions that were written since the lengths were set."""
         return self._count if self._before is self.lengths.all else 0
@@ -177,19 +172,14 @@ class AttentionRows:
         return sum(buffer.nbytes for parts in self.buffers for buffer in parts)
 
     @property
-    def capacity(self) -> float:
-        """Positions of a row that are stored at most."""
-        return self._size
-
-    @property
     def position_bytes(self) -> float:
         """Bytes of a position of a row, when something is stored."""
         return sum(p.nbytes / (p.shape[0] * p.shape[2]) for p in self._only())
 
     @property
-    def state(self) -> list[list[mx.array]]:
+    def state(self) -> list:
         """All arrays."""
-        return [*self.buffers, self.observed.arrays if self.observed else []]
+        return [*self.buffers, [self.observed and self.observed.queries]]
 
     @property
     def keys(self) -> mx.array:
@@ -296,13 +286,11 @@ class AttentionRows:
         length, parts = self.lengths.all.longest, self._only()
         self._set_window(max_size, keep)
         first = self._start(length)
-        kept = self._from(first, length)
+        kept = self._from(first, length)[None, None]
         if first and self.observed:
             keys = self.codec.keys([part[:, :, :length] for part in parts])
-            kept = self.observed.most_attended(keys, kept.size, keep)[..., None]
-            parts = [mx.take_along_axis(part, kept, axis=2) for part in parts]
-        else:
-            parts = [mx.take(part, kept, axis=2) for part in parts]
+            kept = self.observed.most_attended(keys, kept.size, keep)
+        parts = [mx.take_along_axis(part, kept[..., None], axis=2) for part in parts]
         self.buffers, self.observed = [[]], None
         if parts:
             self.restore(parts, first, length)
@@ -451,13 +439,9 @@ class AttentionRows:
             ]
         self._reserve(0, new, end)
         parts = self._long
-        if parts[0].shape[2] > self._size:
-            first = end - self._ring
-            parts = [part[:, :, -self._ring :] for part in parts]
-            if self.keep:
-                stay = [part[:, :, : self.keep] for part in self._long]
-                pairs = zip(stay, parts, strict=True)
-                parts = [mx.concatenate(pair, axis=2) for pair in pairs]
+        if (count := parts[0].shape[2]) > self._size:
+            first, kept = end - self._ring, self._from(count - self._ring, count)
+            parts = [mx.take(part, kept, axis=2) for part in parts]
         self._write_entries(parts, first, end)
 
     def _write_entries(self, parts: Sequence[mx.array], start: int, end: int) -> None:

@@ -65,7 +65,7 @@ def replace_attention() -> None:
     ) -> mx.array:
         options |= {"cache": cache, "scale": scale}
         if observed := getattr(cache, "observed", None):
-            observed.add(queries, mask, scale, cache.end)
+            observed.add(queries, mask, scale, cache.offset)
         if not isinstance(keys, ByClass):
             return original(queries, keys, values, mask=mask, **options)
         outputs, start = [], 0

@@ -18,7 +18,7 @@ from ...models.logit_errors import more_than_rounding
 from ...models.lora.multi_lora import BASE, adapter_rows
 from .codec import PLAIN_CODEC, Codec
 from .eviction import SINKS, KVLimit, ObservedQueries
-from .layer_rows import AttentionRows, RowLengths
+from .layer_rows import WINDOW_SLACK, AttentionRows, RowLengths
 from .length_classes import replace_attention
 from .rotation import PLAIN, WINDOW, RotatedCodec, key_rotations
 
@@ -170,15 +170,15 @@ class CacheState:
         sizes: dict[float, float] = {}
         for leaf in self.layer_caches:
             if isinstance(leaf, AttentionRows):
-                sizes.setdefault(leaf.capacity, 0.0)
-                sizes[leaf.capacity] += leaf.position_bytes
+                capacity = leaf.max_size + WINDOW_SLACK
+                sizes[capacity] = sizes.get(capacity, 0) + leaf.position_bytes
         return sizes
 
     @property
     def snapshot_bytes(self) -> int:
         """Bytes of the layers of `snapshot` at most, when something is stored."""
         return sum(
-            int(leaf.capacity * leaf.position_bytes)
+            int((leaf.max_size + WINDOW_SLACK) * leaf.position_bytes)
             if isinstance(leaf, AttentionRows)
             else leaf.nbytes
             for leaf in self._other_caches()
@@ -426,57 +426,52 @@ def _require_limit(model: Any, limit: KVLimit) -> None:
     Raises:
         UserError: with the reason.
     """
-    if LIMIT_ERRORS not in model.__dict__:
-        object.__setattr__(model, LIMIT_ERRORS, {})
-    errors = model.__dict__[LIMIT_ERRORS]
-    if limit.policy not in errors:
-        errors[limit.policy] = _limit_error(model, selects=limit.selects)
-    if error := errors[limit.policy]:
+    errors = model.__dict__.get(LIMIT_ERRORS, {})
+    if limit.selects not in errors:
+        errors[limit.selects] = _limit_error(model, selects=limit.selects)
+        object.__setattr__(model, LIMIT_ERRORS, errors)
+    if error := errors[limit.selects]:
         raise UserError(
-            f"this model's keys and values cannot be limited: {error}",
+            f"the keys and values of this model cannot be limited: {error}",
             hint="use the policy window" if limit.selects else "omit max_kv_size",
         )
 
 
 def _limit_error(model: Any, *, selects: bool) -> str | None:
-    """What a model does not do that a limit of its keys needs; None = nothing.
+    """What of a limit a model does not follow; None = nothing.
 
-    A changed entry outside the window must not change the logits: some architectures
+    A changed entry outside of a window must not change the logits: some architectures
     of mlx-lm apply no mask to a single token.
     """
-    state = CacheState(model)
-    leaves = state._growing()
-    if not leaves:
+    state, tokens = CacheState(model), mx.arange(1, 2 * CHECKED_SIZE + 1)[None]
+    if not (leaves := state._growing()):
         return "none of its layers has full attention"
-    tokens = mx.arange(1, 2 * CHECKED_SIZE + 1)[None]
-    if selects:
-        replace_attention()
-        for leaf in leaves:
-            leaf.observed = ObservedQueries()
-        state.forward(tokens)
-        if not all(leaf.observed.belongs_to(leaf.keys) for leaf in leaves):
-            return "snapkv cannot observe the queries of all layers"
-        state = CacheState(model)
-        leaves = state._growing()
+    replace_attention()
     for leaf in leaves:
-        leaf.become_window(CHECKED_SIZE, SINKS)
+        leaf.observed = ObservedQueries()
     state.forward(tokens)
+    if selects and not all(leaf.observed.belongs_to(leaf.keys) for leaf in leaves):
+        return "the queries of its attention are not those of its keys (snapkv)"
+    for leaf in leaves:
+        leaf.observed = None
+        leaf.become_window(CHECKED_SIZE, SINKS)
     state.checkpoint()
 
-    def logits(count: int) -> mx.array:
-        found = state.forward(tokens[:, :count])
+    def logits() -> list[mx.array]:
+        found = [state.forward(tokens[:, :count]) for count in (2, 1)]
         mx.eval(found)
-        state.rollback(count)
+        state.rollback(3)
         return found
 
-    expected = [logits(count) for count in (1, 2)]
-    for change in (100, -200):
-        for leaf in leaves:
-            for buffer in leaf.buffers[0]:
+    try:
+        expected = logits()
+        for change in (100, -200):
+            for buffer in [part for leaf in leaves for part in leaf.buffers[0]]:
                 buffer[:, :, SINKS + 1] += change
-        for count, before in zip((1, 2), expected, strict=True):
-            if more_than_rounding(logits(count), before):
-                return "it also attends to tokens outside of the window"
+            if any(map(more_than_rounding, logits(), expected)):
+                return "it also attends to tokens outside of a window"
+    except (AttributeError, TypeError, ValueError) as error:
+        return f"a window is not computed: {error}"
     return None
 
 
