@@ -519,7 +519,8 @@ def test_kv_bits_of_the_checkpoint_are_used_unless_named(run_json, tmp_path):
 
 
 def test_max_kv_size_of_the_command_is_that_of_the_api(run_json):
-    folder, prompt = Path(__file__).parents[2] / "data/tiny-base", "def f(x): " * 40
+    folder = Path(__file__).parents[2] / "data/tiny-base"
+    prompt = "".join(f"def add_{n}(x):\n    return x + {n}\n\n" for n in range(20))
     words = [folder, "--ignore-chat-template", "--json", "--prompt", prompt]
     texts = set()
     for size, policy in ((None, None), (64, None), (64, "window"), (64, "snapkv")):

@@ -19,7 +19,8 @@ class PrefixNode:
 
     Attributes:
         tokens: int32 [n]; empty only at the root.
-        positions: keys and values of the tokens; see `CacheState.positions`.
+        positions: keys and values of the tokens; see `CacheState.positions`. Models
+            without a layer that keeps all of them have none.
         hidden: recorded hidden states [1, n, width] of the tokens, for drafters.
         layer_ids: the blocks whose outputs these are.
         snapshot: layers without positions after the last token; None = not stored.
@@ -27,7 +28,7 @@ class PrefixNode:
     """
 
     tokens: np.ndarray
-    positions: list[mx.array]
+    positions: list[mx.array] = field(default_factory=list)
     parent: "PrefixNode | None" = None
     hidden: mx.array | None = None
     layer_ids: tuple[int, ...] = ()
