@@ -51,7 +51,7 @@ def main() -> None:
         Row(bits, policy, share)
         for policy in KV_POLICIES
         for share in arguments.shares
-        for bits in arguments.limited_bits
+        for bits in getattr(arguments, f"{policy}_bits")
     ]
     file = Path(arguments.records)
     lines = file.read_text().splitlines() if file.exists() else []
@@ -216,7 +216,8 @@ def _arguments() -> argparse.Namespace:
     add("--text", required=True, help="a long text, such as that of WikiText-2")
     add("--records", required=True, help="JSONL; what is there is not measured again")
     add("--bits", nargs="+", type=int, default=[UNQUANTIZED, 4, 2])
-    add("--limited-bits", nargs="+", type=int, default=[UNQUANTIZED, 4])
+    add("--window-bits", nargs="+", type=int, default=[UNQUANTIZED, 4])
+    add("--snapkv-bits", nargs="+", type=int, default=[UNQUANTIZED, 4])
     add("--shares", nargs="+", type=float, default=[0.5, 0.25, 0.125])
     add("--prompts", type=int, default=8, help="of GSM8K, and of text")
     add("--shots", type=int, default=6, help="solved problems of a prompt")
