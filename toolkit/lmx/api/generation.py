@@ -18,6 +18,7 @@ from ..generation.kv_cache.eviction import kv_limit
 from ..generation.outputs import GenerationResponse, GenerationResult
 from ..generation.prompt import encode_prompt
 from ..generation.sampling import Sampling
+from ..generation.thinking import thinks
 from .arguments import STRICT, Integer, PathLike, checked
 from .model import Model, ModelLike, load
 
@@ -38,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
     **{"max_tokens": 256, "stop": [], "system": None, "draft": None, "kv_bits": None},
     **{"num_draft_tokens": None, "ignore_chat_template": False},
     **{"max_kv_size": None, "kv_policy": None},
-    "response_format": None,
+    **{"response_format": None, "thinking_budget": None},
 }
 
 
@@ -65,6 +66,7 @@ class GenerateOptions(TypedDict, total=False):
     kv_policy: KVPolicy | None
     ignore_chat_template: bool
     response_format: dict[str, Any] | None
+    thinking_budget: Annotated[Integer, Field(ge=0)] | None
 
 
 @overload
@@ -123,7 +125,9 @@ def generate(
             prompt attends to most); ignore_chat_template, use the text as it is;
             response_format, what the text has to match, as for OpenAI: {"type":
             "json_schema", "json_schema": {"schema": ...}}, {"type": "json_object"},
-            {"type": "regex", "regex": ...} or {"choice": [...]}.
+            {"type": "regex", "regex": ...} or {"choice": [...]}; thinking_budget, the
+            most tokens of the chain of thought: with a response_format, a model that
+            can do without thinks only if there is a budget.
 
     Returns:
         A result with `text`, `tokens` (ids without the end token), `prompt_tokens`,
@@ -153,7 +157,7 @@ def generate(
     stop = settings["stop"]
     stop = [stop] if isinstance(stop, str) else stop
     wanted: dict[str, Any] = {"sampling": sampling, "grammar": grammar}
-    wanted["max_tokens"] = settings["max_tokens"]
+    wanted |= {name: settings[name] for name in ("max_tokens", "thinking_budget")}
     is_chat = bool(prompt) and all(isinstance(part, dict) for part in prompt)
     if isinstance(prompt, list) and not is_chat:
         if stream:
@@ -182,5 +186,6 @@ def _encode(model: Model, prompt: Any, settings: dict[str, Any]) -> list[int]:
         model.tokenizer,
         prompt,
         system=settings["system"],
+        thinking=thinks(settings["response_format"], settings["thinking_budget"]),
         ignore_chat_template=ignores_template,
     )

@@ -192,7 +192,8 @@ def _restore(
     nodes = [prefixes.root]
     for node, state in zip(saved.nodes, states, strict=True):
         tokens = np.array(node.tokens, np.int32)
-        new = PrefixNode(tokens, **state, layer_ids=tuple(node.layer_ids))
+        new = PrefixNode(tokens, [], layer_ids=tuple(node.layer_ids))
+        new.state = state
         hidden = [] if new.hidden is None else [new.hidden.shape[1]]
         lengths = [part.shape[2] for part in new.positions] + hidden
         if any(length != len(tokens) for length in lengths):
