@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from lmx import cpu, load
-from lmx.config.quant_spec import KV_POLICIES
+from lmx.config.quant_spec import KV_POLICIES, MIN_KV_SIZE
 from lmx.generation.kv_cache.eviction import OBSERVED, KVLimit
 from lmx.generation.kv_cache.sequence import UNQUANTIZED, CacheState
 from mlx_lm.models import base
@@ -38,7 +38,8 @@ class Row:
 
     def limit(self, prompt: int) -> KVLimit | None:
         """The limit for a prompt of so many tokens."""
-        return KVLimit(int(self.share * prompt), self.policy) if self.policy else None
+        size = max(MIN_KV_SIZE, int(self.share * prompt))
+        return KVLimit(size, self.policy) if self.policy else None
 
 
 def main() -> None:
@@ -179,7 +180,7 @@ def _texts(file: Path, encode, arguments) -> list[tuple[list[int], list[int]]]:
 def _needles(tokenizer, arguments) -> list[tuple[list[int], list[int]]]:
     """Prompts with a number at a depth of the text, and the number."""
     draw, pairs = np.random.default_rng(0), []
-    lines = [s for s in Path(arguments.text).read_text().split(" . ") if s.strip()]
+    lines = Path(arguments.text).read_text().replace("\n", " ").split(". ")
     for depth in np.linspace(0.1, 0.9, arguments.needles):
         key, start = (
             f" {draw.integers(10_000, 100_000)}",
@@ -192,7 +193,7 @@ def _needles(tokenizer, arguments) -> list[tuple[list[int], list[int]]]:
             if length > arguments.needle_length:
                 break
         text.insert(int(depth * len(text)), f"{NEEDLE}{key}")
-        content = f"{' . '.join(text)}\n\n{QUESTION}"
+        content = f"{'. '.join(text)}\n\n{QUESTION}"
         message = [{"role": "user", "content": content}]
         prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True)
         pairs.append(([*prompt, *tokenizer.encode(NEEDLE)], tokenizer.encode(key)))
@@ -216,8 +217,8 @@ def _arguments() -> argparse.Namespace:
     add("--text", required=True, help="a long text, such as that of WikiText-2")
     add("--records", required=True, help="JSONL; what is there is not measured again")
     add("--bits", nargs="+", type=int, default=[UNQUANTIZED, 4, 2])
-    add("--window-bits", nargs="+", type=int, default=[UNQUANTIZED, 4])
-    add("--snapkv-bits", nargs="+", type=int, default=[UNQUANTIZED, 4])
+    add("--window-bits", nargs="*", type=int, default=[UNQUANTIZED, 4])
+    add("--snapkv-bits", nargs="*", type=int, default=[UNQUANTIZED, 4])
     add("--shares", nargs="+", type=float, default=[0.5, 0.25, 0.125])
     add("--prompts", type=int, default=8, help="of GSM8K, and of text")
     add("--shots", type=int, default=6, help="solved problems of a prompt")

@@ -28,6 +28,9 @@ class KVLimit:
     max_size: int
     policy: KVPolicy = "window"
 
+    def __post_init__(self):
+        assert self.max_size > SINKS + OBSERVED * self.selects, "see MIN_KV_SIZE"
+
     @property
     def selects(self) -> bool:
         """Whether a prompt is stored whole until its end."""
