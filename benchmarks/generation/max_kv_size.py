@@ -64,13 +64,10 @@ def main() -> None:
             with file.open("a") as stream:
                 stream.write(json.dumps([key, records[key]]) + "\n")
             print(*key, f"{len(prompt)} tokens", flush=True)
-    width = {
-        bits: _bytes_per_token(loaded.model, bits) for bits in {r.bits for r in rows}
-    }
     print("| bits | tokens | bytes | GSM8K | text | needles |")
     print("|---|---|---:|---:|---:|---:|")
     for index, row in enumerate(rows):
-        size = row.share * width[row.bits] / width[UNQUANTIZED]
+        size = row.share * _stored_bits(loaded.model, row.bits) / UNQUANTIZED
         kept = f"{row.policy}, {row.share:.1%}" if row.policy else "all"
         values = {name: [] for name in (ANSWERS, TEXTS, NEEDLES)}
         for (name, _), measured in records.items():
@@ -200,8 +197,11 @@ def _needles(tokenizer, arguments) -> list[tuple[list[int], list[int]]]:
     return pairs
 
 
-def _bytes_per_token(model, bits: int) -> float:
-    return sum(CacheState(model, kv_bits=bits).bytes_by_capacity().values())
+def _stored_bits(model, bits: int) -> float:
+    """Bits of a number in the cache of a 16-bit model, with scales and biases."""
+    if bits == UNQUANTIZED:
+        return bits
+    return bits + 2 * UNQUANTIZED / CacheState(model, kv_bits=bits).caches[0].group_size
 
 
 def _cell(values: list[float]) -> str:

@@ -28,9 +28,6 @@ class KVLimit:
     max_size: int
     policy: KVPolicy = "window"
 
-    def __post_init__(self):
-        assert self.max_size > SINKS + OBSERVED * self.selects, "see MIN_KV_SIZE"
-
     @property
     def selects(self) -> bool:
         """Whether a prompt is stored whole until its end."""
@@ -97,6 +94,7 @@ class ObservedQueries:
         _, heads, length, size = keys.shape
         observed = self.queries.shape[2]
         start = length - observed
+        assert count > keep + observed, "see MIN_KV_SIZE"
         queries = self.queries.astype(mx.float32).reshape(1, heads, -1, observed, size)
         keys = keys.astype(mx.float32)[:, :, None]
         scores = self._scale * (queries @ keys.swapaxes(-1, -2))
