@@ -398,9 +398,19 @@ def test_the_recipe_names_the_limit():
             EvaluateConfig(**wrong)
 
 
-def test_the_server_has_the_limit():
-    parser = argparse.ArgumentParser()
+def test_the_server_has_the_limit(tmp_path):
+    """Its prefixes on the disk are those of windows of this size."""
+    parser, hashes = argparse.ArgumentParser(), []
     serve.add_serve_arguments(parser)
-    words = f"{BASE} --max-kv-size 64 --kv-policy snapkv".split()
-    served = serve._load(parser.parse_args(words), SINGLE_PROCESS)
-    assert served.generator.engine.new_cache().kv_limit == KVLimit(64, "snapkv")
+    for limit in (None, KVLimit(64, "snapkv"), KVLimit(64), KVLimit(65)):
+        words = [str(BASE), "--prefix-cache-dir", str(tmp_path)]
+        if limit:
+            words += ["--max-kv-size", str(limit.max_size)]
+            words += ["--kv-policy", limit.policy]
+        served = serve._load(parser.parse_args(words), SINGLE_PROCESS)
+        engine = served.generator.engine
+        assert engine.new_cache().kv_limit == limit
+        hashes.append(engine.prefixes._disk.model_hash(0))
+    # What snapkv stores is a whole prompt, as without a limit.
+    assert hashes[0] == hashes[1]
+    assert len({*hashes}) == 3
