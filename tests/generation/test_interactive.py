@@ -519,6 +519,22 @@ def test_kv_bits_of_the_checkpoint_are_used_unless_named(run_json, tmp_path):
         ).engine.new_cache()
 
 
+def test_max_kv_size_of_the_command_is_that_of_the_api(run_json):
+    folder = Path(__file__).parents[2] / "data/tiny-base"
+    prompt = "".join(f"def add_{n}(x):\n    return x + {n}\n\n" for n in range(20))
+    words = [folder, "--ignore-chat-template", "--json", "--prompt", prompt]
+    texts = set()
+    for size, policy in ((None, None), (64, None), (64, "window"), (64, "snapkv")):
+        named = {"--max-kv-size": size, "--kv-policy": policy}
+        given = [word for pair in named.items() if pair[1] for word in pair]
+        (output,) = run_json(*words, "--max-tokens", 24, *given)
+        options = {"max_kv_size": size, "kv_policy": policy, "max_tokens": 24}
+        options["ignore_chat_template"] = True
+        assert output["text"] == generate_text(folder, prompt, **options).text
+        texts.add(output["text"])
+    assert len(texts) == 3
+
+
 def test_chat_prompts_on_a_terminal(folder, capsys, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

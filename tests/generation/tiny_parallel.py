@@ -5,12 +5,14 @@ from functools import partial
 from pathlib import Path
 
 import tiny_families
+from lmx.config.quant_spec import KV_POLICIES
 from lmx.errors import UserError
 from lmx.generation import engine as engine_module
 from lmx.generation import sampler
 from lmx.generation.engine import Engine
 from lmx.generation.grammar import Grammar
 from lmx.generation.grammar_matcher import GrammarCompiler
+from lmx.generation.kv_cache.eviction import KVLimit
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.parallel_engine import ParallelEngine
 from lmx.generation.sampling import Sampling
@@ -89,6 +91,8 @@ def options(kind: str, family: str, model) -> dict:
         chosen["kv_bits"] = 8
     if kind == "layer_bits":
         chosen["kv_bits"] = [4 + 4 * (layer % 4 == 1) for layer in range(7)]
+    if kind in KV_POLICIES:
+        chosen["kv_limit"] = KVLimit(40, kind)
     if kind == "evicted":
         chosen["prefix_cache"] = PrefixCache(1 << 20)
     return chosen
