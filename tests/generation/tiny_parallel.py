@@ -90,7 +90,7 @@ def options(kind: str, family: str, model) -> dict:
     if kind == "layer_bits":
         chosen["kv_bits"] = [4 + 4 * (layer % 4 == 1) for layer in range(7)]
     if kind == "evicted":
-        chosen["prefix_cache"] = PrefixCache(1 << 20)
+        chosen["prefix_cache"] = PrefixCache(1 << 19)
     return chosen
 
 

@@ -128,8 +128,8 @@ def alone(
 ) -> Result | None:
     """The result of `work` on the workers, while the other ranks sleep.
 
-    A rank that waits in a collective keeps a core busy (`_connect`). A file lock does not, and a
-    worker that dies releases it. Ranks on other machines wait as usual.
+    A rank that waits in a collective keeps a core busy on most backends. A file lock
+    does not, and a worker that dies releases it. Ranks on other machines wait as usual.
 
     Args:
         is_worker: whether this rank works; the others get None.
