@@ -1,5 +1,5 @@
 """For all tests: no network, caches of their own, one BLAS thread per process, the
-BLAS users have."""
+BLAS users have, and a small model for the speed of the machine."""
 
 import os
 import tempfile
@@ -21,12 +21,17 @@ os.environ["HF_HOME"] = _cache.name
 
 import fusion  # noqa: E402
 from hub_stand_in import stand_in  # noqa: E402, F401
+from lmx.pipeline import work  # noqa: E402
 from tiny_checkpoints import make_checkpoint, tokenizer_folder  # noqa: E402, F401
+
+# Its time is measured once per cache, and no test reads it.
+work.CPU_PROBE = (2, 16, 64)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def same_fixtures_in_every_run(request) -> None:
-    """The fixtures of a module come after this one."""
+    """The fixtures of a module come after this one, with an empty cache."""
+    os.environ["LMX_CACHE"] = tempfile.mkdtemp(dir=_cache.name)
     start_anew(request)
 
 

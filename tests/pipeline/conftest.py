@@ -4,7 +4,6 @@ import os
 
 import pytest
 from lmx.draft import cost_model
-from lmx.pipeline import work
 from lmx.pipeline.evaluate import metrics
 from tiny_runs import EVALUATE, TRAIN, Run
 
@@ -19,7 +18,6 @@ def quick_runs():
         patch.setattr(os, "fsync", lambda handle: None)
         patch.setattr(cost_model, "REPEATS", 1)
         patch.setattr(metrics, "LATENCY_PROMPTS", 1)
-        patch.setattr(work, "CPU_PROBE", (2, 16, 64))
         yield
 
 
