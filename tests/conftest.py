@@ -1,5 +1,5 @@
 """For all tests: no network, caches of their own, one BLAS thread per process, the
-BLAS users have, and a small model for the speed of the machine."""
+BLAS users have."""
 
 import os
 import tempfile
@@ -20,12 +20,11 @@ os.environ["LMX_CACHE"] = _cache.name
 os.environ["HF_HOME"] = _cache.name
 
 import fusion  # noqa: E402
+import warm  # noqa: E402
 from hub_stand_in import stand_in  # noqa: E402, F401
-from lmx.pipeline import work  # noqa: E402
 from tiny_checkpoints import make_checkpoint, tokenizer_folder  # noqa: E402, F401
 
-# Its time is measured once per cache, and no test reads it.
-work.CPU_PROBE = (2, 16, 64)
+warm.hasten()
 
 
 @pytest.fixture(autouse=True, scope="module")
