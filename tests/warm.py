@@ -33,10 +33,17 @@ IMPORTED = (
     "lmx.pipeline.resources",
     "lmx.pipeline.runner",
     "lmx.pipeline.train.run",
+    "lmx.pipeline.evaluate.evaluator",
+    "lmx.pipeline.evaluate.metrics",
+    "lmx.quantization.mixed_precision.search",
+    "lmx.quantization.ptq.sequential",
     "lmx.cli.generate",
     "mlx_lm",
     "mlx_lm.models.llama",
+    "numpy.ma",
     "numpy.random",
+    "transformers.models.llama.configuration_llama",
+    "transformers.video_utils",
 )
 FORKS = sys.platform == "linux"
 NUMBER = struct.Struct("i")
