@@ -113,8 +113,8 @@ def quantize(
         output: the run directory; None = exports/ and the model's name with a hash of
             all settings, so that the same call finds its result again.
         seed: as in a recipe.
-        keys: those of a quantize stage: method ("rtn", "gptq"), bits, group_size,
-            ... (docs/recipes.md).
+        keys: those of a quantize stage: method ("rtn", "gptq", "awq"), bits,
+            group_size, ... (docs/recipes.md).
 
     Returns:
         The run; `model_path` is the quantized model.

@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "data.train",
             "calibration data: file, folder or Hub id; default: built-in text",
         ),
-        "--method": ("stages.quantize.method", "rtn or gptq"),
+        "--method": ("stages.quantize.method", "rtn, gptq or awq"),
         "--bits": ("stages.quantize.bits", "bits per weight"),
         "--group-size": ("stages.quantize.group_size", "weights per scale"),
         "--seed": ("seed", "random seed"),
