@@ -158,7 +158,6 @@ def check(family, proposer=None, **options):
         ("llama", "chain", {}),
         ("gemma3_text", "lookup", {"prefix": True}),
         ("qwen3_next", "draft", {}),
-        ("gemma3n", None, {}),
         ("deepseek_v3", "eagle3", {}),
         ("mtp", "mtp", {"prefix": True}),
         ("falcon_h1", "dflash", {"sampling": "sampled"}),

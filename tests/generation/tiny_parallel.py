@@ -55,10 +55,10 @@ def target(family: str):
 def requests(kind: str) -> list[GenerationRequest]:
     """Ragged prompts. Some begin alike, and one does not fit into a message."""
     chosen = SAMPLED if kind == "sampled" else [Sampling()]
-    found = some_requests(9, chosen, VOCABULARY)
-    for request in found[4:7]:
+    found = some_requests(6, chosen, VOCABULARY, longest=30)
+    for request in found[2:4]:
         request.prompt = [*range(7, 70), *request.prompt]
-    found[8].prompt = [*range(3, 200)]
+    found[5].prompt = [*range(3, 200)]
     if kind == "grammar":
         regex = Grammar("regex", "(ab|c[0-9]{2}){1,6}!")
         for request in found[::2]:
@@ -94,7 +94,7 @@ def options(kind: str, family: str, model) -> dict:
     if kind in KV_POLICIES:
         chosen["kv_limit"] = KVLimit(40, kind)
     if kind == "evicted":
-        chosen["prefix_cache"] = PrefixCache(1 << 20)
+        chosen["prefix_cache"] = PrefixCache(1 << 19)
     return chosen
 
 

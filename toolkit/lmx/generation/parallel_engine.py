@@ -46,7 +46,8 @@ class ParallelEngine(Engine):
         options: those of `Engine`.
     """
 
-    # A rank that waits in a collective takes a whole core, so none waits there long.
+    # A rank that waits in a collective takes a whole core on most backends, so none
+    # waits there long.
     beat_seconds = 0.05
 
     def __init__(
