@@ -228,7 +228,7 @@ def test_the_time_of_a_request(start):
     ) as response:
         lines = [line for line in response.iter_lines() if line]
     assert response.status_code == 200
-    assert '"code": "timeout"' in lines[-1]
+    assert '"code": "timeout"' in lines[-2]
     server.until_idle()
 
 

@@ -2,14 +2,16 @@
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,6 +31,7 @@ from .page import page_response
 from .protocol import AdapterParameters, parse_body
 from .service import CompletionService, Job
 
+T = TypeVar("T")
 JSON = "application/json"
 MAX_LINE = 1000
 """Characters of a line of the log; a client's text may be long."""
@@ -47,6 +50,9 @@ class HTTPSettings:
         max_body: bytes of a request.
         body_timeout: seconds in which a body must come.
         allowed_origins: web pages of other origins that may ask.
+        local_only: a browser reaches the server under a name of this machine only, so
+            that no name of a web page comes to mean this machine (DNS rebinding).
+        allowed_hosts: further names that it may have.
         adapter_loading: clients may load adapters from the server's disk, and drop
             them.
         log_requests: write bodies and answers to the log.
@@ -56,6 +62,8 @@ class HTTPSettings:
     max_body: int = 8 << 20
     body_timeout: float = 30.0
     allowed_origins: tuple[str, ...] = ()
+    local_only: bool = False
+    allowed_hosts: tuple[str, ...] = ()
     adapter_loading: bool = False
     log_requests: bool = False
 
@@ -95,9 +103,12 @@ class Endpoint:
             Route("/", self._page),
         ]
         middleware = []
+        if self._settings.local_only:
+            middleware.append(Middleware(LocalNames, settings=self._settings))
         if origins := self._settings.allowed_origins:
             options = {"allow_methods": ["*"], "allow_headers": ["*"]}
-            middleware = [Middleware(CORSMiddleware, allow_origins=origins, **options)]
+            cors = Middleware(CORSMiddleware, allow_origins=origins, **options)
+            middleware.append(cors)
         handlers: dict[Any, Callable] = {
             ApiError: self._on_error,
             HTTPException: self._on_http_error,
@@ -114,7 +125,10 @@ class Endpoint:
     ) -> Response:
         self._authorize(request)
         body = await self._body(request)
-        job = await prepare(body)
+        try:
+            job = await while_connected(request.receive, prepare(body))
+        except ClientGone:
+            raise ApiError(CLIENT_GONE, "the client has left") from None
         if job.parameters.stream:
             log_end = partial(self._log, request, body)
             keep = self._settings.log_requests
@@ -189,7 +203,7 @@ class Endpoint:
         if self._settings.log_requests:
             answer = job.answer.whole()
             record = {"id": job.answer.id, "request": body, "answer": answer}
-            terminal.write_err(json.dumps(record, ensure_ascii=False) + "\n")
+            terminal.write_err(terminal.json_text(record) + "\n")
 
     # Adapters
 
@@ -293,12 +307,11 @@ class EventStream(Response):
             await while_connected(receive, self._send(pieces, send))
         except ClientGone:
             self._log_end(self._job, CLIENT_GONE)
-        else:
-            self._log_end(self._job, 200)
         finally:
             await pieces.aclose()
 
     async def _send(self, pieces: AsyncIterator[Piece | None], send) -> None:
+        status = 200
         first = await anext(pieces)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -314,11 +327,14 @@ class EventStream(Response):
             options = self._job.parameters.stream_options
             if options and options.include_usage:
                 await self._write(send, event(self._job.answer.usage_chunk()))
-            await self._write(send, DONE)
         except ApiError as error:
-            # The status is sent already.
+            # The client has another status already.
+            status = error.status
+            self._service.metrics.record_error(status)
             await self._write(send, event(error.to_json()))
+        await self._write(send, DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._log_end(self._job, status)
 
     def _events(self, piece: Piece | None) -> bytes:
         if piece is None:
@@ -337,7 +353,45 @@ class EventStream(Response):
             await send(body)
 
 
-async def while_connected(receive: Callable, work: Awaitable[None]) -> None:
+class LocalNames:
+    """ASGI middleware: answers requests to names of this machine only, from its pages.
+
+    Args:
+        settings: names and origins that are allowed too.
+    """
+
+    def __init__(self, app: Callable, settings: HTTPSettings):
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope, receive, send) -> None:
+        headers = Request(scope).headers
+        host, origin = headers.get("host", ""), headers.get("origin")
+        hosts, origins = self._settings.allowed_hosts, self._settings.allowed_origins
+        if host and not is_local(f"//{host}", hosts):
+            name, option = f"Host {shorten(host, 100)}", "--allowed-hosts"
+        elif origin and {origin, "*"}.isdisjoint(origins) and not is_local(origin, ()):
+            name, option = f"Origin {shorten(origin, 100)}", "--allowed-origins"
+        else:
+            return await self._app(scope, receive, send)
+        message = f"{name} is refused: use {option}, or an API key"
+        error = ApiError(403, message, code="forbidden")
+        await JSONResponse(error.to_json(), 403)(scope, receive, send)
+
+
+def is_local(url: str, allowed: Collection[str]) -> bool:
+    """Whether the host of a URL is an address or means this machine; see `LocalNames`.
+
+    A page cannot have the address of another machine as its name.
+    """
+    try:
+        name = urlsplit(url).hostname or ""
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost") or name in allowed
+    return True
+
+
+async def while_connected(receive: Callable, work: Awaitable[T]) -> T:
     """Do the work of a request; end it when the client leaves.
 
     Raises:
@@ -353,7 +407,7 @@ async def while_connected(receive: Callable, work: Awaitable[None]) -> None:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
-        task.result()
+        return task.result()
     finally:
         for each in (task, gone):
             each.cancel()

@@ -13,6 +13,8 @@ from .protocol import ChatCompletionParameters, CompletionParameters
 
 ECHOED = {"refusal", "annotations", "audio", "cache_control"}
 """Keys of OpenAI's answers, which clients send back with the next turn."""
+MIN_LONGEST = 16
+"""Characters of the longest token at least: a template writes some text itself."""
 RESERVED = {
     *("conversation", "messages", "tools", "documents", "chat_template", "tokenize"),
     *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
@@ -33,6 +35,49 @@ class EncodedPrompt:
 
     tokens: list[int]
     in_reasoning: bool = False
+
+
+class TextLimit:
+    """Refuses texts that have too many characters for the positions of the model.
+
+    Args:
+        max_positions: None = no limit.
+    """
+
+    def __init__(self, tokenizer: Any, max_positions: int | None):
+        self._positions = max_positions
+        longest = max(map(len, tokenizer.get_vocab()), default=0)
+        self._longest = max(MIN_LONGEST, longest)
+
+    def require(
+        self, parameters: ChatCompletionParameters | CompletionParameters
+    ) -> int:
+        """The characters of the prompts, before they are encoded.
+
+        Raises:
+            ApiError: a prompt has more than all positions can hold.
+        """
+        if isinstance(parameters, CompletionParameters):
+            sizes = [len(p) for p in parameters.prompts if isinstance(p, str)]
+        else:
+            sizes = [sum(_characters(m.get("content")) for m in parameters.messages)]
+        most, positions = max(sizes, default=0), self._positions
+        if positions is not None and most > positions * self._longest:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {positions} tokens of at most "
+                f"{self._longest} characters, and the prompt has {most:,} characters",
+                param=parameters.PROMPT,
+                code="context_length_exceeded",
+            )
+        return sum(sizes)
+
+
+def _characters(content: Any) -> int:
+    """Characters of a message's content: a text, or a list of parts with texts."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def encode_messages(

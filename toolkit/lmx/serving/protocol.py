@@ -216,7 +216,7 @@ class AdapterParameters(Parameters):
     """The body of `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM's."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=200)]
-    lora_path: str | None = None
+    lora_path: Annotated[str, Field(max_length=4096)] | None = None
 
 
 def parse_body(data: bytes) -> Any:

@@ -5,10 +5,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, library_errors
 from ..generation.engine import Engine
 from ..generation.grammar import Grammar
 from ..generation.grammar_matcher import CompiledGrammar
@@ -20,7 +21,13 @@ from .engine_thread import EngineFailed, EngineThread, ServedModel
 from .errors import OVERLOADED, SERVER, ApiError
 from .metrics import Metrics
 from .output_formats import answer_grammar, chat_grammar, grammar_parameter
-from .prompts import EncodedPrompt, checked_tools, encode_messages, encode_prompts
+from .prompts import (
+    EncodedPrompt,
+    TextLimit,
+    checked_tools,
+    encode_messages,
+    encode_prompts,
+)
 from .protocol import (
     ChatCompletionParameters,
     CompletionParameters,
@@ -29,6 +36,8 @@ from .protocol import (
 
 KEEP_ALIVE_SECONDS = 15.0
 """A stream without a token for so long says that it lives; proxies close it else."""
+LONG_TEXT = 20_000
+"""Characters from which a text takes long to encode, some 30 ms."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,16 @@ class CompletionService:
         self._generator, self._sampling = served.generator, served.sampling
         self._load_adapter = served.load_adapter
         self._tokenizer = served.generator.tokenizer
-        # Long prompts do not stop the event loop. Tokenizers take one thread only.
+        self._limit = TextLimit(self._tokenizer, self._generator.max_positions)
+        # They do not stop the event loop. Short texts do not wait for long ones, and
+        # nobody else for a grammar. Tokenizers in Python take one thread only.
         self._encoder = ThreadPoolExecutor(1, "tokenizer")
+        is_fast = hasattr(self._tokenizer, "backend_tokenizer")
+        self._long_encoder = (
+            ThreadPoolExecutor(1, "long texts") if is_fast else self._encoder
+        )
+        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self._preparing = 0  # completions whose prompt or grammar is not ready
 
     @property
     def models(self) -> dict[str, str | None]:
@@ -112,7 +129,9 @@ class CompletionService:
             raise ApiError(400, f"there is a model {name!r} already", param="lora_name")
 
         def add(engine: Engine) -> None:
-            engine.adapters.add(name, self._load_adapter(path))
+            # The system refuses some paths before there is a folder to read.
+            with library_errors("the adapter does not load", place=path):
+                engine.adapters.add(name, self._load_adapter(path))
 
         try:
             await self.thread.run_on_engine(add)
@@ -148,23 +167,25 @@ class CompletionService:
         parameters = ChatCompletionParameters.parse(body)
         if parameters.top_logprobs and not parameters.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
-        model = self._require_model(parameters)
-        self._require_room(parameters.choices)
+        model, adapter = self._require_model(parameters)
         tools = checked_tools(parameters)
-        grammar = chat_grammar(parameters, self._tokenizer)
-        # A grammar has no place for a chain of thought.
-        prompt = await self._encode(
-            lambda: encode_messages(
-                self._tokenizer, parameters, tools, thinking=grammar is None
+        size = self._limit.require(parameters)
+        async with self._prepares(parameters.choices):
+            grammar = chat_grammar(parameters, self._tokenizer)
+            # A grammar has no place for a chain of thought.
+            prompt = await self._encode(
+                lambda: encode_messages(
+                    self._tokenizer, parameters, tools, thinking=grammar is None
+                ),
+                size,
             )
-        )
+            compiled = await self._compile(grammar, parameters)
         if grammar and prompt.in_reasoning:
             message = (
                 "the chat template of this model begins with a chain of thought, for "
                 f"which {grammar_parameter(parameters)} leaves no place"
             )
             raise ApiError(400, message, param=grammar_parameter(parameters))
-        compiled = await self._compile(grammar, parameters)
 
         def parser() -> ChatOutputParser:
             return ChatOutputParser(
@@ -175,6 +196,7 @@ class CompletionService:
         choices = self._choices(
             parameters,
             [prompt],
+            adapter=adapter,
             grammar=compiled,
             top_logprobs=top if parameters.logprobs else None,
             parser=parser,
@@ -195,15 +217,18 @@ class CompletionService:
         if parameters.echo and parameters.logprobs is not None:
             message = "lmx gives no log-probabilities of prompts: echo without logprobs"
             raise ApiError(400, message, param="echo")
-        model = self._require_model(parameters)
-        self._require_room(parameters.choices * len(parameters.prompts))
-        prompts = await self._encode(
-            lambda: encode_prompts(self._tokenizer, parameters)
-        )
+        model, adapter = self._require_model(parameters)
+        size = self._limit.require(parameters)
+        async with self._prepares(parameters.choices * len(parameters.prompts)):
+            prompts = await self._encode(
+                lambda: encode_prompts(self._tokenizer, parameters), size
+            )
+            compiled = await self._compile(answer_grammar(parameters), parameters)
         choices = self._choices(
             parameters,
             prompts,
-            grammar=await self._compile(answer_grammar(parameters), parameters),
+            adapter=adapter,
+            grammar=compiled,
             top_logprobs=parameters.logprobs,
         )
         lengths = [len(prompt.tokens) for prompt in prompts]
@@ -275,8 +300,7 @@ class CompletionService:
     ) -> list[TokenOutput] | None:
         now = time.monotonic()
         if now >= deadline:
-            message = f"the request took more than {self.settings.timeout:g} seconds"
-            raise ApiError(408, message, code="timeout")
+            raise self._too_long()
         try:
             # Not `wait_for`: it may return in place of ending when it is cancelled.
             async with asyncio.timeout(min(KEEP_ALIVE_SECONDS, deadline - now)):
@@ -287,6 +311,8 @@ class CompletionService:
             raise ApiError(500, "the engine failed; see the log", kind=SERVER)
         for output in outputs:
             if output.error:
+                if output.request.adapter not in (None, *self._adapters):
+                    raise self._no_model(output.request.adapter)
                 raise ApiError.from_user_error(output.error)
         return outputs
 
@@ -297,22 +323,52 @@ class CompletionService:
             return None
         try:
             compile_ = self._generator.grammars.compile
-            return await self._encode(lambda: compile_(grammar))
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._compiler, compile_, grammar)
         except UserError as error:
             raise ApiError.from_user_error(
                 error, param=grammar_parameter(parameters)
             ) from error
 
-    async def _encode(self, function: Callable[[], Any]) -> Any:
+    async def _encode(self, function: Callable[[], Any], size: int) -> Any:
+        """What a function of `size` characters returns, from another thread."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoder, function)
+        encoder = self._long_encoder if size > LONG_TEXT else self._encoder
+        return await loop.run_in_executor(encoder, function)
 
-    def _require_model(self, parameters: GenerationParameters) -> str:
+    def _require_model(
+        self, parameters: GenerationParameters
+    ) -> tuple[str, str | None]:
+        """The model of a request, and its adapter if it is one.
+
+        The name counts for the whole request: it never means another model later.
+        """
         name = parameters.model or self.settings.model
         if name not in self.models:
-            message = f"The model {name!r} does not exist"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return name
+            raise self._no_model(name)
+        return name, name if name != self.settings.model else None
+
+    @staticmethod
+    def _no_model(name: str) -> ApiError:
+        message = f"The model {name!r} does not exist"
+        return ApiError(404, message, param="model", code="model_not_found")
+
+    @asynccontextmanager
+    async def _prepares(self, count: int) -> AsyncIterator[None]:
+        """Count completions as open while they are prepared, if there is room."""
+        self._require_room(count)
+        self._preparing += count
+        try:
+            async with asyncio.timeout(self.settings.timeout):
+                yield
+        except TimeoutError:
+            raise self._too_long() from None
+        finally:
+            self._preparing -= count
+
+    def _too_long(self) -> ApiError:
+        message = f"the request took more than {self.settings.timeout:g} seconds"
+        return ApiError(408, message, code="timeout")
 
     def _require_room(self, count: int) -> None:
         if count > self.settings.max_requests:
@@ -321,10 +377,11 @@ class CompletionService:
                 f"{self.settings.max_requests}"
             )
             raise ApiError(400, message, param="n")
-        if self.thread.open_requests + count > self.settings.max_requests:
+        busy = self.thread.open_requests + self._preparing
+        if busy + count > self.settings.max_requests:
             raise ApiError(
                 429,
-                f"{self.thread.open_requests} completions run or wait, and at most "
+                f"{busy} completions run or wait, and at most "
                 f"{self.settings.max_requests} may",
                 code="overloaded",
                 kind=OVERLOADED,
@@ -336,12 +393,15 @@ class CompletionService:
         parameters: GenerationParameters,
         prompts: Sequence[EncodedPrompt],
         *,
+        adapter: str | None,
         grammar: CompiledGrammar | None,
         top_logprobs: int | None,
         parser: Callable[[], ChatOutputParser] | None = None,
         single_call: bool = False,
     ) -> list[Choice]:
         """The completions of prompts.
+
+        Each has its own noise: its seed is that of the request plus its number.
 
         Args:
             top_logprobs: of so many most likely tokens; None = no log-probabilities.
@@ -357,7 +417,6 @@ class CompletionService:
         positions = self._generator.max_positions
         limit = parameters.max_new_tokens or self.settings.max_tokens
         stop_tokens = frozenset() if parameters.ignore_eos else None
-        adapter = parameters.model if parameters.model in self._adapters else None
         choices = []
         for prompt_index, prompt in enumerate(prompts):
             tokens = prompt.tokens
@@ -374,8 +433,8 @@ class CompletionService:
             except UserError as error:
                 place = parameters.PROMPT
                 raise ApiError.from_user_error(error, param=place) from error
-            for number in range(parameters.choices):
-                sampling = parameters.sampling(self._sampling, seed + number)
+            for _ in range(parameters.choices):
+                sampling = parameters.sampling(self._sampling, seed + len(choices))
                 try:
                     request = GenerationRequest(
                         tokens,
