@@ -152,6 +152,17 @@ def test_a_seed_gives_the_same_text_alone_and_with_neighbours(server):
     assert _sampled(server, None)[0]["text"] != _sampled(server, None)[0]["text"]
 
 
+@pytest.mark.parametrize("seed", [None, 10])
+def test_completions_of_a_request_share_no_noise(server, seed):
+    """Four equal prompts had four equal texts."""
+    body = {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True, "n": 2}
+    choices = server.complete([PROMPT] * 3, seed=seed, **body)["choices"]
+    assert len({choice["text"] for choice in choices}) == 6
+    if seed is not None:
+        alone = [_sampled(server, seed + i)[0]["text"] for i in range(6)]
+        assert [choice["text"] for choice in choices] == alone
+
+
 def test_seeds_of_all_sizes(server):
     texts = {_sampled(server, seed)[0]["text"] for seed in (0, -1, 2**63, 2**64 - 2)}
     assert len(texts) == 4

@@ -8,9 +8,10 @@ top_p to the result of top_k.)
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
+from typing import Self
 
 import mlx.core as mx
 
@@ -61,6 +62,10 @@ class Sampling:
         """Whether the logits depend on earlier tokens."""
         neutral = self.presence_penalty == self.frequency_penalty == 0
         return not neutral or self.repetition_penalty != 1
+
+    def with_seed_offset(self, number: int) -> Self:
+        """These settings for request `number` of several, which share no noise."""
+        return replace(self, seed=(self.seed + number) % 2**64)
 
     def __post_init__(self):
         ranges = {
