@@ -37,6 +37,7 @@ VALID = [
             "seed": 5,
             "stop": ["a", "b"],
             "logit_bias": {"5": 2.0},
+            "stream": True,
             "stream_options": {"include_usage": True},
             "max_completion_tokens": 4,
             "metadata": {"a": "b"},

@@ -43,6 +43,8 @@ def test_a_stream_is_the_whole_completion(server, case):
     assert len({chunk["id"] for chunk in chunks}) == 1
     running = [chunk.get("usage") for chunk in chunks[:-1]]
     assert all(running) if counts else not any(running)
+    # OpenAI's chunks have the key, too.
+    assert all("usage" in chunk for chunk in chunks[:-1])
     if counts:
         totals = [u["completion_tokens"] for u in running]
         assert totals == sorted(totals)
@@ -61,6 +63,9 @@ def test_a_stream_is_the_whole_chat(server, case):
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
     assert all("usage" not in chunk for chunk in chunks)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = server.stream(CHAT, _messages() | body | {"stream_options": options})
+    assert chunks[0]["usage"]["prompt_tokens"] == chunks[-1]["usage"]["prompt_tokens"]
 
 
 def test_names_and_forms(server):

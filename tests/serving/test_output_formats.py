@@ -128,12 +128,16 @@ def test_completions_follow_formats(server, options, texts):
 )
 def test_calls_are_forced(server, choice, names):
     found = set()
-    for seed in range(4):
+    for seed in range(12):
         body = chat(tools=TOOLS, tool_choice=choice, seed=seed)
         message, reason = _answer(server, body)
         (call,) = message["tool_calls"]
         found.add(call["function"]["name"])
         arguments = json.loads(call["function"]["arguments"])
+        # A token is a byte: none is a blank that json.dumps does not write.
+        whole = json.dumps({"name": call["function"]["name"], "arguments": arguments})
+        count = server.post(CHAT, body).json()["usage"]["completion_tokens"]
+        assert count == len(f"<tool_call>\n{whole}\n</tool_call>") + 1
         parameters = TOOLS[0]["function"]["parameters"]
         jsonschema.validate(arguments, parameters)
         assert (message["content"], reason) == (None, "tool_calls")
@@ -167,6 +171,9 @@ WRONG = [
     ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
     ({"structured_outputs": {"regex": "a{9"}}, "structured_outputs"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": False, "stream_options": {}}, "stream_options"),
     ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
     (
         {

@@ -66,11 +66,10 @@ def check_schema(schema: Any, place: str) -> None:
             raise UserError("the JSON schema is nested too deeply", place=place)
         if "additionalItems" in schema and not isinstance(schema.get("items"), list):
             raise UserError("additionalItems needs a list of items", place=place)
-        inner = []
-        if isinstance(reference := schema.get("$ref"), str):
-            path = [unquote(p) for p in reference.partition("#/")[2].split("/")]
-            if (target := _find(root, path)) is not None:
-                inner.append((target, ".".join([top, *path]), 0))
+        inner, reference = [], str(schema.get("$ref"))
+        if (target := find(root, reference)) is not None:
+            path = reference.partition("#/")[2].replace("/", ".")
+            inner.append((target, f"{top}.{path}", 0))
         for keyword, value in schema.items():
             _check_keyword(keyword, value, place)
             each = _schemas_below(keyword, value)
@@ -118,10 +117,10 @@ def _numbers(value: Any) -> Iterator[int | float]:
             yield value
 
 
-def _find(schema: Any, path: list[str]) -> dict | None:
-    """The object at a JSON pointer, if there is one."""
-    for part in path:
-        part = part.replace("~1", "/").replace("~0", "~")
+def find(schema: Any, reference: str) -> dict | None:
+    """The object in a schema that a $ref such as "#/$defs/a" names, if there is one."""
+    for part in reference.partition("#/")[2].split("/"):
+        part = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list) and part.isdecimal() and int(part) < len(schema):
             schema = schema[int(part)]
         else:

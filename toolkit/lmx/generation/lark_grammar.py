@@ -9,6 +9,8 @@ from .json_schema import check_schema, require_short_chain
 TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 SCHEMA = re.compile(r"%json\s*(?={)")
 DEFINITION = re.compile(r"^[ \t?!]*([A-Za-z_]\w*)[^\n:|]*:", re.MULTILINE)
+# An option of llguidance: JSON as json.dumps writes it, without other spaces.
+TIGHT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -27,6 +29,8 @@ def check_lark(source: str, place: str) -> None:
             schema, at = decoder.raw_decode(source, at)
         except (ValueError, RecursionError):
             continue
+        if schema.get("x-guidance") == TIGHT:
+            del schema["x-guidance"]
         check_schema(schema, f"{place}.%json")
     rules = TEXTS.sub(" ", " ".join([*parts, source[at:]]))
     _, *pairs = DEFINITION.split(rules)

@@ -320,7 +320,7 @@ class EventStream(Response):
         try:
             for choice in self._job.choices:
                 for chunk in self._job.answer.start(choice):
-                    await self._write(send, event(chunk))
+                    await self._write(send, event(chunk | self._usage()))
             await self._write(send, self._events(first))
             async for piece in pieces:
                 await self._write(send, self._events(piece))
@@ -341,11 +341,15 @@ class EventStream(Response):
             return KEEP_ALIVE
         if self._keep:
             self._job.answer.add_piece(piece)
-        chunks = [*self._job.answer.chunks(piece)]
+        chunks = self._job.answer.chunks(piece)
+        return b"".join(event(chunk | self._usage()) for chunk in chunks)
+
+    def _usage(self) -> dict:
+        """The key of all chunks but the last, if wanted: null, or counts so far."""
         if self._job.splits_steps:
-            usage = {"usage": self._job.answer.usage()}
-            chunks = [chunk | usage for chunk in chunks]
-        return b"".join(map(event, chunks))
+            return {"usage": self._job.answer.usage()}
+        options = self._job.parameters.stream_options
+        return {"usage": None} if options and options.include_usage else {}
 
     async def _write(self, send, data: bytes) -> None:
         if data:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..generation.grammar import Grammar, parse_response_format
+from ..generation.lark_grammar import TIGHT
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, GenerationParameters
 
@@ -99,8 +100,10 @@ def chat_grammar(
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     tags = json.dumps(f"{start}\n"), json.dumps(f"\n{end}")
     try:
-        schema = Grammar.json_schema({"anyOf": calls}, "tools").source
-        rule = f"start: {tags[0]} call {tags[1]}\ncall: %json {schema}"
+        Grammar.json_schema(schema := {"anyOf": calls}, "tools")
+        # Models write calls so, and spaces would be counted.
+        source = json.dumps(schema | {"x-guidance": TIGHT})
+        rule = f"start: {tags[0]} call {tags[1]}\ncall: %json {source}"
         return Grammar("lark", rule)
     except UserError as error:
         raise ApiError.from_user_error(error, param="tools") from error

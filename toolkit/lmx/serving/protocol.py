@@ -7,7 +7,14 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from ..config.validation import describe, path_of
 from ..errors import shorten
@@ -136,6 +143,15 @@ class GenerationParameters(Parameters):
             raise ValueError(f"has more than {MAX_STOP_STRINGS} strings")
         if not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in strings):
             raise ValueError(f"a string has not 1 to {MAX_STOP_CHARACTERS} characters")
+        return value
+
+    @field_validator("stream_options")
+    @classmethod
+    def _check_stream(
+        cls, value: StreamOptions | None, info: ValidationInfo
+    ) -> StreamOptions | None:
+        if value and not info.data.get("stream"):
+            raise ValueError("needs stream")
         return value
 
     @property

@@ -165,6 +165,8 @@ class CompletionService:
         """
         arrival = time.monotonic()
         parameters = ChatCompletionParameters.parse(body)
+        if parameters.tool_choice == "auto" and not parameters.tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         if parameters.top_logprobs and not parameters.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
         model, adapter = self._require_model(parameters)
