@@ -1,7 +1,6 @@
-"""What a page of lmx shows: its data, and what a browser draws of them."""
+"""What a page of lmx shows: its data, and what its script draws of them."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -9,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
-    None,
-)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+NODE = shutil.which("node")
+needs_node = pytest.mark.skipif(NODE is None, reason="there is no Node.js")
 
 
 def data_of(html: str) -> dict:
@@ -23,42 +19,33 @@ def data_of(html: str) -> dict:
     return json.loads(text)
 
 
-def sections(html: str) -> list[str]:
-    """The ids of the sections."""
-    return [section["id"] for section in data_of(html)["sections"]]
+def sections(html: str) -> dict[str, list[dict]]:
+    """The blocks of each section by its id."""
+    return {section["id"]: section["blocks"] for section in data_of(html)["sections"]}
 
 
-def blocks(html: str, kind: str) -> list[dict]:
-    """All blocks of a type, also those in others."""
+def blocks(html: str) -> list[dict]:
+    """All blocks."""
+    return sum(sections(html).values(), data_of(html)["header"])
 
-    def within(value):
-        if isinstance(value, list):
-            for each in value:
-                yield from within(each)
-        elif isinstance(value, dict):
-            if value.get("type") == kind:
-                yield value
-            yield from within([*value.values()])
 
-    return [*within(data_of(html))]
+def charts(html: str) -> list[dict]:
+    """All charts."""
+    return [block for block in blocks(html) if "lines" in block]
 
 
 def rows(html: str) -> list[list[str]]:
-    """The cells of all tables as text."""
+    """The cells of all tables as text, with those of charts."""
     return [
         [cell["text"] if isinstance(cell, dict) else cell for cell in row]
-        for table in blocks(html, "table")
-        for row in table["rows"]
+        for block in blocks(html)
+        for row in block.get("table", block).get("rows", [])
     ]
 
 
 def drawn(html: str, folder: Path) -> str:
-    """The elements that Chromium has after the page's script has run."""
+    """The page after its script has run, on a small DOM in Node.js."""
     page = folder / "drawn.html"
     page.write_text(html)
-    command = [BROWSER, "--headless", "--disable-gpu", "--dump-dom", page.as_uri()]
-    # Chromium's sandbox needs another user than root.
-    command += ["--no-sandbox"] * (os.geteuid() == 0)
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    command = [NODE, Path(__file__).with_name("small_dom.js"), page]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -53,8 +53,8 @@ RUN_ELSEWHERE = re.compile(
     r"lmx-train recipes/(?!qat_4bit)\w+\.yaml"
     r"|python benchmarks/(train_step|finetune|generate)\.py.*"
 )
-# Programs of other packages.
-SERVING = {"pip", "uv", "curl", "nginx", "caddy"}  # tests/serving runs what they show
+# Programs of other packages; tests/serving runs what they show.
+SERVING = {"pip", "uv", "curl", "nginx", "caddy", "litellm"}
 EXTERNAL = (
     {"hf", "python", "ollama", "llama-cli", "llama-server", "mlx.distributed_config"}
     | SERVING

@@ -178,6 +178,7 @@ METHODS = (
     Method("qat minmax", _qat("minmax"), grids=ALL_GRIDS),
     Method("qat fixed_scale", _qat("fixed_scale"), grids=ALL_GRIDS),
     Method("qat lsq", _qat("lsq")),
+    Method("qat ternary", _qat("ternary"), grids=(2,)),
     Method("qat late", _late_qat),
     Method("qat from gptq", _from_gptq, grids=ALL_GRIDS),
     Method("qat from codes", _from_codes),

@@ -8,7 +8,6 @@ import pytest
 from lmx.cli import main, sweep
 from lmx.cli.sweep import expand, folder_name
 from lmx.errors import INTERRUPTED, UserError
-from lmx.run.compare import RunSummary, groups_table, narrower
 
 RATE = "stages.train.learning_rate"
 
@@ -164,32 +163,3 @@ def test_dry_run_lists_the_runs(recipe, in_process, capsys):
     assert printed == ["to run  here/seed=4", "to run  here/seed=5", "2 runs"]
     assert not in_process
     assert not Path("here").exists()
-
-
-def test_table_has_means_and_standard_errors_over_seeds():
-    def run(rate: str, seed: int, loss: float, status: str = "done") -> tuple:
-        records = [{"kind": "valid", "loss": 9.0}, {"kind": "valid", "loss": loss}]
-        metrics = {"perplexity": 10 * loss}
-        summary = RunSummary("", Path(), "m", metrics, [], status, {}, records)
-        return {"rate": rate, "seed": str(seed)}, summary
-
-    runs = [run("1", 0, 1.0), run("1", 1, 2.0), run("1", 2, 6.0)]
-    runs += [run("2", 0, 4.0), run("2", 1, 100.0, "failed")]
-    runs.append(({"rate": "2", "seed": "2"}, None))
-    columns, rows = groups_table(runs)
-    assert columns == ["rate", "finished", "validation loss", "perplexity"]
-    # The standard deviation of 1, 2 and 6 is sqrt(7).
-    assert rows == [
-        ["1", "3 of 3", "3.0000 ± 1.5275", "30.000 ± 15.275"],
-        ["2", "1 of 3", "4.0000", "40.000"],
-    ]
-
-
-def test_table_of_few_groups_and_many_metrics_has_metrics_as_rows():
-    columns, row = ["rate", "finished", "loss", "KL"], ["1", "3 of 3", "2.0", "0.1"]
-    assert narrower(columns, [row]) == (
-        ["rate", "1"],
-        [["finished", "3 of 3"], ["loss", "2.0"], ["KL", "0.1"]],
-    )
-    # As wide as it is high: it stays.
-    assert narrower(columns, [row] * 3) == (columns, [row] * 3)

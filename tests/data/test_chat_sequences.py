@@ -110,7 +110,7 @@ CASES = {
     ),
     "a later system message": (
         *(FIRST_SYSTEM, [SYSTEM, *ONE, SYSTEM, *ONE]),
-        "does not write message 4, of the role system",
+        [["Yes.", "Yes."]],
     ),
     "no results of tools": (
         *(NO_SYSTEM.replace("system", "tool"), [*ONE, RESULT, turn("No.")]),

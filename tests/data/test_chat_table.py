@@ -59,9 +59,9 @@ REFUSED = (
     (
         "raises",
         "llama2 gemma2 mistral_v3 nemo",
-        f"{ADJACENT} later_system",
+        ADJACENT,
     ),
-    ("raises", "mistral_v7", "later_system"),
+    ("raises", "gemma2", "later_system"),
     # Only one call; an answer must not be empty.
     ("raises", "llama31", "two_calls"),
     ("raises", "mistral_v13", "empty_turn"),
@@ -73,9 +73,22 @@ REFUSED = (
     ("tools", "deepseek_v3 deepseek_r1 deepseek_v31", f"{CALLS} reasoning_and_calls"),
     ("tools", "phi4_mini", "call call_with_content two_calls tool_result"),
     ("message", "no_system", "system system_many_turns inline_reasoning_many_turns"),
-    ("message", "no_system first_system falcon_h1 lfm2 nemotron_h", "later_system"),
-    ("message", "nemotron_3 minimax_m2 gpt_oss gemma4", "later_system"),
+    ("message", "no_system", "later_system"),
     ("message", "answer_only", " ".join({*CHATS} - {"assistant_first"})),
+)
+# Families that take a system message at the start alone: a later one joins the message
+# of the user.
+FIRST_SYSTEM = (
+    *(
+        "llama2",
+        "mistral_v3",
+        "mistral_v7",
+        "nemo",
+        "first_system",
+        "falcon_h1",
+        "lfm2",
+    ),
+    *("nemotron_h", "nemotron_3", "minimax_m2", "gpt_oss", "gemma4"),
 )
 # One of these is in the reason that lmx gives.
 WORDS = {
@@ -105,7 +118,12 @@ def oracle(name: str) -> Oracle:
 
 @cache
 def cell(name: str, chat: str) -> Cell:
-    return oracle(name).cell(CHATS[chat])
+    row = CHATS[chat]
+    if chat == "later_system" and name in FIRST_SYSTEM:
+        *start, system, asks, answer = row["messages"]
+        asks = asks | {"content": f"{system['content']}\n\n{asks['content']}"}
+        row = row | {"messages": [*start, asks, answer]}
+    return oracle(name).cell(row)
 
 
 @cache
@@ -193,9 +211,7 @@ def served_prompts(oracle: Oracle, row: dict, tokenizer) -> list[set[tuple]]:
             parameters = ChatCompletionParameters.parse(
                 body | {"chat_template_kwargs": options}
             )
-            prompt = encode_messages(
-                tokenizer, parameters, checked_tools(parameters), thinking=True
-            )
+            prompt = encode_messages(tokenizer, parameters, checked_tools(parameters))
             prompts[-1].add(tuple(prompt.tokens))
     return prompts
 

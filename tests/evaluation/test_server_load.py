@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from lmx.cli.main import main
 from lmx.evaluation.server_load import cost_per_million
-from page_data import blocks
+from page_data import charts
 
 # A stand-in for the program: it keeps its configuration, and writes a summary.
 PROGRAM = f"""#!{sys.executable}
@@ -101,7 +101,7 @@ def test_loads_are_measured_one_by_one(program, url, monkeypatch, capsys, tmp_pa
     # Others on the machine must not read the key.
     assert first["mode"] == 0o600
     html = page.read_text()
-    assert len(blocks(html, "chart")) == 8
+    assert len(charts(html)) == 8
     assert "secret" not in html + output.out + output.err
 
 

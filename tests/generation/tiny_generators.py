@@ -30,6 +30,14 @@ def byte_tokenizer(eos=("<|im_end|>",), template=None):
     )
 
 
+def thinking_tokenizer(template=None):
+    """A byte tokenizer whose last two tokens begin and end a chain of thought."""
+    tokenizer = byte_tokenizer(template=template)
+    tokenizer._think_start, tokenizer._think_end = "<|end|>", "<|pad|>"
+    tokenizer._think_start_tokens, tokenizer._think_end_tokens = (258,), (259,)
+    return tokenizer
+
+
 def _llama():
     from mlx_lm.models import llama
 

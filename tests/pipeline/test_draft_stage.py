@@ -17,7 +17,7 @@ from lmx.draft.report import MIN_SPEEDUP
 from lmx.generation.generator import Generator
 from lmx.models.checkpoint import weights_digest
 from lmx.models.loader import load
-from page_data import rows
+from page_data import sections
 from tiny_runs import Run
 
 DATA_GENERATION = {
@@ -104,9 +104,14 @@ def test_card_and_page_show_every_prompt_set(draft_run):
         for prompt_set in ("chat", "copying"):
             assert f"| {sampling}, {prompt_set}: speed-up | 1.00x |" in card
             assert f"Speculative decoding, {sampling}, {prompt_set}" in page
-    shown = [cells for name, *cells in rows(page) if name == "draft"]
-    assert len(shown) == 6
-    assert not any("-" in cells for cells in shown)
+    shown = [
+        row[table["columns"].index("draft")]
+        for table in sections(page)["speculative_decoding"]
+        if "draft" in table["columns"]
+        for row in table["rows"]
+    ]
+    assert len(shown) == 6 * 3
+    assert "-" not in shown
 
 
 def test_draft_training_logs_bounds_lengths_and_prediction(draft_run):

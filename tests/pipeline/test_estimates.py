@@ -22,14 +22,14 @@ from lmx.models.dtypes import set_compute_dtype
 from lmx.models.loader import build_model
 from lmx.models.lora import lora_model
 from lmx.pipeline import resources
-from lmx.pipeline.draft.estimate import draft_training_cost, generation_cost
 from lmx.pipeline.draft.stage import DraftStage
-from lmx.pipeline.estimate import BatchShape, ModelShape, TrainingCost, Workload
+from lmx.pipeline.estimate import BatchShape, Estimate, ModelShape, Workload
 from lmx.pipeline.plan import load, plan
-from lmx.pipeline.quantize.estimate import quantize_cost
+from lmx.pipeline.quantize.estimate import SOLVER_ARRAYS, estimate_quantization
 from lmx.pipeline.train.estimate import training_cost
 from lmx.pipeline.work import Work
 from lmx.quantization.packing import dequantize, pack
+from lmx.quantization.ptq.gptq.solver import MAX_ELEMENTS
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
 from lmx.run.progress import readable_size
@@ -50,7 +50,7 @@ stages: [{train: {epochs: 2, batch_size: 2}}, {export: }]
 """
 
 
-def cost_of(compute: int = 4, processes: int = 1, **settings) -> TrainingCost:
+def cost_of(compute: int = 4, processes: int = 1, **settings) -> Estimate:
     config = TrainConfig(**({"steps": 1, "batch_size": 8} | settings))
     batch = BatchShape(64, 512, 512)
     return training_cost(sized(), config, batch, compute, processes)
@@ -116,7 +116,7 @@ def test_memory_is_near_the_measured_peak(adapter, settings):
     train_steps(step, [batch] * config.gradient_accumulation_steps)
     optimizer_bytes = sum(v.nbytes for _, v in tree_flatten(step.optimizer.state))
     peak = mx.get_peak_memory() - before + optimizer_bytes + model_bytes
-    assert 0.6 < sum(estimate.memory.values()) / peak < 1.6
+    assert 0.6 < estimate.memory / peak < 1.6
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_memory_with_fake_quantizers(adapter, quantizer, from_codes):
     assert initial
     cost = training_cost(shapes, config, BatchShape(8, 8, 8), 4)
     assert sum(v.size for v in step.parameters.values()) == cost.trained
-    assert 0.8 < sum(cost.memory.values()) / peak < 1.2
+    assert 0.8 < cost.memory / peak < 1.2
 
 
 def test_memory_of_an_adapter_on_codes():
@@ -196,7 +196,7 @@ def test_memory_of_an_adapter_on_codes():
     step = TrainStep(network, OptimizerConfig())
     train_steps(step, constant_batch(4, 8))
     peak = mx.get_peak_memory() - start
-    cost = training_cost(shapes, config, BatchShape(8, 32, 32), 4).memory
+    cost = training_cost(shapes, config, BatchShape(8, 32, 32), 4).parts
     # At the end, the fused model is loaded.
     assert cost["step"] == 4 * dense.parameters
     # Before, the backward pass needs the inputs and outputs of 32 tokens.
@@ -214,7 +214,7 @@ def test_8_bit_moments_are_counted():
     for optimizer in ("adamw", "adamw_8bit"):
         config = TrainConfig(steps=1, batch_size=1, optimizer=optimizer)
         cost = training_cost(sized(shape), config, BatchShape(8, 8, 8), 4)
-        estimates.append(cost.memory["optimizer"] - 4 * cost.trained)
+        estimates.append(cost.parts["optimizer"] - 4 * cost.trained)
         state = tree_flatten(make_step(shape, config).optimizer.state)
         moments.append(sum(value.nbytes for _, value in state if value.ndim))
     # Tensors below the size of a block keep float32 moments.
@@ -228,34 +228,34 @@ def test_cost_of_options():
         cost_of(gradient_checkpointing=True),
         cost_of(gradient_accumulation_steps=4),
     )
-    assert 1.2 < checkpointed.step.trained / plain.step.trained < 1.4
-    assert accumulated.step == plain.step * 4
-    added = sum(accumulated.memory.values()) - sum(plain.memory.values())
+    assert 1.2 < checkpointed.work.trained / plain.work.trained < 1.4
+    assert accumulated.work == plain.work * 4
+    added = accumulated.memory - plain.memory
     assert added == 4 * plain.trained
-    assert cost_of(optimizer="sgd").memory["optimizer"] == 8 * plain.trained
+    assert cost_of(optimizer="sgd").parts["optimizer"] == 8 * plain.trained
     online, offline = (
         cost_of(teacher=TeacherConfig()),
         cost_of(teacher=TeacherConfig(offline=True)),
     )
-    assert online.memory == plain.memory | {"teacher": 4 * plain.parameters}
+    assert online.parts == plain.parts | {"teacher": 4 * plain.parameters}
     # In every second step.
     rollouts = {"num_generations": 4, "max_tokens": 16, "num_iterations": 2}
     sampling = cost_of(teacher=TeacherConfig(), rollouts=rollouts)
-    assert online.step == plain.step + Work(forward=online.step.forward)
-    assert 0.25 < online.step.forward / plain.step.trained < 0.4
-    per_token = online.step.forward / 512
-    assert sampling.step.generated == pytest.approx(per_token * 8 * 4 * 16 / 2)
+    assert online.work == plain.work + Work(forward=online.work.forward)
+    assert 0.25 < online.work.forward / plain.work.trained < 0.4
+    per_token = online.work.forward / 512
+    assert sampling.work.generated == pytest.approx(per_token * 8 * 4 * 16 / 2)
     assert offline == plain
 
 
 def test_fsdp_divides_shards():
     plain, single = (cost_of(compute=2, fsdp=shard) for shard in (False, True))
-    assert single.memory == plain.memory
-    assert cost_of(compute=2, processes=4).memory == plain.memory
-    sharded = cost_of(compute=2, processes=4, fsdp=True).memory
-    assert sharded["optimizer"] == plain.memory["optimizer"] // 4
+    assert single.parts == plain.parts
+    assert cost_of(compute=2, processes=4).parts == plain.parts
+    sharded = cost_of(compute=2, processes=4, fsdp=True).parts
+    assert sharded["optimizer"] == plain.parts["optimizer"] // 4
     stored = sized().bytes + 4 * plain.trained
-    saved = plain.memory["weights"] - sharded["weights"]
+    saved = plain.parts["weights"] - sharded["weights"]
     assert saved == pytest.approx(0.75 * stored, abs=1)
 
 
@@ -263,7 +263,7 @@ def test_attention_scores_count_where_they_are_kept(monkeypatch):
     steps = []
     for value in (True, False):
         monkeypatch.setattr(cpu, "replaces_functions", lambda value=value: value)
-        steps.append(cost_of().memory["step"])
+        steps.append(cost_of().parts["step"])
     heads = SHAPE.num_hidden_layers * SHAPE.num_attention_heads
     assert steps[1] - steps[0] == 4 * 512 * 2 * heads * 64
 
@@ -273,7 +273,7 @@ def test_work_is_six_operations_per_parameter_and_token():
     config = TrainConfig(steps=1, batch_size=1)
     cost = training_cost(shape, config, BatchShape(8, 8, 8.0), 4)
     norms, attention = 3 * 64, 12 * 8 * 64
-    assert cost.step.trained == (6 * (cost.parameters - norms) + attention) * 8
+    assert cost.work.trained == (6 * (cost.parameters - norms) + attention) * 8
 
 
 @pytest.mark.parametrize(
@@ -322,16 +322,17 @@ def test_quantized_bytes_are_the_bytes_written(sizes, grid):
 def test_quantize_work_counts_tokens_and_the_experts_that_they_see():
     shape = ModelShape.of_config(QWEN3_MOE | {"torch_dtype": "float16"})
     every = replace(shape, config=shape.config | {"num_experts_per_tok": 0})
-    grid = {"bits": 4, "group_size": 32}
-    specs = shape.selection(QuantizationConfig(**grid)).specs
 
-    def cost(effort: str, shape: ModelShape) -> tuple[int, int, Work]:
-        return quantize_cost(GPTQConfig(effort=effort, **grid), shape, specs)
+    def needs(effort: str, shape: ModelShape) -> Estimate:
+        config = GPTQConfig(effort=effort, bits=4, group_size=32)
+        return estimate_quantization(config, shape)
 
-    memory, disk, work = cost("standard", shape)
-    assert work.forward < 0.9 * cost("standard", every)[2].forward
-    assert cost("fast", shape)[2].forward < work.forward
-    assert disk > 0 < memory
+    standard = needs("standard", shape)
+    assert standard.work.forward < 0.9 * needs("standard", every).work.forward
+    assert needs("fast", shape).work.forward < standard.work.forward
+    assert standard.disk > standard.model.bytes > 0
+    # Of the phases, the solver needs most.
+    assert standard.memory > 4 * SOLVER_ARRAYS * MAX_ELEMENTS
 
 
 @pytest.mark.slow
@@ -407,7 +408,7 @@ def test_disk_has_artifacts_and_checkpoints(planned, overrides, checkpoints):
     needs = [
         stage.estimate(workload([64], 0), sized()) for stage in planned(*overrides)
     ]
-    disk = 2 * sized().bytes + 12 * checkpoints * needs[0].training.trained
+    disk = 2 * sized().bytes + 12 * checkpoints * needs[0].trained
     assert sum(need.disk for need in needs) == disk
 
 
@@ -430,62 +431,53 @@ def test_largest_batch_is_that_of_a_bucket(examples, sizes, tokens):
     assert workload(lengths, examples, 512).largest_batch(*sizes) == tokens
 
 
-def draft_cost(draft_model: dict, find=lambda name: None, **settings):
-    config = DraftConfig(draft_model=draft_model, **settings)
-    batch = BatchShape(96, 1024, 1024)
-    return draft_training_cost(sized(DEEP), config, batch, 4, find)
+def draft_needs(find=lambda name: None, **settings) -> Estimate:
+    """With prompts of 30 tokens."""
+    data = Workload(sized(DEEP), [30], 64, 100, find)
+    return DraftStage(DraftConfig(**settings)).estimate(data, sized(DEEP))
 
 
 @pytest.mark.parametrize(
     ("draft_model", "layers"),
-    [
-        ({"num_layers": 2}, 2),
-        ({"num_layers": [0, 3, 7]}, 3),
-        ({}, 2),
-    ],
+    [({"num_layers": 2}, 2), ({"num_layers": [0, 3, 7]}, 3), ({}, 2)],
     ids=str,
 )
 def test_a_draft_model_has_the_blocks_that_are_cut(draft_model, layers):
-    cost = draft_cost(draft_model)
+    needs = draft_needs(draft_model=draft_model)
     expected = sized(DEEP, num_hidden_layers=layers).parameters
-    assert cost.trained == cost.parameters == expected
+    assert needs.trained == needs.parameters == expected
 
 
 def test_draft_work_counts_online_targets_and_prompts_of_the_benchmark():
-    data_generation = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
-    data_generation["text_tokens"] = 0
-
-    def config(top_k, *benchmark):
-        return DraftConfig(
-            data_generation=data_generation | {"top_k": top_k},
-            benchmark=dict(zip(("num_prompts", "max_tokens"), benchmark, strict=True)),
+    prompts = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
+    offline, online = (
+        draft_needs(
+            data_generation=prompts | {"text_tokens": 0, "top_k": top_k},
+            benchmark={"num_prompts": count, "max_tokens": tokens},
+            batch_tokens=1024,
             steps=1,
         )
-
-    configs = config(64, 1, 8), config(None, 2, 32)
-    (stored, disk), (unstored, no_disk) = (
-        generation_cost(sized(DEEP), each, 30.0) for each in configs
+        for top_k, count, tokens in ((64, 1, 8), (None, 2, 32))
     )
     # 2 bytes per token id of 2048, 2 per log-probability, 4 for the remaining mass.
-    assert f"{readable_size(5000 * (64 * 4 + 4))} in the cache" in disk
-    assert all(f"at most {5000:,} tokens" in text for text in (disk, no_disk))
-    assert "predictions: none" in no_disk
+    assert f"{readable_size(5000 * (64 * 4 + 4))} in the cache" in offline.data
+    assert all(f"at most {5000:,} tokens" in each.data for each in (offline, online))
+    assert "predictions: none" in online.data
     per_token = 2 * sized(DEEP).parameters
-    assert unstored == Work(generated=2000 * per_token, forward=3000 * per_token)
-    assert stored == unstored + Work(forward=5000 * per_token)
-    data = Workload(sized(DEEP), [30], 64, 100, lambda name: None)
-    offline, online = (DraftStage(each).estimate(data, sized(DEEP)) for each in configs)
+    assert offline.work.generated == online.work.generated == 2000 * per_token
+    # Prompts, then predictions for all tokens, or in the step.
+    assert offline.work.forward == (3000 + 5000) * per_token
+    assert online.work.forward == (3000 + 1024) * per_token
     assert online.work.decoded == 8 * offline.work.decoded
-    added = online.work.forward - offline.work.forward
-    assert added == per_token * (configs[0].batch_tokens - 5000)
     # The target is in memory either way.
     assert online.parts == offline.parts
     assert online.parts["target"] == 4 * sized(DEEP).parameters
 
 
 def test_draft_cost_of_a_hub_model_is_unknown(tmp_path):
-    assert draft_cost({"init_from": "some/sibling"}) is None
+    draft_model = {"init_from": "some/sibling"}
+    assert draft_needs(draft_model=draft_model).seconds == 0
     sibling = sized(DEEP, num_hidden_layers=12)
     (tmp_path / "config.json").write_text(json.dumps(sibling.config))
-    cost = draft_cost({"init_from": "some/sibling"}, lambda name: tmp_path)
-    assert cost.trained == sized(DEEP, num_hidden_layers=3).parameters
+    needs = draft_needs(lambda name: tmp_path, draft_model=draft_model)
+    assert needs.trained == sized(DEEP, num_hidden_layers=3).parameters

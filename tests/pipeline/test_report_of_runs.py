@@ -5,7 +5,7 @@ import shutil
 from lmx.cli import main
 from lmx.run import logger
 from lmx.training.trainer import Trainer
-from page_data import blocks, rows, sections
+from page_data import charts, rows, sections
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 
 
@@ -15,7 +15,7 @@ def page(run):
 
 def test_report_page_has_every_section(full_run):
     html = page(full_run)
-    shown = ["thresholds", "models", "curves", "layers", "samples"]
+    shown = ["thresholds", "models", "curves_of_1-train", "layers", "samples"]
     measured = [name for name in sections(html) if name != "speculative_decoding"]
     assert measured == [*shown, "commands", "recipe", "versions_and_hashes"]
     assert ["Status", "done"] in rows(html)
@@ -60,6 +60,6 @@ def test_page_is_written_while_a_stage_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "_evaluate", evaluate)
     assert run() == 0
     during, after = pages[-1], (run.output / "report.html").read_text()
-    assert "Learning rate" in [chart["title"] for chart in blocks(during, "chart")]
+    assert "Learning rate" in [chart["title"] for chart in charts(during)]
     assert 'http-equiv="refresh"' in during
     assert 'http-equiv="refresh"' not in after

@@ -12,7 +12,7 @@ from functools import cache
 import mlx.core as mx
 import pytest
 from lmx.cli import main
-from page_data import rows, sections
+from page_data import charts, rows, sections
 from test_draft_stage import DRAFT
 from test_drafter_stage import make_run as drafter_run
 from test_preference_runs import make_run as preference_run
@@ -197,9 +197,15 @@ def test_run_resumes_after_signal(tmp_path, base, finished):
     html = page(run)
     assert ["Status", "interrupted; the same command resumes it"] in rows(html)
     assert "to resume: lmx-train" in html
-    assert "training: " in html
-    shown = ["final_log_lines", "curves", "commands", "recipe", "versions_and_hashes"]
-    assert sections(html) == shown
+    assert charts(html)[0]["lines"][0][0] == "training"
+    shown = [
+        "final_log_lines",
+        "curves_of_1-train",
+        "commands",
+        "recipe",
+        "versions_and_hashes",
+    ]
+    assert [*sections(html)] == shown
     assert main.train(resume_command(process.stderr)) == 0
     assert "resuming after step 7" in run.log
     assert run.outcome() == finished("full").outcome()

@@ -7,6 +7,7 @@ import pytest
 from lmx.config.quant_spec import QuantSpec
 from lmx.models.loader import load
 from lmx.models.quantized_layers import has_quantized_inputs
+from lmx.quantization.bit_packing import unpack_codes
 from lmx.quantization.packing import dequantize
 from page_data import rows
 from tiny_checkpoints import QWEN3_MOE
@@ -42,6 +43,7 @@ NAMES = [
     pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
     for name in MODES
 ]
+NO_EMBEDDING = {"*.embed_tokens": "skip"}
 TOKENS = mx.array([[5, 80, 200, 7, 33, 120]])
 
 
@@ -176,6 +178,26 @@ def test_training_without_updates_keeps_the_codes(
         logits = load(stage(run, 1, "dense"), compute="float32").model(TOKENS)
         coded = load(start, compute="float32").model(TOKENS)
         assert mx.abs(logits - coded).max().item() < 0.05
+
+
+def test_ternary_model_from_scratch_continues_from_its_codes(tmp_path):
+    """Its second training has the same weights, and mlx-lm serves them."""
+    ternary = {"qat": GRID | {"quantizer": "ternary", "overrides": NO_EMBEDDING}}
+    stages = {"train": TRAIN | ternary}, {"train": FROZEN | ternary}
+    run = Run(tmp_path, *stages, {"evaluate": METRICS_ONLY})
+    assert run() == 0
+    before, after = tensors(stage(run, 1)), tensors(stage(run))
+    assert_same_tensors(before, after)
+    scales = [name for name in after if name.endswith(".scales")]
+    assert len(scales) == 14
+    for name in scales:
+        path = name.removesuffix(".scales")
+        assert mx.array_equal(after[f"{path}.biases"], -after[name])
+        codes = unpack_codes(after[f"{path}.weight"], 2)
+        assert {*codes.flatten().tolist()} == {0, 1, 2}
+    served = load(stage(run), compute="float32").model(TOKENS)
+    expected = mlx_lm_logits(stage(run)).astype(mx.float32)
+    assert mx.abs(served - expected).max().item() < 0.05
 
 
 @pytest.mark.slow

@@ -153,6 +153,7 @@ def assert_exported_equals_forward(run, folder):
         ("minmax", True, "float16"),
         ("lsq", True, "bfloat16"),
         ("fixed_scale", False, "float32"),
+        ("ternary", True, "float32"),
         pytest.param("minmax", False, "bfloat16", marks=SLOW_FUSED),
         pytest.param("lsq", False, "float16", marks=SLOW_FUSED),
         pytest.param("fixed_scale", True, "float16", marks=SLOW_FUSED),

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from lmx.config.qat import QATConfig
 from lmx.config.quant_spec import QuantSpec
+from lmx.errors import UserError
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.quantizers import (
     QUANTIZERS,
     FixedScaleQuantizer,
     LSQQuantizer,
     MinMaxQuantizer,
+    TernaryQuantizer,
 )
 from pydantic import ValidationError
 from quantization_samples import normal, to_float64
@@ -25,7 +27,8 @@ SPECS = [
 ]
 TWO_BITS = QuantSpec(bits=2, group_size=32)
 KINDS = [
-    *itertools.product((MinMaxQuantizer, LSQQuantizer, FixedScaleQuantizer), SPECS)
+    *itertools.product((MinMaxQuantizer, LSQQuantizer, FixedScaleQuantizer), SPECS),
+    *((TernaryQuantizer, QuantSpec(bits=2, group_size=size)) for size in (32, 128)),
 ]
 
 
@@ -37,6 +40,50 @@ def moved_quantizer(quantizer_class, spec, dtype, weight):
         name: value * (1 + 0.1 * mx.random.normal(value.shape, key=mx.random.key(i)))
         for i, (name, value) in enumerate(first.items())
     }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ternary_weights_match_bitnet(dtype):
+    """W = s RoundClip(W / s, -1, 1) with s = mean |W| (arXiv 2402.17764)."""
+    weight = normal(2, 3, 128)
+    weight[0, 0, :32] = 0
+    quantizer = TernaryQuantizer(TWO_BITS, dtype)
+    groups = np.array(weight, np.float64).reshape(-1, 32)
+    scales = mx.array(np.abs(groups).mean(axis=-1, keepdims=True)).astype(dtype)
+    scales = to_float64(scales)
+    codes = np.clip(np.round(groups / np.where(scales == 0, 1, scales)), -1, 1)
+    value = quantizer.fake_quantize(weight, quantizer.init(weight))
+    packed = quantizer.pack(weight, {})
+    parts = (packed[name] for name in ("weight", "scales", "biases"))
+    stored = mx.dequantize(*parts, group_size=32, bits=2)
+    assert mx.array_equal(value, stored.astype(mx.float32))
+    tolerance = 1e-6 if dtype == mx.float32 else 0
+    np.testing.assert_allclose(
+        to_float64(value).reshape(-1, 32), scales * codes, rtol=tolerance
+    )
+    gradient = mx.grad(lambda w: (quantizer.fake_quantize(w, {}) * 3).sum())(weight)
+    assert mx.array_equal(gradient, mx.full(weight.shape, 3.0))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_ternary_training_continues_from_ternary_codes_alone(dtype):
+    weight = normal(64, 128)
+    # Groups with no and with one other weight than 0.
+    weight[0, :32], weight[1, :31] = 0, 1e-6
+    quantizer = TernaryQuantizer(TWO_BITS, dtype)
+    packed = quantizer.pack(weight, {})
+    first, second = (
+        quantizer.latent_within_cell(packed, mx.random.key(seed)) for seed in (0, 1)
+    )
+    assert (first != second).mean().item() > 0.9
+    for latent in (first, second):
+        stored = quantizer.pack(latent, {})
+        assert all(mx.array_equal(stored[name], packed[name]) for name in packed)
+    # Negative control: the scale of the levels themselves is another one.
+    levels = dequantize(packed, TWO_BITS, mx.float32)
+    assert not mx.array_equal(quantizer.pack(levels, {})["scales"], packed["scales"])
+    with pytest.raises(UserError, match="are not ternary"):
+        quantizer.latent_within_cell(pack(weight, TWO_BITS, dtype), mx.random.key(0))
 
 
 def test_config_lists_all_quantizers():
@@ -223,6 +270,11 @@ def test_init_from_codes_keeps_the_codes(quantizer_class, spec, dtype):
         (
             {"fake_quant_after_n_steps": 3, "quantizer": "fixed_scale"},
             "fixed_scale sets its scales before the first step",
+        ),
+        ({"bits": 4, "quantizer": "ternary"}, "2-bit codes: use bits: 2"),
+        (
+            {"mode": "mxfp4", "quantizer": "ternary"},
+            "mxfp4 has no trainable scales: use quantizer: minmax or fixed_scale",
         ),
     ],
 )

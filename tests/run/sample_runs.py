@@ -7,6 +7,10 @@ from pathlib import Path
 HOSTILE = "</script><img src=x onerror=\"document.title='hacked'\"><!--&"
 VOID = {"meta", "wbr"}
 GRID = {"bits": 4, "group_size": 64}
+PROPOSER = {"acceptance_rate": 0.41, "accepted_length": 1.9, "speedup": 1.3}
+ANSWERS = {"base": "one\ntwo", "quantized": HOSTILE}
+RESULT = dict.fromkeys(("reference", "adapters", "draft", "rounded"))
+RESULT |= {"model": "model", "facts": {}, "published": []}
 
 REPORT = {
     "name": "try",
@@ -26,13 +30,7 @@ REPORT = {
                 "model.layers.1.mlp.up_proj": {**GRID, "bits": 2, "error": 0.11},
                 "model.layers.1.router": GRID | {"error": None},
             },
-            "speculation": {
-                "prompt_lookup": {
-                    "acceptance_rate": 0.41,
-                    "accepted_length": 1.9,
-                    "speedup": 1.3,
-                }
-            },
+            "speculation": {"prompt_lookup": PROPOSER},
         },
     },
     "training": {
@@ -42,12 +40,7 @@ REPORT = {
         "changed_codes": 7,
         "method": "gptq",
         "gap_recovered": {
-            "fp_baseline": {
-                "loss": 0.8,
-                "loss_stderr": 0.05,
-                "kl": 0.0,
-                "kl_stderr": 0.0,
-            },
+            "fp_baseline": {"loss": 0.8, "loss_stderr": 0.05, "kl": 0.0},
             "fp_baseline_rtn": {"loss": 0.9, "loss_stderr": 0.05, "kl": 0.1},
             "qat": {"loss": 0.81, "loss_stderr": 0.05, "kl": 0.03},
             "loss": 0.9,
@@ -57,13 +50,7 @@ REPORT = {
             "gain_retained": 0.999,
         },
     },
-    "samples": [
-        {
-            "prompt": HOSTILE,
-            "expected": None,
-            "answers": {"base": "one\ntwo", "quantized": HOSTILE},
-        }
-    ],
+    "samples": [{"prompt": HOSTILE, "expected": None, "answers": ANSWERS}],
     "thresholds": [
         {"name": "kl", "value": 0.02, "limit": 0.05, "passed": True},
         {"name": "exact_match", "value": None, "limit": 0.5, "passed": False},
@@ -83,33 +70,18 @@ MANIFEST = {
     "inputs": {},
     "stages": {
         "1-train": {
-            "result": {
-                "model": "model",
-                "reference": None,
-                "adapters": None,
-                "draft": None,
-                "rounded": None,
-                "facts": {},
-                "published": [],
-            },
+            "result": RESULT,
             "artifacts": {"model": {"a": "cd" * 32}},
             "sha256": "34" * 32,
         }
     },
 }
+STEP = {"learning_rate": 1e-3, "gradient_norm": None, "peak_memory_gb": 1.5}
 RECORDS = [
     {"stage": "1-train", "kind": "valid", "step": 0, "loss": 3.0},
     *(
-        {
-            "stage": "1-train",
-            "kind": "train",
-            "step": step,
-            "loss": 3.0 - step,
-            "learning_rate": 1e-3,
-            "gradient_norm": None,
-            "tokens_per_second": 1500.0 + step,
-            "peak_memory_gb": 1.5,
-        }
+        {"stage": "1-train", "kind": "train", "step": step, "loss": 3.0 - step}
+        | {"tokens_per_second": 1500.0 + step, **STEP}
         for step in (1, 2)
     ),
 ]

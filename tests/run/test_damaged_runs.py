@@ -8,7 +8,7 @@ from lmx.cli import main
 from lmx.errors import UserError
 from lmx.run.html.page import write_page
 from lmx.run.logger import read_metrics
-from page_data import blocks, rows
+from page_data import charts, rows
 from sample_runs import MANIFEST, RECORDS, REPORT, make_run
 from test_run_dir import leave, manifest, result, start
 
@@ -177,7 +177,7 @@ def test_lines_that_are_no_records_are_skipped(tmp_path, name):
     text = "\n".join(LINES).encode()
     (folder / name).write_bytes(b"\xff\xfe\n" + text + b"\n" + before)
     page = write_page(folder).read_text()
-    assert "Loss" in [chart["title"] for chart in blocks(page, "chart")]
+    assert "Loss" in [chart["title"] for chart in charts(page)]
     assert main.main(["compare", str(folder), "--html", str(tmp_path / "x.html")]) == 0
     assert read_metrics(folder, "1-train")[-len(RECORDS) :] == RECORDS
 

@@ -11,11 +11,11 @@ from lmx.errors import UserError
 from lmx.run.html.blocks import line_chart, render
 from lmx.run.html.layer_maps import layer_maps
 from lmx.run.html.page import page, write_page
-from page_data import blocks, data_of, drawn, needs_browser, rows, sections
+from page_data import blocks, charts, data_of, drawn, needs_node, rows, sections
 from sample_runs import HOSTILE, MANIFEST, RECORDS, REPORT, RESOLVED, Page, make_run
 
 SECTIONS = [
-    *("thresholds", "models", "gap_recovered", "curves", "layers"),
+    *("thresholds", "models", "gap_recovered", "curves_of_1-train", "layers"),
     *("speculative_decoding", "samples", "commands", "recipe", "versions_and_hashes"),
 ]
 
@@ -32,7 +32,7 @@ def full_dom(full_page, tmp_path_factory):
 
 def test_page_is_whole_and_self_contained(full_page):
     """No address of another file, and a policy that lets only this script run."""
-    assert sections(full_page) == SECTIONS
+    assert [*sections(full_page)] == SECTIONS
     parsed = Page(full_page)
     assert parsed.faults == []
     assert not {"link", "img", "iframe"} & {tag for tag, _ in parsed.tags}
@@ -77,15 +77,13 @@ def test_page_escapes_what_it_shows(tmp_path):
     assert Page(unescape(html.partition("</title>")[2])).all("img")
 
 
-@needs_browser
-def test_browser_draws_markup_as_text(tmp_path):
-    dom = drawn(hostile_page(tmp_path / "try"), tmp_path)
-    tags = {tag for tag, _ in Page(dom.partition("</noscript>")[2]).tags}
-    assert {"header", "section", "table", "dl", "svg", "pre"} < tags
+@needs_node
+def test_script_draws_everything_as_text(tmp_path):
+    dom = drawn(hostile_page(tmp_path / "try"), tmp_path).partition("</noscript>")[2]
+    tags = {tag for tag, _ in Page(dom).tags}
+    assert {"header", "section", "table", "svg", "pre", "details"} < tags
     assert "img" not in tags
-    assert dom.count("<script") == 2
-    assert dom.count("&lt;/script&gt;&lt;img") > 15
-    assert "<title>hacked" not in dom
+    assert dom.count("&lt;/script>&lt;img") > 15
 
 
 def test_page_has_no_control_characters(tmp_path):
@@ -114,26 +112,29 @@ def test_page_shows_the_values_of_the_run(full_page):
         ["Changed codes", "7 of 100"],
         ["Trained tokens", "12,345"],
         ["Duration", "2 min"],
-        ["prompt_lookup", "0.41", "1.9", "1.3"],
+        *(["acceptance rate", "0.41"], ["accepted length", "1.9"], ["speed-up", "1.3"]),
+        ["highest", "2 at 1", "3 at 0"],
+        [HOSTILE, "", "one\ntwo", HOSTILE],
         ["model/a", "cd" * 32],
     ):
         assert row in [each[: len(row)] for each in shown]
     assert "90.0% ± 1.2%" in [row[-1] for row in shown]
-    texts = "\n".join(block["text"] for block in blocks(full_page, "text"))
+    assert [row[0] for row in shown if "arc" in row[0]] == ["arc: acc,none"]
+    texts = "\n".join(block.get("text", "") for block in blocks(full_page))
     assert "lmx generate exports/try/model" in texts
     assert "lmx-train try.yaml seed=1 --restart" in texts
     assert RESOLVED in texts
 
 
 def test_browser_without_javascript_shows_the_same_text(full_page):
-    words = re.sub(" +", " ", Page(full_page).text["pre"])
-    shown = [cell for row in rows(full_page) for cell in row]
+    words = Page(full_page).text["pre"]
+    shown = ["\t".join(row) for row in rows(full_page)]
+    shown += [block["title"] for block in blocks(full_page)]
     shown += [section["title"] for section in data_of(full_page)["sections"]]
-    shown += [chart["description"] for chart in blocks(full_page, "chart")]
     assert [text for text in shown if text not in words] == []
 
 
-@needs_browser
+@needs_node
 def test_page_is_accessible(full_dom):
     """Tables have captions and headings; charts have descriptions and focus; scroll
     regions have labels and focus; headings skip no level."""
@@ -150,9 +151,7 @@ def test_page_is_accessible(full_dom):
     assert len(pictures) == 4
     for picture in pictures:
         assert (picture["role"], picture["tabindex"]) == ("img", "0")
-    words = pictures[0]["aria-label"]
-    assert "training: 2 at step 1, 1 at step 2; lowest 1 at step 2, highest 2" in words
-    assert "validation: 3 at step 0" in words
+    assert pictures[0]["aria-label"] == "Loss, nats per token, by step"
     regions = [a for a in parsed.all("div") if a.get("class") == "scroll"]
     assert len(regions) == len(tables)
     for region in regions:
@@ -164,18 +163,17 @@ def test_page_is_accessible(full_dom):
     links = [a["href"].removeprefix("#") for a in parsed.all("a")]
     assert links == [a["id"] for a in parsed.all("section")] == SECTIONS
     assert '<td class="bad">missed</td>' in dom
-    assert '<td class="shade-2" title="model.layers.0.mlp.up_proj">4/64</td>' in dom
+    assert '<td style="--shade: 2" title="model.layers.0.mlp.up_proj">4/64</td>' in dom
 
 
 @pytest.mark.parametrize("status", ["running", "failed", "interrupted"])
 def test_page_of_a_run_that_just_started(tmp_path, status):
     manifest = MANIFEST | {"status": status, "ended": None, "stages": {}}
     folder = make_run(tmp_path / "try", report=None, manifest=manifest, records=None)
-    (folder / "model").rmdir()
     html = page(folder)
     assert rows(html)[0][1].startswith(status)
     log = ["final_log_lines"] * (status != "running")
-    assert sections(html) == [*log, "commands", "recipe", "versions_and_hashes"]
+    assert [*sections(html)] == [*log, "commands", "recipe", "versions_and_hashes"]
     assert ("the last word" in html) == (status != "running")
     assert "lmx generate" not in html
     refreshes = [a for a in Page(html).all("meta") if a.get("http-equiv") == "refresh"]
@@ -203,8 +201,11 @@ def test_page_with_any_value_missing(tmp_path):
 
 def test_page_with_few_values(tmp_path):
     records = [row | {"loss": None, "tokens_per_second": 0.0} for row in RECORDS[1:]]
-    html = page(make_run(tmp_path / "try", records=records))
-    titles = [chart["title"] for chart in blocks(html, "chart")]
+    folder = make_run(tmp_path / "try", records=records)
+    (folder / "model").rmdir()
+    html = page(folder)
+    assert "lmx generate" not in html
+    titles = [chart["title"] for chart in charts(html)]
     assert titles == ["Learning rate", "Speed", "Peak memory"]
 
 
@@ -221,24 +222,22 @@ def test_long_curves_are_downsampled(tmp_path):
     records = [RECORDS[1] | {"step": n, "loss": 2 + n % 2} for n in range(1, 5001)]
     html = page(make_run(tmp_path / "try", records=records))
     assert len(html) < 100_000
-    [(_, line)] = blocks(html, "chart")[0]["lines"]
+    [(_, line)] = charts(html)[0]["lines"]
     # Neighbors are averaged: a zigzag of 2 and 3 is about 2.5 throughout.
     assert 200 < len(line) <= 240
     assert all(abs(value - 2.5) < 0.05 for _, value in line)
     assert line[-1][0] == 5000
 
 
-@needs_browser
+@needs_node
 def test_browser_draws_scales_and_gaps(tmp_path):
     """Ticks are round and in the range; a line has gaps for null."""
     ranges = [(0, 1), (-3, 7), (0.59, 0.6), (1e-6, 2e-3), (5, 123456), (5, 5), (0, 0)]
-    charts = []
-    for low, high in ranges:
-        charts += line_chart("a", "b", {"line": [(1, low), (2, high)]})
+    lines = [{"line": [(1, low), (2, high)]} for low, high in ranges]
     points = [(0, 2.0), (1, None), (2, 4.0), (3, 2.0)]
-    charts += line_chart("a", "b", {"gap": points, "none": [(0, None)]})
-    assert line_chart("a", "b", {"none": [(0, None)]}) == []
-    dom = drawn(render("charts", [], {"Charts": charts}), tmp_path)
+    lines += [{"gap": points, "none": [(0, None)]}, {"none": [(0, None)]}]
+    shown = {"Charts": [line_chart("a", "b", each) for each in lines]}
+    dom = drawn(render("charts", [], shown), tmp_path)
     pictures = re.findall(r'<svg viewBox="0 0 360.*?</svg>', dom, re.DOTALL)
     assert len(pictures) == len(ranges) + 1
     for (low, high), picture in zip(ranges, pictures, strict=False):
@@ -262,16 +261,16 @@ def test_browser_draws_scales_and_gaps(tmp_path):
 
 
 def test_layer_map_has_a_cell_for_every_layer():
-    [maps] = layer_maps(REPORT["models"])
-    bits, error, outside = maps["blocks"]
-    assert bits["columns"] == error["columns"] == ["block", "mlp.up_proj", "router"]
-    (_, first, empty), (_, second, third) = bits["rows"]
-    assert (first["text"], empty) == ("4/64", "")
-    assert (second["text"], third["text"]) == ("2/64", "4/64")
-    assert second["kind"] < first["kind"]
-    (_, first, _), (_, second, third) = error["rows"]
-    assert (first["text"], second["text"], third["text"]) == ("0.8", "11", "-")
-    assert first["kind"] < second["kind"]
-    [[path, *cells]] = outside["rows"]
-    assert path == "model.embed_tokens"
-    assert [cell["text"] for cell in cells] == ["16", "0"]
+    bits, error = layer_maps(REPORT["models"])
+    columns = ["block", "mlp.up_proj", "router", "outside of blocks"]
+    assert bits["columns"] == error["columns"] == columns
+    for table, texts, darker in (
+        (bits, [["4/64"], ["2/64", "4/64"], ["16"]], (0, 1)),
+        (error, [["0.8"], ["11", "-"], ["0"]], (1, 0)),
+    ):
+        assert [row[0] for row in table["rows"]] == ["0", "1", "model.embed_tokens"]
+        cells = [[cell for cell in row[1:] if cell] for row in table["rows"]]
+        assert [[cell["text"] for cell in row] for row in cells] == texts
+        dark, light = (cells[row][0]["style"] for row in darker)
+        assert dark > light
+    assert bits["rows"][0][2:] == bits["rows"][1][3:] * 2 == ["", ""]

@@ -1,11 +1,13 @@
-"""`lmx compare` and `lmx report` from the command line."""
+"""`lmx compare` and `lmx report` from the command line, and the table of a sweep."""
 
 import json
 
 import pytest
 from lmx.cli import main
-from page_data import blocks, rows
-from sample_runs import REPORT, make_run
+from lmx.run.compare import groups_table
+from lmx.run.report import Record
+from page_data import charts, rows
+from sample_runs import MANIFEST, REPORT, make_run
 
 OTHER = json.loads(json.dumps(REPORT))
 OTHER["models"]["quantized"] |= {"perplexity": 3.63, "kl_mean": None}
@@ -54,6 +56,9 @@ def test_compare_accepts_report_files(runs, tmp_path, capsys):
     text = capsys.readouterr().out
     assert row(text, "status").split() == ["-", "-", "done"]
     assert "stages.1.train" not in text
+    assert main.main(["compare", report, "--json"]) == 0
+    [run] = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["status"], run["recipe"], run["model"]) == (None, {}, "quantized")
 
 
 def test_compare_html_has_tables_and_curves(runs, tmp_path, capsys):
@@ -63,9 +68,9 @@ def test_compare_html_has_tables_and_curves(runs, tmp_path, capsys):
     html = target.read_text()
     assert ["perplexity", "3.300 ± 0.100", "3.630 ± 0.100 (+10.0%)"] in rows(html)
     assert ["stages.1.train.steps", "3", "9"] in rows(html)
-    words = [chart["description"] for chart in blocks(html, "chart")]
-    assert "one: 2 at step 1" in words[1]
-    assert "two: 2 at step 1" in words[1]
+    loss, training = (chart["table"] for chart in charts(html)[:2])
+    assert loss["columns"] == training["columns"] == ["step", "one", "two"]
+    assert training["rows"][0] == ["1", "2", "2"]
 
 
 def test_compare_extends_equal_names(tmp_path, capsys):
@@ -87,3 +92,32 @@ def test_report_writes_the_page_again(runs, capsys):
     assert main.main(["report", runs[0]]) == 0
     assert capsys.readouterr().out == f"{runs[0]}/report.html\n"
     assert main.main(["report", f"{runs[0]}/model"]) == 2
+
+
+def test_table_has_means_and_standard_errors_over_seeds(tmp_path):
+    def run(rate: str, seed: int, loss: float, status: str = "done") -> tuple:
+        records = [
+            {"stage": "1-train", "kind": "valid", "step": step, "loss": value}
+            for step, value in enumerate((9.0, loss))
+        ]
+        folder = make_run(
+            tmp_path / f"{rate}-{seed}",
+            report={"models": {"m": {"perplexity": 10 * loss}}},
+            manifest=MANIFEST | {"status": status},
+            records=records,
+        )
+        return {"rate": rate, "seed": str(seed)}, Record(folder)
+
+    runs = [run("1", 0, 1.0), run("1", 1, 2.0), run("1", 2, 6.0)]
+    runs += [run("2", 0, 4.0), run("2", 1, 100.0, "failed")]
+    runs.append(({"rate": "2", "seed": "2"}, None))
+    # The standard deviation of 1, 2 and 6 is sqrt(7).
+    first = ["1", "3 of 3", "3.0000 ± 1.5275", "30.000 ± 15.275"]
+    second = ["2", "1 of 3", "4.0000", "40.000"]
+    columns = ["rate", "finished", "validation loss", "perplexity"]
+    # Few groups with many metrics have metrics as rows.
+    lines = [[*line] for line in zip(columns, first, second, strict=True)]
+    assert groups_table(runs) == (lines[0], lines[1:])
+    third = [({"rate": "3", "seed": "0"}, None)]
+    rows = [first, second, ["3", "0 of 1", "-", "-"]]
+    assert groups_table(runs + third) == (columns, rows)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from lmx.serving.chat_output import ChatOutputParser
+from lmx.serving.tool_formats import add_tool_format
 from tiny_generators import byte_tokenizer
 
 TOOLS = [
@@ -185,6 +186,45 @@ def test_a_function_without_parameters(parser):
     text = f"{tokenizer.tool_call_start}{call}{tokenizer.tool_call_end}"
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert _calls(_message(tokenizer, [text], tools=tools)) == [("f", {"a": "x"})]
+
+
+LLAMA = """<|start_header_id|>{"name": "x", "parameters": {}}"""
+GRANITE = "<|start_of_role|>assistant<|end_of_role|><|tool_call|>"
+PHI = "<|tool|>{{ tools }}<|/tool|>"
+OWN = json.dumps({"name": "weather", "arguments": ARGUMENTS})
+OTHER = OWN.replace("arguments", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "count"),
+    [
+        (LLAMA, OTHER, 1),
+        (LLAMA, f"{OTHER}; {OTHER}", 2),
+        (LLAMA, OTHER.replace("{", '{"type": "function", ', 1), 1),
+        (GRANITE, f"<|tool_call|>[{OWN}, {OWN}]", 2),
+        (PHI, f"<|tool_call|>[{OWN}]<|/tool_call|>", 1),
+    ],
+)
+def test_a_call_in_a_format_of_the_template(template, text, count):
+    tokenizer = _tokenizer(added=("<|tool_call|>", "<|/tool_call|>"))
+    tokenizer._tokenizer.chat_template = template
+    add_tool_format(tokenizer)
+    for pieces in _cuts(text):
+        message = _message(tokenizer, pieces)
+        assert _calls(message) == [("weather", ARGUMENTS)] * count, pieces
+        assert message["content"] == ""
+    answers = ['{"name": "Paris"}', "{", 'Use {"a": 1} or []', '{"temperature": 4} C']
+    for answer in answers if template is LLAMA else ():
+        assert _message(tokenizer, [*answer])["content"] == answer
+        assert _message(tokenizer, [answer], tools=None)["content"] == answer
+
+
+def test_other_templates_get_no_format_of_calls():
+    for template in (None, "{{ messages }}", "<|tool_call|>", '"parameters": '):
+        tokenizer = _tokenizer()
+        tokenizer._tokenizer.chat_template = template
+        add_tool_format(tokenizer)
+        assert not tokenizer.has_tool_calling
 
 
 @pytest.mark.parametrize("parser", [p for p in CALLS if p != "mistral"])

@@ -11,7 +11,7 @@ from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
 from lmx.serving.engine_thread import ServedModel
-from tiny_generators import byte_tokenizer, tiny
+from tiny_generators import thinking_tokenizer, tiny
 from tiny_server import CHAT, COMPLETIONS, TEMPLATE, joined_chat
 
 pytestmark = pytest.mark.fused
@@ -47,16 +47,14 @@ TOOLS = [
     for name in ("dim", "raise")
 ]
 SHORT = {"max_tokens": 40}
-THINKING = "{% if add_generation_prompt %}<think>\n{% endif %}"
+THINKING = "{% if add_generation_prompt %}<|end|>\n{% endif %}"
 
 
 def served(parser="json_tools", template=TEMPLATE, *, lookup=False):
     """A function that loads a random model whose tokenizer has a format of calls."""
 
     def load():
-        tokenizer = byte_tokenizer(template=template)
-        tokenizer.add_tokens(["<think>", "</think>"], special_tokens=False)
-        tokenizer = type(tokenizer)(tokenizer._tokenizer, eos_token_ids=[257])
+        tokenizer = thinking_tokenizer(template)
         module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
         tokenizer._tool_parser = module.parse_tool_call
         tokenizer._tool_call_start = module.tool_call_start
@@ -78,7 +76,7 @@ def served(parser="json_tools", template=TEMPLATE, *, lookup=False):
 def server():
     from tiny_server import TinyServer
 
-    started = TinyServer(served(), max_tokens=300)
+    started = TinyServer(served(), max_tokens=300, thinking_budget=20)
     yield started
     assert started.stop() == 0
 
@@ -140,7 +138,9 @@ def test_calls_are_forced(server, choice, names):
         assert count == len(f"<tool_call>\n{whole}\n</tool_call>") + 1
         parameters = TOOLS[0]["function"]["parameters"]
         jsonschema.validate(arguments, parameters)
-        assert (message["content"], reason) == (None, "tool_calls")
+        # White space may stand after the chain of thought.
+        assert not (message["content"] or "").strip()
+        assert reason == "tool_calls"
         if seed:
             continue
         streamed = joined_chat(server.stream(CHAT, body))[0]
@@ -198,17 +198,37 @@ def test_wrong_formats_are_refused(server):
         assert (status, error["param"]) == (400, param), error
 
 
-def test_a_template_that_thinks_leaves_no_place(start):
-    """Its prompt ends inside the chain of thought."""
-    server = start(served(template=TEMPLATE + THINKING))
-    status, error = server.refused(CHAT, chat(response_format=FORMAT))
-    assert status == 400
-    assert "chain of thought" in error["message"]
-    # The switch of the template is used, if it has one.
+@pytest.mark.parametrize("lookup", [False, True])
+def test_an_answer_follows_its_schema_after_the_chain_of_thought(start, lookup):
+    """With a prompt that begins it, and with a model that begins it itself."""
+    for template in (TEMPLATE + THINKING, TEMPLATE):
+        server = start(served(template=template, lookup=lookup), max_tokens=300)
+        forced = {"tools": TOOLS, "tool_choice": "required"}
+        for options in ({"response_format": FORMAT}, forced):
+            # A model that may begin a chain of thought does.
+            bias = {"258": 100}
+            body = chat(thinking_budget=12, logit_bias=bias, seed=1, **options)
+            message, _ = _answer(server, body)
+            assert message["reasoning_content"].count("<|end|>") <= 12
+            if options is forced:
+                assert message["tool_calls"]
+            else:
+                jsonschema.validate(json.loads(message["content"]), SCHEMA)
+
+
+def test_a_switch_of_the_template_leaves_the_chain_of_thought_out(start):
     switch = THINKING.replace("add_generation", "enable_thinking and add_generation")
     server = start(served(template=TEMPLATE + switch), max_tokens=300)
-    message, _ = _answer(server, chat(response_format=FORMAT))
-    jsonschema.validate(json.loads(message["content"]), SCHEMA)
+    for options in (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+    ):
+        message, _ = _answer(server, chat(response_format=FORMAT, **options))
+        assert not message.get("reasoning_content")
+        jsonschema.validate(json.loads(message["content"]), SCHEMA)
+    # Negative control.
+    body = chat(response_format=FORMAT, thinking_budget=5, seed=1)
+    assert _answer(server, body)[0]["reasoning_content"]
 
 
 def test_other_formats_of_calls_are_not_forced(start):

@@ -19,11 +19,15 @@ BODIES = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "Hello"}}
 IGNORED_VALUES = {name: "x" for name in IGNORED} | {
     "store": True,
     "metadata": {"a": "b"},
+    "modalities": ["text"],
+    "prediction": {"type": "content", "content": "Hi"},
+    # No limit, as without it.
+    "max_tokens": -1,
 }
 # Parameters with values of which each is refused, and where.
 BOTH = {
     "model": [1],
-    "max_tokens": [0, -1, 1.5, "8", True, 2**40],
+    "max_tokens": [0, -2, 1.5, "8", True, 2**40],
     "temperature": [-0.1, "1", True, 1e999, 101],
     "top_p": [0, 1.1, "1"],
     "top_k": [-2, 1.5, "3"],
@@ -33,6 +37,8 @@ BOTH = {
     "frequency_penalty": [-2.1, 2.1],
     "logit_bias": [{"5": 101}, {"x": 1}, {"5": "1"}, {"-1": 1}, [5], {"999": 1}],
     "seed": ["1", 1.5, 2**64, -(2**63) - 1],
+    "stop_token_ids": [5, [-1], ["5"], [1] * 129],
+    "modalities": [["audio"], "text"],
     "stop": ["", ["a", ""], ["a"] * 17, "a" * 1001, 5, ["a", 5]],
     "n": [0, 129, "2", 1.0],
     "stream": ["true", 1],
@@ -48,6 +54,7 @@ ONLY = {
         "top_logprobs": [-1, 21, True],
         "tools": [{}, [5], [{"type": "function"}]],
         "parallel_tool_calls": ["no"],
+        "thinking_budget": [-1, "5", 1.5, 3],
         "chat_template_kwargs": [[]],
     },
     COMPLETIONS: {
@@ -76,7 +83,7 @@ def test_a_wrong_value_is_refused_by_its_name(server, path):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_unknown_parameters_are_refused(server, path):
-    for name in ("temprature", "suffix", "functions", "x" * 500):
+    for name in ("temprature", "suffix", "x" * 500):
         status, error = server.refused(path, BODIES[path] | {name: 1})
         assert (status, error["code"]) == (400, "unknown_parameter")
         assert error["param"][:90] == name[:90]
@@ -124,6 +131,7 @@ SAMPLED = {"temperature": 1.5}
         ({}, {"logit_bias": {"40": 100}}),
         (SAMPLED, {"seed": 2}),
         ({}, {"max_tokens": 3}),
+        ({}, {"stop_token_ids": [*range(0, 256, 2)]}),
     ],
     ids=str,
 )
@@ -232,3 +240,47 @@ def test_bodies_that_are_json():
     for value in (5, [], "x", None):
         with pytest.raises(ApiError, match="no JSON object"):
             GenerationParameters.parse(value)
+
+
+def test_the_older_names_of_tools():
+    function = {"name": "f", "parameters": None}
+    body = {"messages": MESSAGES, "functions": [function], "function_call": "auto"}
+    parsed = ChatCompletionParameters.parse(body)
+    assert parsed.tools == [{"type": "function", "function": function}]
+    assert parsed.tool_choice == "auto"
+    named = ChatCompletionParameters.parse(body | {"function_call": {"name": "f"}})
+    assert named.tool_choice == {"type": "function", "function": {"name": "f"}}
+    absent = {"messages": MESSAGES, "functions": None, "function_call": None}
+    assert ChatCompletionParameters.parse(absent).tools is None
+    for wrong, param in (
+        ({"functions": {}}, "functions"),
+        ({"tools": [{}]}, "functions"),
+        ({"tool_choice": "none"}, "function_call"),
+    ):
+        with pytest.raises(ApiError) as refused:
+            ChatCompletionParameters.parse(body | wrong)
+        assert refused.value.param == param
+
+
+def test_tokens_of_prompts_and_messages(server):
+    chat = {"messages": MESSAGES, "max_tokens": 1}
+    usage = server.chat("Hello", max_tokens=1)["usage"]
+    tokens = server.post("/tokenize", {"messages": MESSAGES}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == usage["prompt_tokens"]
+    text = server.post("/detokenize", {"tokens": tokens["tokens"]}).json()["prompt"]
+    assert text.startswith("<|im_start|>user\nHello<|im_end|>")
+    tokens = server.post("/tokenize", {"prompt": "Hi é"}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json() == {"prompt": "Hi é"}
+    assert server.client.get("/version").json()["version"].count(".") == 2
+    # Without /v1.
+    assert server.post("/chat/completions", chat).status_code == 200
+    assert server.client.get("/models").status_code == 200
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_sp"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
+        ("/detokenize", {"tokens": [2**20]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ):
+        assert server.refused(path, body)[1]["param"].startswith(param)

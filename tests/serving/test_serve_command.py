@@ -129,6 +129,22 @@ def test_options(folder):
     assert served.end()[0] == 0
 
 
+def test_prefixes_outlive_a_restart(folder, tmp_path):
+    options = ["--prefix-cache-dir", str(tmp_path / "prefixes")]
+    body = {"prompt": "A prompt. " * 12, "max_tokens": 8, "temperature": 0}
+    answers = []
+    for _ in range(2):
+        served = Served(folder, *options)
+        answers.append(served.post(**body).json())
+        served.signal()
+        assert served.end()[0] == 0
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+    length = answers[0]["usage"]["prompt_tokens"]
+    assert cached == [0, length - 1]
+    first, second = (answer["choices"][0]["text"] for answer in answers)
+    assert first == second
+
+
 def test_accepted_draft_tokens(folder):
     served = Served(folder, "--draft-model", "prompt-lookup", "--num-draft-tokens", "4")
     body = {"prompt": [70, 80, 90] * 20, "max_tokens": 60, "ignore_eos": True}
@@ -162,6 +178,15 @@ def test_accepted_draft_tokens(folder):
         (["--max-body", "nan"], "--max-body must be more than 0"),
         (["--kv-memory", "-1"], "--kv-memory must be more than 0"),
         (["--prefix-cache", "inf"], "--prefix-cache must be 0 or more"),
+        (["--prefix-cache-disk", "1"], "--prefix-cache-disk needs --prefix-cache-dir"),
+        (
+            ["--prefix-cache-dir", "p", "--prefix-cache-disk", "0"],
+            "--prefix-cache-disk must be more than 0",
+        ),
+        (
+            ["--prefix-cache-dir", "p", "--tensor-parallel", "2"],
+            "--prefix-cache-dir needs one process",
+        ),
         (["--api-key", ""], "--api-key is empty"),
         (["--host", "x" * 80], "label too long"),
         (["--port", "0", "--draft-model", "nowhere"], "nowhere"),

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import httpx
 from lmx.cli.main import verb_parser
-from lmx.serving.protocol import IGNORED, ChatCompletionParameters, CompletionParameters
+from lmx.serving.protocol import (
+    IGNORED,
+    OLD_NAMES,
+    ChatCompletionParameters,
+    CompletionParameters,
+)
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks/generation"))
 
@@ -55,6 +60,7 @@ def test_every_parameter_is_described():
     fields = {
         *ChatCompletionParameters.model_fields,
         *CompletionParameters.model_fields,
+        *OLD_NAMES,
     }
     shown = names("Parameters")
     assert sorted(shown) == sorted(fields)

@@ -16,7 +16,7 @@ from ..pipeline.extensions import Extensions
 from ..pipeline.runner import make_context
 from ..run.logger import RunLogger
 from ..run.parallel_dims import ParallelDims
-from ..run.tables import table
+from ..run.tables import metrics_table
 from .arguments import Integer, checked
 from .functions import Metrics, checked_metric
 from .jobs import Data, data_block
@@ -90,7 +90,7 @@ class Evaluation:
     @property
     def table(self) -> Table:
         """The figures, one column per model."""
-        return Table(*table(self.models))
+        return Table(*metrics_table(self.models))
 
     def __str__(self) -> str:
         return str(self.table)

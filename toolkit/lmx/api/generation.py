@@ -17,6 +17,7 @@ from ..generation.grammar import parse_response_format
 from ..generation.outputs import GenerationResponse, GenerationResult
 from ..generation.prompt import encode_prompt
 from ..generation.sampling import Sampling
+from ..generation.thinking import thinks
 from .arguments import STRICT, Integer, PathLike, checked
 from .model import Model, ModelLike, load
 
@@ -36,7 +37,7 @@ SAMPLING = [field.name for field in fields(Sampling)]
 DEFAULTS: dict[str, Any] = {
     **{"max_tokens": 256, "stop": [], "system": None, "draft": None, "kv_bits": None},
     **{"num_draft_tokens": None, "ignore_chat_template": False},
-    "response_format": None,
+    **{"response_format": None, "thinking_budget": None},
 }
 
 
@@ -61,6 +62,7 @@ class GenerateOptions(TypedDict, total=False):
     kv_bits: KVCacheBits | None
     ignore_chat_template: bool
     response_format: dict[str, Any] | None
+    thinking_budget: Annotated[Integer, Field(ge=0)] | None
 
 
 @overload
@@ -117,7 +119,9 @@ def generate(
             model's config.json says); ignore_chat_template, use the text as it is;
             response_format, what the text has to match, as for OpenAI: {"type":
             "json_schema", "json_schema": {"schema": ...}}, {"type": "json_object"},
-            {"type": "regex", "regex": ...} or {"choice": [...]}.
+            {"type": "regex", "regex": ...} or {"choice": [...]}; thinking_budget, the
+            most tokens of the chain of thought: with a response_format, a model that
+            can do without thinks only if there is a budget.
 
     Returns:
         A result with `text`, `tokens` (ids without the end token), `prompt_tokens`,
@@ -141,7 +145,7 @@ def generate(
     stop = settings["stop"]
     stop = [stop] if isinstance(stop, str) else stop
     wanted: dict[str, Any] = {"sampling": sampling, "grammar": grammar}
-    wanted["max_tokens"] = settings["max_tokens"]
+    wanted |= {name: settings[name] for name in ("max_tokens", "thinking_budget")}
     is_chat = bool(prompt) and all(isinstance(part, dict) for part in prompt)
     if isinstance(prompt, list) and not is_chat:
         if stream:
@@ -175,5 +179,6 @@ def _encode(model: Model, prompt: Any, settings: dict[str, Any]) -> list[int]:
         model.tokenizer,
         prompt,
         system=settings["system"],
+        thinking=thinks(settings["response_format"], settings["thinking_budget"]),
         ignore_chat_template=ignores_template,
     )

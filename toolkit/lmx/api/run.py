@@ -15,7 +15,7 @@ from ..run import manifest
 from ..run.html.page import NAME as PAGE
 from ..run.logger import read_metrics
 from ..run.report import RECIPE, REPORT, Record, read_report, read_resolved
-from ..run.tables import aligned, table
+from ..run.tables import aligned, metrics_table
 from .arguments import PathLike, checked
 from .recipe import Recipe
 
@@ -54,7 +54,7 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(os.path.expanduser(path))
-        Record.read(self.path)
+        Record(self.path)
 
     @property
     def name(self) -> str:
@@ -150,7 +150,7 @@ class Run:
     @property
     def table(self) -> Table:
         """The metrics, one column per model."""
-        return Table(*table(self.metrics))
+        return Table(*metrics_table(self.metrics))
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.status}, {self.path}"

@@ -13,6 +13,7 @@ from ..generation.generator import Generator
 from ..generation.grammar import Grammar, parse_response_format
 from ..generation.prompt import encode_prompt
 from ..generation.sampling import Sampling
+from ..generation.thinking import thinks
 
 
 class _Message(FileConfig):
@@ -68,6 +69,7 @@ def answer_records(
     max_tokens: int,
     sampling: Sampling,
     grammar: Grammar | None = None,
+    thinking_budget: int | None = None,
     stop: Sequence[str] = (),
     system: str | None = None,
     ignore_chat_template: bool = False,
@@ -77,6 +79,7 @@ def answer_records(
     Args:
         records: those of `parse_requests`.
         max_tokens, sampling, grammar: defaults for requests without their own.
+        thinking_budget: see `Generator.stream`.
         system: system message for requests with a prompt.
         ignore_chat_template: use prompts as they are.
 
@@ -86,12 +89,14 @@ def answer_records(
     requests = []
     for number, record in enumerate(records):
         options = {k: record[k] for k in ("temperature", "seed") if k in record}
+        own = record["grammar"] or grammar
         try:
             prompt = encode_prompt(
                 generator.tokenizer,
                 record["messages"] if "messages" in record else record["prompt"],
                 # Messages bring their own system message.
                 system=None if "messages" in record else system,
+                thinking=thinks(own, thinking_budget),
                 ignore_chat_template="prompt" in record and ignore_chat_template,
             )
             limit = record.get("max_tokens", max_tokens)
@@ -101,7 +106,8 @@ def answer_records(
                     prompt,
                     max_tokens=limit,
                     sampling=settings,
-                    grammar=record["grammar"] or grammar,
+                    grammar=own,
+                    thinking_budget=thinking_budget,
                 )
             )
         except UserError as error:

@@ -71,6 +71,9 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="the text is JSON that is valid under this schema",
     )
     grammar("--regex", metavar="TEXT", help="the text matches this expression")
+    about = "tokens of the chain of thought at most; with --json-schema or --regex, a "
+    about += "model that can do without thinks only with it"
+    add("--thinking-budget", type=int, metavar="N", help=about)
     for name, (kind, default, about) in SAMPLING.items():
         add(f"--{name}", type=kind, default=default, metavar="X", help=about)
     raw = "use the prompt as it is, without chat template"
@@ -140,6 +143,10 @@ def generate(args: argparse.Namespace) -> int:
             f"--max-tokens must be 0 or more, got {args.max_tokens}": (
                 args.max_tokens < 0
             ),
+            "--thinking-budget must be 0 or more": (args.thinking_budget or 0) < 0,
+            "--check-parity does not work with --thinking-budget": (
+                args.check_parity and args.thinking_budget is not None
+            ),
             "--stop is empty": not all(args.stop),
             "--input-file does not work with prompt caches": (
                 args.input_file and _keeps_cache(args)
@@ -205,6 +212,7 @@ def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
                 max_tokens=args.max_tokens,
                 sampling=sampling,
                 grammar=grammar,
+                thinking_budget=args.thinking_budget,
                 stop=args.stop,
                 system=args.system,
                 ignore_chat_template=args.ignore_chat_template,
@@ -311,13 +319,15 @@ class InteractiveSession:
 
     def respond(self, text: str) -> None:
         """Generate the response to one prompt and print it."""
+        from ..generation.thinking import thinks
         from ..run.signals import stop_requested
 
         if self._args.ignore_chat_template:
             prompt = self._generator.encode_text(text)
         else:
             self._messages.append({"role": "user", "content": utf8_text(text)})
-            prompt = self._generator.encode_chat(self._messages)
+            thinking = thinks(self._grammar, self._args.thinking_budget)
+            prompt = self._generator.encode_chat(self._messages, thinking=thinking)
         texts: list[str] = []
 
         def on_token(response: "GenerationResponse") -> None:
@@ -337,6 +347,7 @@ class InteractiveSession:
                     max_tokens=self._args.max_tokens,
                     sampling=self._sampling,
                     grammar=self._grammar,
+                    thinking_budget=self._args.thinking_budget,
                     stop=self._args.stop,
                     on_token=on_token,
                 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..files.atomic import write_atomic
 from ..run import terminal
-from ..run.compare import metrics_table, read_runs, recipe_table
+from ..run.compare import comparison_table, read_runs, recipe_table, run_values
 from ..run.html.page import comparison_page, write_page
 from ..run.logger import RunLogger
 
@@ -44,11 +44,12 @@ def compare(arguments: argparse.Namespace) -> int:
     columns, rows = recipe_table(runs)
     if arguments.json:
         differences = {k: dict(zip(columns[1:], v, strict=True)) for k, *v in rows}
-        content = {"runs": [r.to_json() for r in runs], "differences": differences}
+        listed = [run_values(name, run) for name, run in runs.items()]
+        content = {"runs": listed, "differences": differences}
         terminal.write_json(content, indent=2)
         return 0
     logger = RunLogger(None)
-    logger.table(TITLE, *metrics_table(runs))
+    logger.table(TITLE, *comparison_table(runs))
     if rows:
         logger.info("")
         logger.table("recipe values that differ", columns, rows)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.quant_spec import KV_CACHE_BITS
@@ -15,7 +16,9 @@ from .tensor_parallel import (
 )
 
 if TYPE_CHECKING:
+    from ..generation.kv_cache.prefix_disk import PrefixDisk
     from ..interfaces import Communicator
+    from ..models.loader import LoadedModel
     from ..serving.engine_thread import ServedModel
 
 API_KEY = "LMX_API_KEY"
@@ -60,14 +63,27 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="for prefixes that requests share; default: an eighth of free memory",
     )
+    about = "keep prefixes in this folder, also when the server ends; it holds prompts"
+    add("--prefix-cache-dir", metavar="DIR", help=about)
+    about = "for all prefixes in that folder; default 20"
+    add("--prefix-cache-disk", type=float, metavar="GB", help=about)
     about = "requests decoded together; default 32"
     add("--max-batch-size", type=int, default=32, metavar="N", help=about)
     about = "completions that run or wait, more get status 429; default 256"
     add("--max-requests", type=int, default=256, metavar="N", help=about)
     about = "of completions whose requests have no limit; default 4096"
     add("--max-tokens", type=int, default=4096, metavar="N", help=about)
+    about = "of chains of thought at most; requests may name another number"
+    add("--thinking-budget", type=int, metavar="N", help=about)
     about = "seconds that a request may take; default 600"
     add("--timeout", type=float, default=600.0, metavar="S", help=about)
+    add(
+        "--system-messages",
+        choices=("merge", "strict"),
+        default="merge",
+        help="merge those that the chat template does not take where they are, as in "
+        "training; strict = refuse them. Default merge",
+    )
     about = "MB of a request; default 8"
     add("--max-body", type=float, default=8.0, metavar="MB", help=about)
     add(
@@ -104,6 +120,7 @@ def serve(args: argparse.Namespace) -> int:
         UserError: the model does not load, the address is not free, or the extra
             `serve` is not installed.
     """
+    folder, disk = args.prefix_cache_dir, args.prefix_cache_disk
     refuse(
         {
             **{
@@ -111,10 +128,18 @@ def serve(args: argparse.Namespace) -> int:
                 >= 1
                 for name in ("max_batch_size", "max_requests", "max_tokens", "timeout")
             },
+            "--thinking-budget must be 0 or more": (args.thinking_budget or 0) < 0,
             "--max-body must be more than 0": not 0 < args.max_body < 1e9,
             "--kv-memory must be more than 0": args.kv_memory is not None
             and not 0 < args.kv_memory < 1e9,
             "--prefix-cache must be 0 or more": not 0 <= (args.prefix_cache or 0) < 1e9,
+            "--prefix-cache-disk must be more than 0": not 0
+            < (1 if disk is None else disk)
+            < 1e9,
+            "--prefix-cache-disk needs --prefix-cache-dir": bool(disk and not folder),
+            "--prefix-cache-dir needs one process: remove --tensor-parallel": bool(
+                folder and args.tensor_parallel > 1
+            ),
             # As of a variable that is not set: the server would be open to everyone.
             "--api-key is empty": args.api_key == "",
             **draft_argument_faults(args),
@@ -144,6 +169,8 @@ def serve(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             max_requests=args.max_requests,
             timeout=args.timeout,
+            system_messages=args.system_messages,
+            thinking_budget=args.thinking_budget,
         ),
         http=HTTPSettings(
             api_key=args.api_key or os.environ.get(API_KEY) or None,
@@ -164,20 +191,26 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     from ..convert.importers import load_model
     from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
+    from ..generation.kv_cache.sequence import CacheState
     from ..generation.sampling import Sampling, sampling_defaults
     from ..generation.sequence import GenerationRequest
     from ..serving.engine_thread import ServedModel
 
     loaded = load_part(args, ranks)
     memory, prefixes = args.kv_memory, args.prefix_cache
-    max_bytes = None if prefixes is None else int(prefixes * 1e9)
+    kv_bits = args.kv_bits or loaded.kv_bits
+    # KV bits that the model cannot have are refused now, not with every request.
+    kinds = CacheState(loaded.model, kv_bits=kv_bits).kinds
     generator = Generator(
         loaded.model,
         loaded.tokenizer,
         ranks=ranks,
-        prefix_cache=PrefixCache(max_bytes),
+        prefix_cache=PrefixCache(
+            None if prefixes is None else int(prefixes * 1e9),
+            _prefix_disk(args, loaded, kinds) if args.prefix_cache_dir else None,
+        ),
         max_batch_size=args.max_batch_size,
-        kv_bits=args.kv_bits or loaded.kv_bits,
+        kv_bits=kv_bits,
         kv_memory=None if memory is None else int(memory * 1e9),
         **draft_options(
             args.draft_model,
@@ -186,8 +219,6 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
             trust_remote_code=args.trust_remote_code,
         ),
     )
-    # KV bits that the model cannot have are refused now, not with every request.
-    generator.engine.new_cache()
 
     def load_adapter(path: str) -> Any:
         options = {"lazy": True, "trust_remote_code": args.trust_remote_code}
@@ -202,3 +233,34 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
         generator.engine.adapters.add(name, load_adapter(path))
     sampling = sampling_defaults(loaded.path)
     return ServedModel(generator, sampling, load_adapter)
+
+
+def _prefix_disk(
+    args: argparse.Namespace, loaded: "LoadedModel", kinds: list[str]
+) -> "PrefixDisk":
+    """The folder of `--prefix-cache-dir`.
+
+    Args:
+        kinds: of the caches of the model; see `CacheState.kinds`.
+    """
+    from ..files.hashes import key_of
+    from ..generation.kv_cache.prefix_disk import PrefixDisk
+    from ..models.checkpoint import weights_digest
+    from ..models.dtypes import stored_dtype
+    from ..models.lora.multi_lora import BASE, multi_lora
+    from ..run import terminal
+
+    facts = [weights_digest(loaded.path), kinds, str(stored_dtype(loaded.model))]
+    adapters = multi_lora(loaded.model)
+
+    def model_hash(adapter: int) -> str:
+        return key_of([*facts, adapters.hashes[adapter] if adapter != BASE else None])
+
+    folder = Path(os.path.expanduser(args.prefix_cache_dir))
+    max_bytes = int((args.prefix_cache_disk or 20) * 1e9)
+    disk = PrefixDisk(
+        folder, max_bytes, model_hash, lambda text: terminal.write_err(f"{text}\n")
+    )
+    size = f"{disk.nbytes / 1e9:.2f} GB"
+    terminal.write_err(f"prefixes of earlier processes: {size} in {folder}\n")
+    return disk

@@ -19,14 +19,14 @@ from ..config.redaction import redact
 from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
 from ..files.atomic import write_atomic
 from ..run import manifest, terminal
-from ..run.compare import RunSummary, groups_table, narrower, read_run
+from ..run.compare import SWEEP, groups_table
 from ..run.html.page import comparison_page
 from ..run.logger import RunLogger
+from ..run.report import Record
 from ..run.signals import sigterm_interrupts
 from .execution import KEPT_FLAGS, kept_flags
 
 PAGE = "compare.html"
-TITLE = "means ± standard errors over the seeds of finished runs"
 # A process for each run, so that all its memory is free after it.
 PROGRAM = "import sys; from lmx.cli.main import train; sys.exit(train())"
 MAX_RUNS = 10_000
@@ -60,10 +60,10 @@ class PlannedRun:
         return is_same and content["status"] == "done"
 
     @property
-    def summary(self) -> RunSummary | None:
+    def record(self) -> Record | None:
         """Its results; None if it has not started, or if its files are damaged."""
         try:
-            return read_run(self.folder, self.folder.name)
+            return Record(self.folder)
         except UserError:  # one run must not end the others
             return None
 
@@ -120,13 +120,12 @@ def sweep(arguments: argparse.Namespace) -> int:
             failed = _run_all(arguments, runs, logger)
         finally:
             # The runs that have started are compared.
-            swept = [(run.values, run.summary) for run in runs]
-            groups = narrower(*groups_table(swept))
-            if summaries := [summary for _, summary in swept if summary]:
-                tables = (TITLE, *groups)
-                page = comparison_page(summaries, title=folder.name, groups=tables)
+            swept = [(run.values, run.record) for run in runs]
+            groups = groups_table(swept)
+            if records := {r.path.name: r for _, r in swept if r}:
+                page = comparison_page(records, title=folder.name, groups=groups)
                 write_atomic(folder / PAGE, page)
-    logger.table(TITLE, *groups)
+    logger.table(SWEEP, *groups)
     logger.info(str(folder / PAGE))
     for run, code in failed.items():
         logger.warning(f"failed with exit code {code}: {run}")

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from .quant_spec import FLOAT_MODES, QuantizationConfig, QuantSpec
 
 # Quantizers that can continue from the codes of a quantized model.
-CONTINUES_FROM_CODES = ("lsq", "fixed_scale")
+CONTINUES_FROM_CODES = ("lsq", "fixed_scale", "ternary")
 # Quantizers of the floating-point modes.
 FLOAT_QUANTIZERS = ("minmax", "fixed_scale")
 
@@ -16,14 +16,16 @@ class QATConfig(QuantizationConfig):
     """Quantization-aware training: the forward pass uses the exported, dequantized
     weights; gradients pass through the rounding (straight-through estimator)."""
 
-    quantizer: Literal["minmax", "lsq", "fixed_scale"] | None = None
+    quantizer: Literal["minmax", "lsq", "fixed_scale", "ternary"] | None = None
     """minmax: MLX's scale and bias of the current weights. lsq: trained scales and
     biases (LSQ, arXiv 1902.08153), which learn at a tenth of learning_rate.
     fixed_scale: scales and biases stay as initialized; only codes change. lsq and
     fixed_scale start with the smallest squared rounding error, or continue from a
-    quantized model. The modes mxfp4, nvfp4 and mxfp8 have minmax and fixed_scale; those
-    of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with
-    fake_quant_after_n_steps) and for an adapter on a quantized model; else minmax."""
+    quantized model. ternary, with bits: 2, has the weights -s, 0 and s, where s is the
+    mean magnitude of a group (BitNet b1.58, arXiv 2402.17764). The modes mxfp4, nvfp4
+    and mxfp8 have minmax and fixed_scale; those of GGUF have minmax. Default:
+    fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with fake_quant_after_n_steps) and for
+    an adapter on a quantized model; else minmax."""
     fake_quant_after_n_steps: int = Field(0, ge=0)
     """Steps in full precision before fake quantization of the trained layers begins.
     Layers that are not trained are quantized from the first step on."""
@@ -42,6 +44,8 @@ class QATConfig(QuantizationConfig):
             return "minmax" if self.fake_quant_after_n_steps else "fixed_scale"
         if spec.mode != "affine":
             return "minmax"
+        if name == "ternary" and spec.bits != 2:
+            return "minmax"
         return name or "minmax"
 
     def learned_per_group(self, spec: QuantSpec) -> int:
@@ -50,7 +54,8 @@ class QATConfig(QuantizationConfig):
 
     def is_straight_through(self, spec: QuantSpec) -> bool:
         """Whether a weight of a layer has the gradient of its quantized weight."""
-        return self.quantizer_for(spec) == "minmax" or spec.mode in FLOAT_MODES
+        name = self.quantizer_for(spec)
+        return name in ("minmax", "ternary") or spec.mode in FLOAT_MODES
 
     def for_quantized_model(self, *, adapts: bool) -> "QATConfig":
         """The config for a quantized base, where the default differs."""
@@ -69,6 +74,8 @@ class QATConfig(QuantizationConfig):
                 f"{self.mode} has no trainable scales: use quantizer: "
                 + " or ".join(names)
             )
+        if quantizer == "ternary" and self.bits != 2:
+            raise ValueError("ternary weights have 2-bit codes: use bits: 2")
         if self.fake_quant_after_n_steps and quantizer == "fixed_scale":
             raise ValueError(
                 "quantizer: fixed_scale sets its scales before the first step: remove "

@@ -9,9 +9,10 @@ import numpy as np
 
 from ..errors import UserError
 from .chat.completeness import REASONING, TAG, missing_part
-from .chat.messages import is_completion
+from .chat.messages import is_completion, name_tool_results
 from .chat.rendering import ChatTemplate, NoTrainableTokens
 from .chat.sequences import Span, find_sequences
+from .chat.system_messages import merge_system_messages
 from .chat.turns import EMPTY_BLOCK, Chat
 from .record_formats import DataRecord
 from .token_edges import EncodedText, encode_with_edges
@@ -22,7 +23,10 @@ SEVERAL = (
 # Characters of texts that are encoded together.
 BLOCK_CHARACTERS = 4_000_000
 # The counts of an `EncodeResult`.
-COUNTS = ("truncated", "split", "sequences", "ended", "without_thought")
+COUNTS = (
+    *("truncated", "split", "sequences", "ended", "without_thought"),
+    "merges_system",
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class RecordText:
         spans: (start, end) of the trained completions in characters, in order.
         bare: the text has no chat template, so BOS and EOS must be added.
         add_eos: the last completion ends without a stop token, so EOS must be added.
+        merges_system: system messages are not where the record has them.
     """
 
     record: DataRecord
@@ -40,6 +45,7 @@ class RecordText:
     spans: tuple[Span, ...]
     bare: bool = False
     add_eos: bool = False
+    merges_system: bool = False
 
 
 def texts_of(
@@ -83,7 +89,10 @@ def _chat(
         raise NoTrainableTokens(
             f"the chat template has no {name}, which is in its chat_template_kwargs"
         )
-    chat = Chat(template, messages, record.tools, options)
+    given = name_tool_results(messages)
+    chat = Chat(template, given, record.tools, options)
+    messages = merge_system_messages(chat)
+    chat, is_merged = replace(chat, messages=messages), messages != given
     if everything:
         # Templates may drop reasoning from earlier turns, as a server does.
         text = chat.render(len(messages))
@@ -96,15 +105,19 @@ def _chat(
                 raise NoTrainableTokens(
                     f"the chat template does not write its {missing}"
                 )
-        return [RecordText(record, text, ((0, len(text)),))]
-    turns = [
-        index
-        for index, message in enumerate(messages)
-        if index >= record.prompt_messages and is_completion(message)
-    ]
+        return [RecordText(record, text, ((0, len(text)),), merges_system=is_merged)]
+    untrained = sum(map(is_completion, given[: record.prompt_messages]))
+    turns = [n for n, message in enumerate(messages) if is_completion(message)]
+    turns = turns[untrained:]
     del messages[turns[-1] + 1 :]
     return [
-        RecordText(record, sequence.text, sequence.spans, add_eos=sequence.add_eos)
+        RecordText(
+            record,
+            sequence.text,
+            sequence.spans,
+            add_eos=sequence.add_eos,
+            merges_system=is_merged,
+        )
         for sequence in find_sequences(chat, turns)
     ]
 
@@ -142,6 +155,8 @@ class EncodeResult:
             token, because the chat template writes none.
         without_thought: number of records with a target that begins with an empty chain
             of thought, or with the end of the one that the prompt opens.
+        merges_system: number of records whose system messages the chat template takes
+            in another place.
         dropped: (where, reason) of records without a trained token.
     """
 
@@ -151,6 +166,7 @@ class EncodeResult:
     sequences: int = 0
     ended: int = 0
     without_thought: int = 0
+    merges_system: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -170,6 +186,11 @@ def template_messages(counts: Mapping[str, int]) -> Iterator[str]:
         yield (
             f"{count:,} examples have turns without a chain of thought, whose targets "
             "begin with an empty one or close the one that the prompt opens"
+        )
+    if count := counts["merges_system"]:
+        yield (
+            f"{count:,} examples have system messages where the chat template takes "
+            "none: they are merged at the start, or with the user's message"
         )
 
 
@@ -341,6 +362,7 @@ class _Encoder:
         encoded.ended += any(text.add_eos for text in texts)
         starts = [(text.text, start) for text in texts for start, _ in text.spans]
         encoded.without_thought += any(EMPTY_BLOCK.match(*start) for start in starts)
+        encoded.merges_system += texts[0].merges_system
 
     def _in_tokens(
         self, text: RecordText, encoded: EncodedText

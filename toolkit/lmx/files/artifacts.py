@@ -94,6 +94,11 @@ class ArtifactStore:
         facts = _read_index(folder, f"{kind} {key}")
         return None if facts is None else Artifact(folder, facts, made=False)
 
+    def facts(self, kind: str, key: str) -> dict:
+        """The facts of an artifact, unchecked; empty if they are unreadable."""
+        facts = object_in(self.folder(kind, key) / INDEX).get("facts")
+        return facts if isinstance(facts, dict) else {}
+
     def find_on_first(self, kind: str, key: str) -> Artifact | None:
         """What `find` returns on rank 0. Other ranks may not see the files.
 
@@ -236,6 +241,10 @@ class ArtifactStore:
                 files = {k: v for each in hashes for k, v in each.items()}
                 _write_index(target, f"{kind} {key}", {}, files)
         ranks.wait_for_all()
+
+    def remove(self, kind: str, key: str) -> None:
+        """Delete an artifact, if there is one."""
+        remove(self.root / kind / key)
 
     def remove_others(self, kind: str, keys: Collection[str] = ()) -> None:
         """Delete the artifacts of a kind whose keys are not among these."""

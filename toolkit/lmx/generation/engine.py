@@ -145,7 +145,9 @@ class Engine:
         self.scheduler.add(request)
 
     def close(self) -> None:
-        """Let other processes end, if there are any."""
+        """Keep prefixes on the disk, if there is one; let other processes end."""
+        if self.prefixes:
+            self.prefixes.save()
 
     def remove_adapter(self, name: str) -> None:
         """Free an adapter, and the prefixes that were processed with it.

@@ -19,6 +19,7 @@ from .sampling import Sampling
 from .sequence import GenerationRequest
 from .speculative.draft_length import SpeculativeStats
 from .text_stream import TextStream
+from .thinking import required_thinking
 
 GREEDY = Sampling()
 Unread = deque[GenerationResponse | UserError]
@@ -79,19 +80,29 @@ class Generator:
         stop_tokens: Collection[int] | None = None,
         logprobs: bool = False,
         grammar: Grammar | None = None,
+        thinking_budget: int | None = None,
     ) -> GenerationRequest:
         """A request that ends at the model's positions. Options are those of `stream`.
 
         Raises:
             UserError: the prompt is empty, or longer than the model's positions, or the
-                grammar is refused.
+                grammar is refused, or the model has no chain of thought for a budget.
         """
         count = self.clamp_max_tokens(prompt, max_tokens)
         stop_tokens = self.resolve_stop_tokens(stop_tokens)
         kind = "raw" if logprobs else None
         compiled = grammar and self.grammars.compile(grammar)
+        thinking = required_thinking(
+            self.tokenizer, prompt, thinking_budget, has_grammar=grammar is not None
+        )
         return GenerationRequest(
-            prompt, count, sampling, stop_tokens, kind, grammar=compiled
+            prompt,
+            count,
+            sampling,
+            stop_tokens,
+            kind,
+            grammar=compiled,
+            thinking=thinking,
         )
 
     def stream(
@@ -104,6 +115,7 @@ class Generator:
         stop: Sequence[str] = (),
         logprobs: bool = False,
         grammar: Grammar | None = None,
+        thinking_budget: int | None = None,
     ) -> Iterator[GenerationResponse]:
         """Yield the completion token by token.
 
@@ -111,12 +123,14 @@ class Generator:
             stop_tokens: tokens that end the completion; None = all end-of-sequence
                 tokens of the tokenizer. The stop token comes last, with empty text.
             stop: strings that end the completion and are not part of it.
-            grammar: the completion has to match it.
+            grammar: the completion has to match it, after a chain of thought that the
+                prompt begins or that has a budget.
+            thinking_budget: the most tokens of a chain of thought; None = no limit.
 
         Raises:
             UserError: the prompt is empty, or longer than the model's positions, or
                 the KV cache of `max_tokens` does not fit in memory, or the grammar is
-                refused.
+                refused, or the model has no chain of thought for a budget.
         """
         request = self.request(
             prompt,
@@ -125,6 +139,7 @@ class Generator:
             stop_tokens=stop_tokens,
             logprobs=logprobs,
             grammar=grammar,
+            thinking_budget=thinking_budget,
         )
         self.engine.require_memory(request)
         if self.engine.idle:

@@ -189,7 +189,10 @@ class GrammarMatcher:
 
     Attributes:
         error: what went wrong; the request has to end.
+        is_free: whether any token may follow, until the end.
     """
+
+    is_free = False
 
     def __init__(self, grammar: CompiledGrammar, stop_tokens: Collection[int]):
         self.error: UserError | None = None
@@ -224,7 +227,7 @@ class GrammarMatcher:
         # An error along the draft must not reach the text, which may go elsewhere.
         matcher = self._matcher.deep_copy() if len(draft) else self._matcher
         for token in draft:
-            if not masks[-1][token // 32] >> np.uint32(token % 32) & 1:
+            if not allows(masks[-1], token):
                 break
             if token in self._stop_tokens:
                 masks.append(everything)
@@ -250,9 +253,9 @@ class GrammarMatcher:
         mask[: len(allowed)] = allowed
         # Only the stop tokens of this request end it.
         for token in self._eos_tokens:
-            _set(mask, token, False)
+            set_bit(mask, token, False)
         for token in self._stop_tokens if is_complete else ():
-            _set(mask, token, True)
+            set_bit(mask, token, True)
         if vocab_size % 32:
             mask[-1] &= ALL >> np.uint32(32 - vocab_size % 32)
         if not mask.any():
@@ -269,7 +272,13 @@ def _matcher_errors(matcher: Matcher) -> Iterator[None]:
             raise ValueError(matcher.get_error())
 
 
-def _set(mask: np.ndarray, token: int, value: bool) -> None:
+def allows(mask: np.ndarray, token: int) -> bool:
+    """Whether a mask of `GrammarMatcher.masks` allows a token."""
+    return bool(mask[token // 32] >> np.uint32(token % 32) & 1)
+
+
+def set_bit(mask: np.ndarray, token: int, value: bool) -> None:
+    """Let a mask allow or refuse a token, if it has one."""
     word, bit = divmod(token, 32)
     if word < len(mask):
         bits = np.uint32(1 << bit)

@@ -28,6 +28,7 @@ from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import KVBits
 from .sampling import Sampling
 from .sequence import GenerationRequest, TokenOutput
+from .thinking import Thinking
 
 
 class ParallelEngine(Engine):
@@ -204,9 +205,12 @@ class ParallelEngine(Engine):
 
     def _decoded(self, encoded: dict) -> GenerationRequest:
         """The request that another rank has encoded."""
-        sampling, grammar = encoded["sampling"], encoded["grammar"]
+        grammar = encoded["grammar"]
         decoded = {
-            "sampling": TypeAdapter(Sampling).validate_python(sampling),
+            name: TypeAdapter(kind).validate_python(encoded[name])
+            for name, kind in (("sampling", Sampling), ("thinking", Thinking | None))
+        }
+        decoded |= {
             "stop_tokens": frozenset(encoded["stop_tokens"]),
             "grammar": grammar and self._compile(Grammar(*grammar)),
         }
@@ -221,4 +225,5 @@ def _encoded(request: GenerationRequest) -> dict:
         "sampling": asdict(request.sampling),
         "stop_tokens": sorted(map(int, request.stop_tokens)),
         "grammar": grammar and [grammar.kind, grammar.source],
+        "thinking": request.thinking and asdict(request.thinking),
     }

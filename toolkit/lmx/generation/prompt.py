@@ -1,11 +1,17 @@
 """Prompt encoding: chat messages or raw text to token ids."""
 
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
+from ..data.chat.messages import name_tool_results
 from ..data.chat.rendering import ChatTemplate, NoTrainableTokens
+from ..data.chat.system_messages import merge_system_messages
+from ..data.chat.turns import Chat
 from ..errors import UserError
 
+SystemMessages = Literal["merge", "strict"]
 Messages = list[dict[str, str]]
 
 
@@ -16,6 +22,7 @@ def encode_chat(
     thinking: bool = True,
     tools: Sequence[dict] | None = None,
     template_kwargs: dict[str, Any] | None = None,
+    system_messages: SystemMessages = "merge",
 ) -> list[int]:
     """Token ids of a chat, including the generation prompt.
 
@@ -27,6 +34,8 @@ def encode_chat(
         tools: JSON schemas of the functions that the assistant may call.
         template_kwargs: further arguments of the chat template, as vLLM's
             chat_template_kwargs.
+        system_messages: merge those that the template does not take where they are, as
+            in training; strict = let the template refuse them.
 
     Raises:
         UserError: the chat template rejects the messages, or they are not UTF-8 text.
@@ -39,13 +48,19 @@ def encode_chat(
         prompt = [{"role": "user", "content": prompt}]
     prompt = [m | {"content": utf8_text(m["content"])} for m in prompt]
     options = {"enable_thinking": thinking and tokenizer.has_thinking}
+    options |= template_kwargs or {}
+    chat = Chat(ChatTemplate(tokenizer), name_tool_results(prompt), tools, options)
+    if system_messages == "merge":
+        merged = merge_system_messages(chat)
+        if merged != chat.messages:
+            warnings.warn(
+                "system messages are merged: the chat template of this model does not "
+                "take them where a chat has them",
+                stacklevel=2,
+            )
+        chat = replace(chat, messages=merged)
     try:
-        text = ChatTemplate(tokenizer).render(
-            prompt,
-            tools=tools,
-            add_generation_prompt=True,
-            **options | (template_kwargs or {}),
-        )
+        text = chat.render_messages(chat.messages, add_generation_prompt=True)
     except NoTrainableTokens as error:
         raise UserError(
             str(error),
@@ -60,11 +75,13 @@ def encode_prompt(
     prompt: str | Messages,
     *,
     system: str | None = None,
+    thinking: bool = True,
     ignore_chat_template: bool = False,
 ) -> list[int]:
     """Token ids of a user's text or of a chat, with an optional system message.
 
     Args:
+        thinking: see `encode_chat`.
         ignore_chat_template: encode the text as it is.
 
     Raises:
@@ -74,10 +91,11 @@ def encode_prompt(
         assert isinstance(prompt, str), "messages need the chat template"
         return encode_text(tokenizer, prompt)
     if system is None:
-        return encode_chat(tokenizer, prompt)
+        return encode_chat(tokenizer, prompt, thinking=thinking)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return encode_chat(tokenizer, [{"role": "system", "content": system}, *prompt])
+    messages = [{"role": "system", "content": system}, *prompt]
+    return encode_chat(tokenizer, messages, thinking=thinking)
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

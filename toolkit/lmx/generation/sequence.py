@@ -14,6 +14,7 @@ from .kv_cache.sequence import CacheState
 from .sampler import Sampler
 from .sampling import Sampling
 from .speculative.proposer import Proposer
+from .thinking import Thinking, ThinkingMatcher
 
 
 @dataclass(eq=False)
@@ -29,6 +30,8 @@ class GenerationRequest:
         priority: requests with a smaller number start first.
         adapter: the name of one of the engine's adapters; None = the model itself.
         grammar: the completion has to match it, from `GrammarCompiler.compile`.
+        thinking: the chain of thought before what has to match the grammar; None = the
+            completion has none, or it is not limited.
 
     Raises:
         UserError: settings that a grammar does not go with.
@@ -43,6 +46,7 @@ class GenerationRequest:
     priority: int = 0
     adapter: str | None = None
     grammar: CompiledGrammar | None = None
+    thinking: Thinking | None = None
 
     def __post_init__(self):
         if self.grammar and not self.stop_tokens:
@@ -122,7 +126,7 @@ class RunningSequence:
     cached_tokens: int = 0
     proposer: Proposer | None = None
     sampler: Sampler | None = None
-    grammar: GrammarMatcher | None = None
+    grammar: GrammarMatcher | ThinkingMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     launched: int = 0
     draft: mx.array | None = None
@@ -131,9 +135,12 @@ class RunningSequence:
     failed: bool = False
 
     def __post_init__(self):
-        self.tokens = list(self.request.prompt)
-        if self.request.grammar:
-            self.grammar = self.request.grammar.start(self.request.stop_tokens)
+        request = self.request
+        self.tokens = list(request.prompt)
+        if request.grammar:
+            self.grammar = request.grammar.start(request.stop_tokens)
+        if request.thinking:
+            self.grammar = request.thinking.begin(self.grammar, request.stop_tokens)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -183,6 +190,8 @@ class RunningSequence:
         """Append the next token of the completion, unless its grammar failed."""
         if self.grammar and (error := self.grammar.advance(token)):
             return self.fail(error)
+        if self.grammar and self.grammar.is_free:
+            self.grammar = self.masks = None
         self.tokens.append(token)
         is_stop = token in self.request.stop_tokens
         self.finished = is_stop or not self.remaining

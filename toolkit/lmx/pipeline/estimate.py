@@ -1,6 +1,7 @@
 """What a stage needs of a machine, from the shapes of its model; see `Stage.estimate`.
 
-Stages that train count here what they have in common.
+The constants of estimates are counted in the code that each names; tests compare the
+sums with measured peaks (tests/pipeline/test_estimates.py).
 """
 
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,42 +23,14 @@ from ..models.loader import build_model
 from ..quantization.target_layers import QuantizationPlan, select_layers
 from .work import Work
 
-# The numbers of all estimates. They are counted in the code that each names; tests
-# compare the sums with measured peaks (tests/pipeline/test_estimates.py).
-# training/chunked_loss.py: chunks whose buffers exist at once.
-CHUNKS_AT_ONCE = 3
 # Bytes of a logit with its exponential and its gradient: on a GPU, and on the CPU,
 # where every step of the computation leaves an array.
 LOGIT_BYTES = (16, 28)
-# training/chunked_loss.py: bytes of a weight of the head, for its gradient and its sum.
-CHUNKED_HEAD_BYTES = 8
-# MLX's CPU backend allocates the results of about so many operations before it computes
-# them: matrices whose dequantized weights exist at once.
-DEQUANTIZED_AT_ONCE = 8
-# training/optimizers.py: bytes of a trained parameter's moments; 4 of the other
-# optimizers. With 8 bits, a block of 256 values has a float32 scale.
-MOMENT_BYTES = {
-    "adamw": 8,
-    "adamw_8bit": 2 + 8 / 256,
-    "lion_8bit": 1 + 4 / 256,
-    "adafactor": 0,
-}
+# training/chunked_loss.py: chunks whose buffers exist at once.
+CHUNKS_AT_ONCE = 3
 # Bytes of a trained parameter in float32: its gradient and AdamW's moments, or, in a
 # checkpoint, the parameter and these moments.
 ADAMW_BYTES = 12
-# training/step.py: bytes of a trained parameter in an update.
-UPDATE_BYTES = 8
-# quantization/ptq/gptq: float32 arrays as large as the rows that are solved at once,
-# matrices of a Hessian and its factors, and predictions of two models.
-SOLVER_ARRAYS, HESSIANS, PREDICTION_ARRAYS = 12, 8, 6
-# Positions of the predictions in a calibration.
-PREDICTED = 128
-# Evaluations of scale tuning, with those that compare learning rates.
-TUNING_EVALUATIONS = 9
-# quantization/mixed_precision: compared plans, and solved grids of a weight.
-PLANS, GRIDS = 6, 16
-# evaluation/latency.py: generations of a measurement.
-LATENCY_RUNS = 14
 
 
 @dataclass(frozen=True)
@@ -108,40 +82,34 @@ class ModelShape:
         return getattr(mx, name, mx.bfloat16)
 
     @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        named = tree_flatten(self.model().parameters())
+        return {name: value.shape for name, value in named}
+
+    @property
     def parameters(self) -> int:
         """Number of parameters."""
-        return sum(v.size for _, v in tree_flatten(self.model().parameters()))
+        return sum(map(prod, self._shapes.values()))
 
-    @cached_property
+    @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
         """Shapes [..., out, in] by name."""
-        named = tree_flatten(self.model().parameters())
-        return {name: value.shape for name, value in named if value.ndim > 1}
+        return {name: size for name, size in self._shapes.items() if len(size) > 1}
 
     @cached_property
-    def active(self) -> list[tuple[tuple[int, ...], float]]:
-        """Every matrix that tokens are multiplied with, and the share of its experts
-        that a token sees."""
-        has_head = any("lm_head" in name for name in self.matrices)
-        experts = self.setting("num_experts_per_tok")
-        return [
-            (size, experts / size[0] if experts and len(size) == 3 else 1.0)
-            for name, size in self.matrices.items()
-            if not (has_head and "embed" in name)
-        ]
-
-    @property
-    def active_weights(self) -> float:
-        """Weights that a token is multiplied with."""
-        return sum(prod(size) * share for size, share in self.active)
-
-    @property
-    def inputs_and_outputs(self) -> float:
-        """Values of a token that go into and come out of all matrices."""
-        return sum(
-            (size[-1] + size[-2]) * (share * size[0] if len(size) == 3 else 1)
-            for size, share in self.active
-        )
+    def per_token(self) -> tuple[float, float]:
+        """Weights that a token is multiplied with, and values of a token that go into
+        and come out of all matrices."""
+        matrices, experts = self.matrices, self.setting("num_experts_per_tok")
+        has_head = any("lm_head" in name for name in matrices)
+        weights = values = 0
+        for name, (*stacked, rows, columns) in matrices.items():
+            if has_head and "embed" in name:
+                continue
+            seen = experts if experts and len(stacked) == 1 else prod(stacked)
+            weights += seen * rows * columns
+            values += seen * (rows + columns)
+        return weights, values
 
     def setting(self, name: str) -> int:
         """An integer of the config, of its language part if it has several; else 0."""
@@ -153,9 +121,10 @@ class ModelShape:
 
     def quantized(self, specs: dict[str, QuantSpec]) -> "ModelShape":
         """The model with these layers quantized; the others keep their dtype."""
-        float_values, bits = self.parameters, 8 * self.bytes
+        matrices, parameters = self.matrices, self.parameters
+        float_values, bits = parameters, 8 * self.bytes
         for path, spec in specs.items():
-            shape = self.matrices[f"{path}.weight"]
+            shape = matrices[f"{path}.weight"]
             size, width = prod(shape), 32.0
             grids = size
             if spec.stored is not None:
@@ -164,28 +133,17 @@ class ModelShape:
             if spec.global_scale:
                 bits += 32 * shape[0]
                 grids += shape[0]
-            bits += size * (width - 8 * self.bytes / self.parameters)
+            bits += size * (width - 8 * self.bytes / parameters)
             float_values += grids - size
         return replace(self, bytes=int(bits / 8), float_values=float_values)
 
 
-@dataclass(frozen=True)
-class BatchShape:
+class BatchShape(NamedTuple):
     """A batch: tokens of its longest sequence, most tokens, and tokens on average."""
 
     length: int
     tokens: int
     mean_tokens: float
-
-
-@dataclass(frozen=True)
-class TrainingCost:
-    """Cost of a training: parameters, bytes of memory by part, work of a step."""
-
-    parameters: int
-    trained: int
-    memory: dict[str, int]
-    step: Work
 
 
 @dataclass(frozen=True)
@@ -230,7 +188,7 @@ class Estimate:
         disk: bytes that the stage writes.
         work: all that takes time; None = unknown before the data is read.
         dtype: the dtype it computes in.
-        training: cost of its training, if it trains.
+        parameters: of the model that it trains, of which it trains `trained`.
         steps: optimizer steps.
         remedies: overrides of the recipe that need less memory.
         data: what it generates, as text.
@@ -241,7 +199,8 @@ class Estimate:
     disk: int = 0
     work: Work | None = field(default_factory=Work)
     dtype: mx.Dtype = mx.float32
-    training: TrainingCost | None = None
+    parameters: int = 0
+    trained: int = 0
     steps: int | None = None
     remedies: tuple[str, ...] = ()
     data: str = ""

@@ -35,23 +35,23 @@ class ResourceCheck:
         recipe = loaded.recipe
         longest = recipe.data.max_seq_length
         buckets = bucket_lengths(longest)
-        padded = [next(b for b in buckets if n <= b) for n in lengths or [longest]]
-        examples = len(lengths) * share
         workload = Workload(
-            shape, padded, longest, examples, loaded.find, recipe.parallel.tensor
+            shape,
+            [next(b for b in buckets if n <= b) for n in lengths or [longest]],
+            longest,
+            len(lengths) * share,
+            loaded.find,
+            recipe.parallel.tensor,
         )
-        self.output = plan.output
-        self.stages: dict[str, Estimate] = {}
-        current, finished = shape, plan.finished()
+        self.output, self.stages = plan.output, {}
+        finished = plan.finished()
         for planned in plan.stages:
-            needs = planned.stage.estimate(workload, current)
-            current = needs.model
-            if planned.name in finished:
-                needs = Estimate(current)
-            self.stages[planned.name] = needs
+            needs = planned.stage.estimate(workload, shape)
+            shape = needs.model
+            is_done = planned.name in finished
+            self.stages[planned.name] = Estimate(shape) if is_done else needs
         self.disk = sum(needs.disk for needs in self.stages.values())
-        self.free = free_bytes(plan.output)
-        self.limit = memory_limit()
+        self.free, self.limit = free_bytes(plan.output), memory_limit()
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Memory, time and disk: topics and texts."""
@@ -63,8 +63,8 @@ class ResourceCheck:
                 parts = (f"{k} {readable_size(v)}" for k, v in needs.parts.items())
                 size = f"about {readable_size(needs.memory)} of {limit}"
                 text = f"{name}: {size} ({', '.join(parts)})"
-                if cost := needs.training:
-                    text += f"; {cost.trained:,} of {cost.parameters:,} parameters "
+                if needs.trained:
+                    text += f"; {needs.trained:,} of {needs.parameters:,} parameters "
                     text += "trained"
                 yield "memory", text
             if (seconds := needs.seconds) is None:
@@ -80,8 +80,11 @@ class ResourceCheck:
     @property
     def fits(self) -> bool:
         """Whether memory and disk suffice."""
-        memory = max((needs.memory for needs in self.stages.values()), default=0)
-        return memory <= self.limit and self.disk <= self.free
+        try:
+            self.require()
+        except UserError:
+            return False
+        return True
 
     def require(self) -> None:
         """Raise UserError with code 3 if something does not fit."""

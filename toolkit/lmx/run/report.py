@@ -3,7 +3,6 @@
 report.json has the measured models, as far as tables and pages show them.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -26,60 +25,52 @@ Number = Annotated[int, Field(ge=-LARGEST, le=LARGEST)] | float
 Measured = Number | None
 
 
-class _Entry(BaseModel):
-    """A block of the report; values that are not shown are kept as they are."""
+class _Block(BaseModel):
+    """Values that are not shown are kept as they are."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class Layer(_Entry):
-    """A layer of a quantized model, with its squared error relative to its weights."""
-
-    bits: Measured = None
-    group_size: Measured = None
-    error: Measured = None
-
-
-class Speculation(_Entry):
-    """How a proposer speeds up decoding."""
-
-    acceptance_rate: Measured = None
-    accepted_length: Measured = None
-    speedup: Measured = None
+# Figures, which are numbers in every block: of a model, of a layer, of a proposer, of a
+# training, and of a comparison with a full-precision baseline.
+FIGURES = (
+    *(key for m in METRICS if not m.block for key in (m.key, m.error) if key),
+    *("bits", "group_size", "error"),
+    *("acceptance_rate", "accepted_length", "speedup"),
+    *("steps", "trained_tokens", "trained_parameters", "changed_codes", "codes"),
+    *("loss", "loss_stderr", "kl", "kl_stderr", "gain_retained"),
+)
+Figures = create_model(
+    "Figures", __base__=_Block, **dict.fromkeys(FIGURES, (Measured, None))
+)
 
 
-class _Model(_Entry):
+class ModelReport(Figures):
+    """A measured model: its layers, and the proposers that speed up its decoding."""
+
     generation: dict[str, dict[str, Measured]] | None = None
-    tasks: dict[str, dict[str, Measured]] = {}
-    custom: dict[str, Number] = {}
-    layers: dict[str, Layer] | None = None
-    speculation: dict[str, Speculation] | None = None
+    tasks: dict[str, dict[str, Measured]] = Field(default_factory=dict)
+    custom: dict[str, Number] = Field(default_factory=dict)
+    layers: dict[str, Figures] | None = None
+    speculation: dict[str, Figures] | None = None
 
 
-# The figures of a model at its top level, and their standard errors.
-_FIGURES = {
-    keys[0]: (Measured, None)
-    for metric in METRICS
-    for keys in (metric.path, metric.error)
-    if len(keys) == 1
-}
-ModelReport = create_model("ModelReport", __base__=_Model, **_FIGURES)
+class Gap(Figures):
+    """Losses of the models of a full-precision baseline, and what QAT recovers."""
+
+    fp_baseline: Figures = Figures()
+    fp_baseline_rtn: Figures = Figures()
+    qat: Figures = Figures()
 
 
-class Training(_Entry):
+class Training(Figures):
     """How the model was made."""
 
-    steps: Measured = None
-    trained_tokens: Measured = None
-    trained_parameters: Measured = None
-    changed_codes: Measured = None
-    codes: Measured = None
     method: str | None = None
-    # Losses of the models of a full-precision baseline, and what QAT recovers.
-    gap_recovered: dict[str, Measured | dict[str, Measured]] | None = None
+    gap_recovered: Gap | None = None
 
 
-class Threshold(_Entry):
+class Threshold(_Block):
     """A limit, and whether the last model keeps it; value None = not measured."""
 
     name: str
@@ -88,7 +79,7 @@ class Threshold(_Entry):
     passed: bool
 
 
-class Sample(_Entry):
+class Sample(_Block):
     """What each model answers."""
 
     prompt: str
@@ -96,14 +87,14 @@ class Sample(_Entry):
     answers: dict[str, str]
 
 
-class Report(_Entry):
+class Report(_Block):
     """The whole file."""
 
     models: dict[str, ModelReport] = {}
     training: Training = Training()
     thresholds: list[Threshold] = []
     samples: list[Sample] = []
-    speculation: dict[str, dict[str, Speculation]] = {}
+    speculation: dict[str, dict[str, Figures]] = {}
 
 
 def read_report(file: Path) -> dict:
@@ -124,9 +115,11 @@ def read_report(file: Path) -> dict:
         raise UserError(f"not a report of lmx: {reason}", place=str(file)) from error
 
 
-@dataclass(frozen=True)
 class Record:
-    """The files of a run, as far as they exist.
+    """The files of a run directory, as far as they exist.
+
+    Args:
+        is_report: the path is a report.json alone, without other files.
 
     Attributes:
         report: empty before the first evaluation.
@@ -134,51 +127,63 @@ class Record:
         log: the last lines of log.txt.
         has_model: the folder `model` exists and is of this run, not of an earlier
             recipe.
+
+    Raises:
+        UserError: this is not a run directory, or one of its files is damaged.
     """
 
-    manifest: dict
-    report: dict
-    metrics: list[dict]
-    samples: list[dict]
-    recipe: str
-    resolved_text: str
-    resolved: dict
-    log: list[str]
-    has_model: bool
-
-    @classmethod
-    def read(cls, path: Path) -> "Record":
-        """Read a run directory.
-
-        Raises:
-            UserError: it is not a run directory, or one of its files is damaged.
-        """
-        content = manifest.read(path)
+    def __init__(self, path: Path, *, is_report: bool = False):
+        content = {} if is_report else manifest.read(path)
         if content is None:
             raise UserError(
                 "not a run directory: it has no manifest.json",
                 place=str(path),
                 hint="give the output folder of lmx-train, e.g. exports/<recipe>",
             )
-        finished = content["stages"].values()
-        written = {folder for record in finished for folder in record["artifacts"]}
-        samples = path / "samples.jsonl"
-        return cls(
-            manifest=content,
-            report=read_report(path / REPORT),
-            metrics=read_metrics(path),
-            samples=read_jsonl(samples, stage=str, step=int, prompt=str, answer=str),
-            recipe=read_text(path / RECIPE),
-            resolved_text=read_text(path / RESOLVED),
-            resolved=read_resolved(path),
-            log=read_text(path / "log.txt").splitlines()[-LAST_LINES:],
-            has_model="model" in written and (path / "model").is_dir(),
+        self.path, self.manifest = path, content
+        self.report = read_report(path if is_report else path / REPORT)
+        self.metrics = read_metrics(path)
+        self.samples = read_jsonl(
+            path / "samples.jsonl", stage=str, step=int, prompt=str, answer=str
         )
+        self.recipe, self.resolved_text = (
+            read_text(path / name) for name in (RECIPE, RESOLVED)
+        )
+        self.resolved = read_resolved(path)
+        self.log = read_text(path / "log.txt").splitlines()[-LAST_LINES:]
+        stages = self.manifest.get("stages", {}).values()
+        is_written = any("model" in record["artifacts"] for record in stages)
+        self.has_model = is_written and (path / "model").is_dir()
 
     @property
     def output(self) -> str:
         """The run directory, relative to where the run was started."""
         return self.resolved.get("output") or f"exports/{self.manifest['name']}"
+
+    @property
+    def status(self) -> str | None:
+        """done, running, failed or interrupted; None = unknown."""
+        return self.manifest.get("status")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has finished."""
+        return self.status == "done"
+
+    @property
+    def models(self) -> dict[str, dict]:
+        """The metrics of all models."""
+        return self.report.get("models", {})
+
+    @property
+    def model(self) -> str | None:
+        """The name of the last model."""
+        return next(reversed(self.models), None)
+
+    @property
+    def figures(self) -> dict:
+        """The metrics of the last model; empty if there is none."""
+        return self.models.get(self.model, {})
 
 
 def read_resolved(path: Path) -> dict:

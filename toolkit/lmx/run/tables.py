@@ -1,9 +1,13 @@
 """Recipe values by dotted key, and metrics as table rows for log, card and page."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+# Columns and rows.
+TableCells = tuple[list[str], list[list[str]]]
+ABSENT = "-"
 # Keys that do not change the result.
 KEYS_WITHOUT_EFFECT = ("output", "parallel", "tracker")
 
@@ -39,101 +43,118 @@ class Metric:
     """A metric of a model.
 
     Attributes:
-        path: keys of the value in the model's entry of report.json.
-        form: format string of the value.
-        error: keys of the standard error, if there is one.
+        key: of the value in the model's entry of report.json.
+        form: format of the value.
+        error: key of the standard error, if there is one.
+        block: keys of the block of the entry that has the value and its error.
         scale: factor from the stored value to the shown unit.
     """
 
     label: str
-    path: tuple[str, ...]
+    key: str
     form: str
-    error: tuple[str, ...] = ()
+    error: str = ""
+    block: tuple[str, ...] = ()
     scale: float = 1.0
 
-    def value(self, figures: dict) -> float | None:
-        """The value in the shown unit; None = not measured."""
-        value = _look_up(figures, self.path)
-        return None if value is None else value * self.scale
+    def values(self, figures: dict) -> tuple[float | None, float | None]:
+        """The value in the shown unit and its standard error; None = not measured."""
+        for key in self.block:
+            figures = figures.get(key) or {}
+        value = figures.get(self.key)
+        return None if value is None else value * self.scale, figures.get(self.error)
 
-    def show(self, figures: dict) -> str:
-        """The value as text, with its standard error."""
-        value = self.value(figures)
+    def show(self, value: float | None, error: float | None = None) -> str:
+        """A value and its standard error as text."""
         if value is None:
-            return "-"
-        error = _look_up(figures, self.error) if self.error else None
-        text = self.form.format(value)
-        return text if error is None else f"{text} ± {self.form.format(error)}"
+            return ABSENT
+        text = format(value, self.form)
+        return text if error is None else f"{text} ± {error:{self.form}}"
 
 
+DECODED = "decode_tokens_per_second"
+KL_WEIGHTS_ONLY = "KL, activations not quantized"
+CHANGE = "exact_match_change"
 METRICS = (
     # Of the runs of a sweep.
-    Metric("validation loss", ("validation_loss",), "{:.4f}"),
-    Metric("perplexity", ("perplexity",), "{:.3f}", ("perplexity_stderr",)),
+    Metric("validation loss", "validation_loss", ".4f"),
+    Metric("perplexity", "perplexity", ".3f", "perplexity_stderr"),
     # Paired errors: both models saw the same examples.
-    Metric(
-        "perplexity ratio",
-        ("perplexity_ratio",),
-        "{:.3f}",
-        ("perplexity_ratio_stderr",),
-    ),
-    Metric("KL vs. reference", ("kl_mean",), "{:.4f}", ("kl_stderr",)),
-    Metric("KL p99", ("kl_p99",), "{:.3f}"),
-    Metric("top-1 agreement", ("top1_agreement",), "{:.1%}"),
-    Metric("exact match", ("exact_match",), "{:.1%}", ("exact_match_stderr",)),
-    Metric(
-        "exact match change",
-        ("exact_match_change",),
-        "{:.1%}",
-        ("exact_match_change_stderr",),
-    ),
-    Metric("bits per weight", ("bits_per_weight",), "{:.2f}"),
-    Metric("size, MB", ("bytes",), "{:.2f}", scale=1e-6),
-    Metric("TTFT (ms)", ("generation", "ttft_ms", "p50"), "{:.1f}"),
-    Metric(
-        "decode, tokens/s", ("generation", "decode_tokens_per_second", "p50"), "{:.0f}"
-    ),
-    Metric(
-        "KL, activations not quantized",
-        ("kl_mean_weights_only",),
-        "{:.4f}",
-        ("kl_stderr_weights_only",),
-    ),
+    Metric("perplexity ratio", "perplexity_ratio", ".3f", "perplexity_ratio_stderr"),
+    Metric("KL vs. reference", "kl_mean", ".4f", "kl_stderr"),
+    Metric("KL p99", "kl_p99", ".3f"),
+    Metric("top-1 agreement", "top1_agreement", ".1%"),
+    Metric("exact match", "exact_match", ".1%", "exact_match_stderr"),
+    Metric("exact match change", CHANGE, ".1%", f"{CHANGE}_stderr"),
+    Metric("bits per weight", "bits_per_weight", ".2f"),
+    Metric("size, MB", "bytes", ".2f", scale=1e-6),
+    Metric("TTFT (ms)", "p50", ".1f", block=("generation", "ttft_ms")),
+    Metric("decode, tokens/s", "p50", ".0f", block=("generation", DECODED)),
+    Metric(KL_WEIGHTS_ONLY, "kl_mean_weights_only", ".4f", "kl_stderr_weights_only"),
 )
 
 
-def metrics_of(models: list[dict]) -> list[Metric]:
+def metrics_of(models: Iterable[dict]) -> list[Metric]:
     """The measured metrics: standard, of the evaluated tasks, and the caller's own."""
-    measured = [figures.get("tasks", {}) for figures in models]
-    names = {
-        (task, metric): None
-        for tasks in measured
-        for task, scores in tasks.items()
-        for metric in scores
-        if "_stderr" not in metric
-    }
-    custom = dict.fromkeys(n for figures in models for n in figures.get("custom", {}))
-    metrics = [
-        *METRICS,
-        *(_score(task, metric) for task, metric in names),
-        *(Metric(name, ("custom", name), "{:.4g}") for name in custom),
-    ]
-    return [m for m in metrics if any(m.value(each) is not None for each in models)]
+    models, found = [*models], dict.fromkeys(METRICS)
+    for figures in models:
+        for task, scores in figures.get("tasks", {}).items():
+            for key in scores:
+                # lm-eval names a metric and its filter, such as acc,none.
+                name, comma, filters = key.partition(",")
+                error = f"{name}_stderr{comma}{filters}"
+                metric = Metric(f"{task}: {key}", key, ".3f", error, ("tasks", task))
+                found |= {} if "_stderr" in key else {metric: None}
+    for figures in models:
+        for name in figures.get("custom", {}):
+            found[Metric(name, name, ".4g", block=("custom",))] = None
+    return [m for m in found if any(m.values(each)[0] is not None for each in models)]
 
 
-def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the measured metrics, one column per model."""
-    entries = [*models.values()]
-    rows = [
-        [metric.label, *(metric.show(figures) for figures in entries)]
-        for metric in metrics_of(entries)
-    ]
+def metrics_table(
+    models: dict[str, dict],
+    metrics: Iterable[Metric] | None = None,
+    *,
+    changes: bool = False,
+) -> TableCells:
+    """Metrics, one column per model.
+
+    Args:
+        metrics: None = those that were measured.
+        changes: also show by how much the others differ from the first model.
+    """
+    rows = []
+    for metric in metrics or metrics_of(models.values()):
+        measured = [metric.values(figures) for figures in models.values()]
+        cells, first = [metric.show(*values) for values in measured], measured[0][0]
+        for i, (value, _) in enumerate(measured):
+            if changes and i and first and value not in (None, first):
+                cells[i] += f" ({value / first - 1:+.1%})"
+        rows.append([metric.label, *cells])
     return ["", *models], rows
+
+
+def recovery_table(recovered: dict) -> TableCells:
+    """`gap_recovered` in report.json."""
+    models = [
+        recovered.get(name, {}) for name in ("fp_baseline", "fp_baseline_rtn", "qat")
+    ]
+    rows = []
+    for label, key in (("loss", "loss"), ("KL to the FP baseline", "kl")):
+        loss, share = (
+            Metric("", key, form, f"{key}_stderr") for form in (".4f", ".1%")
+        )
+        cells = [loss.show(*loss.values(figures)) for figures in models]
+        rows.append([label, *cells, share.show(*share.values(recovered))])
+    gain = Metric("", "gain_retained", ".1%")
+    retained = gain.show(*gain.values(recovered))
+    rows.append(["gain retained after export", "", "", retained, ""])
+    return ["", "FP baseline", "FP baseline + RTN", "QAT", "gap recovered"], rows
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
     """Rows of cells as lines of text. Only the first column is left-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
             cell.rjust(width) if i else cell.ljust(width)
@@ -141,30 +162,3 @@ def aligned(rows: list[list[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def recovery_table(recovered: dict) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of `gap_recovered` in report.json."""
-    models = [
-        recovered.get(name, {}) for name in ("fp_baseline", "fp_baseline_rtn", "qat")
-    ]
-    rows = []
-    for label, name in (("loss", "loss"), ("KL to the FP baseline", "kl")):
-        metric = Metric(label, (name,), "{:.4f}", (f"{name}_stderr",))
-        fraction = Metric(label, (name,), "{:.1%}", (f"{name}_stderr",))
-        rows.append([label, *map(metric.show, models), fraction.show(recovered)])
-    retained = Metric("", ("gain_retained",), "{:.1%}").show(recovered)
-    rows.append(["gain retained after export", "", "", retained, ""])
-    return ["", "FP baseline", "FP baseline + RTN", "QAT", "gap recovered"], rows
-
-
-def _score(task: str, metric: str) -> Metric:
-    name, comma, filters = metric.partition(",")
-    error = ("tasks", task, f"{name}_stderr{comma}{filters}")
-    return Metric(f"{task}: {metric}", ("tasks", task, metric), "{:.3f}", error)
-
-
-def _look_up(values: dict, path: tuple[str, ...]) -> float | None:
-    for key in path:
-        values = values.get(key) if isinstance(values, dict) else None
-    return values

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from ..errors import shorten
 from ..run import terminal
+from ..version import __version__
 from .choice import Piece
 from .engine_thread import EngineThread
 from .errors import SERVER, ApiError
@@ -91,13 +92,23 @@ class Endpoint:
         post = partial(Route, methods=["POST"])
         complete = partial(self._complete, self._service.complete)
         chat = partial(self._complete, self._service.chat)
+        # Some clients are given the address without /v1.
         routes = [
-            post("/v1/chat/completions", chat),
-            post("/v1/completions", complete),
-            post("/v1/load_lora_adapter", self._load_adapter),
-            post("/v1/unload_lora_adapter", self._unload_adapter),
-            Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._model),
+            route
+            for start in ("/v1", "")
+            for route in (
+                post(f"{start}/chat/completions", chat),
+                post(f"{start}/completions", complete),
+                post(f"{start}/load_lora_adapter", self._load_adapter),
+                post(f"{start}/unload_lora_adapter", self._unload_adapter),
+                Route(f"{start}/models", self._models),
+                Route(f"{start}/models/{{name:path}}", self._model),
+            )
+        ]
+        routes += [
+            post("/tokenize", self._tokenize),
+            post("/detokenize", self._detokenize),
+            Route("/version", self._version),
             Route("/health", self._health),
             Route("/metrics", self._prometheus),
             Route("/", self._page),
@@ -229,6 +240,20 @@ class Endpoint:
         return AdapterParameters.parse(await self._body(request))
 
     # Other routes
+
+    async def _tokenize(self, request: Request) -> Response:
+        self._authorize(request)
+        tokens = await self._service.tokenize(await self._body(request))
+        record = {"count": len(tokens), "max_model_len": self._service.max_positions}
+        return JSONResponse(record | {"tokens": tokens})
+
+    async def _detokenize(self, request: Request) -> Response:
+        self._authorize(request)
+        text = await self._service.detokenize(await self._body(request))
+        return JSONResponse({"prompt": text})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def _models(self, request: Request) -> Response:
         self._authorize(request)

@@ -7,12 +7,15 @@ from typing import Any
 from ..data.chat.messages import KEYS, BadRecord, parse_turn, require_text
 from ..data.chat.rendering import ChatTemplate
 from ..errors import UserError
-from ..generation.prompt import encode_chat, encode_text
+from ..generation.prompt import SystemMessages, encode_chat, encode_text
+from ..generation.thinking import opens_reasoning
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, CompletionParameters
 
-ECHOED = {"refusal", "annotations", "audio", "cache_control"}
-"""Keys of OpenAI's answers, which clients send back with the next turn."""
+ECHOED = {"refusal", "annotations", "audio"}
+"""Keys of OpenAI's answers, which clients send back empty with the next turn."""
+NOTES = {"cache_control", "provider_specific_fields", "reasoning_details"}
+"""Keys that clients add to messages, and that say nothing beside the others."""
 MIN_LONGEST = 16
 """Characters of the longest token at least: a template writes some text itself."""
 RESERVED = {
@@ -22,7 +25,6 @@ RESERVED = {
     *("return_assistant_tokens_mask",),
 }
 """Arguments of `apply_chat_template` that are no variables of the template."""
-MAX_THINK_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class EncodedPrompt:
 
     Attributes:
         in_reasoning: whether it ends inside the chain of thought.
+        thinks: whether it asks for a chain of thought, if the model has one.
     """
 
     tokens: list[int]
     in_reasoning: bool = False
+    thinks: bool = True
 
 
 class TextLimit:
@@ -85,13 +89,13 @@ def encode_messages(
     parameters: ChatCompletionParameters,
     tools: Sequence[dict] | None,
     *,
-    thinking: bool,
+    system_messages: SystemMessages = "merge",
 ) -> EncodedPrompt:
     """The prompt of a chat.
 
     Args:
         tools: those of `checked_tools`.
-        thinking: whether the assistant may begin with a chain of thought.
+        system_messages: see `encode_chat`.
 
     Raises:
         ApiError: a message or an argument of the template is wrong.
@@ -103,7 +107,7 @@ def encode_messages(
         message = {
             key: value
             for key, value in given.items()
-            if value is not None and not (key in ECHOED and not value)
+            if value is not None and key not in NOTES and (value or key not in ECHOED)
         }
         for key in message:
             if key not in KEYS and template.unknown([key]):
@@ -121,7 +125,7 @@ def encode_messages(
         raise ApiError(400, message, param="tools")
     options = dict(parameters.chat_template_kwargs or {})
     if parameters.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", parameters.reasoning_effort)
+        options = _with_effort(template, options, parameters.reasoning_effort)
     reserved = next((name for name in options if name in RESERVED), None)
     if name := reserved or template.unknown(options):
         message = f"the chat template of this model has no {name}"
@@ -130,13 +134,14 @@ def encode_messages(
         tokens = encode_chat(
             tokenizer,
             messages,
-            thinking=thinking,
             tools=tools,
             template_kwargs=options,
+            system_messages=system_messages,
         )
     except UserError as error:
         raise ApiError.from_user_error(error, param="messages") from error
-    return EncodedPrompt(tokens, opens_reasoning(tokenizer, tokens))
+    thinks = all(options.get(name) is not False for name in template.switches)
+    return EncodedPrompt(tokens, opens_reasoning(tokenizer, tokens), thinks)
 
 
 def encode_prompts(
@@ -158,18 +163,12 @@ def encode_prompts(
     return prompts
 
 
-def opens_reasoning(tokenizer: Any, tokens: Sequence[int]) -> bool:
-    """Whether a prompt ends with the beginning of a chain of thought.
-
-    A message may name the tag too, so only white space may come after it.
-    """
-    if not tokenizer.has_thinking:
-        return False
-    start = tokenizer.rfind_think_start(tokens, start=len(tokens) - MAX_THINK_TOKENS)
-    if start < 0:
-        return False
-    rest = tokens[start + len(tokenizer.think_start_tokens) :]
-    return not tokenizer.decode(rest).strip()
+def _with_effort(template: ChatTemplate, options: dict, effort: str) -> dict:
+    """The arguments of a template, for an effort of reasoning: its own argument where
+    it has one, else its switch of the chain of thought."""
+    if not template.unknown(["reasoning_effort"]):
+        return {"reasoning_effort": effort} | options
+    return dict.fromkeys(template.switches, effort != "none") | options
 
 
 def checked_tools(parameters: ChatCompletionParameters) -> list[dict] | None:
@@ -186,7 +185,7 @@ def checked_tools(parameters: ChatCompletionParameters) -> list[dict] | None:
             raise ApiError(400, message, param=place)
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise ApiError(400, f"{place}.function has no name", param=place)
-        if not isinstance(function.get("parameters", {}), dict):
+        if not isinstance(function.get("parameters") or {}, dict):
             message = f"{place}.function.parameters is no JSON schema"
             raise ApiError(400, message, param=place)
         try:

@@ -35,9 +35,12 @@ KINDS = {
 """What a parameter of several types may be."""
 IGNORED = (
     *("user", "store", "metadata", "service_tier", "prompt_cache_key"),
-    *("prompt_cache_retention", "safety_identifier"),
+    *("prompt_cache_retention", "safety_identifier", "modalities", "prediction"),
+    "verbosity",
 )
-"""Parameters that do not change the completion."""
+"""Parameters that change no completion here: names and notes for OpenAI's accounts, the
+only modality, a guess at the answer that makes it faster there, a wish for its length
+that only OpenAI's models know."""
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty"),
@@ -46,6 +49,8 @@ SAMPLING = (
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Token = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+StopTokens = Field(max_length=128, fail_fast=True)
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 # A list of a million wrong values is one error.
 FAIL_FAST = Field(fail_fast=True)
@@ -101,7 +106,7 @@ class GenerationParameters(Parameters):
     PROMPT: ClassVar[str]
 
     model: str | None = None
-    max_tokens: Count | None = None
+    max_tokens: Count | Literal[-1] | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -112,6 +117,7 @@ class GenerationParameters(Parameters):
     logit_bias: dict[Token, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Annotated[list[str], FAIL_FAST] | None = None
+    stop_token_ids: Annotated[list[TokenId], StopTokens] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -127,6 +133,9 @@ class GenerationParameters(Parameters):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
+    modalities: Annotated[list[Literal["text"]], FAIL_FAST] | None = None
+    prediction: dict[str, Any] | None = None
+    verbosity: str | None = None
 
     @field_validator("logit_bias", "stream_options", mode="before")
     @classmethod
@@ -166,8 +175,8 @@ class GenerationParameters(Parameters):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The most tokens of a completion."""
-        return self.max_tokens
+        """The most tokens of a completion; None = as the server is configured."""
+        return None if self.max_tokens == -1 else self.max_tokens
 
     def sampling(self, defaults: Sampling, seed: int) -> Sampling:
         """The settings of a completion.
@@ -196,14 +205,25 @@ class ChatCompletionParameters(GenerationParameters):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    thinking_budget: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def max_new_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_completion_tokens or super().max_new_tokens
+
+    @classmethod
+    def parse(cls, body: Any) -> Self:
+        """The parameters of a JSON body, with `tools` in place of `functions`.
+
+        Raises:
+            ApiError: a parameter is unknown, or has a wrong value.
+        """
+        if isinstance(body, dict) and not {*OLD_NAMES}.isdisjoint(body):
+            body = _without_old_names(body)
+        return super().parse(body)
 
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompts = Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 Texts = Annotated[list[str], Prompts]
@@ -233,6 +253,43 @@ class AdapterParameters(Parameters):
 
     lora_name: Annotated[str, Field(min_length=1, max_length=200)]
     lora_path: Annotated[str, Field(max_length=4096)] | None = None
+
+
+class TokenizeParameters(Parameters):
+    """The body of `/tokenize`, as vLLM's: a prompt, or messages with tools."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeParameters(Parameters):
+    """The body of `/detokenize`, as vLLM's."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], FAIL_FAST]
+
+
+OLD_NAMES = {"functions": "tools", "function_call": "tool_choice"}
+"""Parameters of OpenAI's first function calls, and their names today."""
+
+
+def _without_old_names(body: dict) -> dict:
+    for old, name in OLD_NAMES.items():
+        if body.get(old) is not None and body.get(name) is not None:
+            raise ApiError(400, f"give either {name} or {old}", param=old)
+    new = {key: value for key, value in body.items() if key not in OLD_NAMES}
+    functions, choice = (body.get(old) for old in OLD_NAMES)
+    if isinstance(functions, list):
+        new["tools"] = [{"type": "function", "function": each} for each in functions]
+    elif functions is not None:
+        raise ApiError(400, "functions: expected a list", param="functions")
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": choice}
+    return new if choice is None else new | {"tool_choice": choice}
 
 
 def parse_body(data: bytes) -> Any:

@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import UserError, library_errors
 from ..generation.engine import Engine
 from ..generation.grammar import Grammar
 from ..generation.grammar_matcher import CompiledGrammar
+from ..generation.prompt import SystemMessages
 from ..generation.sequence import GenerationRequest, TokenOutput
+from ..generation.thinking import Thinking, thinking_of
 from .answers import Answer, ChatAnswer
 from .chat_output import ChatOutputParser
 from .choice import Choice, Piece
@@ -31,8 +34,11 @@ from .prompts import (
 from .protocol import (
     ChatCompletionParameters,
     CompletionParameters,
+    DetokenizeParameters,
     GenerationParameters,
+    TokenizeParameters,
 )
+from .tool_formats import add_tool_format
 
 KEEP_ALIVE_SECONDS = 15.0
 """A stream without a token for so long says that it lives; proxies close it else."""
@@ -49,12 +55,17 @@ class ServiceSettings:
         max_tokens: of completions whose requests name no limit.
         max_requests: completions that run or wait; more are refused.
         timeout: seconds that a request may take.
+        system_messages: see `encode_chat`.
+        thinking_budget: tokens of a chain of thought at most, for requests without
+            their own limit; None = no limit.
     """
 
     model: str
     max_tokens: int = 4096
     max_requests: int = 256
     timeout: float = 600.0
+    system_messages: SystemMessages = "merge"
+    thinking_budget: int | None = None
 
 
 @dataclass(eq=False)
@@ -97,6 +108,7 @@ class CompletionService:
         self._generator, self._sampling = served.generator, served.sampling
         self._load_adapter = served.load_adapter
         self._tokenizer = served.generator.tokenizer
+        add_tool_format(self._tokenizer)
         self._limit = TextLimit(self._tokenizer, self._generator.max_positions)
         # They do not stop the event loop. Short texts do not wait for long ones, and
         # nobody else for a grammar. Tokenizers in Python take one thread only.
@@ -169,25 +181,17 @@ class CompletionService:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         if parameters.top_logprobs and not parameters.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
-        model, adapter = self._require_model(parameters)
+        model, adapter = self._require_model(parameters.model)
         tools = checked_tools(parameters)
         size = self._limit.require(parameters)
         async with self._prepares(parameters.choices):
             grammar = chat_grammar(parameters, self._tokenizer)
-            # A grammar has no place for a chain of thought.
             prompt = await self._encode(
-                lambda: encode_messages(
-                    self._tokenizer, parameters, tools, thinking=grammar is None
-                ),
-                size,
+                lambda: self._encode_chat(parameters, tools), size
             )
+            has_grammar = grammar is not None
+            thinking = self._thinking(parameters, prompt, has_grammar=has_grammar)
             compiled = await self._compile(grammar, parameters)
-        if grammar and prompt.in_reasoning:
-            message = (
-                "the chat template of this model begins with a chain of thought, for "
-                f"which {grammar_parameter(parameters)} leaves no place"
-            )
-            raise ApiError(400, message, param=grammar_parameter(parameters))
 
         def parser() -> ChatOutputParser:
             return ChatOutputParser(
@@ -200,6 +204,7 @@ class CompletionService:
             [prompt],
             adapter=adapter,
             grammar=compiled,
+            thinking=thinking,
             top_logprobs=top if parameters.logprobs else None,
             parser=parser,
             single_call=parameters.parallel_tool_calls is False,
@@ -219,7 +224,7 @@ class CompletionService:
         if parameters.echo and parameters.logprobs is not None:
             message = "lmx gives no log-probabilities of prompts: echo without logprobs"
             raise ApiError(400, message, param="echo")
-        model, adapter = self._require_model(parameters)
+        model, adapter = self._require_model(parameters.model)
         size = self._limit.require(parameters)
         async with self._prepares(parameters.choices * len(parameters.prompts)):
             prompts = await self._encode(
@@ -237,6 +242,48 @@ class CompletionService:
         answer = Answer(model, choices, lengths)
         deadline = arrival + self.settings.timeout
         return Job(parameters, prompts, choices, answer, arrival, deadline)
+
+    async def tokenize(self, body: Any) -> list[int]:
+        """The tokens of a body of `/tokenize`.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        parameters = TokenizeParameters.parse(body)
+        self._require_model(parameters.model)
+        prompt, messages = parameters.prompt, parameters.messages
+        if (prompt is None) == (messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        if prompt is not None:
+            special = parameters.add_special_tokens is not False
+            encode = partial(self._tokenizer.encode, add_special_tokens=special)
+            return await self._encode(lambda: list(encode(prompt)), len(prompt))
+        if parameters.add_special_tokens is not None:
+            message = "the chat template adds the special tokens of messages"
+            raise ApiError(400, message, param="add_special_tokens")
+        names = ("messages", "tools", "chat_template_kwargs")
+        given = {name: getattr(parameters, name) for name in names}
+        chat = ChatCompletionParameters.parse(given)
+        tools = checked_tools(chat)
+        size = self._limit.require(chat)
+        prompt = await self._encode(lambda: self._encode_chat(chat, tools), size)
+        return prompt.tokens
+
+    async def detokenize(self, body: Any) -> str:
+        """The text of a body of `/detokenize`.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        parameters = DetokenizeParameters.parse(body)
+        self._require_model(parameters.model)
+        size = self._generator.vocab_size
+        for token in parameters.tokens:
+            if size and token >= size:
+                message = f"the model has no token {token}: 0 to {size - 1}"
+                raise ApiError(400, message, param="tokens")
+        tokens = parameters.tokens
+        return await self._encode(lambda: self._tokenizer.decode(tokens), len(tokens))
 
     async def finish(self, job: Job) -> None:
         """Wait for the whole answer.
@@ -332,20 +379,46 @@ class CompletionService:
                 error, param=grammar_parameter(parameters)
             ) from error
 
+    def _encode_chat(
+        self,
+        parameters: ChatCompletionParameters,
+        tools: Sequence[dict] | None,
+    ) -> EncodedPrompt:
+        return encode_messages(
+            self._tokenizer,
+            parameters,
+            tools,
+            system_messages=self.settings.system_messages,
+        )
+
+    def _thinking(
+        self,
+        parameters: ChatCompletionParameters,
+        prompt: EncodedPrompt,
+        *,
+        has_grammar: bool,
+    ) -> Thinking | None:
+        """The chain of thought that a budget or a grammar has to know of."""
+        budget = parameters.thinking_budget
+        if budget is None:
+            budget = self.settings.thinking_budget
+        if not prompt.thinks or (budget is None and not has_grammar):
+            return None
+        thinking = thinking_of(self._tokenizer, prompt.tokens, budget)
+        if thinking is None and parameters.thinking_budget is not None:
+            message = "this model has no chain of thought that lmx knows"
+            raise ApiError(400, message, param="thinking_budget")
+        return thinking
+
     async def _encode(self, function: Callable[[], Any], size: int) -> Any:
         """What a function of `size` characters returns, from another thread."""
         loop = asyncio.get_running_loop()
         encoder = self._long_encoder if size > LONG_TEXT else self._encoder
         return await loop.run_in_executor(encoder, function)
 
-    def _require_model(
-        self, parameters: GenerationParameters
-    ) -> tuple[str, str | None]:
-        """The model of a request, and its adapter if it is one.
-
-        The name counts for the whole request: it never means another model later.
-        """
-        name = parameters.model or self.settings.model
+    def _require_model(self, name: str | None) -> tuple[str, str | None]:
+        """The model of a request, and its adapter, which stays so if it is dropped."""
+        name = name or self.settings.model
         if name not in self.models:
             raise self._no_model(name)
         return name, name if name != self.settings.model else None
@@ -397,6 +470,7 @@ class CompletionService:
         *,
         adapter: str | None,
         grammar: CompiledGrammar | None,
+        thinking: Thinking | None = None,
         top_logprobs: int | None,
         parser: Callable[[], ChatOutputParser] | None = None,
         single_call: bool = False,
@@ -418,7 +492,10 @@ class CompletionService:
         seed = secrets.randbits(63) if seed is None else seed
         positions = self._generator.max_positions
         limit = parameters.max_new_tokens or self.settings.max_tokens
-        stop_tokens = frozenset() if parameters.ignore_eos else None
+        stop_tokens = self._generator.resolve_stop_tokens(
+            frozenset() if parameters.ignore_eos else None
+        )
+        stop_tokens = frozenset(stop_tokens) | {*(parameters.stop_token_ids or ())}
         choices = []
         for prompt_index, prompt in enumerate(prompts):
             tokens = prompt.tokens
@@ -442,12 +519,13 @@ class CompletionService:
                         tokens,
                         count,
                         sampling,
-                        self._generator.resolve_stop_tokens(stop_tokens),
+                        stop_tokens,
                         logprobs=None if top_logprobs is None else "raw",
                         top_logprobs=top_logprobs or 0,
                         priority=parameters.priority or 0,
                         adapter=adapter,
                         grammar=grammar,
+                        thinking=thinking,
                     )
                 except UserError as error:
                     raise ApiError.from_user_error(error) from error

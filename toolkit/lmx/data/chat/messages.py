@@ -204,6 +204,22 @@ def parse_turns(value: object, role: str) -> list[dict]:
     return [parse_turn(message, number) for number, message in enumerate(value, 1)]
 
 
+def name_tool_results(messages: list[dict]) -> list[dict]:
+    """Messages in which the results of tools have the names of the calls' functions.
+
+    Clients give the id of the call alone, and some templates print the name.
+    """
+    calls = [call for m in messages for call in m.get("tool_calls", ())]
+    names = {str(c["id"]): c["function"]["name"] for c in calls if c.get("id")}
+    named = []
+    for message in messages:
+        key = str(message.get("tool_call_id"))
+        if message["role"] == "tool" and not message.get("name") and key in names:
+            message = message | {"name": names[key]}
+        named.append(message)
+    return named
+
+
 def is_completion(message: dict) -> bool:
     """Whether a message is a turn of the assistant that is trained: it is not empty,
     and has not the weight 0 of files for OpenAI."""

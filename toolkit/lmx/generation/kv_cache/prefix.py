@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from ...cpu.memory import available_memory
 from ...models.lora.multi_lora import BASE
+from .prefix_disk import PrefixDisk, Run, RunFacts
 from .sequence import CacheState, RecordedStates
 
 
@@ -19,19 +20,22 @@ class PrefixNode:
 
     Attributes:
         tokens: int32 [n]; empty only at the root.
-        positions: keys and values of the tokens; see `CacheState.positions`.
+        positions: keys and values of the tokens; see `CacheState.positions`. None = the
+            states are on the disk alone.
         hidden: recorded hidden states [1, n, width] of the tokens, for drafters.
         layer_ids: the blocks whose outputs these are.
         snapshot: layers without positions after the last token; None = not stored.
+        run: where they are on the disk; None = nowhere.
         children: by their first token.
     """
 
     tokens: np.ndarray
-    positions: list[mx.array]
+    positions: list[mx.array] | None
     parent: "PrefixNode | None" = None
     hidden: mx.array | None = None
     layer_ids: tuple[int, ...] = ()
     snapshot: list | None = None
+    run: Run | None = None
     children: dict[int, "PrefixNode"] = field(default_factory=dict)
 
     @property
@@ -39,6 +43,22 @@ class PrefixNode:
         """What is stored, without the tokens."""
         names = "positions", "hidden", "snapshot"
         return {name: getattr(self, name) for name in names}
+
+    @state.setter
+    def state(self, state: dict | None) -> None:
+        state = state or {"positions": None}
+        # A tree of arrays has no empty list.
+        self.positions = state.get("positions", [])
+        self.hidden, self.snapshot = state.get("hidden"), state.get("snapshot")
+
+    @property
+    def prefix(self) -> list[int]:
+        """All tokens from the root to the end of this node."""
+        parts, node = [], self
+        while node.parent:
+            parts.append(node.tokens)
+            node = node.parent
+        return np.concatenate([*parts[::-1], node.tokens]).tolist()
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -67,36 +87,39 @@ class PrefixCache:
 
     Args:
         max_bytes: of all stored arrays; None = an eighth of the memory available.
+        disk: keeps what leaves the memory. None = it is dropped.
 
     Attributes:
         sizes: bytes that a token and a snapshot count as; None = those of their arrays.
             Processes that hold different layers must drop the same prefixes.
     """
 
-    def __init__(self, max_bytes: int | None = None):
+    def __init__(self, max_bytes: int | None = None, disk: PrefixDisk | None = None):
         self.max_bytes = available_memory() // 8 if max_bytes is None else max_bytes
         self.nbytes = 0
         self.sizes: tuple[int, int] | None = None
         # By adapter: another one gives other keys and values.
-        self.roots = {BASE: PrefixNode(np.zeros(0, np.int32), [])}
-        # All nodes but the roots by last use. A node is used after those that follow
-        # it: so the first one is always an end.
+        self.roots: dict[int, PrefixNode] = {}
+        # All nodes in memory but the roots by last use. A node is used after those that
+        # follow it: so no other one in memory follows the first.
         self._by_use: OrderedDict[PrefixNode, None] = OrderedDict()
+        self._disk = disk
+        self._on_disk: dict[Run, PrefixNode] = {}
 
     @property
     def root(self) -> PrefixNode:
         """The tree of prefixes that the model processed without an adapter."""
-        return self.roots[BASE]
+        return self._root(BASE)
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """All nodes but the roots, parents first."""
+        """All nodes in memory but the roots, parents first."""
         return reversed(self._by_use)
 
     def insert(self, tokens: Sequence[int], cache: CacheState) -> None:
         """Store a cache that has processed exactly these tokens."""
         assert len(tokens) == cache.length
         new = np.array(tokens, np.int32)
-        path, matched, in_last = self._walk(new, cache.adapter)
+        path, matched, in_last = self._read_path(new, cache.adapter)
         if in_last:
             path[-1:] = [self._split(path[-1], in_last)]
         self._use(path[-1])
@@ -112,8 +135,12 @@ class PrefixCache:
         mx.async_eval(path[-1].arrays)
         while self.nbytes > self.max_bytes:
             oldest = next(iter(self._by_use))
-            del oldest.parent.children[int(oldest.tokens[0])]
-            self._forget(oldest)
+            if self._write(oldest):
+                self._forget(oldest)
+                oldest.state = None
+            else:
+                self._remove(oldest)
+        self._limit_disk()
 
     def fetch(
         self, tokens: Sequence[int], new_cache: Callable[[], CacheState]
@@ -131,7 +158,7 @@ class PrefixCache:
         """
         cache = new_cache()
         new = np.array(tokens[:-1], np.int32)
-        path, matched, in_last = self._walk(new, cache.adapter)
+        path, matched, in_last = self._read_path(new, cache.adapter)
         self._use(path[-1])
         if not cache.has_snapshot:
             _restore(cache, path, in_last)
@@ -155,12 +182,20 @@ class PrefixCache:
         return self._walk(np.array(tokens, np.int32), adapter)[1]
 
     def drop(self, adapter: int) -> None:
-        """Drop everything of an adapter."""
-        dropped = [self.roots.pop(adapter)] if adapter in self.roots else []
-        for node in dropped:
-            dropped += node.children.values()
-        for node in dropped[1:]:
-            self._forget(node)
+        """Drop everything of an adapter from memory."""
+        if adapter in self.roots:
+            for node in _subtree(self.roots.pop(adapter))[1:]:
+                self._on_disk.pop(node.run, None)
+                if node.positions is not None:
+                    self._forget(node)
+
+    def save(self) -> None:
+        """Write everything to the disk, if there is one."""
+        if self._disk:
+            for node in self._by_use:
+                self._write(node)
+            self._limit_disk()
+            self._disk.keep_order()
 
     def add(self, parent: PrefixNode, node: PrefixNode) -> None:
         """Add a new end to the tree."""
@@ -178,9 +213,7 @@ class PrefixCache:
             The nodes, the number of tokens that match, and how many of them are in the
             last node if that matches in part, else 0.
         """
-        if adapter not in self.roots:
-            self.roots[adapter] = PrefixNode(np.zeros(0, np.int32), [])
-        path, matched = [self.roots[adapter]], 0
+        path, matched = [self._root(adapter)], 0
         while matched < len(tokens):
             node = path[-1].children.get(int(tokens[matched]))
             if node is None:
@@ -192,8 +225,93 @@ class PrefixCache:
                 return path, matched, common
         return path, matched, 0
 
+    def _root(self, adapter: int) -> PrefixNode:
+        """The root of an adapter, with the runs on the disk below it."""
+        if adapter in self.roots:
+            return self.roots[adapter]
+        root = self.roots[adapter] = PrefixNode(np.zeros(0, np.int32), [])
+        if self._disk:
+            root.run = self._disk.run(self._disk.model_hash(adapter), [])
+            model, first = root.run
+            nodes = {first: root}
+            for run, facts in self._disk.runs(model):
+                parent = nodes.get(facts.parent)
+                if parent is None or facts.tokens[0] in parent.children:
+                    # What it follows is gone, or another process wrote the same.
+                    self._disk.delete(run)
+                    continue
+                tokens, layer_ids = np.array(facts.tokens, np.int32), facts.layer_ids
+                node = PrefixNode(tokens, None, parent, None, tuple(layer_ids), run=run)
+                parent.children[facts.tokens[0]] = node
+                nodes[run[1]] = self._on_disk[run] = node
+        return root
+
+    def _read_path(
+        self, tokens: np.ndarray, adapter: int
+    ) -> tuple[list[PrefixNode], int, int]:
+        """What `_walk` returns; all nodes are in memory."""
+        while True:
+            path, matched, in_last = self._walk(tokens, adapter)
+            for node in path:
+                if node.positions is None:
+                    state = self._disk.read(node.run)
+                    if state is None:
+                        self._remove(node)
+                        break
+                    node.state = state
+                    self.nbytes += self._size(node)
+                    self._use(node)
+            else:
+                return path, matched, in_last
+
+    def _write(self, node: PrefixNode) -> bool:
+        """Write a node to the disk; returns whether it is there."""
+        if self._disk and node.run is None:
+            prefix = node.prefix
+            start = len(prefix) - len(node.tokens)
+            root = node
+            while root.parent:
+                root = root.parent
+            model = root.run[0]
+            facts = RunFacts(
+                parent=self._disk.run(model, prefix[:start])[1],
+                start=start,
+                tokens=prefix[start:],
+                layer_ids=[*node.layer_ids],
+            )
+            run = self._disk.run(model, prefix)
+            if self._disk.write(run, facts, node.state):
+                node.run, self._on_disk[run] = run, node
+        return node.run is not None
+
+    def _erase(self, node: PrefixNode) -> None:
+        """Delete a node from the disk, where its states are others now."""
+        if node.run:
+            del self._on_disk[node.run]
+            self._disk.delete(node.run)
+            node.run = None
+
+    def _limit_disk(self) -> None:
+        while self._disk and (run := self._disk.surplus()):
+            node = self._on_disk.get(run)
+            if node is None:
+                self._disk.delete(run)
+            elif node.positions is None:
+                self._remove(node)
+            else:
+                self._erase(node)
+
+    def _remove(self, node: PrefixNode) -> None:
+        """Remove a node, and those that follow it, from the tree and the disk."""
+        del node.parent.children[int(node.tokens[0])]
+        for each in _subtree(node):
+            self._erase(each)
+            if each.positions is not None:
+                self._forget(each)
+
     def _split(self, node: PrefixNode, at: int) -> PrefixNode:
         """Cut a node in two; returns the upper one."""
+        self._erase(node)
         before, parent, size = self._size(node), node.parent, len(node.tokens)
         positions, hidden = node.part(0, at)
         upper = PrefixNode(node.tokens[:at], positions, parent, hidden, node.layer_ids)
@@ -222,12 +340,15 @@ class PrefixCache:
     def _use(self, node: PrefixNode) -> None:
         """Count a use of a node, and then of those that it follows."""
         while node.parent:
-            self._by_use[node] = None
-            self._by_use.move_to_end(node)
+            if node.positions is not None:
+                self._by_use[node] = None
+                self._by_use.move_to_end(node)
+            if node.run:
+                self._disk.use(node.run)
             node = node.parent
 
     def _forget(self, node: PrefixNode) -> None:
-        """Count a node no more, which has left the tree."""
+        """Count a node no more, which has left the memory."""
         del self._by_use[node]
         self.nbytes -= self._size(node)
 
@@ -241,6 +362,7 @@ class PrefixCache:
 
     def _store(self, node: PrefixNode, name: str, states: list | mx.array) -> None:
         """Let a node hold these states, and count them."""
+        self._erase(node)
         self.nbytes -= self._size(node)
         setattr(node, name, states)
         self.nbytes += self._size(node)
@@ -252,6 +374,14 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     first, second = (np.asarray(each[:count], np.int32) for each in (first, second))
     different = np.flatnonzero(first != second)
     return int(different[0]) if len(different) else count
+
+
+def _subtree(node: PrefixNode) -> list[PrefixNode]:
+    """A node and all that follow it."""
+    nodes = [node]
+    for each in nodes:
+        nodes += each.children.values()
+    return nodes
 
 
 def _arrays(tree: list | dict) -> list[mx.array]:

@@ -4,12 +4,14 @@ Every adapted layer adds the update of the adapter that a row has (S-LoRA, arXiv
 2311.03285; Punica, 2310.18547).
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_unflatten
 
 from ...errors import UserError
@@ -41,11 +43,13 @@ class MultiLoRA:
 
     Attributes:
         numbers: of every adapter, from 1. A number is never used again.
+        hashes: of the weights of every adapter, by number.
         rows: the adapters of the rows in the pass that runs.
     """
 
     def __init__(self, model: nn.Module):
         self.numbers: dict[str, int] = {}
+        self.hashes: dict[int, str] = {}
         self.rows = AdapterRows()
         self._model, self._last = model, BASE
         self._layers: dict[str, MultiLoRALinear | MultiLoRAExperts] = {}
@@ -109,6 +113,12 @@ class MultiLoRA:
             adapters = self._layers[path].adapters
             adapters.add_adapter(self._last, a.astype(dtype), b.astype(dtype))
         self.numbers[name] = self._last
+        digest = hashlib.sha256()
+        for path, arrays in sorted(weights.items()):
+            digest.update(path.encode())
+            for array in arrays:
+                digest.update(np.array(array.astype(mx.float32)).tobytes())
+        self.hashes[self._last] = digest.hexdigest()
         return self._last
 
     def number(self, name: str | None) -> int:
@@ -130,7 +140,7 @@ class MultiLoRA:
             UserError: there is none of this name.
         """
         number = self.number(name)
-        del self.numbers[name]
+        del self.numbers[name], self.hashes[number]
         for layer in self._layers.values():
             layer.adapters.remove_adapter(number)
         return number

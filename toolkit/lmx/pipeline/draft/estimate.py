@@ -1,9 +1,7 @@
-"""Memory and work of a draft stage, from shapes alone.
-
-A draft model or drafter is trained in full, with the target in memory.
-"""
+"""Memory and work of a draft stage, from shapes alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from mlx.utils import tree_flatten
@@ -15,30 +13,101 @@ from ...draft.pruning import pruned_config
 from ...models.checkpoint import read_config
 from ...models.drafters.base import Drafter
 from ...run.progress import readable_size
-from ..estimate import ADAMW_BYTES, BatchShape, ModelShape, TrainingCost, logit_bytes
+from ..estimate import (
+    ADAMW_BYTES,
+    BatchShape,
+    Estimate,
+    ModelShape,
+    Workload,
+    logit_bytes,
+    training_dtype,
+)
 from ..train.estimate import training_cost
 from ..work import Work
 
 
-def draft_training_cost(
+def estimate_draft(
+    config: DraftConfig, workload: Workload, current: ModelShape
+) -> Estimate:
+    """What a draft stage needs: data, a training with the target, and a benchmark.
+
+    Raises:
+        UserError: no such draft model can be cut.
+    """
+    # These need NumPy, which reading a recipe does not load.
+    from ...draft.hidden_states import BYTES_PER_VALUE
+    from ...models.drafters.io import ARCHITECTURES
+    from ...training.teacher_targets import bytes_per_token
+
+    target, data, benchmark = workload.shape, config.data_generation, config.benchmark
+    width, vocabulary = map(target.setting, ("hidden_size", "vocab_size"))
+    dtype = training_dtype("auto", target.dtype)
+    length = max(workload.lengths) + data.max_tokens
+    tokens = max(config.batch_tokens, length)
+    batch = BatchShape(length, tokens, tokens)
+    if config.architecture == "model":
+        layers = 0
+        needs = _draft_model_cost(target, config, batch, dtype.size, workload.find)
+    else:
+        drafter = ARCHITECTURES[config.architecture].for_target(
+            target.config,
+            config.drafter,
+            width=width,
+            vocab_size=vocabulary,
+            num_blocks=target.setting("num_hidden_layers"),
+            mask_token_id=0,
+        )
+        layers = len(drafter.layer_ids)
+        needs = _drafter_cost(drafter, target, config, batch, dtype.size)
+    # Only the prompt of an example is used.
+    count, prompt = data.num_prompts + data.num_eval_prompts, workload.mean_length
+    generated = int(count * (prompt + data.max_tokens))
+    stored = generated + data.text_tokens
+    predictions = "none"
+    if data.top_k:
+        size = stored * bytes_per_token(data.top_k, vocabulary)
+        predictions = f"{readable_size(size)} in the cache"
+    text = f"generates at most {generated:,} tokens, predictions: {predictions}"
+    states = stored * layers * width * BYTES_PER_VALUE
+    if states > 1e9 * data.max_hidden_states_gb:
+        states = 0
+    text += f", hidden states: {readable_size(states)}" if states else ""
+    # One forward pass gives predictions and hidden states.
+    passes = bool(data.top_k or states)
+    # Every prompt of the benchmark is completed greedily and sampled, each without a
+    # draft and with every proposer, which is counted as a speed-up of 1.
+    completed = 2 * 3 * benchmark.num_prompts * benchmark.max_tokens
+    forward, steps = 2 * target.parameters, config.num_steps
+    if needs is None:
+        # The time of the rest would not be that of the stage.
+        needs = Estimate(current)
+    else:
+        step = needs.work
+        if data.top_k is None:
+            # The target predicts in every step.
+            step += Work(forward=forward * tokens)
+        steps = steps or round(config.budget_seconds / step.seconds(dtype)) or 1
+        work = Work(
+            generated=forward * count * data.max_tokens,
+            forward=forward * (count * prompt + passes * stored),
+            decoded=forward * completed,
+        )
+        parts = {"target": dtype.size * target.parameters} | needs.parts
+        needs = replace(needs, parts=parts, work=work + step * steps)
+    return replace(needs, model=current, dtype=dtype, steps=steps, data=text)
+
+
+def _draft_model_cost(
     target: ModelShape,
     config: DraftConfig,
     batch: BatchShape,
     compute: int,
     find: Callable[[str], Path | None],
-) -> TrainingCost | None:
-    """Cost of training a draft model or a drafter, without the target.
+) -> Estimate | None:
+    """Training a draft model in full, and the work of a step.
 
-    None = unknown, because the model that the draft model is cut from is on the Hub.
-
-    Args:
-        compute: bytes of the compute dtype.
-
-    Raises:
-        UserError: no such draft model can be cut.
+    None = unknown, because the model that it is cut from is on the Hub.
     """
-    if config.architecture != "model":
-        return _drafter_training_cost(target, config, batch, compute)
     draft, source = config.draft_model, target.config
     if draft.init_from:
         if (folder := find(draft.init_from)) is None:
@@ -56,26 +125,31 @@ def draft_training_cost(
     return training_cost(shape, alone, batch, compute)
 
 
-def _drafter_training_cost(
-    target: ModelShape, config: DraftConfig, batch: BatchShape, compute: int
-) -> TrainingCost:
-    """The head runs on the rows of completions, of which the longest is counted, and of
-    text; and once more in the backward pass."""
-    drafter = _drafter(target, config)
+def _drafter_cost(
+    drafter: Drafter,
+    target: ModelShape,
+    config: DraftConfig,
+    batch: BatchShape,
+    compute: int,
+) -> Estimate:
+    """Training a drafter in full, and the work of a step.
+
+    The head runs on the rows of completions, of which the longest is counted, and of
+    text; and once more in the backward pass.
+    """
     parameters = dict(tree_flatten(drafter.parameters()))
     trained = sum(value.size for value in parameters.values())
-    vocabulary, width = drafter.config.vocab_size, target.setting("hidden_size")
     own_head = parameters.pop("lm_head.weight", None)
-    if own_head is not None:
-        vocabulary = len(own_head)
-    rows = drafter.rows_per_token(config.drafter.num_draft_tokens)
+    vocabulary = drafter.config.vocab_size if own_head is None else len(own_head)
+    width = target.setting("hidden_size")
     matrices = [value for value in parameters.values() if value.ndim == 2]
+    rows = drafter.rows_per_token(config.drafter.num_draft_tokens)
     tokens = round(rows * batch.tokens)
     step = compute * tokens * sum(sum(m.shape) for m in matrices)
     step += logit_bytes(vocabulary, tokens, loss_chunk(vocabulary, on_cpu=on_cpu()))
     # The target's hidden states, in float32.
     step += 4 * batch.tokens * len(drafter.layer_ids) * width
-    memory = {
+    parts = {
         "weights": (4 + compute) * trained,
         "optimizer": ADAMW_BYTES * trained,
         "step": step,
@@ -85,55 +159,5 @@ def _drafter_training_cost(
         # Half of the steps train all tokens.
         share = (1 + share) / 2
     per_row = 6 * sum(m.size for m in matrices) + 8 * share * vocabulary * width
-    work = Work(per_row * rows * batch.mean_tokens)
-    return TrainingCost(target.parameters + trained, trained, memory, work)
-
-
-def _drafter(target: ModelShape, config: DraftConfig) -> Drafter:
-    """A drafter for this target, whose weights are never computed."""
-    # Needs NumPy, which reading a recipe does not load.
-    from ...models.drafters.io import ARCHITECTURES
-
-    return ARCHITECTURES[config.architecture].for_target(
-        target.config,
-        config.drafter,
-        width=target.setting("hidden_size"),
-        vocab_size=target.setting("vocab_size"),
-        num_blocks=target.setting("num_hidden_layers"),
-        mask_token_id=0,
-    )
-
-
-def generation_cost(
-    target: ModelShape, config: DraftConfig, prompt_length: float
-) -> tuple[Work, str]:
-    """Work and a description of the data of a draft model.
-
-    Args:
-        prompt_length: tokens of a prompt on average.
-    """
-    # Both need NumPy.
-    from ...draft.hidden_states import BYTES_PER_VALUE
-    from ...training.teacher_targets import bytes_per_token
-
-    data, predictions, states = config.data_generation, "none", 0
-    count = data.num_prompts + data.num_eval_prompts
-    generated = int(count * (prompt_length + data.max_tokens))
-    tokens = generated + data.text_tokens
-    if data.top_k:
-        size = tokens * bytes_per_token(data.top_k, target.setting("vocab_size"))
-        predictions = f"{readable_size(size)} in the cache"
-    text = f"generates at most {generated:,} tokens, predictions: {predictions}"
-    if config.architecture != "model":
-        layers = len(_drafter(target, config).layer_ids)
-        states = tokens * layers * target.setting("hidden_size") * BYTES_PER_VALUE
-        states *= states <= 1e9 * data.max_hidden_states_gb
-        text += f", hidden states: {readable_size(states)}" if states else ""
-    per_token = 2 * target.parameters
-    # One forward pass gives predictions and hidden states.
-    passes = bool(data.top_k or states)
-    work = Work(
-        generated=per_token * count * data.max_tokens,
-        forward=per_token * (count * prompt_length + passes * tokens),
-    )
-    return work, text
+    work, total = Work(per_row * rows * batch.mean_tokens), target.parameters + trained
+    return Estimate(target, parts, work=work, parameters=total, trained=trained)

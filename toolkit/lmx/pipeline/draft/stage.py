@@ -10,11 +10,10 @@ from ...config.data import DataConfig
 from ...config.draft import DraftConfig
 from ...config.messages import Problem
 from ..context import DRAFT_FOLDER, ModelArtifact, StageContext
-from ..estimate import BatchShape, Estimate, ModelShape, Workload, training_dtype
+from ..estimate import Estimate, ModelShape, Workload
 from ..quantize.stage import QuantizeStage
 from ..stage import ModelState, RawStage, Stage, needs_training_data
-from ..work import Work
-from .estimate import draft_training_cost, generation_cost
+from .estimate import estimate_draft
 
 
 class DraftStage(Stage):
@@ -52,43 +51,13 @@ class DraftStage(Stage):
         return replace(state, has_draft=True, draft=draft)
 
     def estimate(self, workload: Workload, current: ModelShape) -> Estimate:
-        config, target = self.config, workload.shape
-        dtype = training_dtype("auto", target.dtype)
-        length = max(workload.lengths) + config.data_generation.max_tokens
+        config = self.config
         block = "draft_model" if config.architecture == "model" else "drafter"
-        tokens = max(config.batch_tokens, length)
-        batch = BatchShape(length, tokens, tokens)
-        training = draft_training_cost(target, config, batch, dtype.size, workload.find)
-        # Only the prompt of an example is used.
-        work, data = generation_cost(target, config, workload.mean_length)
-        # Every prompt is completed greedily and sampled, each without a draft and with
-        # every proposer, which is counted as a speed-up of 1.
-        benchmark, forward = config.benchmark, 2 * target.parameters
-        completed = 2 * 3 * benchmark.num_prompts * benchmark.max_tokens
-        work += Work(decoded=forward * completed)
-        steps, parts = config.num_steps, {}
-        if training:
-            step = training.step
-            if config.data_generation.top_k is None:
-                # The target predicts in every step.
-                step += Work(forward=forward * tokens)
-            steps = steps or round(config.budget_seconds / step.seconds(dtype)) or 1
-            work += step * steps
-            parts = {"target": dtype.size * target.parameters} | training.memory
-        return Estimate(
-            current,
-            parts,
-            # Without the training it would not be the time of the stage.
-            work=work if training else Work(),
-            dtype=dtype,
-            training=training,
-            steps=steps,
-            data=data,
-            remedies=(
-                f"{self.address}.batch_tokens={max(8, config.batch_tokens // 2)}",
-                f"{self.address}.{block}.num_layers=1",
-            ),
+        remedies = (
+            f"{self.address}.batch_tokens={max(8, config.batch_tokens // 2)}",
+            f"{self.address}.{block}.num_layers=1",
         )
+        return replace(estimate_draft(config, workload, current), remedies=remedies)
 
     def run(self, context: StageContext) -> ModelArtifact:
         """Train, quantize, benchmark and publish the draft model.

@@ -12,7 +12,7 @@ from ...errors import FAILED, UserError
 from ...evaluation import lm_eval
 from ...evaluation.perplexity import eval_batch_tokens
 from ...models.loader import LoadedModel
-from ...run.tables import table
+from ...run.tables import metrics_table
 from ..context import StageContext
 from ..train.batches import encode_valid
 from .metrics import METRICS, Inputs, Measured
@@ -154,7 +154,7 @@ class Evaluator:
             UserError: a threshold is missed; its code is 1.
         """
         logger, facts = self.context.logger, self.context.current.facts
-        logger.table(self.context.name, *table(self.metrics))
+        logger.table(self.context.name, *metrics_table(self.metrics))
         for sample in self.samples[:LOGGED_SAMPLES]:
             logger.info(f"prompt: {sample['prompt']}")
             for name, answer in sample["answers"].items():

@@ -10,9 +10,12 @@ from ...evaluation import lm_eval
 from ...interfaces import Communicator
 from ...models.tensor_parallel import shard_share
 from ..context import ModelArtifact, StageContext
-from ..estimate import LATENCY_RUNS, Estimate, ModelShape, Workload
+from ..estimate import Estimate, ModelShape, Workload
 from ..stage import ModelState, RawStage, Stage, missing_source
 from ..work import Work
+
+# evaluation/latency.py: generations of a measurement.
+LATENCY_RUNS = 14
 
 
 class EvaluateStage(Stage):

@@ -20,7 +20,7 @@ from ...models.checkpoint import read_config
 from ...models.checkpoint_writer import QUANTIZE_ACTIVATIONS
 from ...models.safetensors_io import require_finite
 from ...run.report import REPORT, read_report
-from ...run.tables import table
+from ...run.tables import metrics_table
 from ..context import ModelArtifact, StageContext
 from ..estimate import Estimate, ModelShape, Workload
 from ..stage import (
@@ -164,7 +164,7 @@ class ExportStage(Stage):
             stored_as=stored_as(current.model),
             **trained,
             report=report,
-            table=table(report.get("models", {})) if report else ([], []),
+            table=metrics_table(report.get("models", {})) if report else ([], []),
             quantize_activations=bool(
                 read_config(current.model).get(QUANTIZE_ACTIVATIONS)
             ),

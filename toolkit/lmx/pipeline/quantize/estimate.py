@@ -1,11 +1,8 @@
-"""Memory, disk and work of a quantization, from shapes alone.
-
-Its phases run one after the other: their work and their files add up, and the largest
-one decides about memory.
-"""
+"""Memory, disk and work of a quantization, from shapes alone."""
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -13,18 +10,18 @@ from ...config.quant_spec import QuantSpec
 from ...config.quantize import TUNING_TOP_K, GPTQConfig, PTQConfig
 from ...config.train import chunk_of_many
 from ...models.hooks import find_blocks
-from ..estimate import (
-    GRIDS,
-    HESSIANS,
-    PLANS,
-    PREDICTED,
-    PREDICTION_ARRAYS,
-    SOLVER_ARRAYS,
-    TUNING_EVALUATIONS,
-    ModelShape,
-    logit_bytes,
-)
+from ..estimate import Estimate, ModelShape, logit_bytes
 from ..work import Work
+
+# quantization/ptq/gptq: float32 arrays as large as the rows that are solved at once,
+# matrices of a Hessian and its factors, and predictions of two models.
+SOLVER_ARRAYS, HESSIANS, PREDICTION_ARRAYS = 12, 8, 6
+# Positions of the predictions in a calibration.
+PREDICTED = 128
+# Evaluations of scale tuning, with those that compare learning rates.
+TUNING_EVALUATIONS = 9
+# quantization/mixed_precision: compared plans, and solved grids of a weight.
+PLANS, GRIDS = 6, 16
 
 
 class Phase(NamedTuple):
@@ -38,57 +35,32 @@ class Phase(NamedTuple):
     solves: int = 0
 
 
-class Sizes:
-    """Numbers of weights, and widths.
+def estimate_quantization(config: PTQConfig, shape: ModelShape) -> Estimate:
+    """What a quantize stage needs.
 
-    Attributes:
-        blocks: weights of each block that are quantized.
-        largest: weights of the largest of these, or of a matrix outside of blocks.
-        width: of the widest matrix.
+    Its phases run one after the other: their work and their files add up, and the
+    largest one decides about memory.
     """
-
-    def __init__(self, shape: ModelShape, specs: dict[str, QuantSpec]):
-        matrices, blocks = shape.matrices, find_blocks(shape.model())
-        prefix = blocks.prefix if blocks else " "
-        self.blocks = Counter()
-        for path in specs:
-            if path.startswith(prefix):
-                index = path.removeprefix(prefix).partition(".")[0]
-                self.blocks[index] += prod(matrices[f"{path}.weight"])
-        outer = [prod(v) for k, v in matrices.items() if not k.startswith(prefix)]
-        self.largest = max(*self.blocks.values(), *outer, 0)
-        self.weights = sum(map(prod, matrices.values()))
-        self.width = max(size[-1] for size in matrices.values())
-        embeddings = [size for name, size in matrices.items() if "embed" in name]
-        default = (0, self.width)
-        self.vocabulary, self.hidden = max(embeddings, key=prod, default=default)
-
-    def predictions(self, tokens: int) -> int:
-        """Bytes of the predictions of two models for these tokens."""
-        return 4 * PREDICTION_ARRAYS * self.vocabulary * tokens
-
-
-def quantize_cost(
-    config: PTQConfig, shape: ModelShape, specs: dict[str, QuantSpec]
-) -> tuple[int, int, Work]:
-    """Peak bytes of arrays, bytes of temporary files, and work.
-
-    Args:
-        specs: quantization grid by path of each layer to quantize.
-    """
-    sizes = Sizes(shape, specs)
-    phases = [*_phases(config, shape, sizes)]
-    disk, forward, trained, solves = map(sum, list(zip(*phases, strict=True))[1:])
-    per_token = 2 * shape.active_weights
+    specs = shape.selection(config).specs
+    quantized = shape.quantized(specs)
+    if target := config.mixed_precision:
+        quantized = replace(quantized, bytes=target.max_bytes(shape.parameters))
+    phases = [*_phases(config, shape, specs)]
+    memory, *sums = zip(*phases, strict=True)
+    disk, forward, trained, solves = map(sum, sums)
+    per_token = 2 * shape.per_token[0]
     work = Work(
         trained=3 * per_token * trained,
         forward=per_token * forward,
-        solved=sizes.weights * solves,
+        solved=sum(map(prod, shape.matrices.values())) * solves,
     )
-    return int(max(phase.memory for phase in phases)), disk, work
+    parts = {"quantization": int(max(memory))}
+    return Estimate(quantized, parts, quantized.bytes + disk, work)
 
 
-def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phase]:
+def _phases(
+    config: PTQConfig, shape: ModelShape, specs: dict[str, QuantSpec]
+) -> Iterator[Phase]:
     # These need NumPy, which reading a recipe does not load.
     from ...models.loader import make_cache
     from ...quantization.mixed_precision import kv_bits, search
@@ -101,20 +73,33 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
     from ...training.teacher_targets import bytes_per_token
     from .refinement import TRAINED_TOKENS_AT_ONCE
 
-    calibration, vocabulary = config.calibration, sizes.vocabulary
+    calibration, matrices = config.calibration, shape.matrices
+    # Weights of each block that are quantized, and of all matrices outside of blocks.
+    found, blocks = find_blocks(shape.model()), Counter()
+    prefix = found.prefix if found else " "
+    for path in specs:
+        if path.startswith(prefix):
+            index = path.removeprefix(prefix).partition(".")[0]
+            blocks[index] += prod(matrices[f"{path}.weight"])
+    outer = [prod(v) for k, v in matrices.items() if not k.startswith(prefix)]
+    weights = sum(map(prod, matrices.values()))
+    width = max(size[-1] for size in matrices.values())
+    embeddings = [size for name, size in matrices.items() if "embed" in name]
+    vocabulary, hidden = max(embeddings, key=prod, default=(0, width))
+    # Bytes of the predictions of two models for a token.
+    predictions = 4 * PREDICTION_ARRAYS * vocabulary
     if config.smoothing:
         # A block in float32, and the hidden states around it.
         tokens = calibration.num_tokens or smoothquant.NUM_TOKENS
-        block = max(sizes.blocks.values(), default=0)
-        yield Phase(4 * 2 * (block + tokens * sizes.hidden), forward=tokens)
+        block = max(blocks.values(), default=0)
+        yield Phase(4 * 2 * (block + tokens * hidden), forward=tokens)
     if config.mixed_precision:
         held_out = PLANS * search.HELD_OUT_TOKENS
         yield Phase(0, 0, held_out, search.CALIBRATION_TOKENS, GRIDS)
     # Rounding, or the calibration of block by block.
-    if config.method == "rtn" or not sizes.blocks:
-        yield Phase(shape.dtype.size * sizes.weights // 2)
+    if config.method == "rtn" or not blocks:
+        yield Phase(shape.dtype.size * weights // 2)
     else:
-        width, hidden = sizes.width, sizes.hidden
         tokens = calibration.num_tokens or sequential.default_num_tokens(width)
         # Tokens that go forward and back before the blocks are quantized, and tokens of
         # the full-precision stream.
@@ -127,26 +112,26 @@ def _phases(config: PTQConfig, shape: ModelShape, sizes: Sizes) -> Iterator[Phas
             compared *= config.asymmetric_calibration
             solves = 1 + config.refine_iters
         yield Phase(
-            (4 + shape.dtype.size) * sizes.largest
+            (4 + shape.dtype.size) * max(*blocks.values(), *outer, 0)
             + 4 * SOLVER_ARRAYS * MAX_ELEMENTS
-            + sizes.predictions(PREDICTED)
+            + predictions * PREDICTED
             + 4 * HESSIANS * width**2,
             (tokens + compared) * (2 * 4 * width + 6 * 4 * hidden)
-            + fisher * 4 * hidden * (len(sizes.blocks) + 1),
+            + fisher * 4 * hidden * (len(blocks) + 1),
             # Through the full-precision block, then the quantized one.
             2 * tokens + compared,
             fisher,
             solves,
         )
-    held_out, dense = calibration.num_eval_tokens, 4 * sizes.weights
-    compared = dense + sizes.predictions(logit_positions())
+    held_out, dense = calibration.num_eval_tokens, 4 * weights
+    compared = dense + predictions * logit_positions()
     if tuning := config.scale_tuning:
         wanted = tuning.steps * tuning.batch_tokens
         stored = min(calibration.num_tokens or wanted, wanted)
         tokens = min(tuning.batch_tokens, TRAINED_TOKENS_AT_ONCE)
         logits = logit_bytes(vocabulary, tokens, chunk_of_many(vocabulary, tokens))
         yield Phase(
-            dense + 4 * tokens * shape.inputs_and_outputs + logits,
+            dense + 4 * tokens * shape.per_token[1] + logits,
             (held_out + stored) * bytes_per_token(TUNING_TOP_K, vocabulary),
             TUNING_EVALUATIONS * held_out + stored,
             wanted,

@@ -15,7 +15,7 @@ from ..context import ModelArtifact, StageContext, write_model
 from ..dataset_checks import check_source, known_columns
 from ..estimate import Estimate, ModelShape, Workload
 from ..stage import ModelState, RawStage, Stage, quantization_values
-from .estimate import quantize_cost
+from .estimate import estimate_quantization
 
 if TYPE_CHECKING:
     from ...models.loader import LoadedModel
@@ -64,15 +64,7 @@ class QuantizeStage(Stage):
         return self.config
 
     def estimate(self, workload: Workload, current: ModelShape) -> Estimate:
-        shape = workload.shape
-        specs = shape.selection(self.config).specs
-        quantized = shape.quantized(specs)
-        if target := self.config.mixed_precision:
-            size = target.max_bytes(shape.parameters)
-            quantized = replace(quantized, bytes=size)
-        memory, disk, work = quantize_cost(self.config, shape, specs)
-        parts = {"quantization": memory}
-        return Estimate(quantized, parts, quantized.bytes + disk, work)
+        return estimate_quantization(self.config, workload.shape)
 
     @property
     def _refines(self) -> bool:

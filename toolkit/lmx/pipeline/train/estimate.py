@@ -13,17 +13,24 @@ from ...config.train import TrainConfig
 from ...cpu import on_cpu
 from ...models.lora import lora_model
 from ...quantization.target_layers import select_layers
-from ..estimate import (
-    CHUNKED_HEAD_BYTES,
-    DEQUANTIZED_AT_ONCE,
-    MOMENT_BYTES,
-    UPDATE_BYTES,
-    BatchShape,
-    ModelShape,
-    TrainingCost,
-    logit_bytes,
-)
+from ..estimate import BatchShape, Estimate, ModelShape, logit_bytes
 from ..work import Work
+
+# training/chunked_loss.py: bytes of a weight of the head, for its gradient and its sum.
+CHUNKED_HEAD_BYTES = 8
+# MLX's CPU backend allocates the results of about so many operations before it computes
+# them: matrices whose dequantized weights exist at once.
+DEQUANTIZED_AT_ONCE = 8
+# training/optimizers.py: bytes of a trained parameter's moments; 4 of the other
+# optimizers. With 8 bits, a block of 256 values has a float32 scale.
+MOMENT_BYTES = {
+    "adamw": 8,
+    "adamw_8bit": 2 + 8 / 256,
+    "lion_8bit": 1 + 4 / 256,
+    "adafactor": 0,
+}
+# training/step.py: bytes of a trained parameter in an update.
+UPDATE_BYTES = 8
 
 
 def training_cost(
@@ -32,8 +39,8 @@ def training_cost(
     batch: BatchShape,
     compute: int,
     processes: int = 1,
-) -> TrainingCost:
-    """Cost for each process of a train stage.
+) -> Estimate:
+    """What each process of a train stage needs, and the work of a step.
 
     Args:
         compute: bytes of the dtype it computes in.
@@ -43,12 +50,14 @@ def training_cost(
         UserError: a pattern of the adapter matches no layer, or mlx-lm has no such
             architecture.
     """
-    adapter, total = config.adapter, shape.parameters
+    adapter, qat, rollouts = config.adapter, config.qat, config.rollouts
+    total, shards = shape.parameters, processes if config.fsdp else 1
+    layers, width = map(shape.setting, ("num_hidden_layers", "hidden_size"))
     # Full training in float32 computes with its masters, if they are whole.
     has_no_copies = adapter is None and compute == 4 and not config.fsdp
     trained, kept = _trained(shape, config, compute if has_no_copies else 0)
     computed = compute * total
-    if shape.is_quantized and config.qat:
+    if shape.is_quantized and qat:
         computed += 4 * total
     elif shape.is_quantized:
         at_once = DEQUANTIZED_AT_ONCE if on_cpu() else 0
@@ -56,16 +65,21 @@ def training_cost(
         computed = compute * (shape.float_values + at_once * mean_size)
     stored = shape.bytes + (0 if has_no_copies else 4 * trained)
     # At the end, the fused model of an adapter is measured.
-    fused = compute * total if adapter and not config.qat else 0
-    shards = processes if config.fsdp else 1
-    backward = kept + _backward_bytes(shape, batch, compute, config)
-    rollouts, rows = config.rollouts, (config.batch_size or 0) * config.micro_batches
-    # While caches grow, there are two of each.
-    caches = 2 * compute * rows * _cache_values(shape, config, batch.length)
+    fused = compute * total if adapter and not qat else 0
+    sampled = caches = 0
+    if rollouts:
+        rows = (config.batch_size or 0) * config.micro_batches
+        sampled = rows * rollouts.max_tokens / rollouts.num_iterations
+        heads = shape.setting("num_attention_heads") or 1
+        head = shape.setting("head_dim") or width // heads
+        values = 2 * layers * head * (shape.setting("num_key_value_heads") or heads)
+        # While caches grow, there are two of each.
+        caches = 2 * compute * rows * values * (batch.length + rollouts.max_tokens)
     # Gradients, their sum over several batches, and moments.
     per_trained = 4 * (1 + config.sums_gradients)
     per_trained += MOMENT_BYTES.get(config.optimizer, 4)
-    memory = {
+    backward = kept + _backward_bytes(shape, batch, compute, config)
+    parts = {
         "weights": stored // shards + computed,
         "optimizer": int(per_trained * trained) // shards,
         "step": max(backward, UPDATE_BYTES * trained // shards, caches, fused),
@@ -73,17 +87,15 @@ def training_cost(
     # A teacher in every step is taken to be as large as the model.
     is_online = config.teacher is not None and not config.teacher.offline
     if is_online:
-        memory["teacher"] = compute * total
-    active, tokens = shape.active_weights, batch.mean_tokens
-    width = shape.setting("num_hidden_layers") * shape.setting("hidden_size")
+        parts["teacher"] = compute * total
+    active, _ = shape.per_token
     per_token = (4 + 2 * config.gradient_checkpointing) * active
-    per_token += 2 * (trained if adapter else active) + 12 * batch.length * width
-    work = Work(trained=per_token, forward=2 * is_online * active) * tokens
-    if rollouts:
-        sampled = rows * rollouts.max_tokens / rollouts.num_iterations
-        work += Work(generated=2 * active * sampled)
+    per_token += 2 * (trained if adapter else active)
+    per_token += 12 * batch.length * layers * width
+    work = Work(trained=per_token, forward=2 * is_online * active) * batch.mean_tokens
+    work += Work(generated=2 * active * sampled)
     work *= config.gradient_accumulation_steps * config.num_trainings
-    return TrainingCost(total, trained, memory, work)
+    return Estimate(shape, parts, work=work, parameters=total, trained=trained)
 
 
 def _trained(shape: ModelShape, config: TrainConfig, kept: int) -> tuple[int, int]:
@@ -103,9 +115,9 @@ def _trained(shape: ModelShape, config: TrainConfig, kept: int) -> tuple[int, in
         adapted = lora_model.adapted_layers(model)
         specs = {path: spec for path, spec in specs.items() if path in adapted}
     trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
-    size = 0
+    size, matrices = 0, shape.matrices
     for path, spec in specs.items():
-        weights = prod(shape.matrices[f"{path}.weight"])
+        weights = prod(matrices[f"{path}.weight"])
         learned = qat.learned_per_group(spec)
         trained += learned * (weights // spec.group_size)
         size += kept * weights
@@ -121,7 +133,7 @@ def _backward_bytes(
     """Activations that are kept for the backward pass, and logits."""
     layers, heads = map(shape.setting, ("num_hidden_layers", "num_attention_heads"))
     vocabulary, width = map(shape.setting, ("vocab_size", "hidden_size"))
-    values = shape.inputs_and_outputs
+    _, values = shape.per_token
     # Attention weights, which the CPU's blockwise attention in float32 never has whole.
     if not (cpu.replaces_functions() and compute == 4):
         values += 2 * layers * heads * batch.length
@@ -133,14 +145,3 @@ def _backward_bytes(
     if logits < logit_bytes(vocabulary, batch.tokens) and not config.adapter:
         logits += CHUNKED_HEAD_BYTES * vocabulary * width
     return int(batch.tokens * compute * values) + logits
-
-
-def _cache_values(shape: ModelShape, config: TrainConfig, length: int) -> int:
-    """Values in the KV cache of a rollout of a prompt with this many tokens."""
-    if config.rollouts is None:
-        return 0
-    heads = shape.setting("num_attention_heads") or 1
-    head = shape.setting("head_dim") or shape.setting("hidden_size") // heads
-    heads = shape.setting("num_key_value_heads") or heads
-    per_token = 2 * shape.setting("num_hidden_layers") * heads * head
-    return per_token * (length + config.rollouts.max_tokens)

@@ -123,28 +123,27 @@ class TrainStage(Stage):
         config, shape = self.config, workload.shape
         dtype = training_dtype(config.compute_dtype, shape.dtype)
         batch = self._batch(workload)
-        cost = training_cost(current, config, batch, dtype.size, process_count())
+        needs = training_cost(current, config, batch, dtype.size, process_count())
         steps = self._steps(workload, batch)
         if current.is_quantized:
             # An adapter is fused into dequantized weights, usually of 16 bits.
-            current = replace(current, bytes=2 * cost.parameters, float_values=None)
+            current = replace(current, bytes=2 * needs.parameters, float_values=None)
         # A new checkpoint is written before an old one is removed.
         checkpoints = 1 + config.save_total_limit + config.load_best_at_end
         disk = max(current.bytes, shape.bytes)
-        disk += checkpoints * ADAMW_BYTES * cost.trained
+        disk += checkpoints * ADAMW_BYTES * needs.trained
         disk *= config.num_trainings
         if config.qat:
             current = shape.quantized(shape.selection(config.qat).specs)
             disk += current.bytes
-        return Estimate(
-            current,
-            cost.memory,
-            disk,
-            None if steps is None else cost.step * steps,
-            dtype,
-            cost,
-            steps,
-            tuple(self._remedies(workload.max_seq_length)),
+        return replace(
+            needs,
+            model=current,
+            disk=disk,
+            work=None if steps is None else needs.work * steps,
+            dtype=dtype,
+            steps=steps,
+            remedies=tuple(self._remedies(workload.max_seq_length)),
         )
 
     def check_ranks(self, ranks: Communicator) -> None:

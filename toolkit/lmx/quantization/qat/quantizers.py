@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ...config.qat import QATConfig
 from ...config.quant_spec import FLOAT_MODES, QuantSpec
+from ...errors import UserError
 from ...models import global_scale
 from ...models.float_formats import MODES, straight_through
 from ..affine_grid import fit_grid
@@ -37,8 +38,13 @@ class StraightThroughQuantizer:
     """
 
     IS_STRAIGHT_THROUGH: ClassVar = True
-    _spec: QuantSpec
-    _dtype: mx.Dtype
+
+    def __init__(self, spec: QuantSpec, dtype: mx.Dtype):
+        self._spec, self._dtype = spec, dtype
+
+    def init(self, weight: mx.array) -> dict[str, mx.array]:
+        """No quantization parameters."""
+        return {}
 
     def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
         """The quantized weight [..., K], float32, with the identity as its gradient."""
@@ -58,7 +64,7 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
     """
 
     def __init__(self, spec: QuantSpec, dtype: mx.Dtype):
-        self._spec, self._dtype = spec, dtype
+        super().__init__(spec, dtype)
         self._mode = MODES[spec.mode]
         self._scales: mx.array | None = None
         self._global_scale: mx.array | None = None
@@ -168,18 +174,67 @@ class FixedBlockScaleQuantizer(StraightThroughQuantizer):
 class MinMaxQuantizer(StraightThroughQuantizer):
     """MLX's own grid of the current weights, in every mode; trains no parameters."""
 
-    def __init__(self, spec: QuantSpec, dtype: mx.Dtype):
-        self._spec, self._dtype = spec, dtype
+    def pack(
+        self, weight: mx.array, qparams: dict[str, mx.array]
+    ) -> dict[str, mx.array]:
+        """Codes, scales and biases as a checkpoint stores them."""
+        return pack(weight, self._spec, self._dtype)
 
-    def init(self, weight: mx.array) -> dict[str, mx.array]:
-        """No quantization parameters."""
+
+class TernaryQuantizer(StraightThroughQuantizer):
+    """The weights -s, 0 and s, where s is the mean magnitude of the group's weights.
+
+    BitNet b1.58 (arXiv 2402.17764, equations 1 to 3) for groups. The affine codes 0, 1
+    and 2 with the bias -s are these weights, without rounding. Trains no parameters.
+    """
+
+    def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
+        """No quantization parameters.
+
+        Raises:
+            UserError: the codes are not ternary, so that training would round them.
+        """
+        codes = unpack_codes(packed["weight"], self._spec.bits)
+        if (codes > 2).any() or (packed["biases"] != -packed["scales"]).any():
+            raise UserError(
+                "the 2-bit weights of this model are not ternary",
+                hint="use quantizer: lsq, or start from the unquantized model",
+            )
         return {}
 
     def pack(
         self, weight: mx.array, qparams: dict[str, mx.array]
     ) -> dict[str, mx.array]:
         """Codes, scales and biases as a checkpoint stores them."""
-        return pack(weight, self._spec, self._dtype)
+        groups = weight.astype(mx.float32)
+        groups = groups.reshape(*weight.shape[:-1], -1, self._spec.group_size)
+        scales = mx.abs(groups).mean(axis=-1).astype(self._dtype)
+        divisors = mx.where(scales == 0, 1.0, scales.astype(mx.float32))[..., None]
+        codes = (mx.clip(mx.round(groups / divisors), -1, 1) + 1).reshape(weight.shape)
+        codes = pack_codes(codes, self._spec.bits)
+        return {"weight": codes, "scales": scales, "biases": -scales}
+
+    def latent_within_cell(
+        self, packed: dict[str, mx.array], key: mx.array
+    ) -> mx.array:
+        """Latent weights [..., K], float32, at random in the cells of their codes, with
+        the magnitudes whose mean is the stored scale; see `LSQQuantizer`."""
+        self.init_from_codes(packed)
+        codes = unpack_codes(packed["weight"], self._spec.bits)
+        signs = codes.reshape(-1, self._spec.group_size).astype(mx.float32) - 1
+        places = mx.random.uniform(shape=signs.shape, key=key)
+        # In units of the scale, zeros lie within a half. The others begin at a half,
+        # and divide what the sum of the magnitudes, the group size, has more.
+        zeros = mx.where(signs == 0, (places - 0.5) * (1 - POSITION_ERROR), 0.0)
+        smallest = 0.5 + POSITION_ERROR
+        rest = 1 - mx.abs(zeros) - smallest * mx.abs(signs)
+        shares = mx.maximum(places, POSITION_ERROR) * mx.abs(signs)
+        shares *= rest.sum(axis=-1, keepdims=True) / shares.sum(axis=-1, keepdims=True)
+        weight = zeros + signs * (smallest + shares)
+        # A group of zeros has no scale.
+        weight = mx.where((signs == 0).all(axis=-1, keepdims=True), 0.0, weight)
+        weight *= packed["scales"].astype(mx.float32).reshape(-1, 1)
+        return weight.reshape(codes.shape)
 
 
 class LSQQuantizer:
@@ -335,6 +390,7 @@ QUANTIZERS = {
     "minmax": MinMaxQuantizer,
     "lsq": LSQQuantizer,
     "fixed_scale": FixedScaleQuantizer,
+    "ternary": TernaryQuantizer,
 }
 FLOAT_QUANTIZERS = {"minmax": MinMaxQuantizer, "fixed_scale": FixedBlockScaleQuantizer}
 

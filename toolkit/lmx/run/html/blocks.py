@@ -1,8 +1,7 @@
 """A page made of blocks: JSON values in the page, which page.js draws.
 
-A block is a dict with its `type`: heading and text (`text`), pairs (`rows` of name and
-text), group (`blocks` side by side; page.css has its `kind`), details (`summary`,
-`blocks`, `open`), table and chart (see the functions). A browser without JavaScript
+A block is a dict: a table (`rows`), a chart (`lines`), or else a heading (`title`) with
+a text (`text`). The reader opens a `folded` table or text. A browser without JavaScript
 shows the same blocks as text.
 """
 
@@ -15,7 +14,7 @@ from string import Template
 from typing import Any
 
 from ..progress import format_number
-from ..tables import aligned
+from ..tables import ABSENT
 from ..terminal import visible
 
 MAX_POINTS = 240
@@ -26,29 +25,33 @@ Block = dict[str, Any]
 Point = tuple[float, float | None]
 
 
+def text(words: str, title: str = "", *, folded: bool = False) -> Block:
+    """A text as it is, below its title."""
+    return {"title": title, "text": words, "folded": folded}
+
+
 def table(
-    caption: str, columns: list[str], rows: list[list[Any]], kind: str = ""
+    title: str,
+    columns: list[str],
+    rows: list[list[Any]],
+    kind: str = "",
+    *,
+    folded: bool = False,
 ) -> Block:
-    """A table. A cell is text, or a dict of its `text`, `kind` and `title`.
+    """A table. A cell is text, or a dict of its `text` and its HTML attributes.
 
     Args:
         columns: none = without headings.
         kind: of the style sheet.
     """
-    names = [column or "metric" for column in columns]
-    return {
-        "type": "table",
-        "caption": caption,
-        "columns": names,
-        "rows": rows,
-        "kind": kind,
-    }
+    block = {"title": title, "rows": rows, "kind": kind, "folded": folded}
+    return block | {"columns": [column or "metric" for column in columns]}
 
 
 def line_chart(
     title: str, unit: str, lines: dict[str, list[Point]], *, across: str = "step"
-) -> list[Block]:
-    """A chart of lines by name, with a description and a table; [] = no values.
+) -> Block:
+    """A chart of lines by name, with a table of some values.
 
     Args:
         across: what a position is.
@@ -58,40 +61,23 @@ def line_chart(
         for name, points in lines.items()
         if (values := {x: y for x, y in points if y is not None})
     }
-    if not known:
-        return []
-
-    def at(points: dict[float, float], x: float) -> str:
-        return f"{format_number(points[x])} at {across} {format_number(x)}"
-
-    words = []
-    for name, points in known.items():
-        first, last = next(iter(points)), next(reversed(points))
-        lowest, highest = (best(points, key=points.get) for best in (min, max))
-        words.append(
-            f"{name}: {at(points, first)}, {at(points, last)}; "
-            f"lowest {at(points, lowest)}, highest {at(points, highest)}."
-        )
     xs = sorted({x for points in known.values() for x in points})
     # Evenly spaced rows, including the first and the last.
     count = min(TABLE_ROWS, len(xs))
-    shown = [xs[round(i * (len(xs) - 1) / max(1, count - 1))] for i in range(count)]
-    rows = [
-        [
-            format_number(x),
-            *(format_number(p[x]) if x in p else "-" for p in known.values()),
-        ]
-        for x in shown
-    ]
-    chart = {
-        "type": "chart",
+    rows = []
+    for x in (xs[round(i * (len(xs) - 1) / max(1, count - 1))] for i in range(count)):
+        shown = (format_number(p[x]) if x in p else ABSENT for p in known.values())
+        rows.append([format_number(x), *shown])
+    for word, best in (("lowest", min), ("highest", max)) if known else ():
+        places = [(p, best(p, key=p.get)) for p in known.values()]
+        shown = (f"{format_number(p[x])} at {format_number(x)}" for p, x in places)
+        rows.append([word, *shown])
+    return {
         "title": title,
         "unit": unit,
-        "description": " ".join(words),
         "lines": [(name, _means(lines[name])) for name in known],
-        "table": table(f"{title}, {unit}", [across, *known], rows),
+        "table": table(f"{title}, {unit}", [across, *known], rows, folded=True),
     }
-    return [chart]
 
 
 def _means(points: list[Point]) -> list[Point]:
@@ -115,13 +101,13 @@ def render(
     """A whole page.
 
     Args:
-        sections: blocks by title; a section without blocks is left out.
+        sections: blocks by title. Those without a value are left out.
         refresh_seconds: the browser loads the page again after this time.
     """
     filled = [
-        {"id": name.lower().replace(" ", "_"), "title": name, "blocks": blocks}
+        {"id": name.lower().replace(" ", "_"), "title": name, "blocks": shown}
         for name, blocks in sections.items()
-        if blocks
+        if (shown := [b for b in blocks if any(map(b.get, ("text", "rows", "lines")))])
     ]
     page = _visible({"title": title, "header": header, "sections": filled})
     words = [page["title"], *map(_as_text, page["header"])]
@@ -156,25 +142,11 @@ def _visible(value: Any) -> Any:
 
 def _as_text(block: Block) -> str:
     """A block for a browser without JavaScript."""
-    match block["type"]:
-        case "table":
-            rows = [
-                [cell["text"] if isinstance(cell, dict) else cell for cell in row]
-                for row in block["rows"]
-            ]
-            # Facts can be long texts, which would widen every row.
-            is_aligned = "facts" not in block["kind"]
-            lines = (
-                aligned([block["columns"], *rows])
-                if is_aligned
-                else map(": ".join, rows)
-            )
-            return "\n".join([block["caption"], *lines])
-        case "chart":
-            return f"{_as_text(block['table'])}\n{block['description']}"
-        case "pairs":
-            return "\n".join(map(": ".join, block["rows"]))
-        case "group" | "details":
-            return "\n".join(map(_as_text, block["blocks"]))
-        case _:
-            return block["text"]
+    block = block.get("table", block)
+    lines = [block["title"]] * bool(block["title"])
+    if "rows" not in block:
+        return "\n".join([*lines, block["text"]])
+    for row in [block["columns"], *block["rows"]]:
+        cells = (cell["text"] if isinstance(cell, dict) else cell for cell in row)
+        lines.append("\t".join(cells))
+    return "\n".join(lines)

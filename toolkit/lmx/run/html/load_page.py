@@ -23,8 +23,7 @@ def load_page(
         rows: those of `server_load.measure_load`.
         cells: columns, and the cells of every row.
     """
-    loads = [table("Latency and throughput by load", *cells)]
-    sections = {"Loads": loads}
+    sections = {"Loads": [table("Latency and throughput by load", *cells)]}
     for kind, name in KINDS.items():
         charts, shown = [], [row for row in rows if row["kind"] == kind]
         for key, (title, unit) in CURVES.items():
@@ -33,8 +32,7 @@ def load_page(
                 values = row[key] if isinstance(row[key], dict) else {title: row[key]}
                 for line, value in values.items():
                     lines.setdefault(line, []).append((row["load"], value))
-            charts += line_chart(title, unit, lines, across="load")
-        grid = [{"type": "group", "kind": "grid", "blocks": charts}] if charts else []
-        sections[f"By {name}"] = grid
+            charts.append(line_chart(title, unit, lines, across="load"))
+        sections[f"By {name}"] = charts
     server = table("Summary", [], [["Server", url]], "facts")
     return render(f"{model} under load", [server], sections)

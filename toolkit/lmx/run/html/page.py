@@ -4,12 +4,12 @@ from datetime import datetime
 from pathlib import Path
 
 from ...files.atomic import write_atomic
-from .. import tables
-from ..compare import RunSummary, metrics_table, recipe_table
+from .. import compare
 from ..manifest import TIME_FORMAT
-from ..progress import format_duration, format_number
+from ..progress import format_duration
 from ..report import LARGEST, Record
-from .blocks import Block, Point, line_chart, render, table
+from ..tables import Metric, TableCells, metrics_table, recovery_table
+from .blocks import Block, Point, line_chart, render, table, text
 from .layer_maps import layer_maps
 
 NAME = "report.html"
@@ -33,7 +33,11 @@ CURVES = (
     ("tokens_per_second", "Speed", "trained tokens per second", TRAINING),
     ("peak_memory_gb", "Peak memory", "GB", TRAINING),
 )
-SPECULATION = ("acceptance_rate", "accepted_length", "speedup")
+SPECULATION = (
+    Metric("acceptance rate", "acceptance_rate", ".4g"),
+    Metric("accepted length", "accepted_length", ".4g"),
+    Metric("speed-up", "speedup", ".4g"),
+)
 STANDARD_ERROR = "on the validation data; ± one standard error"
 
 
@@ -51,151 +55,138 @@ def write_page(folder: Path) -> Path:
 
 def page(folder: Path) -> str:
     """The page of a run directory; see `write_page`."""
-    record = Record.read(folder)
-    manifest, report = record.manifest, record.report
-    status, models = manifest["status"], report.get("models", {})
-    sections: dict[str, list[Block]] = {
-        "Final log lines": [],
-        "Thresholds": _thresholds(report.get("thresholds", [])),
-        "Models": [],
-        "Gap recovered": [],
-        "Curves": _curves(record.metrics),
+    record = Record(folder)
+    report, models = record.report, record.models
+    is_well = record.status in ("done", "running")
+    gap = report.get("training", {}).get("gap_recovered")
+    sections = {
+        "Final log lines": [text("" if is_well else "\n".join(record.log))],
+        "Thresholds": [_thresholds(report.get("thresholds", []))],
+        "Models": [
+            table(
+                f"Metrics of the reloaded checkpoints {STANDARD_ERROR}",
+                *metrics_table(models),
+            )
+        ],
+        "Gap recovered": [
+            table(
+                f"Share of the round-to-nearest gap that QAT recovers {STANDARD_ERROR}",
+                *(recovery_table(gap) if gap else ([], [])),
+            )
+        ],
+    }
+    for stage in dict.fromkeys(row["stage"] for row in record.metrics):
+        rows = [row for row in record.metrics if row["stage"] == stage]
+        sections[f"Curves of {stage}"] = [
+            line_chart(
+                title, unit, {n: _points(rows, k, key) for n, k in kinds.items()}
+            )
+            for key, title, unit, kinds in CURVES
+        ]
+    sections |= {
         "Layers": layer_maps(models),
         "Speculative decoding": _speculation(report),
         "Samples": _samples(record),
         "Commands": _commands(record),
-        "Recipe": [_text(record.recipe)],
-        "Versions and hashes": _versions(manifest),
+        "Recipe": [
+            text(record.recipe),
+            text(
+                record.resolved_text,
+                "Resolved recipe, with defaults and overrides",
+                folded=True,
+            ),
+        ],
+        "Versions and hashes": _versions(record.manifest),
     }
-    if record.log and status not in ("done", "running"):
-        sections["Final log lines"] = [_text("\n".join(record.log))]
-    if models:
-        caption = f"Metrics of the reloaded checkpoints {STANDARD_ERROR}"
-        sections["Models"] = [table(caption, *tables.table(models))]
-    if gap := report.get("training", {}).get("gap_recovered"):
-        caption = (
-            f"Share of the round-to-nearest gap that QAT recovers {STANDARD_ERROR}"
-        )
-        sections["Gap recovered"] = [table(caption, *tables.recovery_table(gap))]
-    resolved = "Resolved recipe, with defaults and overrides"
-    sections["Recipe"].append(_details(resolved, _text(record.resolved_text)))
-    refresh = REFRESH_SECONDS if status == "running" else None
+    refresh = REFRESH_SECONDS if record.status == "running" else None
     return render(
-        manifest["name"], [_summary(record)], sections, refresh_seconds=refresh
+        record.manifest["name"], [_summary(record)], sections, refresh_seconds=refresh
     )
 
 
 def comparison_page(
-    runs: list[RunSummary],
+    runs: dict[str, Record],
     *,
     title: str | None = None,
-    groups: tuple[str, list[str], list[list[str]]] | None = None,
+    groups: TableCells | None = None,
 ) -> str:
     """The page of `lmx compare`, with the curves of all runs in the same charts.
 
     Args:
         title: None = the names of the runs.
-        groups: title, columns and rows of a table over groups of runs; see
-            `compare.groups_table`.
+        groups: a table over groups of runs; see `compare.groups_table`.
     """
     curves = [("valid", "loss", "Validation loss", "nats per token")]
     curves += [("train", *words) for *words, kinds in CURVES if "training" in kinds]
-    charts = []
-    for kind, key, label, unit in curves:
-        lines = {}
-        for run in runs:
-            stages = (row["stage"] for row in run.records if row["kind"] == "train")
-            lines[run.name] = _points(run.records, next(stages, None), kind, key)
-        charts += line_chart(label, unit, lines)
-    columns, rows = recipe_table(runs)
-    recipes = _text("The recipes are the same.")
-    if rows:
-        recipes = table("Recipe values that differ", columns, rows)
-    caption = (
+    trained = {}
+    for name, run in runs.items():
+        stages = [row["stage"] for row in run.metrics if row["kind"] == "train"]
+        trained[name] = [row for row in run.metrics if row["stage"] in stages[:1]]
+    charts = [
+        line_chart(
+            label, unit, {n: _points(rows, kind, key) for n, rows in trained.items()}
+        )
+        for kind, key, label, unit in curves
+    ]
+    last = (
         "Metrics of the last model of every run; "
         "in parentheses the change from the first run"
     )
+    columns, rows = compare.recipe_table(runs)
+    recipes = text("The recipes are the same.")
+    if rows:
+        recipes = table("Recipe values that differ", columns, rows)
     sections = {
-        "Sweep": [table(*groups)] if groups else [],
-        "Models": [table(caption, *metrics_table(runs))],
-        "Curves": _group("grid", charts),
+        "Sweep": [table(compare.SWEEP, *(groups or ([], [])))],
+        "Models": [table(last, *compare.comparison_table(runs))],
+        "Curves": charts,
         "Recipes": [recipes],
     }
-    return render(title or ", ".join(run.name for run in runs), [], sections)
-
-
-def _text(text: str) -> Block:
-    return {"type": "text", "text": text}
-
-
-def _group(kind: str, blocks: list[Block]) -> list[Block]:
-    """Blocks side by side; [] if there are none."""
-    return [{"type": "group", "kind": kind, "blocks": blocks}] if blocks else []
-
-
-def _details(summary: str, block: Block, *, is_open: bool = False) -> Block:
-    """A block that the reader opens and closes."""
-    return {"type": "details", "summary": summary, "open": is_open, "blocks": [block]}
+    return render(title or ", ".join(runs), [], sections)
 
 
 def _summary(record: Record) -> Block:
     facts, training = record.manifest, record.report.get("training", {})
     start, end = facts["started"], facts["ended"]
-    duration = None
+    rows = {
+        "Status": STATUS.get(facts["status"], facts["status"]),
+        "Started": start.replace("T", " "),
+        "Duration": None,
+        "Model": str(record.resolved.get("model", {}).get("path") or "from scratch"),
+        "Completed stages": ", ".join(facts["stages"]) or "none yet",
+    }
     if end:
-        times = [datetime.strptime(text, TIME_FORMAT) for text in (start, end)]
-        duration = format_duration((times[1] - times[0]).total_seconds())
-    rows: list[tuple[str, str | None]] = [
-        ("Status", STATUS.get(facts["status"], facts["status"])),
-        ("Started", start.replace("T", " ")),
-        ("Duration", duration),
-        ("Model", str(record.resolved.get("model", {}).get("path") or "from scratch")),
-        ("Completed stages", ", ".join(facts["stages"]) or "none yet"),
-    ]
+        times = [datetime.strptime(time, TIME_FORMAT) for time in (start, end)]
+        rows["Duration"] = format_duration((times[1] - times[0]).total_seconds())
     for key in ("steps", "trained_tokens", "trained_parameters"):
         if (count := training.get(key)) is not None:
-            rows.append((key.replace("_", " ").capitalize(), f"{count:,}"))
+            rows[key.replace("_", " ").capitalize()] = f"{count:,}"
     changed, codes = training.get("changed_codes"), training.get("codes")
     if changed is not None and codes is not None:
-        rows.append(("Changed codes", f"{changed:,} of {codes:,}"))
-    rows.append(("Quantization method", training.get("method")))
-    return table("Summary", [], [[*row] for row in rows if row[1]], "facts")
+        rows["Changed codes"] = f"{changed:,} of {codes:,}"
+    rows["Quantization method"] = training.get("method")
+    return table("Summary", [], [[k, v] for k, v in rows.items() if v], "facts")
 
 
-def _thresholds(thresholds: list[dict]) -> list[Block]:
+def _thresholds(thresholds: list[dict]) -> Block:
     rows = []
     for each in thresholds:
         value = "not measured" if each["value"] is None else f"{each['value']:.4g}"
-        result = {"text": "missed", "kind": "bad"}
+        result = {"text": "missed", "class": "bad"}
         if each["passed"]:
-            result = {"text": "passed", "kind": "good"}
+            result = {"text": "passed", "class": "good"}
         rows.append([each["name"], value, f"{each['limit']:g}", result])
-    caption = "Limits for the last model. A missed threshold publishes nothing"
+    title = "Limits for the last model. A missed threshold publishes nothing"
     columns = ["threshold", "value", "limit", "result"]
-    return [table(caption, columns, rows)] if rows else []
+    return table(title, columns, rows)
 
 
-def _curves(metrics: list[dict]) -> list[Block]:
-    """The charts of every stage that has some, in the order of the run."""
-    blocks = []
-    for stage in dict.fromkeys(row["stage"] for row in metrics):
-        charts = []
-        for key, title, unit, kinds in CURVES:
-            points = {
-                name: _points(metrics, stage, kind, key) for name, kind in kinds.items()
-            }
-            charts += line_chart(title, unit, points)
-        if charts:
-            blocks += [{"type": "heading", "text": stage}, *_group("grid", charts)]
-    return blocks
-
-
-def _points(records: list[dict], stage: str | None, kind: str, key: str) -> list[Point]:
+def _points(records: list[dict], kind: str, key: str) -> list[Point]:
     """Step and value of the records of a kind; None = not a finite number."""
     return [
         (row["step"], row[key])
         for row in records
-        if (row["stage"], row["kind"]) == (stage, kind)
+        if row["kind"] == kind
         and _is_shown(row["step"])
         and key in row
         and (row[key] is None or _is_shown(row[key]))
@@ -213,35 +204,29 @@ def _speculation(report: dict) -> list[Block]:
     measured = {name: figures.get("speculation") for name, figures in models}
     # The benchmark of a draft stage, by sampling and prompt set.
     measured |= report.get("speculation", {})
-    columns = ["proposer", "acceptance rate", "accepted length", "speed-up"]
-    tables = []
-    for model, proposers in measured.items():
-        rows = []
-        for name, facts in (proposers or {}).items():
-            values = [facts.get(key) for key in SPECULATION]
-            shown = ["-" if v is None else format_number(v) for v in values]
-            rows.append([name, *shown])
-        if rows:
-            tables.append(table(f"Speculative decoding, {model}", columns, rows))
-    return tables
+    return [
+        table(f"Speculative decoding, {name}", *metrics_table(proposers, SPECULATION))
+        for name, proposers in measured.items()
+        if proposers
+    ]
 
 
 def _samples(record: Record) -> list[Block]:
-    blocks = []
     answered = record.report.get("samples", [])
+    models = dict.fromkeys(name for row in answered for name in row["answers"])
+    answers = []
     for row in answered:
-        prompt, expected = [("prompt", row["prompt"])], row["expected"]
-        answers = [("expected", expected)] if expected is not None else []
-        answers += row["answers"].items()
-        rows = [{"type": "pairs", "rows": each} for each in (prompt, answers)]
-        blocks += _group("sample", rows)
-    if record.samples:
-        columns = ["step", "prompt", "completion"]
-        rows = [[str(r["step"]), r["prompt"], r["answer"]] for r in record.samples]
-        made = table("Completions at every validation", columns, rows, "facts")
-        title = "Completions during training"
-        blocks.append(_details(title, made, is_open=not answered))
-    return blocks
+        given = (row["answers"].get(name, "") for name in models)
+        answers.append([row["prompt"], row["expected"] or "", *given])
+    made = [[str(row["step"]), row["prompt"], row["answer"]] for row in record.samples]
+    columns, folded = ["step", "prompt", "completion"], bool(answered)
+    title = "Completions at every validation"
+    return [
+        table(
+            "Answers of the models", ["prompt", "expected", *models], answers, "answers"
+        ),
+        table(title, columns, made, "answers", folded=folded),
+    ]
 
 
 def _commands(record: Record) -> list[Block]:
@@ -253,12 +238,11 @@ def _commands(record: Record) -> list[Block]:
             f'mlx_lm.generate --model {model} --prompt "..."',
             f"mlx_lm.server --model {model}",
         ]
-        blocks = [{"type": "heading", "text": "Usage"}, _text("\n".join(uses))]
+        blocks = [text("\n".join(uses), "Usage")]
     command = record.manifest["command"]
     again = [f"{command} --restart"] if command else []
     again.append(f"lmx report {output}")
-    heading = {"type": "heading", "text": "Reproduce"}
-    return [*blocks, heading, _text("\n".join(again))]
+    return [*blocks, text("\n".join(again), "Reproduce")]
 
 
 def _versions(manifest: dict) -> list[Block]:
@@ -268,9 +252,9 @@ def _versions(manifest: dict) -> list[Block]:
     for stage in manifest["stages"].values():
         for folder, files in stage["artifacts"].items():
             hashes |= {f"{folder}/{name}": digest for name, digest in files.items()}
-    caption = "SHA-256 of the files that each stage wrote"
-    digests = table(caption, [], [[*row] for row in hashes.items()], "facts digests")
+    title = f"SHA-256 of the files that each stage wrote ({len(hashes)})"
+    digests = [[*row] for row in hashes.items()]
     return [
         table("Versions and machine", [], rows, "facts"),
-        _details(f"Hashes of files ({len(hashes)})", digests),
+        table(title, [], digests, "facts digests", folded=True),
     ]
