@@ -140,9 +140,9 @@ def test_the_time_of_a_request_counts_while_it_is_prepared(start):
 )
 @pytest.mark.parametrize("key", [None, "sk-secret"])
 def test_other_names_than_this_machine(start, headers, status, key):
-    names = {"allowed_hosts": ("models.internal",)}
-    names["allowed_origins"] = ("https://app.example",)
-    server = start(http={"api_key": key, "adapter_loading": True} | names)
+    allowed = ("https://app.example", "http://models.internal:80")
+    http = {"api_key": key, "adapter_loading": True, "allowed_origins": allowed}
+    server = start(http=http)
     headers = headers | {"Authorization": "Bearer sk-secret"}
     expected = 200 if key else status
     for path in ("/", "/health", "/metrics", "/v1/models"):

@@ -152,12 +152,10 @@ def generate(
             raise UserError("stream works with one prompt, not with a list")
         prompts = [_encode(loaded, each, settings) for each in prompt]
         generator = loaded.generator(name, count, kv_bits=kv_bits)
-        requests = [
-            generator.request(
-                tokens, **wanted | {"sampling": sampling.with_seed_offset(number)}
-            )
-            for number, tokens in enumerate(prompts)
-        ]
+        requests = []
+        for number, tokens in enumerate(prompts):
+            wanted["sampling"] = sampling.with_seed_offset(number)
+            requests.append(generator.request(tokens, **wanted))
         return list(generator.generate_all(requests, stop=stop))
     tokens = _encode(loaded, prompt, settings)
     generator = loaded.generator(name, count, kv_bits=kv_bits)

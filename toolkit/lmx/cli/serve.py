@@ -93,13 +93,6 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="a web page that may ask this server (CORS); default: none",
     )
-    add(
-        "--allowed-hosts",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a further name of a server without a key that only this machine reaches",
-    )
     add("--log-requests", **switch, help="log bodies and answers, not only counts")
     add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
     add("--trust-remote-code", **switch, help="run the model's own Python")
@@ -176,7 +169,6 @@ def serve(args: argparse.Namespace) -> int:
             api_key=args.api_key or os.environ.get(API_KEY) or None,
             max_body=int(args.max_body * 1e6),
             allowed_origins=tuple(args.allowed_origins),
-            allowed_hosts=tuple(args.allowed_hosts),
             adapter_loading=args.allow_adapter_loading,
             log_requests=args.log_requests,
         ),

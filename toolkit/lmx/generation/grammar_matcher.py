@@ -7,7 +7,7 @@ Nothing here uses MLX but `allow_only`, so grammars can be compiled in any threa
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -125,20 +125,14 @@ class GrammarCompiler:
 
 def _on_large_stack(function: Callable[[], T]) -> T:
     """What a function returns or raises on a thread of its own."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
+    pool = ThreadPoolExecutor(1, "grammar")
     # Of all threads; one that starts at the same time has it too, which is no harm.
     before = threading.stack_size(STACK_BYTES)
     try:
-        threading.Thread(target=run, name="grammar", daemon=True).start()
+        future = pool.submit(function)
     finally:
         threading.stack_size(before)
+        pool.shutdown(wait=False)
     return future.result()
 
 

@@ -91,19 +91,19 @@ def require_short_chain(
         UserError: with the place.
     """
     lengths: dict[Any, int] = {}
-    waiting = [(start, False)]
-    while waiting:
-        name, is_done = waiting.pop()
-        if is_done:
-            names = following.get(name, ())
-            lengths[name] = 1 + max((lengths[n] for n in names), default=0)
-            if lengths[name] > MAX_CHAIN:
-                message = f"a chain of references is longer than {MAX_CHAIN}"
-                raise UserError(message, place=place)
-        elif name not in lengths:
-            lengths[name] = 0
-            waiting.append((name, True))
-            waiting += [(each, False) for each in following.get(name, ())]
+
+    def measure(name: Any, depth: int) -> int:
+        if depth + lengths.get(name, 1) > MAX_CHAIN:
+            message = f"a chain of references is longer than {MAX_CHAIN}"
+            raise UserError(message, place=place)
+        if name not in lengths:
+            lengths[name] = longest = 0
+            for each in following.get(name, ()):
+                longest = max(longest, measure(each, depth + 1))
+            lengths[name] = 1 + longest
+        return lengths[name]
+
+    measure(start, 0)
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

@@ -37,5 +37,4 @@ def check_lark(source: str, place: str) -> None:
     names: dict[str, set[str]] = {}
     for name, body in zip(pairs[::2], pairs[1::2], strict=True):
         names.setdefault(name, set()).update(NAME.findall(body))
-    for name in names:
-        require_short_chain(name, names, place)
+    require_short_chain("", names | {"": {*names}}, place)

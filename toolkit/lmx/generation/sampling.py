@@ -9,7 +9,6 @@ top_p to the result of top_k.)
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 from typing import Self
 
@@ -122,9 +121,7 @@ def filter_logits(logits: mx.array, *samplings: Sampling) -> mx.array:
     rows = [Sampling(1.0) if each.is_greedy else each for each in samplings]
     logits = logits.astype(mx.float32)
     logits = logits - mx.max(logits, axis=-1, keepdims=True)
-    threshold = _threshold(logits, rows)
-    if threshold is not None:
-        logits = mx.where(logits < threshold, -mx.inf, logits)
+    logits = mx.where(logits < _threshold(logits, rows), -mx.inf, logits)
     return logits / _column([each.temperature for each in rows])
 
 
@@ -134,22 +131,19 @@ def _column(values: list) -> mx.array:
     return array if len(values) == 1 else array[:, None]
 
 
-def _threshold(logits: mx.array, rows: Sequence[Sampling]) -> mx.array | None:
+def _threshold(logits: mx.array, rows: Sequence[Sampling]) -> mx.array:
     """The smallest logit [..., 1] that passes all filters. The largest logit is 0."""
-    thresholds, size = [], logits.shape[-1]
-    if any(each.min_p for each in rows):
-        logs = [math.log(each.min_p) if each.min_p else -math.inf for each in rows]
-        thresholds.append(_column(logs))
+    threshold = _column([math.log(s.min_p) if s.min_p else -math.inf for s in rows])
+    size = logits.shape[-1]
     sorts = [i for i, s in enumerate(rows) if s.top_p < 1 or 0 < s.top_k < size]
     if len(sorts) == len(rows):
-        thresholds.append(_sorted_threshold(logits, rows))
+        threshold = mx.maximum(threshold, _sorted_threshold(logits, rows))
     elif sorts:
         # Sorting takes longer than all the rest.
-        part = _sorted_threshold(logits[mx.array(sorts)], [rows[i] for i in sorts])
-        threshold = mx.full((len(rows), 1), -mx.inf)
-        threshold[mx.array(sorts)] = part
-        thresholds.append(threshold)
-    return reduce(mx.maximum, thresholds) if thresholds else None
+        index, some = mx.array(sorts), [rows[i] for i in sorts]
+        part = _sorted_threshold(logits[index], some)
+        threshold[index] = mx.maximum(threshold[index], part)
+    return threshold
 
 
 def _sorted_threshold(logits: mx.array, rows: Sequence[Sampling]) -> mx.array:

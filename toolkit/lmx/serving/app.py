@@ -26,7 +26,7 @@ from ..run import terminal
 from ..version import __version__
 from .choice import Piece
 from .engine_thread import EngineThread
-from .errors import SERVER, ApiError
+from .errors import SERVER, ApiError, no_model
 from .metrics import CONTENT_TYPE, Metrics
 from .page import page_response
 from .protocol import AdapterParameters, parse_body
@@ -51,9 +51,7 @@ class HTTPSettings:
         max_body: bytes of a request.
         body_timeout: seconds in which a body must come.
         allowed_origins: web pages of other origins that may ask.
-        local_only: a browser reaches the server under a name of this machine only, so
-            that no name of a web page comes to mean this machine (DNS rebinding).
-        allowed_hosts: further names that it may have.
+        local_only: see `LocalNames`.
         adapter_loading: clients may load adapters from the server's disk, and drop
             them.
         log_requests: write bodies and answers to the log.
@@ -64,7 +62,6 @@ class HTTPSettings:
     body_timeout: float = 30.0
     allowed_origins: tuple[str, ...] = ()
     local_only: bool = False
-    allowed_hosts: tuple[str, ...] = ()
     adapter_loading: bool = False
     log_requests: bool = False
 
@@ -115,7 +112,9 @@ class Endpoint:
         ]
         middleware = []
         if self._settings.local_only:
-            middleware.append(Middleware(LocalNames, settings=self._settings))
+            middleware.append(
+                Middleware(LocalNames, origins=self._settings.allowed_origins)
+            )
         if origins := self._settings.allowed_origins:
             options = {"allow_methods": ["*"], "allow_headers": ["*"]}
             cors = Middleware(CORSMiddleware, allow_origins=origins, **options)
@@ -264,8 +263,7 @@ class Endpoint:
         self._authorize(request)
         name = request.path_params["name"]
         if name not in self._service.models:
-            message = f"The model {name!r} does not exist"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise no_model(name)
         return JSONResponse(self._model_record(name))
 
     def _model_record(self, name: str) -> dict:
@@ -383,41 +381,37 @@ class EventStream(Response):
 
 
 class LocalNames:
-    """ASGI middleware: answers requests to names of this machine only, from its pages.
+    """ASGI middleware: answers requests to names of this machine, from its pages.
+
+    No other name may come to mean this machine in a browser (DNS rebinding).
 
     Args:
-        settings: names and origins that are allowed too.
+        origins: that are allowed too, with their hosts; "*" = all.
     """
 
-    def __init__(self, app: Callable, settings: HTTPSettings):
-        self._app, self._settings = app, settings
+    def __init__(self, app: Callable, origins: Collection[str]):
+        self._app = app
+        self._names = {urlsplit(origin).hostname or origin for origin in origins}
 
     async def __call__(self, scope, receive, send) -> None:
         headers = Request(scope).headers
-        host, origin = headers.get("host", ""), headers.get("origin")
-        hosts, origins = self._settings.allowed_hosts, self._settings.allowed_origins
-        if host and not is_local(f"//{host}", hosts):
-            name, option = f"Host {shorten(host, 100)}", "--allowed-hosts"
-        elif origin and {origin, "*"}.isdisjoint(origins) and not is_local(origin, ()):
-            name, option = f"Origin {shorten(origin, 100)}", "--allowed-origins"
-        else:
+        host, origin = headers.get("host"), headers.get("origin")
+        if self._allows(host and f"//{host}") and self._allows(origin):
             return await self._app(scope, receive, send)
-        message = f"{name} is refused: use {option}, or an API key"
-        error = ApiError(403, message, code="forbidden")
+        message = f"Host {host}, Origin {origin}: use --allowed-origins, or an API key"
+        error = ApiError(403, shorten(message), code="forbidden")
         await JSONResponse(error.to_json(), 403)(scope, receive, send)
 
-
-def is_local(url: str, allowed: Collection[str]) -> bool:
-    """Whether the host of a URL is an address or means this machine; see `LocalNames`.
-
-    A page cannot have the address of another machine as its name.
-    """
-    try:
-        name = urlsplit(url).hostname or ""
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name == "localhost" or name.endswith(".localhost") or name in allowed
-    return True
+    def _allows(self, url: str | None) -> bool:
+        if url is None or "*" in self._names:
+            return True
+        with suppress(ValueError):
+            name = urlsplit(url).hostname or ""
+            if name in self._names or f".{name}".endswith(".localhost"):
+                return True
+            # No page has the address of another machine as its name.
+            return bool(ipaddress.ip_address(name))
+        return False
 
 
 async def while_connected(receive: Callable, work: Awaitable[T]) -> T:

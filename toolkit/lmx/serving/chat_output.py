@@ -103,10 +103,8 @@ class ChatOutputParser:
                 calls = calls if isinstance(calls, list) else [calls]
                 functions = []
                 for call in calls:
-                    arguments = call.get("arguments")
-                    if arguments is None:
-                        arguments = {}
-                    elif has_texts:
+                    arguments = call.get("arguments") or {}
+                    if has_texts:
                         arguments = typed(call["name"], arguments, tools)
                     if not isinstance(arguments, str):
                         arguments = json.dumps(

@@ -58,9 +58,9 @@ def chat_grammar(
     choice, tools = parameters.tool_choice, parameters.tools or []
     # The functions of which one must be called; None = none must.
     forced: Sequence[dict] | None = None
+    if choice not in (None, "none") and not tools:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
     if choice not in (None, "none", "auto"):
-        if not tools:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         function = choice.get("function") if isinstance(choice, dict) else None
         has_name = isinstance(function, dict) and choice.get("type") == "function"
         name = function.get("name") if has_name else None

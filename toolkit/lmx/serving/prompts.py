@@ -16,8 +16,6 @@ ECHOED = {"refusal", "annotations", "audio"}
 """Keys of OpenAI's answers, which clients send back empty with the next turn."""
 NOTES = {"cache_control", "provider_specific_fields", "reasoning_details"}
 """Keys that clients add to messages, and that say nothing beside the others."""
-MIN_LONGEST = 16
-"""Characters of the longest token at least: a template writes some text itself."""
 RESERVED = {
     *("conversation", "messages", "tools", "documents", "chat_template", "tokenize"),
     *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
@@ -41,47 +39,28 @@ class EncodedPrompt:
     thinks: bool = True
 
 
-class TextLimit:
-    """Refuses texts that have too many characters for the positions of the model.
+def require_length(
+    parameters: ChatCompletionParameters | CompletionParameters, most: int | None
+) -> int:
+    """The characters of all prompts of a request, before they are encoded.
 
     Args:
-        max_positions: None = no limit.
+        most: characters of a prompt; None = no limit.
+
+    Raises:
+        ApiError: a prompt has more.
     """
-
-    def __init__(self, tokenizer: Any, max_positions: int | None):
-        self._positions = max_positions
-        longest = max(map(len, tokenizer.get_vocab()), default=0)
-        self._longest = max(MIN_LONGEST, longest)
-
-    def require(
-        self, parameters: ChatCompletionParameters | CompletionParameters
-    ) -> int:
-        """The characters of the prompts, before they are encoded.
-
-        Raises:
-            ApiError: a prompt has more than all positions can hold.
-        """
-        if isinstance(parameters, CompletionParameters):
-            sizes = [len(p) for p in parameters.prompts if isinstance(p, str)]
-        else:
-            sizes = [sum(_characters(m.get("content")) for m in parameters.messages)]
-        most, positions = max(sizes, default=0), self._positions
-        if positions is not None and most > positions * self._longest:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {positions} tokens of at most "
-                f"{self._longest} characters, and the prompt has {most:,} characters",
-                param=parameters.PROMPT,
-                code="context_length_exceeded",
-            )
-        return sum(sizes)
-
-
-def _characters(content: Any) -> int:
-    """Characters of a message's content: a text, or a list of parts with texts."""
-    parts = content if isinstance(content, list) else [{"text": content}]
-    texts = (part.get("text") for part in parts if isinstance(part, dict))
-    return sum(len(text) for text in texts if isinstance(text, str))
+    if isinstance(parameters, CompletionParameters):
+        sizes = [
+            len(prompt) for prompt in parameters.prompts if isinstance(prompt, str)
+        ]
+    else:
+        sizes = [sum(len(str(m.get("content"))) for m in parameters.messages)]
+    if most is not None and max(sizes, default=0) > most:
+        message = f"the prompt has {max(sizes):,} characters, and at most {most:,} fit"
+        place, code = parameters.PROMPT, "context_length_exceeded"
+        raise ApiError(400, message, param=place, code=code)
+    return sum(sizes)
 
 
 def encode_messages(

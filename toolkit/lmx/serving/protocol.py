@@ -7,14 +7,7 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..config.validation import describe, path_of
 from ..errors import shorten
@@ -154,15 +147,6 @@ class GenerationParameters(Parameters):
             raise ValueError(f"a string has not 1 to {MAX_STOP_CHARACTERS} characters")
         return value
 
-    @field_validator("stream_options")
-    @classmethod
-    def _check_stream(
-        cls, value: StreamOptions | None, info: ValidationInfo
-    ) -> StreamOptions | None:
-        if value and not info.data.get("stream"):
-            raise ValueError("needs stream")
-        return value
-
     @property
     def stop_strings(self) -> list[str]:
         """The strings that end the completion."""
@@ -252,7 +236,7 @@ class AdapterParameters(Parameters):
     """The body of `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM's."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=200)]
-    lora_path: Annotated[str, Field(max_length=4096)] | None = None
+    lora_path: str | None = None
 
 
 class TokenizeParameters(Parameters):

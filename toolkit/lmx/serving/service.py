@@ -21,15 +21,15 @@ from .answers import Answer, ChatAnswer
 from .chat_output import ChatOutputParser
 from .choice import Choice, Piece
 from .engine_thread import EngineFailed, EngineThread, ServedModel
-from .errors import OVERLOADED, SERVER, ApiError
+from .errors import OVERLOADED, SERVER, ApiError, no_model
 from .metrics import Metrics
 from .output_formats import answer_grammar, chat_grammar, grammar_parameter
 from .prompts import (
     EncodedPrompt,
-    TextLimit,
     checked_tools,
     encode_messages,
     encode_prompts,
+    require_length,
 )
 from .protocol import (
     ChatCompletionParameters,
@@ -109,14 +109,14 @@ class CompletionService:
         self._load_adapter = served.load_adapter
         self._tokenizer = served.generator.tokenizer
         add_tool_format(self._tokenizer)
-        self._limit = TextLimit(self._tokenizer, self._generator.max_positions)
+        longest = max(map(len, self._tokenizer.get_vocab()))
+        self._max_characters = self.max_positions and self.max_positions * longest
         # They do not stop the event loop. Short texts do not wait for long ones, and
         # nobody else for a grammar. Tokenizers in Python take one thread only.
         self._encoder = ThreadPoolExecutor(1, "tokenizer")
-        is_fast = hasattr(self._tokenizer, "backend_tokenizer")
-        self._long_encoder = (
-            ThreadPoolExecutor(1, "long texts") if is_fast else self._encoder
-        )
+        self._long_encoder = self._encoder
+        if hasattr(self._tokenizer, "backend_tokenizer"):
+            self._long_encoder = ThreadPoolExecutor(1, "long texts")
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._preparing = 0  # completions whose prompt or grammar is not ready
 
@@ -177,18 +177,15 @@ class CompletionService:
         """
         arrival = time.monotonic()
         parameters = ChatCompletionParameters.parse(body)
-        if parameters.tool_choice == "auto" and not parameters.tools:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         if parameters.top_logprobs and not parameters.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
         model, adapter = self._require_model(parameters.model)
         tools = checked_tools(parameters)
-        size = self._limit.require(parameters)
-        async with self._prepares(parameters.choices):
+        size = require_length(parameters, self._max_characters)
+        async with self._prepares(parameters, 1):
             grammar = chat_grammar(parameters, self._tokenizer)
-            prompt = await self._encode(
-                lambda: self._encode_chat(parameters, tools), size
-            )
+            encode = partial(self._encode_chat, parameters, tools)
+            prompt = await self._encode(encode, size)
             has_grammar = grammar is not None
             thinking = self._thinking(parameters, prompt, has_grammar=has_grammar)
             compiled = await self._compile(grammar, parameters)
@@ -225,11 +222,10 @@ class CompletionService:
             message = "lmx gives no log-probabilities of prompts: echo without logprobs"
             raise ApiError(400, message, param="echo")
         model, adapter = self._require_model(parameters.model)
-        size = self._limit.require(parameters)
-        async with self._prepares(parameters.choices * len(parameters.prompts)):
-            prompts = await self._encode(
-                lambda: encode_prompts(self._tokenizer, parameters), size
-            )
+        size = require_length(parameters, self._max_characters)
+        async with self._prepares(parameters, len(parameters.prompts)):
+            encode = partial(encode_prompts, self._tokenizer, parameters)
+            prompts = await self._encode(encode, size)
             compiled = await self._compile(answer_grammar(parameters), parameters)
         choices = self._choices(
             parameters,
@@ -265,7 +261,7 @@ class CompletionService:
         given = {name: getattr(parameters, name) for name in names}
         chat = ChatCompletionParameters.parse(given)
         tools = checked_tools(chat)
-        size = self._limit.require(chat)
+        size = require_length(chat, self._max_characters)
         prompt = await self._encode(lambda: self._encode_chat(chat, tools), size)
         return prompt.tokens
 
@@ -361,7 +357,7 @@ class CompletionService:
         for output in outputs:
             if output.error:
                 if output.request.adapter not in (None, *self._adapters):
-                    raise self._no_model(output.request.adapter)
+                    raise no_model(output.request.adapter)
                 raise ApiError.from_user_error(output.error)
         return outputs
 
@@ -420,17 +416,18 @@ class CompletionService:
         """The model of a request, and its adapter, which stays so if it is dropped."""
         name = name or self.settings.model
         if name not in self.models:
-            raise self._no_model(name)
+            raise no_model(name)
         return name, name if name != self.settings.model else None
 
-    @staticmethod
-    def _no_model(name: str) -> ApiError:
-        message = f"The model {name!r} does not exist"
-        return ApiError(404, message, param="model", code="model_not_found")
-
     @asynccontextmanager
-    async def _prepares(self, count: int) -> AsyncIterator[None]:
+    async def _prepares(
+        self, parameters: GenerationParameters, prompts: int
+    ) -> AsyncIterator[None]:
         """Count completions as open while they are prepared, if there is room."""
+        if parameters.stream_options and not parameters.stream:
+            message = "stream_options needs stream"
+            raise ApiError(400, message, param="stream_options")
+        count = prompts * parameters.choices
         self._require_room(count)
         self._preparing += count
         try:
@@ -476,8 +473,6 @@ class CompletionService:
         single_call: bool = False,
     ) -> list[Choice]:
         """The completions of prompts.
-
-        Each has its own noise: its seed is that of the request plus its number.
 
         Args:
             top_logprobs: of so many most likely tokens; None = no log-probabilities.

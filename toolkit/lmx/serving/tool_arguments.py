@@ -1,107 +1,85 @@
 """Arguments of tool calls whose format writes every value as text.
 
-mlx-lm's parsers of these formats look at the plain `type` of an argument only, and read
-"123" of any other schema as they like. Here they give the text, which a value of the
-schema is made of.
+mlx-lm's parsers of these formats know the plain `type` of an argument only. Here they
+give its text, of which a value is made that its JSON schema takes.
 """
 
 import ast
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from types import NoneType
 from typing import Any
 
 from ..generation.json_schema import find
 
-TEXT_FORMATS = {
-    *("qwen3_coder", "glm47", "laguna", "longcat", "minimax_m2", "minicpm5"),
-}
+TEXT_FORMATS = {"qwen3_coder", "glm47", "laguna", "longcat", "minimax_m2", "minicpm5"}
 """Modules of mlx-lm's parsers."""
-KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
-MAX_REFERENCES = 20
+TYPES: dict[str, tuple[type, ...]] = {
+    **{"null": (NoneType,), "boolean": (bool,), "integer": (int,)},
+    **{"number": (int, float), "array": (list,), "object": (dict,)},
+}
+MAX_CHECKS = 200
+"""Of schemas for a value; some refer to themselves."""
 
 
 def texts_only(tools: Sequence[dict]) -> list[dict]:
-    """The tools with arguments that are all texts, for a parser."""
-    functions = [tool["function"] for tool in tools]
-    texts = [
-        {name: {"type": "string"} for name in _schemas(function)}
-        for function in functions
-    ]
-    return [
-        {"function": {"name": f["name"], "parameters": {"properties": properties}}}
-        for f, properties in zip(functions, texts, strict=True)
-    ]
+    """The tools for a parser: all arguments are texts."""
+    functions = []
+    for function in (tool["function"] for tool in tools):
+        texts = {name: {"type": "string"} for name in _properties(function)}
+        functions.append(
+            {"name": function["name"], "parameters": {"properties": texts}}
+        )
+    return [{"function": function} for function in functions]
 
 
 def typed(name: str, arguments: dict, tools: Sequence[dict]) -> dict:
-    """The arguments of a function, as its JSON schema types them.
-
-    A text that is no value of its schema stays as it is.
-    """
-    named = (t["function"] for t in tools if t["function"]["name"] == name)
-    function = next(named, {})
-    root, schemas = function.get("parameters") or {}, _schemas(function)
-    return {
-        key: _value(value, *_choices(schemas[key], root)) if key in schemas else value
-        for key, value in arguments.items()
-    }
+    """The arguments of a function; texts that are no value of their schema stay."""
+    functions = (tool["function"] for tool in tools)
+    function = next((f for f in functions if f["name"] == name), {})
+    root, schemas = function.get("parameters"), _properties(function)
+    return {k: _value(v, schemas.get(k, {}), root) for k, v in arguments.items()}
 
 
-def _schemas(function: dict) -> dict[str, Any]:
-    properties = (function.get("parameters") or {}).get("properties")
-    return properties if isinstance(properties, dict) else {}
+def _properties(function: dict) -> dict[str, Any]:
+    return (function.get("parameters") or {}).get("properties") or {}
 
 
-def _choices(schema: Any, root: dict, depth: int = 0) -> tuple[set[str], list]:
-    """The kinds of JSON values that a schema takes, and its only values, if any."""
-    if not isinstance(schema, dict) or depth > MAX_REFERENCES:
-        return {*KINDS}, []
-    if isinstance(reference := schema.get("$ref"), str):
-        return _choices(find(root, reference), root, depth + 1)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return {_kind(value) for value in values}, values
-    for keyword in ("anyOf", "oneOf", "allOf"):
-        if isinstance(inner := schema.get(keyword), list) and inner:
-            parts = [_choices(each, root, depth + 1) for each in inner]
-            kinds = [part[0] for part in parts]
-            join = set.intersection if keyword == "allOf" else set.union
-            # One without a list of values takes others too.
-            values = (
-                [v for _, some in parts for v in some]
-                if all(p[1] for p in parts)
-                else []
-            )
-            return join(*kinds), values
-    kinds = schema.get("type", KINDS)
-    return {kinds} if isinstance(kinds, str) else {*kinds}, []
-
-
-def _kind(value: Any) -> str | None:
-    """The kind of a value; None = JSON has none of it."""
-    if isinstance(value, float):
-        whole = "integer" if value.is_integer() else "number"
-        return whole if math.isfinite(value) else None
-    kinds = {bool: "boolean", int: "integer", str: "string", list: "array"}
-    return (kinds | {dict: "object", type(None): "null"}).get(type(value))
-
-
-def _value(given: Any, kinds: set[str], values: list) -> Any:
-    """The value of one of these kinds that a text means; the text if there is none."""
-    text = "null" if given is None else given  # some parsers read it at once
-    if not isinstance(text, str):
-        return given
-    if text in values:
-        return text
-    for read in (json.loads, ast.literal_eval):
+def _value(text: Any, schema: Any, root: Any) -> Any:
+    text = "null" if text is None else text  # some parsers read it at once
+    for read in (json.loads, ast.literal_eval) if isinstance(text, str) else ():
         # A number may have too many digits, and a text be nested too deeply.
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             value = read(text.strip())
-            kind = _kind(value)
-            is_right = kind in kinds or (kind == "integer" and "number" in kinds)
-            if kind != "string" and is_right and (not values or value in values):
-                is_whole = kind == "integer" and "integer" in kinds
-                return int(value) if is_whole else value
+            if isinstance(value, float):
+                value = int(value) if value.is_integer() else value
+                if not math.isfinite(value):
+                    continue
+            is_text = isinstance(value, str)
+            if not is_text and _takes(schema, value, root, iter(range(MAX_CHECKS))):
+                return value
     return text
+
+
+def _takes(schema: Any, value: Any, root: Any, checks: Iterator[int]) -> bool:
+    """Whether a schema takes a value that is no text, by its types and lists."""
+    if not isinstance(schema, dict) or next(checks, None) is None:
+        return True
+
+    def takes(each: Any) -> bool:
+        return _takes(each, value, root, checks)
+
+    lists = [schema["const"]] if "const" in schema else schema.get("enum", [value])
+    types = schema.get("type", [*TYPES])
+    kinds = [
+        TYPES.get(kind, ()) for kind in ([types] if isinstance(types, str) else types)
+    ]
+    return (
+        ("$ref" not in schema or takes(find(root, schema["$ref"])))
+        and any(type(each) is type(value) and each == value for each in lists)
+        and any(type(value) in kind for kind in kinds)
+        and all(map(takes, schema.get("allOf", ())))
+        and all(any(map(takes, schema.get(key, [True]))) for key in ("anyOf", "oneOf"))
+    )
