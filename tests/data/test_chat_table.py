@@ -234,6 +234,7 @@ def unserved(examples: list, prompts: list[set[tuple]], tokenizer) -> list[str]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:system messages are merged")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_trained_prompt_is_one_of_lmx_serve(name, encoded_cell):
     """In its tokens, and so in its text."""

@@ -13,7 +13,7 @@ from lmx.errors import UserError
 from lmx.evaluation import lm_eval
 from lmx.models.loader import load
 from lmx.pipeline.evaluate.stage import EvaluateStage
-from lmx.run.tables import table
+from lmx.run.tables import metrics_table
 
 TASK = {
     "task": "colours",
@@ -143,7 +143,7 @@ def test_table_rows_of_tasks():
         "fine-tuned": plain
         | {"tasks": {"sums": {"acc": 0.5, "acc_stderr": 0.125, "match,strict": 1.0}}},
     }
-    _, documents = table(models)
+    _, documents = metrics_table(models)
     assert documents[-2:] == [
         ["sums: acc", "-", "0.500 ± 0.125"],
         ["sums: match,strict", "-", "1.000"],

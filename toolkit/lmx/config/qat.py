@@ -6,8 +6,9 @@ from pydantic import Field, model_validator
 
 from .quant_spec import FLOAT_MODES, QuantizationConfig, QuantSpec
 
-# Quantizers that can continue from the codes of a quantized model.
-CONTINUES_FROM_CODES = ("lsq", "fixed_scale", "ternary")
+# Quantizers that can continue from all codes of a quantized model, and from some.
+CONTINUES_FROM_ALL_CODES = ("lsq", "fixed_scale")
+CONTINUES_FROM_CODES = (*CONTINUES_FROM_ALL_CODES, "ternary")
 # Quantizers of the floating-point modes.
 FLOAT_QUANTIZERS = ("minmax", "fixed_scale")
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_unflatten
 
 from ...errors import UserError
@@ -117,7 +116,7 @@ class MultiLoRA:
         for path, arrays in sorted(weights.items()):
             digest.update(path.encode())
             for array in arrays:
-                digest.update(np.array(array.astype(mx.float32)).tobytes())
+                digest.update(memoryview(mx.contiguous(array.astype(mx.float32))))
         self.hashes[self._last] = digest.hexdigest()
         return self._last
 

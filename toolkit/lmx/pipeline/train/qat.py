@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ...config.qat import CONTINUES_FROM_CODES, QATConfig
+from ...config.qat import CONTINUES_FROM_ALL_CODES, CONTINUES_FROM_CODES, QATConfig
 from ...config.quant_spec import QuantSpec
 from ...config.train import TrainConfig
 from ...errors import UserError
@@ -134,8 +134,8 @@ def _require_same_specs(
         raise UserError(
             "this model is quantized, and training would quantize it again",
             place=place,
-            hint=f"the quantizers {', '.join(CONTINUES_FROM_CODES)} continue from its "
-            "codes, without fake_quant_after_n_steps; or start from the unquantized "
+            hint=f"the quantizers {', '.join(CONTINUES_FROM_ALL_CODES)} continue from "
+            "its codes, without fake_quant_after_n_steps; or start from the unquantized "
             "model",
         )
     wanted = QuantSpec(**qat.model_dump(include=set(QuantSpec.model_fields)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...config.data import DataConfig
 from ...config.messages import Problem
 from ...config.preference import KEYS as PREFERENCE_LOSSES
-from ...config.qat import CONTINUES_FROM_CODES, QATConfig
+from ...config.qat import CONTINUES_FROM_ALL_CODES, CONTINUES_FROM_CODES, QATConfig
 from ...config.quant_spec import FLOAT_MODES
 from ...config.train import TrainConfig
 from ...data.record_formats import FORMATS
@@ -34,9 +34,7 @@ from ..stage import (
 )
 from .estimate import training_cost
 
-CONTINUES = (
-    f"quantizer {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"
-)
+CONTINUES = f"quantizer {' or '.join(CONTINUES_FROM_ALL_CODES)}"
 # The dataset format that a preference loss needs.
 LOSS_FORMATS = dict.fromkeys(PREFERENCE_LOSSES, "preference") | {
     "kto": "unpaired_preference"
