@@ -94,7 +94,7 @@ SMALL = [
     "stages.train.batch_size=4",
     "stages.train.eval_batches=1",
     "stages.evaluate.num_tokens=200",
-    "stages.evaluate.exact_match_samples=2",
+    "stages.evaluate.exact_match.samples=2",
     "stages.evaluate.num_samples=1",
     "stages.evaluate.latency_tokens=8",
     # Two steps do not teach the included task.

@@ -25,7 +25,7 @@ SMALL = {
     # An untrained model generates the maximum of 48 tokens per example.
     "evaluate": [
         "num_tokens=200",
-        "exact_match_samples=2",
+        "exact_match.samples=2",
         "num_samples=1",
         "latency_tokens=8",
     ],
