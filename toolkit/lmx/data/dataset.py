@@ -60,6 +60,26 @@ class ReadStats:
             yield f"{self.source}: {more:,} more examples skipped"
 
 
+class UnknownFormat(UserError):
+    """No dataset format matches the examples of a source.
+
+    Attributes:
+        keys: of the first example.
+        columns: the column for each key of the nearest format; None = none is similar.
+    """
+
+    def __init__(self, keys: list[str], place: str):
+        self.keys = keys
+        name, self.columns = record_formats.nearest(keys)
+        pairs = (f"{k}: {v or '<your column>'}" for k, v in self.columns.items())
+        super().__init__(
+            f"no dataset format matches the keys {', '.join(keys) or '(none)'}",
+            hint=f"the nearest format is {name} ({', '.join(self.columns)}); map its "
+            f"columns:\ndata:\n  columns: {{{', '.join(pairs)}}}",
+            place=place,
+        )
+
+
 class RecordReader:
     """The records of one source. Every iteration reads the source again.
 
@@ -119,15 +139,7 @@ class RecordReader:
                     hint='an example looks like {"prompt": "...", "completion": "..."}',
                     place=source,
                 )
-            keys = list(record)
-            name, renaming = record_formats.nearest(keys)
-            pairs = ", ".join(f"{key}: {column}" for key, column in renaming.items())
-            raise UserError(
-                f"no dataset format matches the keys {', '.join(keys) or '(none)'}",
-                hint=f"the nearest format is {name} ({', '.join(renaming)}); map its "
-                f"columns:\ndata:\n  columns: {{{pairs}}}",
-                place=source,
-            )
+            raise UnknownFormat(list(record), source)
         self.format = formats.most_common(1)[0][0]
 
     def _require_columns(self) -> None:
