@@ -102,19 +102,19 @@ def quantize(
     quiet: bool = False,
     **keys: Any,
 ) -> Run:
-    """Quantize a model after training, and export it.
+    """Quantize a model after training, measure it and export it.
 
     `restart`, `ignore_limits` and `quiet` are those of `lmx.train`.
 
     Args:
         model: a folder or GGUF file, a Hub id, a `Run`, or a `Model`.
-        data: calibration data: a file, a Hub id, a list of them, or a `data` block;
-            None = built-in text.
+        data: calibration data, of which a part is held out for the measurement: a
+            file, a Hub id, a list of them, or a `data` block; None = built-in text.
         output: the run directory; None = exports/ and the model's name with a hash of
             all settings, so that the same call finds its result again.
         seed: as in a recipe.
-        keys: those of a quantize stage: method ("rtn", "gptq"), bits, group_size,
-            ... (docs/recipes.md).
+        keys: those of a quantize stage: bits, group_size, ... (docs/recipes.md); without
+            `method`, it is "gptq" with effort "fast".
 
     Returns:
         The run; `model_path` is the quantized model.
@@ -123,14 +123,29 @@ def quantize(
         ConfigErrors: all errors of the keys.
         UserError: the model cannot be quantized.
     """
-    stages: list[dict[str, Any]] = [{"quantize": keys}, {"export": {}}]
+    block = data_block(data, "train")
+    stages = quantize_stages(keys, block)
     return train(
-        _recipe(model, data, seed, stages),
+        _recipe(model, block, seed, stages),
         output=output,
         restart=restart,
         ignore_limits=ignore_limits,
         quiet=quiet,
     )
+
+
+def quantize_stages(keys: Keys, data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The stages of a quantization that is measured.
+
+    Args:
+        keys: of the quantize stage.
+        data: the block of the recipe; without examples it gets built-in ones.
+    """
+    if "method" not in keys:
+        keys = {"method": "gptq", "effort": "fast", **keys}
+    if not (data.get("train") or data.get("valid")):
+        data["valid"] = "builtin:stdlib"
+    return [{"quantize": keys}, {"evaluate": {}}, {"export": {}}]
 
 
 @checked

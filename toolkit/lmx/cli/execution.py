@@ -24,6 +24,8 @@ ALLOW_PYTHON = {
 KEPT_FLAGS = ("--ignore-limits", *ALLOW_PYTHON)
 # Of training without --batch-size, --steps and --epochs.
 DEFAULTS = {("steps", "epochs"): 1, ("batch_size", "batch_tokens"): 2048}
+# Addresses of the method of `lmx quantize`.
+METHOD = ("stages.quantize.method", "stages.1.quantize.method")
 # Options whose value is text, not YAML.
 TEXTS = ("--model", "--data", "--valid")
 # By kind of stage; by flag, the address of the value in the recipe and its meaning.
@@ -51,7 +53,7 @@ OPTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "data.train",
             "calibration data: file, folder or Hub id; default: built-in text",
         ),
-        "--method": ("stages.quantize.method", "rtn or gptq"),
+        "--method": ("stages.quantize.method", "rtn or gptq; default: gptq, fast"),
         "--bits": ("stages.quantize.bits", "bits per weight"),
         "--group-size": ("stages.quantize.group_size", "weights per scale"),
         "--seed": ("seed", "random seed"),
@@ -100,7 +102,7 @@ def recipe_of(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
             f"{missing[0]} is missing", hint=f"see lmx {kind} --help; or give a recipe"
         )
     stage: dict[str, Any] = {}
-    stages = [{kind: stage}, {"export": {}}]
+    stages = [{kind: stage}, {"evaluate": {}}, {"export": {}}]
     data = {"model": None, "data": {}, "seed": 0, "stages": stages}
     values: list[tuple[str, Any]] = []
     for flag, text in given.items():
@@ -115,6 +117,15 @@ def recipe_of(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
     for keys, value in DEFAULTS.items() if kind == "train" else ():
         if not stage.keys() & {*keys}:
             stage[keys[-1]] = value
+    if kind == "quantize":
+        from ..api.jobs import quantize_stages
+
+        for override in arguments.overrides:
+            key, _, value = override.partition("=")
+            if key in METHOD:
+                # It does not get the keys of the default method.
+                stage["method"] = value
+        data["stages"] = quantize_stages(stage, data["data"])
     return data
 
 
