@@ -113,8 +113,8 @@ def quantize(
         output: the run directory; None = exports/ and the model's name with a hash of
             all settings, so that the same call finds its result again.
         seed: as in a recipe.
-        keys: those of a quantize stage: bits, group_size, ... (docs/recipes.md); without
-            `method`, it is "gptq" with effort "fast".
+        keys: those of a quantize stage: bits, group_size, ... (docs/recipes.md). The
+            `method` is "gptq" with the effort "fast" by default.
 
     Returns:
         The run; `model_path` is the quantized model.
