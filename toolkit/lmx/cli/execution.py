@@ -26,6 +26,7 @@ KEPT_FLAGS = ("--ignore-limits", *ALLOW_PYTHON)
 DEFAULTS = {("steps", "epochs"): 1, ("batch_size", "batch_tokens"): 2048}
 # Addresses of the method of `lmx quantize`.
 METHOD = ("stages.quantize.method", "stages.1.quantize.method")
+MODEL_FLAGS = ["-m", "--model"]
 # Options whose value is text, not YAML.
 TEXTS = ("--model", "--data", "--valid")
 # By kind of stage; by flag, the address of the value in the recipe and its meaning.
@@ -75,7 +76,14 @@ def add_recipe_options(parser: argparse.ArgumentParser, kind: str) -> None:
     """Declare the options of a kind of stage."""
     group = parser.add_argument_group("options instead of a recipe")
     for flag, (_, about) in OPTIONS[kind].items():
-        group.add_argument(flag, help=about)
+        group.add_argument(*(MODEL_FLAGS if flag == "--model" else [flag]), help=about)
+
+
+def take_model(arguments: argparse.Namespace) -> None:
+    """A first word that sets no value is the model, as of other verbs."""
+    words = arguments.overrides
+    if words and "=" not in words[0] and not arguments.model:
+        arguments.model = words.pop(0)
 
 
 def given_options(arguments: argparse.Namespace, kind: str) -> dict[str, str]:
@@ -142,6 +150,7 @@ def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
 
 def quantize(arguments: argparse.Namespace) -> int:
     """Quantize a model; returns the exit code."""
+    take_model(arguments)
     return execute(arguments, "quantize")
 
 

@@ -28,6 +28,7 @@ from ..config.yaml_io import read, write_inline
 from ..errors import UserError
 from ..files.atomic import write_atomic
 from ..run import terminal
+from .execution import MODEL_FLAGS, take_model
 from .own_data import OwnData, inspect, parse_columns
 
 TASKS = {
@@ -116,7 +117,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx init`."""
     parser.description = "Write a recipe for your model and data."
     add = parser.add_argument
-    add("--model", help="local folder, Hub id or GGUF file")
+    add(*MODEL_FLAGS, help="local folder, Hub id or GGUF file; or the first word")
     add("--data", help="file, folder or Hub id; not necessary for quantize")
     add(
         "--columns",
@@ -145,6 +146,7 @@ def init(arguments: argparse.Namespace) -> int:
     from ..pipeline.plan import load, plan
 
     task = arguments.task
+    take_model(arguments)
     if arguments.model:
         arguments.model = model_folder(arguments.model)
     if arguments.bits and task not in BY_BITS:
