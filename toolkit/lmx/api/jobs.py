@@ -61,7 +61,8 @@ def train(
         ConfigErrors: all errors of the recipe; nothing was run.
         UserError: a stage failed, or a threshold was missed (its code is 1), or the run
             does not fit (3).
-        KeyboardInterrupt: Ctrl-C or SIGTERM, after a checkpoint was saved.
+        KeyboardInterrupt: Ctrl-C, after a checkpoint was saved. SIGTERM is left to the
+            program.
     """
     block = python_block(loss, metrics)
     resolved = as_recipe(recipe, overrides, output, python=block)
