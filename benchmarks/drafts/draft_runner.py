@@ -22,7 +22,7 @@ def run(settings: dict) -> dict:
 
     cpu.enable()
     from lmx.data.dataset import RecordReader
-    from lmx.draft.benchmark import DraftBenchmark, MeasuredCandidate
+    from lmx.draft.benchmark import DraftBenchmark
     from lmx.draft.candidates import ModelCandidate
     from lmx.draft.cost_model import measure_speculation_costs
     from lmx.draft.dataset import mean_prompt_length, select_prompts
@@ -42,7 +42,8 @@ def run(settings: dict) -> dict:
     )
     benchmark = DraftBenchmark(
         target.model,
-        MeasuredCandidate(candidate, costs),
+        candidate,
+        costs,
         target.tokenizer,
         {"test": [prompt.tokens for prompt in prompts]},
         max_tokens=settings["max_tokens"],

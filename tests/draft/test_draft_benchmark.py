@@ -6,16 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.data.tokenization import Example
-from lmx.draft.acceptance import (
-    ReferenceCompletion,
-    predict_accepted_length,
-)
-from lmx.draft.benchmark import (
-    DRAFT,
-    PROMPT_LOOKUP,
-    DraftBenchmark,
-    MeasuredCandidate,
-)
+from lmx.draft.acceptance import ReferenceCompletion, predict_accepted_length
+from lmx.draft.benchmark import DRAFT, PROMPT_LOOKUP, DraftBenchmark
 from lmx.draft.candidates import ModelCandidate
 from lmx.draft.cost_model import SpeculationCosts
 from lmx.draft.dataset import DistillationBatches
@@ -147,9 +139,13 @@ def test_draft_benchmark_matches_predicted_accepted_length(temperature):
     target.lm_head.weight *= 25
     draft = noisy(target, 0.01)
     prompts = [[5, 9, 11, number] for number in range(3)]
-    candidate = MeasuredCandidate(ModelCandidate(draft), FREE)
     benchmark = DraftBenchmark(
-        target, candidate, NullTokenizer(), {"all": prompts}, max_tokens=70
+        target,
+        ModelCandidate(draft),
+        FREE,
+        NullTokenizer(),
+        {"all": prompts},
+        max_tokens=70,
     )
     sampling = Sampling(temperature=temperature, seed=4)
     result = benchmark.run(sampling)
@@ -173,8 +169,10 @@ def test_predictions_need_the_noise_of_the_completions():
         generator = Generator(target, NullTokenizer())
         result = generator.generate([1, 2], max_tokens=40, sampling=sampling)
         rates = [
-            ReferenceCompletion(target, [1, 2], result.tokens, each)
-            .acceptance_probs(draft)[:, 0]
+            ModelCandidate(draft)
+            .acceptance_probs(ReferenceCompletion(target, [1, 2], result.tokens, each))[
+                :, 0
+            ]
             .mean()
             for each in (sampling, Sampling(temperature=0.9, seed=3))
         ]
@@ -188,10 +186,8 @@ def test_acceptance_probs_of_target_itself_are_one():
     generator = Generator(target, NullTokenizer())
     for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=0.9)):
         result = generator.generate([1, 2], max_tokens=8, sampling=sampling)
-        text = result.tokens
-        probs = ReferenceCompletion(target, [1, 2], text, sampling).acceptance_probs(
-            target
-        )
+        completion = ReferenceCompletion(target, [1, 2], result.tokens, sampling)
+        probs = ModelCandidate(target).acceptance_probs(completion)
         assert np.allclose(probs[:, 0], 1, atol=1e-5)
         # No draft token is accepted past the end.
         assert probs[-1, 1:].tolist() == [0] * (probs.shape[1] - 1)

@@ -13,7 +13,7 @@ from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampler import Sampler
 from lmx.generation.sampling import Sampling
-from lmx.generation.speculative import dflash
+from lmx.generation.speculative import proposer
 from lmx.generation.speculative.dflash import DFlashProposer
 from lmx.generation.speculative.factory import FallbackProposer
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
@@ -203,7 +203,7 @@ def draft_after(model, drafter, prompt, count, sampling=None):
 def test_long_prompts_are_read_in_pieces(monkeypatch):
     model, plain, drafter = case()
     prompt = PROMPT + plain[:20]
-    monkeypatch.setattr(dflash, "STEP_SIZE", 5)
+    monkeypatch.setattr(proposer, "STEP_SIZE", 5)
     Recorder.reads.clear()
     draft = draft_after(model, Recorder(drafter), prompt, 4)
     assert draft.tolist() == plain[20:24]

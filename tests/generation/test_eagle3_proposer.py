@@ -8,7 +8,7 @@ from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.sequence import CacheState
 from lmx.generation.sampler import Sampler
 from lmx.generation.sampling import Sampling
-from lmx.generation.speculative import eagle3
+from lmx.generation.speculative import proposer
 from lmx.generation.speculative.eagle3 import Eagle3Proposer
 from lmx.generation.speculative.factory import FallbackProposer
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
@@ -102,7 +102,7 @@ def test_the_draft_is_the_one_of_the_training_forward_pass(
         logits = drafter.target_logits(drafter.head(hidden))
         assert mx.argmax(logits, axis=-1).flatten().tolist() == draft
     assert proposal(llama, drafter, text[:23], 3, pieces=(4, 5, 11)).tolist() == (draft)
-    monkeypatch.setattr(eagle3, "READ_STEP_SIZE", 4)
+    monkeypatch.setattr(proposer, "STEP_SIZE", 4)
     assert proposal(llama, drafter, text[:23], 3).tolist() == draft
     # Control: other hidden states give another draft.
     layer_ids, drafter.layer_ids = drafter.layer_ids, (1, 1)

@@ -16,10 +16,7 @@ from lmx.errors import UserError
 from lmx.generation.engine import Engine
 from lmx.generation.generator import Generator
 from lmx.generation.grammar import ANY_OBJECT, Grammar, parse_response_format
-from lmx.generation.grammar_matcher import (
-    GrammarCompiler,
-    allow_only,
-)
+from lmx.generation.grammar_matcher import GrammarCompiler, allow_only
 from lmx.generation.sampling import Sampling
 from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from lmx.api import model as api_model
 from lmx.api.generation import generate as generate_text
 from lmx.cli import generate
 from lmx.data.tokenizer_files import require_same_tokenizer
@@ -224,10 +225,10 @@ def test_saved_prompt_cache_is_reused(folder, run_json, tmp_path, monkeypatch):
     ]
     (expected,) = run_json(*words)
     run_json(*words[:-1], text, "--save-prompt-cache", cache_folder)
-    reused, original = [], generate.make_generator
+    reused, original = [], api_model.make_generator
 
-    def counting_generator(*arguments):
-        session = original(*arguments)
+    def counting_generator(*arguments, **options):
+        session = original(*arguments, **options)
         fetch = session.engine.prefixes.fetch
 
         def counted(*arguments):
@@ -238,7 +239,7 @@ def test_saved_prompt_cache_is_reused(folder, run_json, tmp_path, monkeypatch):
         session.engine.prefixes.fetch = counted
         return session
 
-    monkeypatch.setattr(generate, "make_generator", counting_generator)
+    monkeypatch.setattr(api_model, "make_generator", counting_generator)
     (output,) = run_json(*words, "--prompt-cache-file", cache_folder)
     assert output["text"] == expected["text"]
     assert reused[-1] == len(text)  # after the check of the file

@@ -114,7 +114,7 @@ def pair(request):
 
 def test_head_reads_normalized_states_and_next_tokens(pair, monkeypatch):
     """Also after rounds in which another proposer drafted, and over long prompts."""
-    monkeypatch.setattr("lmx.generation.speculative.mtp.STEP_SIZE", 4)
+    monkeypatch.setattr("lmx.generation.speculative.proposer.STEP_SIZE", 4)
     model, head = pair
     cache = CacheState(model)
     proposer = MTPProposer(head, cache)

@@ -6,10 +6,7 @@ from lmx.errors import UserError
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.prompt_cache import load_prompt_cache, save_prompt_cache
 from lmx.generation.kv_cache.sequence import CacheState
-from lmx.models.hooks import (
-    forward_with_hidden_states,
-    require_hidden_states,
-)
+from lmx.models.hooks import forward_with_hidden_states, require_hidden_states
 from tiny_requests import sharpened
 
 LAYERS = (0, 1)

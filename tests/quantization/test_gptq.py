@@ -12,12 +12,7 @@ from lmx.quantization.packing import dequantize
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten, tree_unflatten
-from quantization_samples import (
-    context_of,
-    enlarged_model,
-    tensors_of,
-    windows_of,
-)
+from quantization_samples import context_of, enlarged_model, tensors_of, windows_of
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 192}

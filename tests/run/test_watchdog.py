@@ -2,6 +2,8 @@
 
 import signal
 import socket
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import pytest
 from lmx.errors import Interrupted, UserError
@@ -46,19 +48,20 @@ def fast(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lines", "closes", "end"),
+    ("messages", "closes", "end"),
     [
-        (b"", False, End(1, 0, "process 1 has been silent for 0.5 s")),
-        (b"beat\nbe", False, End(1, 0, "process 1 has been silent for 0.5 s")),
-        (b"beat\n", True, End(1, 0, "process 1 ended")),
-        (b'beat\nend [3, 1, ""]\n', True, End(3, 1)),
-        (b"beat\nbye\n", True, None),
+        ([], False, End(1, 0, "process 1 has been silent for 0.5 s")),
+        ([b"beat"], False, End(1, 0, "process 1 has been silent for 0.5 s")),
+        ([b"beat"], True, End(1, 0, "process 1 ended")),
+        ([b"beat", b'[3, 1, ""]'], True, End(3, 1)),
+        ([b"beat", b"bye"], True, None),
     ],
 )
-def test_a_process_that_is_silent_or_gone_ends_the_run(fast, lines, closes, end):
-    ours, theirs = socket.socketpair()
+def test_a_process_that_is_silent_or_gone_ends_the_run(fast, messages, closes, end):
+    ours, theirs = Pipe()
     watching = Watchdog(0, {1: ours})
-    theirs.sendall(lines)
+    for message in messages:
+        theirs.send_bytes(message)
     if closes:
         theirs.close()
     assert watching.wait_for_end(1.5) == end
@@ -67,7 +70,7 @@ def test_a_process_that_is_silent_or_gone_ends_the_run(fast, lines, closes, end)
 
 
 def test_two_that_beat_are_well_and_part_without_a_failure(fast):
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     first, second = Watchdog(0, {1: ours}), Watchdog(1, {0: theirs})
     assert first.wait_for_end(1) is second.wait_for_end(0.1) is None
     first.close()
@@ -77,7 +80,7 @@ def test_two_that_beat_are_well_and_part_without_a_failure(fast):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_process_that_raises_first_prints_its_error(fast, first):
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     dogs = Watchdog(0, {1: ours}), Watchdog(1, {0: theirs})
     end = End(code=3, reporter=first)
     assert dogs[first].main_raised(3) == end
@@ -90,18 +93,19 @@ def test_the_process_that_raises_first_prints_its_error(fast, first):
 
 
 @pytest.mark.parametrize(
-    ("rank", "lines", "printed"),
+    ("rank", "messages", "printed"),
     [
-        (0, b"", "process 1 ended; the others end too"),
-        (1, b"", "process 0 ended; the others end too"),
-        (1, b'end [1, 0, "process 2 ended"]\n', ""),
-        (2, b"", ""),
+        (0, [], "process 1 ended; the others end too"),
+        (1, [], "process 0 ended; the others end too"),
+        (1, [b'[1, 0, "process 2 ended"]'], ""),
+        (2, [], ""),
     ],
 )
-def test_the_lowest_rank_that_runs_prints_the_failure(fast, rank, lines, printed):
-    ours, theirs = socket.socketpair()
+def test_the_lowest_rank_that_runs_prints_the_failure(fast, rank, messages, printed):
+    ours, theirs = Pipe()
     watching = Watchdog(rank, {int(rank == 0): ours})
-    theirs.sendall(lines)
+    for message in messages:
+        theirs.send_bytes(message)
     theirs.close()
     assert watching.wait_for_end(5).error(rank).message == printed
     watching.close()
@@ -119,9 +123,9 @@ def test_a_stranger_is_no_process_and_one_that_is_missing_is_named(monkeypatch):
         socket.create_connection(server.getsockname()) as known,
     ):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        known.sendall(b"secret 1\n")
+        Connection(known.detach()).send_bytes(b"secret 1")
         with pytest.raises(UserError, match="process 2 has not reached process 0"):
-            _accept(server, {b"secret 1\n": 1, b"secret 2\n": 2})
+            _accept(server, "secret", 3)
 
 
 @pytest.mark.slow

@@ -11,13 +11,7 @@ from lmx.models.cross_entropy import cross_entropy_sum
 from lmx.training.chunked_loss import ChunkedLossModel
 from mlx.utils import tree_flatten
 from tiny_llamas import GRID_MODES, MODES, family, llama, tokens_of
-from tiny_steps import (
-    Tiny,
-    assert_close,
-    loss_and_gradients,
-    make_step,
-    peak_memory,
-)
+from tiny_steps import Tiny, assert_close, loss_and_gradients, make_step, peak_memory
 
 
 def outputs(model, fake_quant, chunk, batch, **settings):

@@ -15,14 +15,7 @@ from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
 from lmx.training.chunked_loss import ChunkedLossModel
 from mlx.utils import tree_flatten
-from tiny_families import (
-    FAMILIES,
-    VOCABULARY,
-    WINDOW,
-    alternating,
-    config,
-    member,
-)
+from tiny_families import FAMILIES, VOCABULARY, WINDOW, alternating, config, member
 from tiny_steps import loss_and_gradients, make_step
 
 pytestmark = pytest.mark.slow

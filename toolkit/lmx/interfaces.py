@@ -7,15 +7,9 @@ real ones.
 
 import json
 import math
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from itertools import accumulate, islice
 from typing import Any, TypeVar
 
@@ -25,8 +19,6 @@ from .errors import UserError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Arrays in a message begin at multiples of so many bytes, for loads of any dtype.
-ALIGNMENT = 16
 # Products of so many rows at a time are rounded alike, and those of a rest otherwise.
 ROWS_AT_ONCE = 16
 
@@ -80,11 +72,8 @@ class Communicator:
 
     def all_reduce_scalars(self, *values: float) -> list[float]:
         """Sums of numbers over all processes, in float64."""
-        # Two float32 parts per number, because MLX has no float64 collectives.
-        high = mx.array(values, mx.float32)
-        low = [v - h for v, h in zip(values, high.tolist(), strict=True)]
-        parts = [high, mx.array(low, mx.float32)]
-        rows = [row for part in parts for row in self.all_gather(part[None]).tolist()]
+        # As JSON, because MLX has no float64 collectives.
+        rows = self.gather_objects([float(value) for value in values])
         return [math.fsum(column) for column in zip(*rows, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -100,8 +89,11 @@ class Communicator:
         """The data of all ranks, by rank."""
         if self.size == 1:
             return [data]
-        array = mx.array(data) if data else mx.zeros(0, mx.uint8)
-        return [bytes(memoryview(each)) for each in self._gather_arrays(array)]
+        lengths = self.all_gather(mx.array([len(data)], mx.int64)).tolist()
+        rows = self.all_gather(mx.array(data.ljust(max(1, *lengths)))[None])
+        mx.eval(rows)
+        pairs = zip(rows, lengths, strict=True)
+        return [bytes(memoryview(row)[:length]) for row, length in pairs]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, by rank."""
@@ -149,24 +141,18 @@ class Communicator:
         yield
 
     def exchange(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The arrays of all ranks by name, of any dtype, bit for bit.
+        """The arrays of all ranks by name, of any dtype but float64, bit for bit.
 
         No two ranks have the same name.
         """
         if self.size == 1:
             return dict(arrays)
-        shapes = {k: [_name(v.dtype), list(v.shape)] for k, v in arrays.items()}
-        data = mx.concatenate([mx.zeros(0, mx.uint8), *map(_bytes, arrays.values())])
-        shapes_by_rank, received = self.gather_objects(shapes), {}
-        for rank, message in enumerate(self._gather_arrays(data)):
-            start = 0
-            for name, (dtype, shape) in shapes_by_rank[rank].items():
-                end = start + math.prod(shape) * getattr(mx, dtype).size
-                value = message[start:end].view(getattr(mx, dtype))
-                received[name] = value.reshape(shape)
-                start = end + -end % ALIGNMENT
+        stream, received = BytesIO(), {}
+        mx.save_safetensors(stream, dict(arrays))
+        for message in self.gather_bytes(stream.getvalue()):
+            received |= mx.load(BytesIO(message), format="safetensors")
         mx.eval(received)
-        return received
+        return dict(sorted(received.items()))
 
     def own_rows(self, count: int) -> list[int]:
         """Indices of this rank's share of some rows; see `gather_rows`.
@@ -200,26 +186,6 @@ class Communicator:
         for rank, other in enumerate(others, 1):
             if other != first:
                 raise UserError(f"process {rank} {what} than the first one", hint=hint)
-
-    def _gather_arrays(self, data: mx.array) -> list[mx.array]:
-        """The bytes of all ranks, uint8 [N] each, by rank."""
-        lengths = self.all_gather(mx.array([data.size], mx.int64)).tolist()
-        longest = max(1, *lengths)
-        longest += -longest % ALIGNMENT
-        rows = self.all_gather(mx.pad(data, (0, longest - data.size))[None])
-        mx.eval(rows)
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
-
-
-def _bytes(value: mx.array) -> mx.array:
-    """The bytes of an array, uint8 [N], filled up to a multiple of ALIGNMENT."""
-    data = mx.contiguous(value).reshape(-1).view(mx.uint8)
-    return mx.pad(data, (0, -data.size % ALIGNMENT))
-
-
-def _name(dtype: mx.Dtype) -> str:
-    """The name of a dtype in `mlx.core`."""
-    return str(dtype).rpartition(".")[2]
 
 
 SINGLE_PROCESS = Communicator()

@@ -74,16 +74,12 @@ class Model:
         """
         key = draft or self.draft, num_draft_tokens, kv_bits
         if key not in self._generators:
-            self._generators[key] = Generator(
-                self.module,
-                self.tokenizer,
-                kv_bits=kv_bits or self.loaded.kv_bits,
-                **draft_options(
-                    key[0],
-                    self.loaded,
-                    num_draft_tokens=num_draft_tokens,
-                    trust_remote_code=self._trust_remote_code,
-                ),
+            self._generators[key] = make_generator(
+                self.loaded,
+                key[0],
+                num_draft_tokens,
+                trust_remote_code=self._trust_remote_code,
+                kv_bits=kv_bits,
             )
         return self._generators[key]
 
@@ -91,28 +87,32 @@ class Model:
         return f"<lmx.Model {self.config.get('model_type')}: {self.path}>"
 
 
-def draft_options(
-    name: str | None,
-    target: LoadedModel,
-    *,
+def make_generator(
+    loaded: LoadedModel,
+    draft: str | None,
     num_draft_tokens: int | None,
+    *,
     trust_remote_code: bool,
-) -> dict[str, Any]:
-    """Options of a `Generator` that decodes speculatively.
+    kv_bits: int | None,
+    **options: Any,
+) -> Generator:
+    """The generator of a model, which decodes speculatively if there is a draft.
 
     Args:
-        name: that of `proposer_factory`; None = without a draft.
+        draft: a name for `proposer_factory`.
+        kv_bits: None = as config.json says.
+        options: further ones of `Generator`.
 
     Raises:
         UserError: the draft model does not load, or has another tokenizer.
     """
-    if not name:
-        return {}
-    load_draft = partial(load_model, trust_remote_code=trust_remote_code)
-    return {
-        "make_proposer": proposer_factory(name, target, load_draft=load_draft),
-        "draft_length": DraftLengthController(fixed=num_draft_tokens),
-    }
+    if draft:
+        load_draft = partial(load_model, trust_remote_code=trust_remote_code)
+        make_proposer = proposer_factory(draft, loaded, load_draft=load_draft)
+        options["make_proposer"] = make_proposer
+        options["draft_length"] = DraftLengthController(fixed=num_draft_tokens)
+    bits = kv_bits or loaded.kv_bits
+    return Generator(loaded.model, loaded.tokenizer, kv_bits=bits, **options)
 
 
 @checked

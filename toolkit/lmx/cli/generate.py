@@ -102,34 +102,6 @@ def _keeps_cache(args: argparse.Namespace) -> bool:
     return bool(args.save_prompt_cache or args.prompt_cache_file)
 
 
-def make_generator(
-    args: argparse.Namespace, loaded: "LoadedModel", ranks: "Communicator"
-) -> "Generator":
-    """The generator, with a prefix cache if another request may use it.
-
-    Raises:
-        UserError: the draft model does not load, or has another tokenizer.
-    """
-    from ..api.model import draft_options
-    from ..generation.generator import Generator
-    from ..generation.kv_cache.prefix import PrefixCache
-
-    reuses = args.chat or _keeps_cache(args)
-    return Generator(
-        loaded.model,
-        loaded.tokenizer,
-        ranks=ranks,
-        prefix_cache=PrefixCache() if reuses else None,
-        kv_bits=args.kv_bits or loaded.kv_bits,
-        **draft_options(
-            args.draft_model,
-            loaded,
-            num_draft_tokens=args.num_draft_tokens,
-            trust_remote_code=args.trust_remote_code,
-        ),
-    )
-
-
 def generate(args: argparse.Namespace) -> int:
     """Generate; the exit code is 0, or 130 after an interrupt.
 
@@ -163,10 +135,7 @@ def generate(args: argparse.Namespace) -> int:
         }
     )
     ranks = join_processes(
-        args,
-        check_parity=args.check_parity,
-        save_prompt_cache=args.save_prompt_cache,
-        prompt_cache_file=args.prompt_cache_file,
+        args, "check_parity", "save_prompt_cache", "prompt_cache_file"
     )
     try:
         with ranks.ends_together():
@@ -187,6 +156,8 @@ def _standard_input() -> Iterator[TextIO]:
 
 
 def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
+    from ..api.model import make_generator
+    from ..generation.kv_cache.prefix import PrefixCache
     from ..generation.sampling import Sampling
     from .batch_file import answer_records, parse_requests
 
@@ -203,7 +174,17 @@ def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
     sampling = Sampling(**{name: getattr(args, name) for name in names})
     grammar = _grammar(args)
     loaded = load_part(args, ranks, args.adapter_path)
-    generator = make_generator(args, loaded, ranks)
+    # Another request may use the prefix.
+    reuses = args.chat or _keeps_cache(args)
+    generator = make_generator(
+        loaded,
+        args.draft_model,
+        args.num_draft_tokens,
+        trust_remote_code=args.trust_remote_code,
+        kv_bits=args.kv_bits,
+        ranks=ranks,
+        prefix_cache=PrefixCache() if reuses else None,
+    )
     if not ranks.is_first:
         return follow(generator.engine)
     try:

@@ -4,7 +4,6 @@ import argparse
 import json
 import re
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -204,11 +203,17 @@ def _named(name: str) -> list[Block]:
         UserError: there is none.
     """
     every, end = blocks(), f".{name}"
+    # Blocks cut down to one key.
+    single = [
+        replace(block, meaning="", keys={key: node})
+        for block in every
+        for key, node in block.keys.items()
+    ]
     matches = (
         [b for b in every if f".{b.address}".endswith(end) or b.title == name]
-        or _with_key(lambda b, key, _: f".{b.address}.{key}".endswith(end))
+        or [b for b in single if f".{b.address}.{next(iter(b.keys))}".endswith(end)]
         or [b for b in every if name in re.split("[:, ]+", b.only)]
-        or _with_key(lambda _, key, node: name in _choices(node))
+        or [b for b in single if name in _choices(*b.keys.values())]
     )
     if matches:
         return matches
@@ -219,16 +224,6 @@ def _named(name: str) -> list[Block]:
         if hint.startswith("available"):
             hint = "`lmx schema` lists all blocks and keys"
     raise UserError(f"a recipe has no block, key or value '{name}'", hint=hint)
-
-
-def _with_key(test: Callable[[Block, str, dict], bool]) -> list[Block]:
-    """Blocks cut down to one key that passes the test."""
-    return [
-        replace(block, meaning="", keys={key: node})
-        for block in blocks()
-        for key, node in block.keys.items()
-        if test(block, key, node)
-    ]
 
 
 def _choices(node: dict) -> list[str]:
@@ -255,15 +250,10 @@ def listing() -> str:
         "recipes": summaries(),
         "stages": {kind: node["description"] for kind, node in kinds.items()},
     }
-    modules = {
-        "quantization methods": METHODS,
-        "export formats": FORMATS,
-        "trackers": TRACKERS,
-    }
-    for title, found in modules.items():
-        lists[title] = {
-            k: module.__doc__.splitlines()[0] for k, module in found.items()
-        }
+    tables = {"quantization methods": METHODS, "export formats": FORMATS}
+    for title, modules in {**tables, "trackers": TRACKERS}.items():
+        about = {name: m.__doc__.splitlines()[0] for name, m in modules.items()}
+        lists[title] = about
     texts = []
     for title, items in lists.items():
         width = max(map(len, items), default=0)

@@ -147,9 +147,7 @@ def serve(args: argparse.Namespace) -> int:
             f"{error.name} is not installed",
             hint="pip install 'lmx-toolkit[serve]'",
         ) from error
-    ranks = join_processes(
-        args, adapter=args.adapter, allow_adapter_loading=args.allow_adapter_loading
-    )
+    ranks = join_processes(args, "adapter", "allow_adapter_loading")
     if not ranks.is_first:
         with ranks.ends_together():
             return follow(_load(args, ranks).generator.engine)
@@ -179,38 +177,30 @@ def serve(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     """The model, on the thread that calls it; for other ranks, what follows rank 0."""
-    from ..api.model import draft_options
+    from ..api.model import make_generator
     from ..convert.importers import load_model
-    from ..generation.generator import Generator
     from ..generation.kv_cache.prefix import PrefixCache
-    from ..generation.kv_cache.sequence import CacheState
     from ..generation.sampling import Sampling, sampling_defaults
     from ..generation.sequence import GenerationRequest
     from ..serving.engine_thread import ServedModel
 
     loaded = load_part(args, ranks)
     memory, prefixes = args.kv_memory, args.prefix_cache
-    kv_bits = args.kv_bits or loaded.kv_bits
-    # KV bits that the model cannot have are refused now, not with every request.
-    kinds = CacheState(loaded.model, kv_bits=kv_bits).kinds
-    generator = Generator(
-        loaded.model,
-        loaded.tokenizer,
+    disk = _prefix_disk(args, loaded) if args.prefix_cache_dir else None
+    max_bytes = None if prefixes is None else int(prefixes * 1e9)
+    generator = make_generator(
+        loaded,
+        args.draft_model,
+        args.num_draft_tokens,
+        trust_remote_code=args.trust_remote_code,
+        kv_bits=args.kv_bits,
         ranks=ranks,
-        prefix_cache=PrefixCache(
-            None if prefixes is None else int(prefixes * 1e9),
-            _prefix_disk(args, loaded, kinds) if args.prefix_cache_dir else None,
-        ),
+        prefix_cache=PrefixCache(max_bytes, disk),
         max_batch_size=args.max_batch_size,
-        kv_bits=kv_bits,
         kv_memory=None if memory is None else int(memory * 1e9),
-        **draft_options(
-            args.draft_model,
-            loaded,
-            num_draft_tokens=args.num_draft_tokens,
-            trust_remote_code=args.trust_remote_code,
-        ),
     )
+    # KV bits that the model cannot have are refused now, not with every request.
+    generator.engine.new_cache()
 
     def load_adapter(path: str) -> Any:
         options = {"lazy": True, "trust_remote_code": args.trust_remote_code}
@@ -227,21 +217,17 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     return ServedModel(generator, sampling, load_adapter)
 
 
-def _prefix_disk(
-    args: argparse.Namespace, loaded: "LoadedModel", kinds: list[str]
-) -> "PrefixDisk":
-    """The folder of `--prefix-cache-dir`.
-
-    Args:
-        kinds: of the caches of the model; see `CacheState.kinds`.
-    """
+def _prefix_disk(args: argparse.Namespace, loaded: "LoadedModel") -> "PrefixDisk":
+    """The folder of `--prefix-cache-dir`."""
     from ..files.hashes import key_of
     from ..generation.kv_cache.prefix_disk import PrefixDisk
+    from ..generation.kv_cache.sequence import CacheState
     from ..models.checkpoint import weights_digest
     from ..models.dtypes import stored_dtype
     from ..models.lora.multi_lora import BASE, multi_lora
     from ..run import terminal
 
+    kinds = CacheState(loaded.model, kv_bits=args.kv_bits or loaded.kv_bits).kinds
     facts = [weights_digest(loaded.path), kinds, str(stored_dtype(loaded.model))]
     adapters = multi_lora(loaded.model)
 

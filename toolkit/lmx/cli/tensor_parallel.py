@@ -2,7 +2,7 @@
 
 import argparse
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .options import refuse
 
@@ -27,11 +27,11 @@ def add_tensor_parallel_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def join_processes(args: argparse.Namespace, **unsupported: Any) -> "Communicator":
+def join_processes(args: argparse.Namespace, *unsupported: str) -> "Communicator":
     """Connect the processes.
 
     Args:
-        unsupported: the values of options that need the whole model in a process.
+        unsupported: arguments that need the whole model in a process.
 
     Raises:
         UserError: an option is not supported, or there is another number of processes.
@@ -41,11 +41,11 @@ def join_processes(args: argparse.Namespace, **unsupported: Any) -> "Communicato
     from ..run.distributed import join
     from ..run.parallel_dims import require_process_count
 
-    count, faults = args.tensor_parallel, {}
-    faults["--tensor-parallel must be 1 or more"] = count < 1
-    for name, value in unsupported.items():
-        option = f"--{name.replace('_', '-')}"
-        faults[f"{option} does not work with --tensor-parallel"] = count > 1 and value
+    count = args.tensor_parallel
+    faults = {"--tensor-parallel must be 1 or more": count < 1}
+    for name in unsupported:
+        fault = f"--{name.replace('_', '-')} does not work with --tensor-parallel"
+        faults[fault] = count > 1 and getattr(args, name)
     refuse(faults)
     config = ParallelConfig(data=1, tensor=count)
     require_process_count(config, launcher.process_count())

@@ -1,7 +1,6 @@
 """Length-bucketed batches, each a function of the seed and the step."""
 
 import hashlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -207,8 +206,10 @@ class StepSampler(ABC):
             taken = min(steps * most, total - start)
             edges += [start + taken * step // steps for step in range(1, steps + 1)]
             largest = -(-taken // steps)
-            batches += [-(-largest // limit)] * steps
-            rows += [balanced_batch_size(largest, limit)] * steps
+            # Even batches: 33 items, at most 32 each, are batches of 17 and 16.
+            count_of_step = -(-largest // limit)
+            batches += [count_of_step] * steps
+            rows += [-(-largest // count_of_step)] * steps
         sizes = np.diff(edges)
         self._batches = np.minimum(batches, sizes)
         self._first_batches = np.cumsum(self._batches) - self._batches
@@ -372,11 +373,6 @@ def head_fractions(num_batches: list[int]) -> list[int]:
         if not gains:
             return fractions
         fractions[gains[max(gains)]] *= 2
-
-
-def balanced_batch_size(count: int, limit: int) -> int:
-    """Size of even batches: 33 sequences, at most 32 each, are batches of 17 and 16."""
-    return math.ceil(count / math.ceil(count / limit))
 
 
 @dataclass(frozen=True)

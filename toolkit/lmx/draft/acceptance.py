@@ -10,13 +10,6 @@ import numpy as np
 
 from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
-from ..models.drafters.base import Drafter
-from ..models.hooks import forward_with_hidden_states
-
-# Most draft tokens of a round that are measured.
-MAX_DRAFT_TOKENS = 8
-# Rounds whose logits exist at once.
-ROUNDS_PER_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -32,39 +25,6 @@ class ReferenceCompletion:
     prompt: Sequence[int]
     tokens: Sequence[int]
     sampling: Sampling
-
-    def acceptance_probs(self, draft: Any) -> np.ndarray:
-        """Acceptance probabilities [L, K] of the draft tokens of a draft model.
-
-        See `probs_of_logits`. K is `MAX_DRAFT_TOKENS`. A draft model that has accepted
-        draft tokens predicts the next one as if it had not drafted them.
-        """
-        logits = draft(self._all_tokens)[0, len(self.prompt) - 1 : -1]
-        probs = self.probs_of_logits(logits[:, None])[:, 0]
-        padded = np.pad(probs, (0, MAX_DRAFT_TOKENS))
-        columns = np.arange(MAX_DRAFT_TOKENS)
-        return padded[np.arange(len(probs))[:, None] + columns]
-
-    def drafter_acceptance_probs(self, drafter: Drafter) -> np.ndarray:
-        """Acceptance probabilities [L, K] of a drafter on hidden states.
-
-        K is `MAX_DRAFT_TOKENS`, or as many draft tokens as the drafter can draft.
-        """
-        count = min(MAX_DRAFT_TOKENS, drafter.max_draft_tokens or MAX_DRAFT_TOKENS)
-        tokens = self._all_tokens
-        _, states = forward_with_hidden_states(
-            self.target, tokens[:, :-1], drafter.layer_ids
-        )
-        # A prompt of one token has no hidden states to read, so nothing is drafted.
-        unread = int(len(self.prompt) == 1)
-        starts = mx.arange(len(self.prompt) - 1 + unread, tokens.shape[1] - 1)
-        probs = [np.zeros((unread, count))]
-        for first in range(0, len(starts), ROUNDS_PER_CHUNK):
-            chunk = starts[first : first + ROUNDS_PER_CHUNK]
-            hidden = drafter.draft_hidden(tokens, states, chunk[None], count)[0]
-            logits = drafter.target_logits(drafter.head(hidden))
-            probs.append(self.probs_of_logits(logits, first + unread))
-        return np.concatenate(probs)
 
     def probs_of_logits(self, logits: mx.array, first: int = 0) -> np.ndarray:
         """The acceptance probabilities [M, K] of rounds with these logits [M, K, V].
@@ -84,7 +44,8 @@ class ReferenceCompletion:
         return np.array(mx.where(is_inside, accepted, 0.0)).astype(float)
 
     @property
-    def _all_tokens(self) -> mx.array:
+    def all_tokens(self) -> mx.array:
+        """Prompt and completion, int32 [1, L]."""
         return mx.array([[*self.prompt, *self.tokens]], mx.int32)
 
     @cached_property

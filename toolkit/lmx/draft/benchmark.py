@@ -96,14 +96,6 @@ class DraftBenchmarkResult:
 
 
 @dataclass(frozen=True)
-class MeasuredCandidate:
-    """A candidate with its measured costs."""
-
-    candidate: Candidate
-    costs: SpeculationCosts
-
-
-@dataclass(frozen=True)
 class _Completion:
     """A completion, and the seconds for all tokens but the first."""
 
@@ -117,6 +109,7 @@ class DraftBenchmark:
 
     Args:
         target: maps tokens [B, L] and a list of caches to logits [B, L, V].
+        costs: of the draft.
         prompt_sets: prompt tokens by the name of the prompt set.
         logger: shows the progress. None = none is shown.
     """
@@ -124,7 +117,8 @@ class DraftBenchmark:
     def __init__(
         self,
         target: Any,
-        draft: MeasuredCandidate,
+        draft: Candidate,
+        costs: SpeculationCosts,
         tokenizer: Any,
         prompt_sets: Mapping[str, Sequence[Sequence[int]]],
         *,
@@ -132,7 +126,7 @@ class DraftBenchmark:
         logger: Logger | None = None,
     ):
         self.logger = logger or Logger()
-        self.target, self.draft = target, draft
+        self.target, self.draft, self.costs = target, draft, costs
         self.tokenizer = tokenizer
         self.set_names = [
             name for name, prompts in prompt_sets.items() for _ in prompts
@@ -156,16 +150,14 @@ class DraftBenchmark:
         ]
         mean = np.mean([len(reference.tokens) - 1 for reference in references])
         mean_length = float(mean) or math.inf
-        probs = all_acceptance_probs(references, self.draft.candidate)
+        probs = all_acceptance_probs(references, self.draft)
         lengths = predict_accepted_lengths(probs)
-        best, speedup = self.draft.costs.best_draft_length(lengths, mean_length)
+        best, speedup = self.costs.best_draft_length(lengths, mean_length)
         num_draft_tokens = {STANDARD: 0, PROMPT_LOOKUP: best, DRAFT: best}
         completions[PROMPT_LOOKUP] = self._decode(
             lambda _: PromptLookupProposer(), best, sampling
         )
-        completions[DRAFT] = self._decode(
-            self.draft.candidate.make_proposer, best, sampling
-        )
+        completions[DRAFT] = self._decode(self.draft.make_proposer, best, sampling)
         first_probs = np.concatenate([*(p[:, 0] for p in probs), []])
         return DraftBenchmarkResult(
             stats=self._stats(completions, num_draft_tokens),

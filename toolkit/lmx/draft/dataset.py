@@ -18,9 +18,7 @@ from ..generation.completions import CachedGenerator, completion_example
 from ..generation.prompt import Messages, encode_chat, encode_text
 from ..interfaces import SINGLE_PROCESS, Communicator, Logger
 from ..training.teacher_cache import PartTargets, cache_part_targets
-from ..training.teacher_targets import (
-    full_targets,
-)
+from ..training.teacher_targets import full_targets
 
 CHAT, TEXT, COPYING = "chat", "text", "copying"
 COPY_INSTRUCTION = "Say that again."

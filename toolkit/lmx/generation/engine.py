@@ -24,12 +24,7 @@ from .model_facts import ModelFacts
 from .prefill import PrefillPass
 from .sampler import sample_rows
 from .scheduler import Scheduler
-from .sequence import (
-    NO_LOGPROBS,
-    GenerationRequest,
-    RunningSequence,
-    TokenOutput,
-)
+from .sequence import NO_LOGPROBS, GenerationRequest, RunningSequence, TokenOutput
 from .speculative.draft_length import SpeculativeStats
 from .speculative.proposer import NO_DRAFT, DraftRequest, accepted_tokens, propose
 

@@ -82,7 +82,14 @@ class Generator:
         grammar: Grammar | None = None,
         thinking_budget: int | None = None,
     ) -> GenerationRequest:
-        """A request that ends at the model's positions. Options are those of `stream`.
+        """A request that ends at the model's positions.
+
+        Args:
+            stop_tokens: tokens that end the completion; None = all end-of-sequence
+                tokens of the tokenizer. The stop token comes last, with empty text.
+            grammar: the completion has to match it, after a chain of thought that the
+                prompt begins or that has a budget.
+            thinking_budget: the most tokens of a chain of thought; None = no limit.
 
         Raises:
             UserError: the prompt is empty, or longer than the model's positions, or the
@@ -106,41 +113,19 @@ class Generator:
         )
 
     def stream(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_tokens: int = 256,
-        sampling: Sampling = GREEDY,
-        stop_tokens: Collection[int] | None = None,
-        stop: Sequence[str] = (),
-        logprobs: bool = False,
-        grammar: Grammar | None = None,
-        thinking_budget: int | None = None,
+        self, prompt: Sequence[int], *, stop: Sequence[str] = (), **options: Any
     ) -> Iterator[GenerationResponse]:
         """Yield the completion token by token.
 
         Args:
-            stop_tokens: tokens that end the completion; None = all end-of-sequence
-                tokens of the tokenizer. The stop token comes last, with empty text.
             stop: strings that end the completion and are not part of it.
-            grammar: the completion has to match it, after a chain of thought that the
-                prompt begins or that has a budget.
-            thinking_budget: the most tokens of a chain of thought; None = no limit.
+            options: those of `request`.
 
         Raises:
-            UserError: the prompt is empty, or longer than the model's positions, or
-                the KV cache of `max_tokens` does not fit in memory, or the grammar is
-                refused, or the model has no chain of thought for a budget.
+            UserError: see `request`; or the KV cache of `max_tokens` does not fit in
+                memory.
         """
-        request = self.request(
-            prompt,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop_tokens=stop_tokens,
-            logprobs=logprobs,
-            grammar=grammar,
-            thinking_budget=thinking_budget,
-        )
+        request = self.request(prompt, **options)
         self.engine.require_memory(request)
         if self.engine.idle:
             self.engine.reset_stats()

@@ -1,10 +1,9 @@
 """An engine in several processes that hold one model together.
 
 All ranks take the same steps. Rank 0 has the requests, and sends those that came or
-were dropped before a step to the others. One small all-gather tells how many they are.
-It is launched before the step that runs until it is read, so that nobody waits for it:
-what is new takes effect a step later. It also carries a checksum of the tokens so far,
-which must agree.
+were dropped before a step to the others, as mlx_lm.server does. Whether there are any
+is told by a small all-gather, which is launched before the step that runs until it is
+read, so that nobody waits for it. It also carries a checksum of the tokens so far.
 """
 
 import time
@@ -38,7 +37,6 @@ class ParallelEngine(Engine):
     `close`; the others call `follow`.
 
     Args:
-        ranks: the processes.
         compile_grammar: compiles what the requests of rank 0 have to match.
         kv_memory: bytes for the keys and values that each rank holds. None = what is
             available now on the rank that has least.
@@ -47,8 +45,7 @@ class ParallelEngine(Engine):
         options: those of `Engine`.
     """
 
-    # A rank that waits in a collective takes a whole core, so none waits there for
-    # long, and a dead one is noticed.
+    # A rank that waits in a collective takes a whole core, so none waits there long.
     beat_seconds = 0.05
 
     def __init__(
@@ -64,62 +61,56 @@ class ParallelEngine(Engine):
     ):
         self._ranks, self._compile = ranks, compile_grammar
         # What rank 0 was asked for and all ranks have not done yet.
-        self._outbox: list[list] = []
-        self._sent: mx.array | None = None
-        self._open: dict[int, GenerationRequest] = {}
-        self._last_number = self._checksum = 0
-        self._has_ended = self._has_failed = False
-        memory = available_memory() if kv_memory is None else kv_memory
-        prefix_cache = prefix_cache or PrefixCache()
-        memory, prefix_cache.max_bytes = map(
-            min, self._of_all(memory, prefix_cache.max_bytes)
-        )
+        self._added: list[GenerationRequest] = []
+        self._aborted: list[GenerationRequest] = []
+        self._is_closing = self._has_ended = self._has_failed = False
+        self._exchange: mx.array | None = None
+        self._checksum = 0
+        prefixes = prefix_cache or PrefixCache()
         if isinstance(kv_bits, Sequence):
             kv_bits = kv_bits[own_layers(model)]
-        super().__init__(
-            model,
-            kv_memory=memory,
-            kv_bits=kv_bits,
-            prefix_cache=prefix_cache,
-            **options,
-        )
-        self.scheduler.drafts.agree = self._of_first
+        super().__init__(model, kv_bits=kv_bits, prefix_cache=prefixes, **options)
+        # All ranks choose the drafts that are best by the times of rank 0.
+        self.scheduler.drafts.agree = lambda seconds: ranks.broadcast(
+            [mx.array(seconds)]
+        )[0].item()
         # With KV bits, or layers of one rank each, the model runs: on all ranks now,
         # not on one of them later. Ranks with different layers agree on what fits.
         cache = self.new_cache()
-        sizes = self._of_all(int(cache.bytes_per_token()), cache.snapshot_bytes)
-        self._facts.bytes_per_token, per_snapshot = map(max, sizes)
+        memory = available_memory() if kv_memory is None else kv_memory
+        sizes = int(cache.bytes_per_token()), cache.snapshot_bytes
+        of_ranks = ranks.all_gather(
+            mx.array([[memory, prefixes.max_bytes, *sizes]], mx.int64)
+        )
+        self.scheduler.kv_memory, prefixes.max_bytes, *_ = of_ranks.min(axis=0).tolist()
+        *_, self._facts.bytes_per_token, per_snapshot = of_ranks.max(axis=0).tolist()
         if is_divided_by_layers(model):
-            prefix_cache.sizes = self._facts.bytes_per_token, per_snapshot
+            prefixes.sizes = self._facts.bytes_per_token, per_snapshot
 
     @property
     def idle(self) -> bool:
         """Whether all requests are finished."""
-        return super().idle and not self._outbox
+        return super().idle and not self._has_news
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._added or self._aborted or self._is_closing)
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Add a request to the queue.
-
-        Raises:
-            UserError: it has an adapter.
-        """
-        if request.adapter is not None:
-            raise UserError("adapters do not work with tensor parallelism")
-        if request.max_tokens < 1:
-            return
-        self._last_number += 1
-        self._open[self._last_number] = request
-        self._outbox.append(["add", self._last_number, _encoded(request)])
+        """Add a request to the queue. Parts of a model have no adapters."""
+        if request.max_tokens > 0:
+            self._added.append(request)
 
     def abort(self, request: GenerationRequest) -> None:
         """Drop a request, at any time between two steps."""
-        for number, other in self._open.items():
-            if other is request:
-                self._outbox.append(["abort", number])
+        if request in self._added:
+            self._added.remove(request)
+        else:
+            self._aborted.append(request)
 
     def close(self) -> None:
         """Let the other ranks return from `follow`. Open requests are dropped."""
-        self._outbox.append(["end"])
+        self._is_closing = True
         while not (self._has_ended or self._has_failed):
             self.step()
 
@@ -139,72 +130,52 @@ class ParallelEngine(Engine):
         if self._has_failed:
             raise UserError("a step failed, and the ranks are not in step", code=FAILED)
         self._has_failed = True
-        self._receive(self._send() if self._sent is None else self._sent)
-        self._sent, outputs = None, []
+        if self._exchange is None:
+            self._launch_exchange()
+        checksums, (has_news, *_) = self._exchange.T.tolist()
+        self._exchange, rank = None, self._ranks.rank
+        for other, checksum in enumerate(checksums):
+            if checksum != checksums[rank]:
+                raise UserError(
+                    f"process {rank} generated other tokens than process {other}: "
+                    "their results differ by more than rounding",
+                    hint="use equal machines with equal versions of MLX",
+                    code=FAILED,
+                )
+        if has_news:
+            self._receive()
+        outputs = []
         if not self._has_ended:
             if not super().idle:
-                self._sent = self._send()
+                self._launch_exchange()
             outputs = super().step()
         tokens = np.array([output.token for output in outputs], np.int32)
         self._checksum = zlib.crc32(tokens.tobytes(), self._checksum)
-        ended = {output.request for output in outputs if output.is_last}
-        self._open = {n: r for n, r in self._open.items() if r not in ended}
         self._has_failed = False
         return outputs
 
-    def _of_all(self, *numbers: int) -> list[list[int]]:
-        """The values that each of these numbers has on the ranks."""
-        rows = self._ranks.all_gather(mx.array([numbers], mx.int64))
-        return rows.T.tolist()
+    def _launch_exchange(self) -> None:
+        row = mx.array([[self._checksum, self._has_news]], mx.int64)
+        self._exchange = self._ranks.all_gather(row)
+        mx.async_eval(self._exchange)
 
-    def _of_first(self, seconds: float) -> float:
-        """The seconds that rank 0 has measured: all ranks choose the same drafts."""
-        [shared] = self._ranks.broadcast([mx.array(seconds)])
-        return shared.item()
-
-    def _send(self) -> mx.array:
-        """Launch the exchange for the next step: checksums, and commands to come."""
-        row = mx.array([[self._checksum, len(self._outbox)]], mx.int64)
-        rows = self._ranks.all_gather(row)
-        mx.async_eval(rows)
-        return rows
-
-    def _receive(self, sent: mx.array) -> None:
-        """Do on all ranks what rank 0 was asked for.
-
-        Raises:
-            UserError: a rank has other tokens.
-        """
-        checksums, (count, *_) = sent.T.tolist()
-        own, rank = checksums[self._ranks.rank], self._ranks.rank
-        different = [other for other, crc in enumerate(checksums) if crc != own]
-        if different:
-            raise UserError(
-                f"process {rank} generated other tokens than process {different[0]}: "
-                "their results differ by more than rounding",
-                hint="use equal machines with equal versions of MLX",
-                code=FAILED,
-            )
-        if not count:
-            return
-        commands = self._ranks.broadcast_object(self._outbox[:count])
-        # They must not count while they are done: other ranks have none.
-        later, self._outbox = self._outbox[count:], []
-        for kind, *arguments in commands:
-            if kind == "end":
-                self._has_ended = True
-            elif kind == "abort":
-                if request := self._open.pop(*arguments, None):
-                    super().abort(request)
-            else:
-                number, encoded = arguments
-                if number not in self._open:
-                    self._open[number] = self._decoded(encoded)
-                super().add_request(self._open[number])
-        self._outbox = later
+    def _receive(self) -> None:
+        """Do on all ranks what rank 0 was asked for."""
+        sequences, added = self.scheduler.sequences, self._added
+        aborted = [s.order for s in sequences if s.request in self._aborted]
+        news = [[*map(_encoded, added)], aborted, self._is_closing]
+        encoded, aborted, self._has_ended = self._ranks.broadcast_object(news)
+        # What comes now must not count as news while it is done.
+        self._added, self._aborted, self._is_closing = [], [], False
+        for sequence in sequences:
+            if sequence.order in aborted:
+                super().abort(sequence.request)
+        if not self._ranks.is_first:
+            added = map(self._decoded, encoded)
+        for request in added:
+            super().add_request(request)
 
     def _decoded(self, encoded: dict) -> GenerationRequest:
-        """The request that another rank has encoded."""
         grammar = encoded["grammar"]
         decoded = {
             name: TypeAdapter(kind).validate_python(encoded[name])

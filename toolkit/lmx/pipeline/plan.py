@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,6 @@ from ..config import yaml_io
 from ..config.errors import KeyPath
 from ..config.loader import LoadedRecipe, load_recipe, load_recipe_data
 from ..config.messages import Problem
-from ..config.overrides import Override
 from ..config.quant_spec import QuantSpec
 from ..config.redaction import redact
 from ..convert.importers import fetch_checkpoint, find_importable
@@ -173,36 +172,6 @@ def checkpoint_hash(place: Path) -> str:
     return key_of([weights_digest(source), fingerprint.tokenizer(source)])
 
 
-def load(
-    path: str | Path, overrides: Sequence[Override] = (), text: str | None = None
-) -> LoadedRecipe:
-    """Read, override and check a recipe file, without reading any weight.
-
-    Args:
-        text: the content of the file; None = read it.
-
-    Raises:
-        ConfigErrors: all errors of the file and the overrides.
-        UserError: the file cannot be read.
-    """
-    return load_recipe(path, overrides, check=check_recipe, text=text)
-
-
-def load_data(
-    data: Mapping[str, Any],
-    overrides: Sequence[Override] = (),
-    *,
-    name: str,
-    root: Path,
-) -> LoadedRecipe:
-    """Override and check recipe data from Python; see `load_recipe_data`.
-
-    Raises:
-        ConfigErrors: all errors of the data and the overrides.
-    """
-    return load_recipe_data(data, overrides, check_recipe, name=name, root=root)
-
-
 def plan(loaded: LoadedRecipe) -> RunPlan:
     """The plan of a recipe; a relative run directory is in the working directory."""
     recipe = loaded.recipe
@@ -268,6 +237,11 @@ def check_recipe(data: dict, find: Find) -> list[Problem]:
             # The schema reports the unknown kind. It may have trained the model.
             state = replace(state, is_untrained=False)
     return problems
+
+
+# Reading with the checks of all stages; no weight is read.
+load = partial(load_recipe, check=check_recipe)
+load_data = partial(load_recipe_data, check=check_recipe)
 
 
 def initial_state(data: dict, find: Find) -> ModelState:

@@ -7,12 +7,7 @@ from fnmatch import fnmatchcase
 
 import mlx.nn as nn
 
-from ..config.quant_spec import (
-    ACTIVATION_MODES,
-    SKIP,
-    QuantizationConfig,
-    QuantSpec,
-)
+from ..config.quant_spec import ACTIVATION_MODES, SKIP, QuantizationConfig, QuantSpec
 from ..errors import UserError
 
 # The part of a layer's path before its path in the block.

@@ -14,8 +14,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from multiprocessing.connection import wait
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
@@ -30,9 +30,11 @@ GRACE_SECONDS = 1.0
 # Rank 0 answers a process that raises within this time, if it lives.
 ANSWER_SECONDS = 5.0
 CONNECT_SECONDS = 30.0
+CONNECT_HINT = "allow TCP connections between the machines"
 # The ring backend itself gives up after 31 s, on ranks that find nobody to connect to.
 JOIN_SECONDS = 45
-BEAT, BYE, END = b"beat", b"bye", b"end "
+BEAT, BYE = b"beat", b"bye"
+MAX_MESSAGE = 1 << 12
 RESUMES = "the same command resumes the run, also with another number of processes"
 
 
@@ -91,18 +93,15 @@ class Watchdog:
         end: how the run ends; None while all are well.
     """
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket]):
+    def __init__(self, rank: int, peers: dict[int, Connection]):
         self.rank = rank
         self.end: End | None = None
         self._peers = peers
         self._last_seen = dict.fromkeys(peers, time.monotonic())
-        self._unread = dict.fromkeys(peers, b"")
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._run_ends, self._main_ends = threading.Event(), threading.Event()
         self._is_alone = threading.Event()
-        for connection in peers.values():
-            connection.setblocking(False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -131,7 +130,7 @@ class Watchdog:
         if self.rank == 0:
             self._decide(end)
         else:
-            self._send(END + json.dumps(end).encode())
+            self._send(json.dumps(end).encode())
 
     def close(self) -> None:
         """Say that this process ends as it should, and watch no longer."""
@@ -149,48 +148,42 @@ class Watchdog:
             if now >= next_beat:
                 self._send(BEAT)
                 next_beat = now + BEAT_SECONDS
-            peers = {connection: peer for peer, connection in self._peers.items()}
-            for connection in wait([*peers], min(BEAT_SECONDS, 0.2)):
-                self._read(peers[connection])
-            for peer, seen in [*self._last_seen.items()]:
-                if time.monotonic() - seen > SILENCE_SECONDS:
+            readable = wait([*self._peers.values()], min(BEAT_SECONDS, 0.2))
+            for peer, connection in [*self._peers.items()]:
+                if connection in readable:
+                    self._read(peer)
+                elif time.monotonic() - self._last_seen[peer] > SILENCE_SECONDS:
                     self._lose(peer, f"has been silent for {SILENCE_SECONDS:g} s")
             if not self._peers:
                 self._is_alone.set()
             if self.end and not self._main_ends.wait(GRACE_SECONDS):
-                self._exit()
+                # The main thread is in the middle of something.
+                if self.end.failure and self.rank == self.end.reporter:
+                    terminal.write_err(f"{self.end.error(self.rank)}\n")
+                exit_at_once(self.end.code)
 
-    def _send(self, line: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         for connection in [*self._peers.values()]:
-            # A process that does not read is silent too.
+            # A process that is gone is noticed when it is read from.
             with suppress(OSError):
-                connection.send(line + b"\n")
+                connection.send_bytes(message)
 
     def _read(self, peer: int) -> None:
         try:
-            data = self._peers[peer].recv(1 << 12)
-        except OSError:
-            data = b""
-        self._last_seen[peer] = time.monotonic()
-        *lines, self._unread[peer] = (self._unread[peer] + data).split(b"\n")
-        for line in lines:
-            if line == BYE:
-                self._forget(peer)
-                return
-            if line.startswith(END):
-                self._decide(End(*json.loads(line.removeprefix(END))))
-        if not data:
+            message = self._peers[peer].recv_bytes(MAX_MESSAGE)
+        except (OSError, EOFError):
             self._lose(peer, "ended")
+            return
+        self._last_seen[peer] = time.monotonic()
+        if message == BYE:
+            self._peers.pop(peer).close()
+        elif message != BEAT:
+            self._decide(End(*json.loads(message)))
 
     def _lose(self, peer: int, how: str) -> None:
-        self._forget(peer)
+        self._peers.pop(peer).close()
         # Without rank 0, the next process has the word.
         self._decide(End(FAILED, min(self.rank, 1), f"process {peer} {how}"))
-
-    def _forget(self, peer: int) -> None:
-        """Watch this process no longer."""
-        self._peers.pop(peer).close()
-        del self._last_seen[peer], self._unread[peer]
 
     def _decide(self, end: End) -> None:
         """The first failure is how the run ends; rank 0 tells the others."""
@@ -199,14 +192,8 @@ class Watchdog:
                 return
             self.end = end
         if self.rank == 0:
-            self._send(END + json.dumps(end).encode())
+            self._send(json.dumps(end).encode())
         self._run_ends.set()
-
-    def _exit(self) -> None:
-        """End the process in the middle of what its main thread does."""
-        if self.end.failure and self.rank == self.end.reporter:
-            terminal.write_err(f"{self.end.error(self.rank)}\n")
-        exit_at_once(self.end.code)
 
 
 def start(rank: int, size: int, host: str, broadcast: Callable[[Any], Any]) -> Watchdog:
@@ -219,50 +206,39 @@ def start(rank: int, size: int, host: str, broadcast: Callable[[Any], Any]) -> W
     Raises:
         UserError: a process does not connect.
     """
-    if rank:
-        port, token = broadcast(None)
-        connection = _connect(rank, host, port, f"{token} {rank}\n".encode())
-        return Watchdog(rank, {0: connection})
-    with closing(socket.create_server((host, 0))) as server:
-        token = secrets.token_hex()
-        broadcast([server.getsockname()[1], token])
-        names = {f"{token} {peer}\n".encode(): peer for peer in range(1, size)}
-        return Watchdog(0, _accept(server, names))
-
-
-def _connect(rank: int, host: str, port: int, name: bytes) -> socket.socket:
+    if rank == 0:
+        with socket.create_server((host, 0)) as server:
+            token = secrets.token_hex()
+            broadcast([server.getsockname()[1], token])
+            return Watchdog(0, _accept(server, token, size))
+    port, token = broadcast(None)
     try:
-        connection = socket.create_connection((host, port), CONNECT_SECONDS)
-        connection.sendall(name)
+        stream = socket.create_connection((host, port), CONNECT_SECONDS)
+        stream.settimeout(None)
+        connection = Connection(stream.detach())
+        connection.send_bytes(f"{token} {rank}".encode())
     except OSError as error:
-        raise UserError(
-            f"process {rank} does not reach process 0 at {host}:{port}: {error}",
-            hint="allow TCP connections between the machines",
-            code=FAILED,
-        ) from error
-    return connection
+        fault = f"process {rank} does not reach process 0 at {host}:{port}: {error}"
+        raise UserError(fault, hint=CONNECT_HINT, code=FAILED) from error
+    return Watchdog(rank, {0: connection})
 
 
-def _accept(server: socket.socket, names: dict[bytes, int]) -> dict[int, socket.socket]:
-    """A connection by rank, each of which has said its name."""
-    peers: dict[int, socket.socket] = {}
+def _accept(server: socket.socket, token: str, size: int) -> dict[int, Connection]:
+    """The connections of all other ranks, each of which has sent the token."""
+    names = {f"{token} {rank}".encode(): rank for rank in range(1, size)}
+    peers: dict[int, Connection] = {}
     end = time.monotonic() + CONNECT_SECONDS
     while len(peers) < len(names) and (left := end - time.monotonic()) > 0:
         server.settimeout(left)
-        with suppress(OSError):
-            connection, _ = server.accept()
-            connection.settimeout(left)
-            with connection.makefile("rb", buffering=0) as stream:
-                rank = names.get(stream.readline(len(max(names, key=len))))
-            if rank is None:
-                connection.close()
-            else:
-                peers[rank] = connection
+        # Others may connect too, and send anything or nothing.
+        with suppress(OSError, EOFError):
+            connection = Connection(server.accept()[0].detach())
+            if connection.poll(left):
+                rank = names.get(connection.recv_bytes(MAX_MESSAGE))
+                if rank is not None:
+                    peers[rank] = connection
     if missing := sorted({*names.values()} - peers.keys()):
-        raise UserError(
-            f"process {', '.join(map(str, missing))} has not reached process 0 within "
-            f"{CONNECT_SECONDS:g} s",
-            hint="allow TCP connections between the machines",
-            code=FAILED,
-        )
+        named = ", ".join(map(str, missing))
+        fault = f"process {named} has not reached process 0 in {CONNECT_SECONDS:g} s"
+        raise UserError(fault, hint=CONNECT_HINT, code=FAILED)
     return peers

@@ -178,16 +178,9 @@ def _tensors(loaded: LoadedModel) -> Iterator[StoredTensor]:
 def row_order(
     path: str, value: np.ndarray, head: int, architecture: Architecture
 ) -> np.ndarray:
-    """The rows of q and k in llama.cpp's order.
-
-    Where llama.cpp rotates adjacent rows of a head, Hugging Face rotates its two
-    halves.
-    """
-    is_qk = path.endswith((".q_proj", ".k_proj"))
-    if not is_qk or architecture.rope != "permuted":
-        return value
-    halves = value.reshape(-1, 2, head // 2, *value.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+    """The rows of q and k in llama.cpp's order, of which the import makes its own."""
+    order = gguf_importer.row_order(path, len(value), head, architecture)
+    return value if order is None else value[np.argsort(order)]
 
 
 def equals(expected: mx.array, value: mx.array) -> bool:

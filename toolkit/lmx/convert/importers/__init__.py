@@ -8,14 +8,13 @@ import json
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...config.bundled import bundled_data
 from ...config.text_files import require_regular
 from ...data import cache
 from ...errors import UserError
 from ...files.json_files import MAX_JSON_BYTES
-from ...interfaces import SINGLE_PROCESS, Communicator
 
 if TYPE_CHECKING:
     from ...models.loader import LoadedModel
@@ -29,16 +28,14 @@ def load_model(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    compute: str = "auto",
-    lazy: bool = False,
     adapter: str | Path | None = None,
-    group: Communicator = SINGLE_PROCESS,
+    **options: Any,
 ) -> "LoadedModel":
     """Load a checkpoint in any format that lmx reads; see `resolve_checkpoint`.
 
     Args:
-        compute, lazy, group: see `models.loader.load`.
         adapter: folder of an adapter in mlx-lm's or peft's format.
+        options: further ones of `models.loader.load`.
 
     Raises:
         UserError: the checkpoint or the adapter does not load.
@@ -52,10 +49,8 @@ def load_model(
     return load(
         path,
         trust_remote_code=trust_remote_code,
-        compute=compute,
-        lazy=lazy,
         adapter=resolve_adapter(adapter) if adapter else None,
-        group=group,
+        **options,
     )
 
 

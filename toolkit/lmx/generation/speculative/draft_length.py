@@ -21,9 +21,9 @@ FIRST_STANDARD_STEPS, STANDARD_STEPS = 4, 16
 """Steps without a draft in a row, while their time is not known (few, so that short
 requests get drafts), and then when the draft length is 0."""
 RETRY_STEPS = 1, 2, 3, 3
-"""The same after tries in a row without draft tokens. Each try adds a step that is not
-launched ahead: a cycle of 13 tokens, a prime number, so that a text with a shorter
-period is tried at every place of it."""
+"""Steps without a draft after the first, second, ... try in a row that gave no draft
+tokens. Each try adds a step that is not launched ahead: a cycle of 13 tokens, a prime
+number, so that a text with a shorter period is tried at every place of it."""
 
 
 @dataclass

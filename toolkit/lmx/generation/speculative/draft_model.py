@@ -12,13 +12,7 @@ from ..kv_cache.layer_rows import WINDOW_SLACK
 from ..kv_cache.prefix import PrefixCache
 from ..kv_cache.sequence import CacheState
 from ..sampler import Sampler, sample_rows
-from .proposer import (
-    NO_DRAFT,
-    DraftRequest,
-    MakeProposer,
-    Proposer,
-    accepted_tokens,
-)
+from .proposer import NO_DRAFT, DraftRequest, MakeProposer, Proposer, accepted_tokens
 
 PREFILL_STEP_SIZE = 512
 PREFIX_BYTES = 1 << 28

@@ -23,8 +23,8 @@ from .proposer import NO_DRAFT, MakeProposer, Proposer
 
 PROMPT_LOOKUP, MTP = "prompt-lookup", "mtp"
 FIRST_MIN_PROBABILITY = 0.6
-"""Of a looked-up token before another proposer. Such tokens are accepted as often as
-those after three equal ones."""
+"""Prompt lookup drafts before another proposer with at least this probability of the
+first token. Such tokens are accepted as often as those after three equal ones."""
 
 
 class FallbackProposer(Proposer):

@@ -1,7 +1,7 @@
 """The interface of draft-token proposers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,8 @@ from ..sampler import Sampler
 # From values, not `mx.zeros`: that would be computed on the stream of the thread that
 # imports this module, which other threads do not have.
 NO_DRAFT = mx.array([], mx.int32)
+STEP_SIZE = 512
+"""Tokens of a long prompt whose hidden states a drafter reads at once."""
 
 
 class Proposer(ABC):
@@ -144,12 +146,63 @@ class HiddenStateProposer(Proposer):
             states are not known are not read.
     """
 
+    # Position of the next token whose hidden states are read. It only grows: those of
+    # rejected draft tokens were removed before the next round.
+    _end = 0
+
     def __init__(self, drafter: Any, cache: CacheState):
         cache.record_hidden_states(drafter.layer_ids)
         self._drafter, self._recorded = drafter, cache.recorded
         self._cache = drafter.make_cache()
         self._is_first = True
+        self._last: mx.array | None = None  # output for the last token that was read
+
+    def _unread(
+        self, context: Sequence[int]
+    ) -> Iterator[tuple[int, mx.array, mx.array]]:
+        """The hidden states since the last round, in pieces of `STEP_SIZE`.
+
+        Yields:
+            The position of the first token, the token after every one, int32 [1, n],
+            and the states [1, n, width].
+        """
+        recorded = self._recorded
+        assert recorded.end == len(context) - 1
+        start = max(self._end, recorded.start)
+        if start == recorded.end:
+            return
+        self._end = recorded.end
+        states = recorded.since(start)
+        tokens = mx.array([context[start + 1 :]], mx.int32)
+        for first in range(0, tokens.shape[1], STEP_SIZE):
+            if first:
+                mx.eval([cache.state for cache in self._cache])
+            part = slice(first, first + STEP_SIZE)
+            yield start + first, tokens[:, part], states[:, part]
 
     def _draft(self, context, count: int, sampler: Sampler, next_logits) -> mx.array:
         is_first, self._is_first = self._is_first, False
         return draft_tokens(context, count, sampler, next_logits, is_first=is_first)
+
+    def _draft_in_turn(
+        self, context, count: int, sampler: Sampler, step: Callable, logits: Callable
+    ) -> mx.array:
+        """Launch draft tokens that are predicted one after the other.
+
+        Args:
+            step: the output of a token, of the output before it and the caches.
+            logits: of an output [1, width].
+        """
+        hidden = self._last
+
+        def next_logits(token: mx.array | None) -> mx.array:
+            nonlocal hidden
+            if token is not None:
+                hidden = step(token[None], hidden, self._cache)
+            return logits(hidden[:, -1])
+
+        draft = self._draft(context, count, sampler, next_logits)
+        # Even if they are accepted: then their rows have the target's states.
+        for cache in self._cache:
+            cache.trim(count - 1)
+        return draft

@@ -115,23 +115,14 @@ class Drafter(nn.Module, ABC):
         cls,
         target_config: dict,
         config: DrafterConfig,
-        *,
-        width: int,
-        vocab_size: int,
-        num_blocks: int,
-        mask_token_id: int | None = None,
+        **sizes: int | None,
     ) -> Self:
         """A drafter with random weights, and layers like the target's blocks.
 
         Args:
             target_config: the target's config.json.
-            width: of the target's hidden states.
-            num_blocks: of the target.
-            mask_token_id: of a drafter that drafts in one pass: the token that stands
-                for tokens to draft.
+            sizes: see `AttentionConfig.for_target`.
         """
-        sizes = {"width": width, "vocab_size": vocab_size, "num_blocks": num_blocks}
-        sizes |= {"mask_token_id": mask_token_id}
         return cls(cls.config_class.for_target(target_config, config, **sizes))
 
     def choose_layers(self, num_blocks: int) -> None:

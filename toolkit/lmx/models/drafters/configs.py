@@ -97,7 +97,15 @@ class AttentionConfig(FileConfig):
         num_blocks: int,
         mask_token_id: int | None = None,
     ) -> Self:
-        """The sizes of a new drafter; see `Drafter.for_target`."""
+        """The sizes of a new drafter.
+
+        Args:
+            target_config: the target's config.json.
+            width: of the target's hidden states.
+            num_blocks: of the target.
+            mask_token_id: of a drafter that drafts in one pass: the token that stands
+                for tokens to draft.
+        """
         target = target_config | (target_config.get("text_config") or {})
         heads = _size(target, "num_attention_heads")
         head_dim = _size(target, "head_dim") or width // (heads or width)

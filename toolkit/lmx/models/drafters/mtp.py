@@ -16,6 +16,7 @@ import copy
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Self
 
 import mlx.core as mx
@@ -31,6 +32,7 @@ from ..checkpoint import GRID_TENSORS, read_config, tensor_files
 from ..dtypes import cast, stored_dtype
 from ..hooks import find_blocks
 from ..loader import LoadedModel, build_model, kv_cache
+from ..quantized_layers import dequantize_groups
 from ..safetensors_io import read_header, require_tensors, write_safetensors
 from .base import TargetHead
 
@@ -264,11 +266,9 @@ def dequantize(parts: dict[str, mx.array], grid: dict) -> mx.array:
         parts = [parts[name] for name in ("weight", "scales", "global_scale")]
         return global_scale.dequantize(*parts).astype(mx.bfloat16)
     dtype = parts["scales"].dtype
-    if not mx.issubdtype(dtype, mx.floating):
-        return mx.dequantize(parts["weight"], parts["scales"], **grid)
-    # Biases and scaled codes cancel, so that 16 bits would round away much.
-    values = (parts[name].astype(mx.float32) for name in ("scales", "biases"))
-    return mx.dequantize(parts["weight"], *values, **grid).astype(dtype)
+    is_code = not mx.issubdtype(dtype, mx.floating)
+    weight = dequantize_groups(parts, SimpleNamespace(**{"mode": "affine"} | grid))
+    return weight.astype(mx.bfloat16 if is_code else dtype)
 
 
 def _mtp_files(folder: Path, config: dict) -> list[Path]:

@@ -79,18 +79,28 @@ class LoRALinear(AdapterLayer):
         return mx.addmm(weight.astype(mx.float32), b.T, a.T, alpha=self.scale)
 
 
-class DoRALinear(LoRALinear):
-    """LoRA whose merged weight has rows of the trained norms m [out].
+class TrainedNorms:
+    """A class in front of LoRA's: rows of the merged weight have the trained norms m.
 
     The norms of the sum itself are constants in the backward pass.
     """
 
     TRAINABLE: ClassVar = ("lora_a", "lora_b", "m")
 
-    def __init__(self, linear: nn.Module, *settings: Any):
-        super().__init__(linear, *settings)
-        self._squares = quantized_layers.dequantized_weight(linear).square().sum(axis=1)
+    def __init__(self, layer: nn.Module, *settings: Any):
+        super().__init__(layer, *settings)
+        self._squares = quantized_layers.dequantized_weight(layer).square().sum(axis=1)
         self.m = mx.sqrt(self._squares)
+
+    def merge(self, weight: mx.array, trained: dict[str, mx.array]) -> mx.array:
+        """The LoRA sum with its rows rescaled to m, float32."""
+        merged = super().merge(weight, trained)
+        norms = mx.sqrt(merged.square().sum(axis=1))
+        return (trained["m"] / norms)[:, None] * merged
+
+
+class DoRALinear(TrainedNorms, LoRALinear):
+    """DoRA of a linear layer."""
 
     def __call__(self, x: mx.array) -> mx.array:
         bias = self.linear.bias if "bias" in self.linear else 0.0
@@ -100,10 +110,6 @@ class DoRALinear(LoRALinear):
         ratio = (self.m / norms).astype(x.dtype)
         # ratio * (y - bias) + bias would not start exactly as the base layer.
         return ratio * super().__call__(x) + (1 - ratio) * bias
-
-    def merge(self, weight: mx.array, trained: dict[str, mx.array]) -> mx.array:
-        """The LoRA sum with its rows rescaled to m, float32 [out, in]."""
-        return rescale_rows(super().merge(weight, trained), trained["m"])
 
 
 @mx.custom_function
@@ -161,19 +167,8 @@ class LoRAEmbedding(AdapterLayer):
         return mx.addmm(weight.astype(mx.float32), a, b, alpha=self.scale)
 
 
-class DoRAEmbedding(LoRAEmbedding):
-    """LoRA whose merged weight has rows of the trained norms m [tokens].
-
-    Stock mlx-lm has it for dense embeddings only.
-    """
-
-    TRAINABLE: ClassVar = ("lora_a", "lora_b", "m")
-
-    def __init__(self, embedding: nn.Module, *settings: Any):
-        super().__init__(embedding, *settings)
-        weight = quantized_layers.dequantized_weight(embedding)
-        self._squares = weight.square().sum(axis=1)
-        self.m = mx.sqrt(self._squares)
+class DoRAEmbedding(TrainedNorms, LoRAEmbedding):
+    """DoRA of an embedding. Stock mlx-lm has it for dense embeddings only."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
         y = self.embedding(tokens)
@@ -189,10 +184,6 @@ class DoRAEmbedding(LoRAEmbedding):
         product = self.embedding.as_linear(self.lora_b.astype(x.dtype))
         norms = row_norms(self._squares, product, self.lora_a, self.lora_b, self.scale)
         return (self.m / norms).astype(x.dtype) * super().as_linear(x)
-
-    def merge(self, weight: mx.array, trained: dict[str, mx.array]) -> mx.array:
-        """The LoRA sum with its rows rescaled to m, float32 [tokens, width]."""
-        return rescale_rows(super().merge(weight, trained), trained["m"])
 
 
 class LoRAExperts(AdapterLayer):
@@ -254,9 +245,3 @@ def row_norms(
     update = ((left @ (right @ right.T)) * left).sum(axis=1)
     total = squares + 2 * scale * crossed + scale**2 * update
     return mx.stop_gradient(mx.sqrt(total))
-
-
-def rescale_rows(weight: mx.array, magnitude: mx.array) -> mx.array:
-    """A weight with its rows rescaled to these norms."""
-    norms = mx.sqrt(weight.square().sum(axis=1))
-    return (magnitude / norms)[:, None] * weight

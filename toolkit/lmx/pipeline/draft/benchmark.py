@@ -7,7 +7,7 @@ from pathlib import Path
 from ...data import cache, fingerprint
 from ...data.tokenizer_files import require_same_tokenizer
 from ...draft import report
-from ...draft.benchmark import DraftBenchmark, MeasuredCandidate, decoding_modes
+from ...draft.benchmark import DraftBenchmark, decoding_modes
 from ...draft.candidates import Candidate, ModelCandidate
 from ...draft.cost_model import SpeculationCosts, measure_speculation_costs
 from ...draft.dataset import mean_prompt_length
@@ -38,10 +38,11 @@ def publish_draft(
     """
     config, context, target = data.config.benchmark, data.context, data.target
     size = checkpoint_size(folder).bytes
-    draft = MeasuredCandidate(candidate, draft_costs(data, candidate))
+    costs = draft_costs(data, candidate)
     benchmark = DraftBenchmark(
         target.model,
-        draft,
+        candidate,
+        costs,
         target.tokenizer,
         {
             name: [prompt.tokens for prompt in prompts]
@@ -55,7 +56,7 @@ def publish_draft(
     result = DraftReport(
         data.digest,
         cache.key_of(fingerprint.tokenizer(target.path)),
-        draft.costs,
+        costs,
         results,
         platform.platform(),
         data.config.architecture,

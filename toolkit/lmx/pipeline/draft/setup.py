@@ -18,12 +18,7 @@ from ...draft import dataset
 from ...draft.acceptance import ReferenceCompletion
 from ...draft.benchmark import decoding_modes, with_seed_offset
 from ...draft.dataset import DistillationBatches, Prompt, PromptSets, prompt_sets
-from ...draft.pruning import (
-    most_important_blocks,
-    prune,
-    pruned_config,
-    rank_layers,
-)
+from ...draft.pruning import most_important_blocks, prune, pruned_config, rank_layers
 from ...draft.report import require_servable
 from ...draft.text_first import Batches, choose_text
 from ...errors import UserError

@@ -23,14 +23,7 @@ from ...run.report import REPORT, read_report
 from ...run.tables import metrics_table
 from ..context import ModelArtifact, StageContext
 from ..estimate import Estimate, ModelShape, Workload
-from ..stage import (
-    ModelState,
-    RawStage,
-    Stage,
-    is_missing,
-    looks_local,
-    missing_source,
-)
+from ..stage import ModelState, RawStage, Stage, is_missing, looks_local, missing_source
 
 WITHOUT_DRAFT = "an export stage before the draft stage exports the model alone"
 # Of an adapter of mlx-lm.

@@ -8,20 +8,13 @@ from mlx.utils import tree_flatten
 from ...config.train import TrainConfig
 from ...data.batching import Batch
 from ...errors import UserError
-from ...evaluation.gap_recovery import (
-    gap_recovered,
-    measure_per_sequence,
-)
+from ...evaluation.gap_recovery import gap_recovered, measure_per_sequence
 from ...files.hashes import hash_folder
 from ...models.checkpoint import read_config
 from ...quantization.packing import pack
 from ...quantization.target_layers import QuantizationPlan
 from ...run.tables import recovery_table
-from ..context import (
-    ModelArtifact,
-    StageContext,
-    write_model,
-)
+from ..context import ModelArtifact, StageContext, write_model
 from .run import TrainRun
 
 BASELINE_FOLDER = "fp_baseline"
