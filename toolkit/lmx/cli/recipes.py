@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -29,7 +29,9 @@ from ..errors import UserError
 from ..files.atomic import write_atomic
 from ..run import terminal
 from .execution import MODEL_FLAGS, take_model
-from .own_data import OwnData, inspect, parse_columns
+
+if TYPE_CHECKING:
+    from .own_data import OwnData
 
 TASKS = {
     "finetune": "train a LoRA adapter and merge it",
@@ -144,6 +146,7 @@ def init(arguments: argparse.Namespace) -> int:
     """
     from ..models.checkpoint import model_folder
     from ..pipeline.plan import load, plan
+    from .own_data import inspect, parse_columns
 
     task = arguments.task
     take_model(arguments)
@@ -198,7 +201,7 @@ def recipe_text(
     model: str,
     data: str | None,
     quantization: dict[str, Any] | None,
-    own: OwnData | None = None,
+    own: "OwnData | None" = None,
 ) -> str:
     """The recipe of a task, with its comments.
 
@@ -287,7 +290,7 @@ def _with_data(text: str, task: str, data: str | None) -> str:
     return text
 
 
-def _for_other_data(text: str, task: str, own: OwnData | None) -> str:
+def _for_other_data(text: str, task: str, own: "OwnData | None") -> str:
     """The text with epochs, batches and an evaluation that fit the data."""
     trained = 0
     for path, value in [*_values(read(text).data)]:
