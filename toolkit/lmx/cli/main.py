@@ -94,9 +94,9 @@ class HintingParser(argparse.ArgumentParser):
         given = [w for w in dict.fromkeys(words) if w in advice and w not in known]
         hints += [f"\n    hint: {word}: {advice[word]}" for word in given]
         verb = next(iter(self._words), "")
-        if self.prog == "lmx" and verb not in VERBS and not hints:
-            message = f"there is no verb {verb!r}" if verb else message
-            hints = [f"\n    hint: {nearest(verb, VERBS)}"]
+        if self.prog == "lmx" and verb and verb not in VERBS:
+            message = f"there is no verb {verb!r}"
+            hints = hints or [f"\n    hint: {nearest(verb, VERBS)}"]
         names = [
             f"[{name}]" if action.nargs in ("?", "*") else name
             for action in self._get_positional_actions()
