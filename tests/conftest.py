@@ -20,13 +20,17 @@ os.environ["LMX_CACHE"] = _cache.name
 os.environ["HF_HOME"] = _cache.name
 
 import fusion  # noqa: E402
+import warm  # noqa: E402
 from hub_stand_in import stand_in  # noqa: E402, F401
 from tiny_checkpoints import make_checkpoint, tokenizer_folder  # noqa: E402, F401
+
+warm.hasten()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def same_fixtures_in_every_run(request) -> None:
-    """The fixtures of a module come after this one."""
+    """The fixtures of a module come after this one, with an empty cache."""
+    os.environ["LMX_CACHE"] = tempfile.mkdtemp(dir=_cache.name)
     start_anew(request)
 
 

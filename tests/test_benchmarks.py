@@ -103,6 +103,15 @@ PRINTED = {
         "--model {0}/model --text prose={0}/text.txt --bits 4 --length 32",
         [r"\| 4 \| mlx-lm \|", r"\| 4 \| lmx \|"],
     ),
+    "max_kv_size.py": (
+        "--model {0}/model --gsm8k {0}/test.jsonl --text {0}/text.txt --records "
+        "{0}/kv.jsonl --prompts 2 --shots 6 --length 160 --continued 8 --needles 1 "
+        "--needle-length 150 --shares 0.5",
+        [
+            r"\| 16 \| all \| 100.0% \| 0.0000",
+            r"\| 4 \| snapkv, 50.0% \| \S+ \| [\d.]+ ±",
+        ],
+    ),
     "cross_tokenizer_distillation.py": (
         "--folder {0}/runs --teacher {0}/model --student {0}/model --train "
         "{0}/text.txt --valid {0}/text.txt --seeds 0 1 --epochs 1 --seq-length 64",

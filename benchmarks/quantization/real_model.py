@@ -177,6 +177,11 @@ def _quality_rows(case: str) -> list[Row]:
         Row(f"lmx {effort}", "lmx", grid | {"method": "gptq", "effort": effort})
         for effort in EFFORTS
     ]
+    awq = grid | {"method": "awq", "rollback_if_worse": False}
+    efforts += [
+        Row("lmx awq", "lmx", awq),
+        Row("lmx awq, then gptq", "lmx", awq | {"rounding": "gptq"}),
+    ]
     return [
         Row("RTN", "rtn", grid, seeded=False),
         Row("mlx gptq", "gptq", grid),

@@ -81,6 +81,8 @@ def hook(name, function=lambda self, state: None):
         (lambda: lmx.generate("a", "x", stop=[5]), "stop.0: expected text, got 5"),
         (lambda: lmx.generate("a", "x", stop=5), "stop: expected text or a list, got 5"),
         (lambda: lmx.generate("a", "x", kv_bits=7), "kv_bits: expected 2, 3, 4, 5, 6, 8 or 16, got 7"),
+        (lambda: lmx.generate("a", "x", max_kv_size=9), "max_kv_size: must be at least 64, got 9"),
+        (lambda: lmx.generate("a", "x", kv_policy="window"), "kv_policy needs max_kv_size"),
         (lambda: lmx.generate("a", "x", temp=1), "unknown option 'temp'"),
         (lambda: lmx.generate("a", "x", temperature=float("nan")), "temperature"),
         (lambda: lmx.generate("a", None), "prompt: expected text or a list, got nothing"),

@@ -85,9 +85,11 @@ def test_doctor_reports_an_unused_cuda_wheel(monkeypatch):
 DISTRIBUTED = """
 import sys
 from lmx.cli.main import main
+from lmx.cli import doctor
 from lmx.evaluation import network_bandwidth
 
-network_bandwidth.LARGE_BYTES = 1 << 20
+network_bandwidth.LARGE_BYTES, network_bandwidth.SMALL_REPEATS = 1 << 20, 5
+doctor.ALL_REDUCED = 1 << 13, 1 << 17, 1 << 21
 sys.exit(main(["doctor", "--distributed"]))
 """
 

@@ -104,6 +104,8 @@ The keys of `choice.inner`.
     )
 
 
+QUANTIZE = ["stages.quantize\n"]
+QUANTIZE += [f"stages.quantize, method: {name}\n" for name in ("gptq", "awq")]
 # What a name shows: the beginning, and texts that follow.
 SHOWN = {
     "stages.export": ["stages.export\n\nPublish the"],
@@ -111,8 +113,8 @@ SHOWN = {
         "stages.train.adapter\n\n",
         "- rank: whole number ≥ 1; default 16. Rank of the update.\n",
     ],
-    "stages.quantize": ["stages.quantize\n", "stages.quantize, method: gptq\n"],
-    "quantize": ["stages.quantize\n", "stages.quantize, method: gptq\n"],
+    "stages.quantize": QUANTIZE,
+    "quantize": QUANTIZE,
     "tracker": ["tracker\n", "- type: wandb, tensorboard, trackio, mlflow; required."],
     "gptq": ["stages.quantize, method: gptq\n"],
     "method": ["stages.quantize, method: rtn\n"],

@@ -89,7 +89,7 @@ def overlap(model, held_out):
     return np.mean(result, axis=0)
 
 
-def trained(steps=80):
+def trained(steps=50):
     batches, model = distillation_batches(8), draft_model()
     objective = DraftLoss(cross_entropy=0.1)
     step = TrainStep(model, OptimizerConfig(max_grad_norm=1.0), loss=objective)

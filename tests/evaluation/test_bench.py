@@ -10,7 +10,7 @@ from lmx.models.loader import load_tokenizer
 from tiny_checkpoints import LLAMA
 
 WIDE = LLAMA | {"num_hidden_layers": 2, "max_position_embeddings": 128}
-SMALL = ["--prompt-lengths=9,20", "--batch-sizes=1,3", "--tokens=8", "--repeats=2"]
+SMALL = ["--prompt-lengths=9,20", "--batch-sizes=1,3", "--tokens=4", "--repeats=2"]
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,7 @@ CASES = {
     "quantize gptq": [
         {"quantize": QUANTIZE | {"method": "gptq", "scale_tuning": TUNING}}
     ],
+    "quantize awq": [{"quantize": QUANTIZE | {"method": "awq"}}],
     "quantize mixed precision": [
         {
             "quantize": QUANTIZE

@@ -132,7 +132,7 @@ def test_equal_prompts_are_prefilled_once(llama):
 def test_requests_wait_for_memory(llama):
     requests = [request(n + 1, max_tokens=10) for n in range(4)]
     engine = Engine(llama)
-    per_token = engine.new_cache().bytes_per_token()
+    per_token = sum(engine.new_cache().bytes_by_capacity().values())
     for tokens, most in (11, 1), (23, 2), (1000, 4):
         engine = Engine(llama, kv_memory=int(tokens * per_token))
         for each in requests:

@@ -230,6 +230,11 @@ def test_generate_json_escapes_and_keeps_every_character(
             ["--prompt", "x", "--kv-bits", "4"],
             "no group size divides the head dimension 8",
         ),
+        (
+            ["--prompt", "x", "--max-kv-size", "63"],
+            "--max-kv-size must be 64 or more, got 63",
+        ),
+        (["--prompt", "x", "--kv-policy", "snapkv"], "needs --max-kv-size"),
         (["--prompt", "x", "--check-parity"], "need --draft-model"),
         (
             [

@@ -225,7 +225,7 @@ def test_preempted_requests_keep_their_place_in_the_grammar(llama):
         return [request(GRAMMARS[0], 90, Sampling(1.0, seed=i)) for i in range(4)]
 
     expected = run(Engine(llama), requests())
-    per_token = Engine(llama).new_cache().bytes_per_token()
+    per_token = sum(Engine(llama).new_cache().bytes_by_capacity().values())
     engine = Engine(llama, kv_memory=int(210 * per_token))
     assert run(engine, requests()) == expected
     assert engine.preemptions

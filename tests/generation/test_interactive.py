@@ -246,7 +246,7 @@ def test_saved_prompt_cache_is_reused(folder, run_json, tmp_path, monkeypatch):
 
 
 def test_prompt_cache_does_not_replace_other_files(folder, run_json, tmp_path):
-    words = folder, "--json", "--prompt", "x", "--save-prompt-cache"
+    words = folder, "--json", "--prompt", "x", "--max-tokens", 2, "--save-prompt-cache"
     keepsake = tmp_path / "home" / "letter.txt"
     keepsake.parent.mkdir()
     keepsake.write_text("Dear")
@@ -262,7 +262,7 @@ def test_prompt_cache_of_changed_weights_is_rejected(folder, run_json, tmp_path)
     """Names, shapes, and the last bytes of the file stay."""
     model, cache_folder = tmp_path / "model", tmp_path / "prompt_cache"
     shutil.copytree(folder, model)
-    words = model, "--json", "--prompt", "x"
+    words = model, "--json", "--prompt", "x", "--max-tokens", 2
     run_json(*words, "--save-prompt-cache", cache_folder)
     run_json(*words, "--prompt-cache-file", cache_folder)
     weights = mx.load(str(model / "model.safetensors"))
@@ -500,14 +500,14 @@ def test_kv_bits_of_the_checkpoint_are_used_unless_named(run_json, tmp_path):
 
     def expected(kv_bits):
         generator = Generator(loaded.model, loaded.tokenizer, kv_bits=kv_bits)
-        return generator.generate(generator.encode_text("the quick"), max_tokens=24)
+        return generator.generate(generator.encode_text("the quick"), max_tokens=12)
 
     words = [folder, "--ignore-chat-template", "--json", "--prompt", "the quick"]
-    words += ["--max-tokens", 24]
+    words += ["--max-tokens", 12]
     texts = {}
     for bits in (None, 2, 16):
         (output,) = run_json(*words, *(["--kv-bits", bits] if bits else []))
-        options = {"ignore_chat_template": True, "kv_bits": bits, "max_tokens": 24}
+        options = {"ignore_chat_template": True, "kv_bits": bits, "max_tokens": 12}
         assert output["text"] == generate_text(folder, "the quick", **options).text
         texts[bits] = output["text"]
         assert texts[bits] == expected(bits or loaded.kv_bits).text
@@ -517,6 +517,22 @@ def test_kv_bits_of_the_checkpoint_are_used_unless_named(run_json, tmp_path):
         Generator(
             loaded.model, loaded.tokenizer, kv_bits=load(folder).kv_bits
         ).engine.new_cache()
+
+
+def test_max_kv_size_of_the_command_is_that_of_the_api(run_json):
+    folder = Path(__file__).parents[2] / "data/tiny-base"
+    prompt = "".join(f"def add_{n}(x):\n    return x + {n}\n\n" for n in range(20))
+    words = [folder, "--ignore-chat-template", "--json", "--prompt", prompt]
+    texts = set()
+    for size, policy in ((None, None), (64, None), (64, "window"), (64, "snapkv")):
+        named = {"--max-kv-size": size, "--kv-policy": policy}
+        given = [word for pair in named.items() if pair[1] for word in pair]
+        (output,) = run_json(*words, "--max-tokens", 24, *given)
+        options = {"max_kv_size": size, "kv_policy": policy, "max_tokens": 24}
+        options["ignore_chat_template"] = True
+        assert output["text"] == generate_text(folder, prompt, **options).text
+        texts.add(output["text"])
+    assert len(texts) == 3
 
 
 def test_chat_prompts_on_a_terminal(folder, capsys, monkeypatch):

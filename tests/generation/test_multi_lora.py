@@ -68,7 +68,7 @@ def adapted(model, name, *, seed=0, inside=True, adapter_type="lora"):
 @lru_cache
 def expected(family, bits):
     """Requests with their adapters, and the tokens of each alone."""
-    requests = some_requests(12, SETTINGS, longest=40)
+    requests = some_requests(8, SETTINGS, longest=40)
     # Some begin like others, which have another adapter.
     shared = list(range(30, 62))
     requests = [

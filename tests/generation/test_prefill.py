@@ -204,7 +204,7 @@ def test_equal_prompts_are_processed_once():
 def test_a_group_waits_for_memory():
     """And it fits as a whole: each needs room for its prompt and its tokens."""
     model, requests = model_of("llama"), requests_of(9, 9, 9, 9)
-    per_token = CacheState(model).bytes_per_token()
+    per_token = sum(CacheState(model).bytes_by_capacity().values())
     shapes = first_passes(model, requests, kv_memory=int(31 * per_token))
     assert max(rows for rows, _ in shapes) == 2
     assert sum(rows for rows, _ in shapes) == 4

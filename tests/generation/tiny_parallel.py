@@ -5,12 +5,14 @@ from functools import partial
 from pathlib import Path
 
 import tiny_families
+from lmx.config.quant_spec import KV_POLICIES
 from lmx.errors import UserError
 from lmx.generation import engine as engine_module
 from lmx.generation import sampler
 from lmx.generation.engine import Engine
 from lmx.generation.grammar import Grammar
 from lmx.generation.grammar_matcher import GrammarCompiler
+from lmx.generation.kv_cache.eviction import KVLimit
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.parallel_engine import ParallelEngine
 from lmx.generation.sampling import Sampling
@@ -53,10 +55,10 @@ def target(family: str):
 def requests(kind: str) -> list[GenerationRequest]:
     """Ragged prompts. Some begin alike, and one does not fit into a message."""
     chosen = SAMPLED if kind == "sampled" else [Sampling()]
-    found = some_requests(9, chosen, VOCABULARY)
-    for request in found[4:7]:
+    found = some_requests(6, chosen, VOCABULARY, longest=30)
+    for request in found[2:4]:
         request.prompt = [*range(7, 70), *request.prompt]
-    found[8].prompt = [*range(3, 200)]
+    found[5].prompt = [*range(3, 200)]
     if kind == "grammar":
         regex = Grammar("regex", "(ab|c[0-9]{2}){1,6}!")
         for request in found[::2]:
@@ -89,8 +91,10 @@ def options(kind: str, family: str, model) -> dict:
         chosen["kv_bits"] = 8
     if kind == "layer_bits":
         chosen["kv_bits"] = [4 + 4 * (layer % 4 == 1) for layer in range(7)]
+    if kind in KV_POLICIES:
+        chosen["kv_limit"] = KVLimit(40, kind)
     if kind == "evicted":
-        chosen["prefix_cache"] = PrefixCache(1 << 20)
+        chosen["prefix_cache"] = PrefixCache(1 << 19)
     return chosen
 
 

@@ -1,23 +1,17 @@
 """Session fixtures: one tiny model, trained once, is the base of the other runs."""
 
-import os
-
 import pytest
 from lmx.draft import cost_model
-from lmx.pipeline import work
+from lmx.pipeline.evaluate import metrics
 from tiny_runs import EVALUATE, TRAIN, Run
 
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_runs():
-    """Speeds are measured once, of tiny models, because no test reads them.
-
-    No test turns the power off, so that no file need reach the disk before the next.
-    """
+    """Speeds are measured once, because no test reads them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
         patch.setattr(cost_model, "REPEATS", 1)
-        patch.setattr(work, "CPU_PROBE", (2, 16, 64))
+        patch.setattr(metrics, "LATENCY_PROMPTS", 1)
         yield
 
 

@@ -17,7 +17,7 @@ from lmx.models.checkpoint_writer import write_checkpoint
 from lmx.models.loader import load
 from lmx.models.quantized_layers import QQLinear, full_precision_inputs
 from lmx.pipeline.train.qat import prepare
-from lmx.quantization.ptq.smoothquant import smoothquant
+from lmx.quantization.ptq.channel_scales import channel_scales
 from mlx.utils import tree_flatten
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 
@@ -166,13 +166,20 @@ def test_smoothing_is_kept_if_it_is_better(tmp_path, base, with_outliers, monkey
     assert facts_of(weights_only)["eval_kl"]["rtn"] < 0.1 * kl["rtn"]
     # Scales that make outliers are rolled back, those of the norms too.
     bad_scale = mx.where(mx.arange(64) % 16 == 3, 1 / 64, 1.0)
-    monkeypatch.setattr(smoothquant, "smoothing_scale", lambda *_: bad_scale)
+    monkeypatch.setattr(channel_scales, "smoothing_scale", lambda *_: bad_scale)
     run = quantize(tmp_path / "worse", base, **keys)
     assert facts_of(run)["selected_candidate"] == "rtn"
     plain = quantize(tmp_path / "plain", base, smoothing_strength=0)
     models = [r.output / "stages/1-quantize/model" for r in (run, plain)]
     hashes = [hash_file(model / "model.safetensors") for model in models]
     assert hashes[0] == hashes[1]
+
+
+def test_scales_of_awq_come_after_those_of_smoothing(tmp_path, with_outliers):
+    """Norms have both, although they are not quantized."""
+    run = quantize(tmp_path / "awq", with_outliers, method="awq")
+    kl = facts_of(run)["eval_kl"]
+    assert kl["awq"] < 0.1 * kl["rtn"]
 
 
 @pytest.mark.slow

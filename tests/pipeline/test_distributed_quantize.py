@@ -44,6 +44,7 @@ STAGES = {
         "mixed_precision": {"target_bpw": 5.0, "candidate_bits": [3, 4, 8]},
         "kv_cache": {"average_bits": 6},
     },
+    "awq": {"method": "awq", "bits": 4, "calibration": CALIBRATION},
     "smoothed": {
         "mode": "nvfp4",
         "quantize_activations": True,

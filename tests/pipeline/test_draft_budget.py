@@ -1,7 +1,6 @@
 """A budget of a draft stage, in time or in tokens, in place of steps."""
 
 import re
-import time
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -9,19 +8,22 @@ import mlx.nn as nn
 import pytest
 from lmx.config.draft import DraftConfig
 from lmx.files.artifacts import ArtifactStore
+from lmx.pipeline.draft import distillation
 from lmx.pipeline.draft.distillation import steps_within
-from test_draft_stage import DATA_GENERATION, DRAFT, make_run
+from test_draft_stage import DRAFT, make_run
 
 
 class SlowStep:
     """A step of a known time, which changes the weights of its model."""
+
+    now = 0.0
 
     def __init__(self, model):
         self.model, self.parameters = model, {}
         self.optimizer = SimpleNamespace(state={})
 
     def __call__(self, batch, learning_rate, seed):
-        time.sleep(batch)
+        SlowStep.now += batch
         self.model.weight = self.model.weight + 1
         return mx.zeros(())
 
@@ -36,7 +38,9 @@ class Times:
         return self.seconds
 
 
-def test_steps_fit_into_the_time_and_stay_the_same(tmp_path):
+def test_steps_fit_into_the_time_and_stay_the_same(tmp_path, monkeypatch):
+    clock = SimpleNamespace(perf_counter=lambda: SlowStep.now)
+    monkeypatch.setattr(distillation, "time", clock)
     model = nn.Linear(2, 2)
     before = model.weight.tolist()
 
@@ -46,14 +50,14 @@ def test_steps_fit_into_the_time_and_stay_the_same(tmp_path):
         make_step = lambda: SlowStep(model)  # noqa: E731
         return steps_within(60 * minutes, make_step, parts, store)
 
-    # Text of .01 s and completions of .03 s, half of the steps each.
-    first = count(0.01, 0.03)
-    assert first == pytest.approx(60 / 0.02, rel=0.2)
+    # Text of .25 s and completions of .75 s, half of the steps each.
+    first = count(0.25, 0.75)
+    assert first == 120
     assert model.weight.tolist() == before
     # A resumed run measures nothing, another budget does.
-    assert count(0.01, 0.03) == first
-    assert count(0.01, 0.03, minutes=2) != first
-    assert count(0.01, minutes=1e-6) == 1
+    assert count(0.25, 0.75) == first
+    assert count(0.25, 0.75, minutes=2) == 240
+    assert count(0.25, minutes=1e-6) == 1
 
 
 @pytest.mark.parametrize(
@@ -91,16 +95,14 @@ def test_budgets_that_are_refused(keys):
 
 def test_a_run_with_a_budget_of_time_trains_as_many_steps(base, tmp_path):
     stage = {key: value for key, value in DRAFT.items() if key != "steps"}
-    # Other data than those of other tests, which see what runs leave in the cache.
-    data = DATA_GENERATION | {"num_prompts": 20, "num_eval_prompts": 3}
-    stage |= {"budget": "0.02min", "data_generation": data | {"text_tokens": 500}}
+    stage |= {"budget": "0.008min"}
     folders = tmp_path / "time", tmp_path / "steps"
     for folder in folders:
         folder.mkdir()
     run = make_run(folders[0], {"draft": stage}, model=base)
     assert run() == 0
     steps = max(r["step"] for r in run.records() if r["kind"] == "valid")
-    assert f" {steps:,} steps fit into 0.02min" in run.log
+    assert f" {steps:,} steps fit into 0.008min" in run.log
     # The timed steps leave no trace: as many steps of a recipe end with equal weights.
     del stage["budget"]
     stage["steps"] = steps

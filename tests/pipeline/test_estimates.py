@@ -14,7 +14,7 @@ from lmx.cli import main
 from lmx.config.draft import DraftConfig
 from lmx.config.model import ScratchModelConfig
 from lmx.config.quant_spec import QuantizationConfig
-from lmx.config.quantize import GPTQConfig
+from lmx.config.quantize import AWQConfig, GPTQConfig
 from lmx.config.train import TeacherConfig, TrainConfig
 from lmx.data.batching import Batch
 from lmx.models import from_scratch
@@ -333,6 +333,13 @@ def test_quantize_work_counts_tokens_and_the_experts_that_they_see():
     assert standard.disk > standard.model.bytes > 0
     # Of the phases, the solver needs most.
     assert standard.memory > 4 * SOLVER_ARRAYS * MAX_ELEMENTS
+    # The search of AWQ compares the same outputs, however many tokens there are.
+    configs = [AWQConfig(calibration={"num_tokens": n}) for n in (2048, 4096, 6144)]
+    first, second, third = (
+        estimate_quantization(config, shape).work.forward for config in configs
+    )
+    assert third - second == second - first
+    assert first > 4 * (second - first)
 
 
 @pytest.mark.slow

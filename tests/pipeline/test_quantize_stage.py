@@ -70,6 +70,7 @@ def test_eval_kl_covers_completions_only(tmp_path, base, monkeypatch):
         ({"scale_tuning": TUNE, "overrides": {"*": {"mode": "nvfp4"}}}, ["rtn"]),
         ({"method": "gptq", "scale_tuning": False}, ["rtn", "gptq"]),
         ({"method": "gptq", "scale_tuning": False, "rollback_if_worse": False}, None),
+        ({"method": "awq"}, ["rtn", "awq"]),
     ],
 )
 def test_eval_kl_has_only_configured_candidates(tmp_path, base, settings, candidates):

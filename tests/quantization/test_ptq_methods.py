@@ -9,10 +9,11 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from lmx.config.quant_spec import QuantSpec
-from lmx.config.quantize import GPTQConfig, RTNConfig
+from lmx.config.quantize import AWQConfig, GPTQConfig, RTNConfig
 from lmx.models import checkpoint_writer
 from lmx.models.loader import load
 from lmx.quantization.packing import dequantize
+from lmx.quantization.ptq.channel_scales.channel_scales import AWQScales, find_scales
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten
@@ -40,7 +41,7 @@ GRIDS = [
 WINDOWS = windows_of(mx.random.randint(0, 320, (24, 24), key=mx.random.key(1)))
 TOKENS = mx.random.randint(0, 320, (2, 12), key=mx.random.key(0))
 
-CONFIGS = {"rtn": RTNConfig, "gptq": GPTQConfig}
+CONFIGS = {"rtn": RTNConfig, "gptq": GPTQConfig, "awq": AWQConfig}
 pytestmark = pytest.mark.parametrize("method", METHODS)
 
 
@@ -51,10 +52,14 @@ def quantize(method, source, target, **settings):
     dense = dict(tree_flatten(loaded.model.parameters()))
     with TemporaryDirectory() as folder:
         context = context_of(
-            loaded.model, plan.specs, WINDOWS, Path(folder), loaded.dtype
+            *(loaded.model, plan.specs, WINDOWS, Path(folder), loaded.dtype),
+            reread=loaded.reread,
         )
         tensors = METHODS[method](config, context).quantize()
         mx.eval(tensors)
+        if method == "awq":
+            scales = find_scales(context, AWQScales(context), config)
+            dense |= scales.changed(dense)
     unquantized = {
         k: v for k, v in dense.items() if k[: -len(".weight")] not in plan.specs
     }

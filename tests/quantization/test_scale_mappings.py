@@ -7,41 +7,40 @@ import mlx.core as mx
 import pytest
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.loader import build_model
-from lmx.quantization.ptq.smoothquant.scale_mappings import (
+from lmx.quantization.ptq.channel_scales.scale_mappings import (
     find_mappings,
     preserves_output,
 )
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_families import VOCABULARY, config, member
 
-ATTENTION = "q_proj k_proj v_proj"
-MLP = {"post_attention_layernorm": "gate_proj up_proj", "up_proj": "down_proj"}
+# Both query heads share their values.
+ATTENTION = {"input_layernorm": "q_proj k_proj v_proj", "v_proj": "o_proj"}
+UP = {"up_proj": "down_proj"}
+MLP = UP | {"post_attention_layernorm": "gate_proj up_proj"}
 MAPPINGS = {
-    "llama": MLP | {"input_layernorm": ATTENTION},
-    "qwen3": MLP | {"input_layernorm": ATTENTION},
-    "gemma": MLP | {"input_layernorm": ATTENTION},
-    "gemma3_text": {
-        "input_layernorm": ATTENTION,
-        "pre_feedforward_layernorm": "gate_proj up_proj",
-        "up_proj": "down_proj",
-    },
-    "qwen3_moe": {
-        "input_layernorm": ATTENTION,
-        "post_attention_layernorm": "gate gate_proj up_proj",
-    },
+    "llama": MLP | ATTENTION,
+    "qwen3": MLP | ATTENTION,
+    "gemma": MLP | ATTENTION,
+    "gemma3_text": ATTENTION | UP | {"pre_feedforward_layernorm": "gate_proj up_proj"},
+    "qwen3_moe": ATTENTION
+    | UP
+    | {"post_attention_layernorm": "gate gate_proj up_proj"},
     "deepseek_v3": MLP
     | {"input_layernorm": "kv_a_proj_with_mqa q_a_proj", "q_a_layernorm": "q_b_proj"},
-    "phi": {"input_layernorm": "fc1 " + ATTENTION},
+    "phi": {"input_layernorm": "fc1 q_proj k_proj v_proj", "v_proj": "dense"},
     "phi3": {
         "input_layernorm": "qkv_proj",
+        "qkv_proj": "o_proj",
         "post_attention_layernorm": "gate_up_proj",
         "gate_up_proj": "down_proj",
     },
-    "cohere": {
-        "input_layernorm": "gate_proj up_proj " + ATTENTION,
-        "up_proj": "down_proj",
+    "cohere": UP
+    | {
+        "input_layernorm": "gate_proj up_proj q_proj k_proj v_proj",
+        "v_proj": "o_proj",
     },
-    "olmo2": {"up_proj": "down_proj"},
+    "olmo2": UP | {"v_proj": "o_proj"},
     "gpt2": {"ln_1": "c_attn", "ln_2": "c_fc", "c_attn": "c_proj"},
 }
 
@@ -78,7 +77,7 @@ def test_mappings_preserve_the_output_under_any_scale(family):
         weights = original
         for mapping in mappings:
             key = mx.random.key(len(mapping.producer))
-            scale = mx.exp(2 * power * mx.random.normal((mapping.width,), key=key))
+            scale = mx.exp(2 * power * mx.random.normal(mapping.shape, key=key))
             weights = weights | mapping.apply(weights, scale)
         block.update(tree_unflatten(list(weights.items())))
         changed = {
@@ -91,13 +90,22 @@ def test_mappings_preserve_the_output_under_any_scale(family):
         assert (error <= 1e-5 * mx.linalg.norm(before)).item()
 
 
-def test_v_proj_feeds_o_proj_unless_heads_share_values():
-    heads = {"num_key_value_heads": 2}
-    shared, separate = (build_model(config("llama") | change) for change in ({}, heads))
-    assert "v_proj" not in consumers_by_producer(find_mappings(*block_of(shared, 1)))
-    assert consumers_by_producer(find_mappings(*block_of(separate, 1)))["v_proj"] == {
-        "o_proj"
-    }
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+def test_v_proj_feeds_o_proj_also_if_heads_share_values(num_heads):
+    heads = {"num_attention_heads": 4, "head_dim": 8, "num_key_value_heads": num_heads}
+    model = build_model(config("llama") | heads)
+    [values] = [
+        mapping
+        for mapping in find_mappings(*block_of(model, 1))
+        if layer_name(mapping.producer) == "v_proj"
+    ]
+    assert [layer_name(path) for path in values.consumers] == ["o_proj"]
+    assert (values.width, values.repeats) == (8 * num_heads, 4 // num_heads)
+    if values.repeats > 1:
+        scale = mx.arange(values.width)
+        heads = values.columns(scale).reshape(4, 8) // 8
+        assert heads[:, 0].tolist() == [i * num_heads // 4 for i in range(4)]
+        assert mx.array_equal(values.channels(values.columns(scale)), scale)
 
 
 def test_preserves_output_rejects_wrong_mappings():

@@ -323,6 +323,26 @@ def test_experts_have_moments_of_their_inputs(tmp_path):
         np.testing.assert_allclose(moments, rows.T @ rows, atol=1e-4)
 
 
+def test_experts_leave_out_tokens_that_do_not_count(tmp_path):
+    """mlx-lm sorts many rows by expert, so that they are not in the order of tokens."""
+    lengths = np.array([3, 24, 10, 17, 6, 12])[:, None]
+    counted = np.arange(TOKENS.shape[1]) < lengths
+    method = RecordingRTN()
+    method.run(model_of(QWEN3_MOE), tmp_path, counted=counted)
+    path = "model.layers.0.mlp.switch_mlp.up_proj"
+    before = method.quantized_before(path)
+    x, indices = inputs_of(model_of(QWEN3_MOE), path.rpartition(".")[0], before)
+    x = np.array(x, np.float64).reshape(-1, x.shape[-1])
+    indices = np.array(indices).reshape(len(x), -1)
+    assert indices.size > 64
+    visible = np.array(counted).reshape(-1)
+    statistics = method.statistics[path]
+    for number, moments in enumerate(statistics.second_moments):
+        rows = x[visible & (indices == number).any(axis=1)]
+        assert statistics.counts[number].item() == len(rows)
+        np.testing.assert_allclose(moments, rows.T @ rows, atol=1e-4)
+
+
 def test_killed_run_resumes_at_its_block(plain, killed, tmp_path):
     expected = plain[1]
     shutil.copytree(killed / "pipeline", tmp_path / "pipeline")

@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from lmx.config.quantize import GPTQConfig, RTNConfig
 from lmx.errors import USAGE, UserError
+from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import capture_inputs
 from lmx.quantization.ptq.base import PTQContext
+from lmx.quantization.ptq.channel_scales.channel_scales import (
+    SCALES,
+    SmoothQuant,
+    smooth,
+    smoothing_scale,
+)
 from lmx.quantization.ptq.methods import METHODS
-from lmx.quantization.ptq.smoothquant import smoothquant
-from lmx.quantization.ptq.smoothquant.smoothquant import smooth, smoothing_scale
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten
 from pydantic import ValidationError
@@ -194,13 +199,13 @@ def test_scales_are_kept_for_a_resumed_run(tmp_path, monkeypatch):
     context = task("llama", tmp_path, config)
     first = smooth(context, config)
     searched = []
-    search = smoothquant._places
+    search = SmoothQuant.scale
 
-    def recorded(*arguments):
-        searched.append(arguments[1])
-        return search(*arguments)
+    def recorded(self, *arguments):
+        searched.append(self.strength)
+        return search(self, *arguments)
 
-    monkeypatch.setattr(smoothquant, "_places", recorded)
+    monkeypatch.setattr(SmoothQuant, "scale", recorded)
     second = smooth(context, config)
     assert not searched
     for (mapping, scale), (other, other_scale) in zip(
@@ -209,11 +214,12 @@ def test_scales_are_kept_for_a_resumed_run(tmp_path, monkeypatch):
         assert mapping == other
         assert mx.array_equal(scale, other_scale)
     smooth(context, settings(0.7))
-    files = (tmp_path / "smoothquant").rglob(smoothquant.SCALES)
+    files = (tmp_path / "smoothquant").rglob(SCALES)
     file = max(files, key=lambda path: path.stat().st_mtime_ns)
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     smooth(context, settings(0.7))
-    assert searched == [0.7, 0.7]
+    # Of two blocks, and then of the damaged one.
+    assert searched == 9 * [0.7]
 
 
 def test_models_that_cannot_be_smoothed_are_refused(tmp_path):
@@ -235,7 +241,7 @@ def test_models_that_cannot_be_smoothed_are_refused(tmp_path):
         pass
 
     with pytest.raises(UserError, match="no list of transformer blocks") as error:
-        smoothquant.BlockwiseModel(NoBlocks(), hint=smoothquant.HINT)
+        BlockwiseModel(NoBlocks(), hint=SmoothQuant.hint)
     assert error.value.hint == "remove smoothing_strength"
 
 

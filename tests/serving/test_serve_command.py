@@ -175,6 +175,7 @@ def test_accepted_draft_tokens(folder):
         (["--max-requests", "0"], "--max-requests must be 1 or more"),
         (["--timeout", "nan"], "--timeout"),
         (["--kv-bits", "7"], "--kv-bits"),
+        (["--max-kv-size", "0"], "--max-kv-size must be 64 or more, got 0"),
         (["--max-body", "nan"], "--max-body must be more than 0"),
         (["--kv-memory", "-1"], "--kv-memory must be more than 0"),
         (["--prefix-cache", "inf"], "--prefix-cache must be 0 or more"),

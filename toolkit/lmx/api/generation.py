@@ -11,9 +11,10 @@ from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from ..config.draft import MAX_DRAFT_TOKENS
-from ..config.quant_spec import KVCacheBits
+from ..config.quant_spec import MIN_KV_SIZE, KVCacheBits, KVPolicy
 from ..errors import UserError
 from ..generation.grammar import parse_response_format
+from ..generation.kv_cache.eviction import kv_limit
 from ..generation.outputs import GenerationResponse, GenerationResult
 from ..generation.prompt import encode_prompt
 from ..generation.sampling import Sampling
@@ -37,6 +38,7 @@ SAMPLING = [field.name for field in fields(Sampling)]
 DEFAULTS: dict[str, Any] = {
     **{"max_tokens": 256, "stop": [], "system": None, "draft": None, "kv_bits": None},
     **{"num_draft_tokens": None, "ignore_chat_template": False},
+    **{"max_kv_size": None, "kv_policy": None},
     **{"response_format": None, "thinking_budget": None},
 }
 
@@ -60,6 +62,8 @@ class GenerateOptions(TypedDict, total=False):
     draft: PathLike | None
     num_draft_tokens: Annotated[Integer, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None
     kv_bits: KVCacheBits | None
+    max_kv_size: Annotated[Integer, Field(ge=MIN_KV_SIZE)] | None
+    kv_policy: KVPolicy | None
     ignore_chat_template: bool
     response_format: dict[str, Any] | None
     thinking_budget: Annotated[Integer, Field(ge=0)] | None
@@ -115,7 +119,10 @@ def generate(
             `generation.sampling.Sampling`; stop, strings that end the text; system, a
             system message; draft and num_draft_tokens, as in `lmx.load`; kv_bits (2 to
             6 or 8 = quantize the KV cache, 16 = not; default: as the
-            model's config.json says); ignore_chat_template, use the text as it is;
+            model's config.json says); max_kv_size, the tokens whose keys and values
+            layers with full attention keep, and kv_policy, which ones: "window" (the
+            first 4 and the last ones; default) or "snapkv" (those that the end of the
+            prompt attends to most); ignore_chat_template, use the text as it is;
             response_format, what the text has to match, as for OpenAI: {"type":
             "json_schema", "json_schema": {"schema": ...}}, {"type": "json_object"},
             {"type": "regex", "regex": ...} or {"choice": [...]}; thinking_budget, the
@@ -135,11 +142,17 @@ def generate(
     settings: dict[str, Any] = DEFAULTS | options
     if settings["ignore_chat_template"] and settings["system"] is not None:
         raise UserError("system needs the chat template: omit ignore_chat_template")
+    size, policy = settings.pop("max_kv_size"), settings.pop("kv_policy")
+    if policy and size is None:
+        raise UserError("kv_policy needs max_kv_size")
     sampling = Sampling(**{k: settings[k] for k in SAMPLING if k in settings})
     grammar = parse_response_format(settings["response_format"])
     loaded = model if isinstance(model, Model) else load(model)
     draft, count = settings.pop("draft"), settings.pop("num_draft_tokens")
-    kv_bits = settings.pop("kv_bits")
+    cache: dict[str, Any] = {
+        "kv_bits": settings.pop("kv_bits"),
+        "kv_limit": kv_limit(size, policy),
+    }
     name = None if draft is None else os.fspath(draft)
     stop = settings["stop"]
     stop = [stop] if isinstance(stop, str) else stop
@@ -150,11 +163,11 @@ def generate(
         if stream:
             raise UserError("stream works with one prompt, not with a list")
         prompts = [_encode(loaded, each, settings) for each in prompt]
-        generator = loaded.generator(name, count, kv_bits=kv_bits)
+        generator = loaded.generator(name, count, **cache)
         requests = [generator.request(tokens, **wanted) for tokens in prompts]
         return list(generator.generate_all(requests, stop=stop))
     tokens = _encode(loaded, prompt, settings)
-    generator = loaded.generator(name, count, kv_bits=kv_bits)
+    generator = loaded.generator(name, count, **cache)
     if stream:
         return generator.stream(tokens, stop=stop, **wanted)
     return generator.generate(tokens, stop=stop, **wanted)

@@ -114,8 +114,9 @@ def quantize(
         output: the run directory; None = exports/ and the model's name with a hash of
             all settings, so that the same call finds its result again.
         seed: as in a recipe.
-        keys: those of a quantize stage: bits, group_size, ... (docs/recipes.md). The
-            `method` is "gptq" with the effort "fast" by default.
+        keys: those of a quantize stage: method ("rtn", "gptq", "awq"), bits,
+            group_size, ... (docs/recipes.md). Without a method, it is "gptq" with the
+            effort "fast".
 
     Returns:
         The run; `model_path` is the quantized model.

@@ -11,6 +11,7 @@ from .. import cpu
 from ..convert.importers import load_model
 from ..files.atomic import MANIFEST
 from ..generation.generator import Generator
+from ..generation.kv_cache.eviction import KVLimit
 from ..generation.speculative.draft_length import DraftLengthController
 from ..generation.speculative.factory import proposer_factory
 from ..models.checkpoint import model_folder
@@ -52,7 +53,7 @@ class Model:
         self.path: Path = loaded.path
         self.adapter, self.draft = adapter, draft
         self._trust_remote_code = trust_remote_code
-        self._generators: dict[tuple[str | int | None, ...], Generator] = {}
+        self._generators: dict[tuple[str | int | KVLimit | None, ...], Generator] = {}
 
     def generator(
         self,
@@ -60,6 +61,7 @@ class Model:
         num_draft_tokens: int | None = None,
         *,
         kv_bits: int | None = None,
+        kv_limit: KVLimit | None = None,
     ) -> Generator:
         """The engine behind `lmx.generate`, kept for the next call.
 
@@ -68,11 +70,12 @@ class Model:
             num_draft_tokens: draft tokens per step; None = adapted to the speed-up.
             kv_bits: 2 to 6 or 8 = quantize the KV cache, 16 = not; None = as
                 config.json says.
+            kv_limit: see `CacheState`.
 
         Raises:
             UserError: the draft model does not load, or has another tokenizer.
         """
-        key = draft or self.draft, num_draft_tokens, kv_bits
+        key = draft or self.draft, num_draft_tokens, kv_bits, kv_limit
         if key not in self._generators:
             self._generators[key] = make_generator(
                 self.loaded,
@@ -80,6 +83,7 @@ class Model:
                 num_draft_tokens,
                 trust_remote_code=self._trust_remote_code,
                 kv_bits=kv_bits,
+                kv_limit=kv_limit,
             )
         return self._generators[key]
 

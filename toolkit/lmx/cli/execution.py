@@ -54,7 +54,10 @@ OPTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "data.train",
             "calibration data: file, folder or Hub id; default: built-in text",
         ),
-        "--method": ("stages.quantize.method", "rtn or gptq; default: gptq, fast"),
+        "--method": (
+            "stages.quantize.method",
+            "rtn, gptq or awq; default: gptq with the effort fast",
+        ),
         "--bits": ("stages.quantize.bits", "bits per weight"),
         "--group-size": ("stages.quantize.group_size", "weights per scale"),
         "--seed": ("seed", "random seed"),

@@ -10,12 +10,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ..config.quant_spec import KV_CACHE_BITS
 from ..config.text_files import read_text
 from ..errors import INTERRUPTED, UserError
 from ..generation.prompt import utf8_text
 from ..run import terminal
-from .options import OneValue, add_draft_arguments, draft_argument_faults, refuse
+from .options import (
+    OneValue,
+    add_draft_arguments,
+    add_kv_arguments,
+    draft_argument_faults,
+    kv_argument_faults,
+    refuse,
+)
 from .tensor_parallel import (
     add_tensor_parallel_argument,
     follow,
@@ -84,13 +90,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapter-path", action=OneValue, metavar="FOLDER", help=adapter)
     add_draft_arguments(parser)
     add_tensor_parallel_argument(parser)
-    add(
-        "--kv-bits",
-        type=int,
-        choices=KV_CACHE_BITS,
-        help="quantize the KV cache; 16 = not. Default: the bits by layer that a "
-        "quantize stage with kv_cache wrote, else 16",
-    )
+    add_kv_arguments(parser)
     add("--save-prompt-cache", **folder, help="save the KV cache at the end")
     add("--prompt-cache-file", **folder, help="continue from a saved KV cache")
     add("--json", **switch, help="print one JSON object instead of text")
@@ -132,6 +132,7 @@ def generate(args: argparse.Namespace) -> int:
                 args.check_parity and (args.json_schema or args.regex)
             ),
             **draft_argument_faults(args),
+            **kv_argument_faults(args),
         }
     )
     ranks = join_processes(
@@ -157,6 +158,7 @@ def _standard_input() -> Iterator[TextIO]:
 
 def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
     from ..api.model import make_generator
+    from ..generation.kv_cache.eviction import kv_limit
     from ..generation.kv_cache.prefix import PrefixCache
     from ..generation.sampling import Sampling
     from .batch_file import answer_records, parse_requests
@@ -182,6 +184,7 @@ def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
         args.num_draft_tokens,
         trust_remote_code=args.trust_remote_code,
         kv_bits=args.kv_bits,
+        kv_limit=kv_limit(args.max_kv_size, args.kv_policy),
         ranks=ranks,
         prefix_cache=PrefixCache() if reuses else None,
     )

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from ..config.draft import MAX_DRAFT_TOKENS
+from ..config.quant_spec import KV_CACHE_BITS, KV_POLICIES, MIN_KV_SIZE
 from ..errors import UserError
 
 
@@ -28,6 +29,42 @@ def add_draft_arguments(
     if check_parity:
         about = "compare with standard greedy decoding and report mismatches"
         add("--check-parity", action="store_true", help=about)
+
+
+def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the KV cache."""
+    add = parser.add_argument
+    add(
+        "--kv-bits",
+        type=int,
+        choices=KV_CACHE_BITS,
+        help="quantize the KV cache; 16 = not. Default: the bits by layer that a "
+        "quantize stage with kv_cache wrote, else 16",
+    )
+    add(
+        "--max-kv-size",
+        type=int,
+        metavar="N",
+        help="keep keys and values of at most N tokens of a request, in layers with "
+        "full attention",
+    )
+    add(
+        "--kv-policy",
+        choices=KV_POLICIES,
+        help="which: window (default) = the first 4 and the last ones; snapkv = those "
+        "that the end of the prompt attends to most",
+    )
+
+
+def kv_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
+    """Messages about the arguments of `add_kv_arguments`, and whether they apply."""
+    size = args.max_kv_size
+    return {
+        "--kv-policy needs --max-kv-size": size is None and args.kv_policy is not None,
+        f"--max-kv-size must be {MIN_KV_SIZE} or more, got {size}": (
+            size is not None and size < MIN_KV_SIZE
+        ),
+    }
 
 
 class OneValue(argparse.Action):

@@ -5,9 +5,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.quant_spec import KV_CACHE_BITS
 from ..errors import UserError
-from .options import add_draft_arguments, draft_argument_faults, refuse
+from .options import (
+    add_draft_arguments,
+    add_kv_arguments,
+    draft_argument_faults,
+    kv_argument_faults,
+    refuse,
+)
 from .tensor_parallel import (
     add_tensor_parallel_argument,
     follow,
@@ -45,12 +50,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allow-adapter-loading", **switch, help=about)
     add_draft_arguments(parser, check_parity=False)
     add_tensor_parallel_argument(parser)
-    add(
-        "--kv-bits",
-        type=int,
-        choices=KV_CACHE_BITS,
-        help="quantize the KV cache; 16 = not. Default: as config.json says",
-    )
+    add_kv_arguments(parser)
     add(
         "--kv-memory",
         type=float,
@@ -136,6 +136,7 @@ def serve(args: argparse.Namespace) -> int:
             # As of a variable that is not set: the server would be open to everyone.
             "--api-key is empty": args.api_key == "",
             **draft_argument_faults(args),
+            **kv_argument_faults(args),
         }
     )
     try:
@@ -179,6 +180,7 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     """The model, on the thread that calls it; for other ranks, what follows rank 0."""
     from ..api.model import make_generator
     from ..convert.importers import load_model
+    from ..generation.kv_cache.eviction import kv_limit
     from ..generation.kv_cache.prefix import PrefixCache
     from ..generation.sampling import Sampling, sampling_defaults
     from ..generation.sequence import GenerationRequest
@@ -194,12 +196,13 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
         args.num_draft_tokens,
         trust_remote_code=args.trust_remote_code,
         kv_bits=args.kv_bits,
+        kv_limit=kv_limit(args.max_kv_size, args.kv_policy),
         ranks=ranks,
         prefix_cache=PrefixCache(max_bytes, disk),
         max_batch_size=args.max_batch_size,
         kv_memory=None if memory is None else int(memory * 1e9),
     )
-    # KV bits that the model cannot have are refused now, not with every request.
+    # What the model cannot have is refused now, not with every request.
     generator.engine.new_cache()
 
     def load_adapter(path: str) -> Any:
@@ -220,6 +223,7 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
 def _prefix_disk(args: argparse.Namespace, loaded: "LoadedModel") -> "PrefixDisk":
     """The folder of `--prefix-cache-dir`."""
     from ..files.hashes import key_of
+    from ..generation.kv_cache.eviction import kv_limit
     from ..generation.kv_cache.prefix_disk import PrefixDisk
     from ..generation.kv_cache.sequence import CacheState
     from ..models.checkpoint import weights_digest
@@ -227,7 +231,9 @@ def _prefix_disk(args: argparse.Namespace, loaded: "LoadedModel") -> "PrefixDisk
     from ..models.lora.multi_lora import BASE, multi_lora
     from ..run import terminal
 
-    kinds = CacheState(loaded.model, kv_bits=args.kv_bits or loaded.kv_bits).kinds
+    limit = kv_limit(args.max_kv_size, args.kv_policy)
+    bits = args.kv_bits or loaded.kv_bits
+    kinds = CacheState(loaded.model, kv_bits=bits, kv_limit=limit).kinds
     facts = [weights_digest(loaded.path), kinds, str(stored_dtype(loaded.model))]
     adapters = multi_lora(loaded.model)
 

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .base import ConfigModel
+from .quant_spec import MIN_KV_SIZE, KVPolicy
 
 
 class EvaluationThresholds(ConfigModel):
@@ -55,8 +56,21 @@ class EvaluateConfig(ConfigModel):
     latency_tokens: int | None = Field(None, ge=8, examples=[64])
     """Measure time to first token and decoding rate, with answers of this many tokens.
     None = not measured; `lmx bench` measures them too."""
+    max_kv_size: int | None = Field(None, ge=MIN_KV_SIZE, examples=[512])
+    """Answers and latency: keep the keys and values of at most this many tokens of a
+    request, in layers with full attention. None = all. Perplexity, KL and tasks always
+    have all."""
+    kv_policy: KVPolicy | None = None
+    """Which tokens these are. window (the default): the first 4 and the last ones.
+    snapkv: those that the end of the prompt attends to most."""
     tasks: list[str] = Field([], examples=[["arc_easy", "gsm8k"]])
     """lm-evaluation-harness tasks: task names or .yaml files. Needs `pip install
     lmx-toolkit[eval]`."""
     task_limit: int | None = Field(None, ge=1)
     """Maximum documents per task."""
+
+    @model_validator(mode="after")
+    def _policy_needs_size(self):
+        if self.kv_policy and self.max_kv_size is None:
+            raise ValueError("kv_policy needs max_kv_size")
+        return self

@@ -12,6 +12,10 @@ Mode = Literal["affine", FloatMode, GGUFMode]
 Bits = Literal[2, 3, 4, 5, 6, 8]
 KVCacheBits = Literal[2, 3, 4, 5, 6, 8, 16]
 KV_CACHE_BITS: tuple[int, ...] = get_args(KVCacheBits)
+KVPolicy = Literal["window", "snapkv"]
+KV_POLICIES: tuple[str, ...] = get_args(KVPolicy)
+# The least bound of keys and values: some of them are always kept.
+MIN_KV_SIZE = 64
 GroupSize = Literal[16, 32, 64, 128]
 
 # Group size and bits of MLX's floating-point modes.

@@ -1,4 +1,4 @@
-"""The `quantize` block: calibration, refinement and the methods rtn and gptq."""
+"""The `quantize` block: calibration, refinement and the methods rtn, gptq and awq."""
 
 from typing import Annotated, Any, Literal
 
@@ -216,7 +216,26 @@ class GPTQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
         return value
 
 
+class AWQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
+    """Channels with large inputs are scaled up before the weights are rounded, and
+    down in the layer before; then the range of each group is clipped (AWQ, arXiv
+    2306.00978). Both by the error of outputs on the calibration data. All modes."""
+
+    method: Literal["awq"] = "awq"
+    """Quantization method."""
+    rounding: Literal["rtn", "gptq"] = "rtn"
+    """How the scaled weights are rounded. rtn: to nearest, in clipped ranges. gptq: by
+    GPTQ as with `effort: fast`, which fits the ranges itself."""
+
+    @property
+    def as_gptq(self) -> GPTQConfig:
+        """The rounding as GPTQ's settings; clipping needs no full-precision stream."""
+        keys = self.model_dump(include=PTQConfig.model_fields.keys())
+        compares = self.rounding == "gptq"
+        return GPTQConfig(**keys, effort="fast", asymmetric_calibration=compares)
+
+
 QuantizeConfig = Annotated[
-    Annotated[RTNConfig | GPTQConfig, Field(discriminator="method")],
+    Annotated[RTNConfig | GPTQConfig | AWQConfig, Field(discriminator="method")],
     BeforeValidator(lambda v: {"method": "rtn", **v} if isinstance(v, dict) else v),
 ]

@@ -75,6 +75,7 @@ def check_parity(
     assert not cache.length
     mismatches, sampler, previous = [], None, prompt[-1]
     cache.prefill(mx.array([prompt[:-1]], mx.int32), step_size=PREFILL_STEP_SIZE)
+    cache.end_prompt()
     for position, token in enumerate(completion):
         logits = cache.forward(mx.array([[previous]], mx.int32))[:, -1]
         sampler = sampler or Sampler(sampling, prompt, logits.shape[-1])

@@ -13,8 +13,8 @@ def measure_layers(reference: LoadedModel, quantized: LoadedModel) -> dict[str, 
     Returns:
         `bits` and `group_size` (None = unquantized); `error`, the squared distance of
         the weights from the reference's over the squared weights. It is None if other
-        tensors differ: then scales have moved between layers (SmoothQuant), and weights
-        are not comparable.
+        tensors differ: then scales have moved between layers (SmoothQuant, AWQ), and
+        weights are not comparable.
     """
     before, after = (dict(m.model.named_modules()) for m in (reference, quantized))
     layers = {

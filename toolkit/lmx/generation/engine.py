@@ -17,6 +17,7 @@ from ..errors import UserError, nan_predictions
 from ..models.lora.multi_lora import MultiLoRA
 from .grammar_matcher import allow_only
 from .kv_cache.batch import CacheBatch, OneRow, join, padded
+from .kv_cache.eviction import KVLimit
 from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import KVBits
 from .logprobs import token_logprobs
@@ -39,7 +40,7 @@ class Engine:
 
     Args:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
-        kv_bits: as for `CacheState`.
+        kv_bits, kv_limit: as for `CacheState`.
         options: those of `Scheduler`. `make_proposer` makes a proposer of draft tokens
             for every request from its cache, for speculative decoding. `draft_length`
             chooses the number of draft tokens for one request; batches get their own
@@ -54,8 +55,15 @@ class Engine:
 
     beat_seconds: float | None = None
 
-    def __init__(self, model: Any, *, kv_bits: KVBits = None, **options: Any):
-        self.model, self._facts = model, ModelFacts(model, kv_bits)
+    def __init__(
+        self,
+        model: Any,
+        *,
+        kv_bits: KVBits = None,
+        kv_limit: KVLimit | None = None,
+        **options: Any,
+    ):
+        self.model, self._facts = model, ModelFacts(model, kv_bits, kv_limit)
         self.scheduler = Scheduler(self._facts, **options)
         self.new_cache = self._facts.new_cache
         self.max_batch_size = self.scheduler.max_batch_size
@@ -244,7 +252,7 @@ class Engine:
         if self.prefixes and not sequence.failed:
             length = min(self._rows.lengths[row], len(sequence.tokens))
             state = self._rows.extract(row)
-            if state.trim(state.length - length):
+            if not state.has_selected and state.trim(state.length - length):
                 self.prefixes.insert(sequence.tokens[:length], state)
         if not (last := self.num_running):
             self._rows, self._next_tokens = None, mx.zeros(0, mx.int32)
@@ -276,17 +284,21 @@ class Engine:
         rows = None
         pairs = [*zip(prompts.sequences, prompts.ends, strict=True)]
         for sequence in prompts.sequences:
+            if sequence.emitted and sequence.state.length == sequence.prompt_end:
+                sequence.state.end_prompt()
             rows = join(rows, sequence.state)
         tokens, counts = padded([s.tokens[s.state.length : end] for s, end in pairs])
         rows.forward(tokens, counts if len(counts) > 1 else None)
         for row, (sequence, end) in enumerate(pairs):
             sequence.state = state = rows.extract(row)
             state.evaluate(wait=prompts.waits)
-            if self.prefixes and end in (sequence.matched, len(sequence.tokens) - 1):
+            is_end = end in (sequence.matched, len(sequence.tokens) - 1)
+            if self.prefixes and is_end and not state.has_selected:
                 self.prefixes.insert(sequence.tokens[:end], state)
 
     def _join(self, sequence: RunningSequence) -> None:
         """Add a prefilled request to the batch."""
+        sequence.state.end_prompt()
         self._rows = join(self._rows, sequence.state)
         sequence.state, sequence.launched = None, sequence.emitted
         last = mx.array([sequence.tokens[-1]], mx.int32)

@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
 import mlx.core as mx
@@ -45,7 +46,8 @@ class ParallelEngine(Engine):
         options: those of `Engine`.
     """
 
-    # A rank that waits in a collective takes a whole core, so none waits there long.
+    # A rank that waits in a collective takes a whole core on most backends, so none
+    # waits there long.
     beat_seconds = 0.05
 
     def __init__(
@@ -78,14 +80,16 @@ class ParallelEngine(Engine):
         # not on one of them later. Ranks with different layers agree on what fits.
         cache = self.new_cache()
         memory = available_memory() if kv_memory is None else kv_memory
-        sizes = int(cache.bytes_per_token()), cache.snapshot_bytes
-        of_ranks = ranks.all_gather(
-            mx.array([[memory, prefixes.max_bytes, *sizes]], mx.int64)
+        own = memory, prefixes.max_bytes, cache.snapshot_bytes
+        of_ranks = ranks.gather_objects([*own, *cache.bytes_by_capacity().items()])
+        memories, max_bytes, snapshots = zip(
+            *(each[:3] for each in of_ranks), strict=True
         )
-        self.scheduler.kv_memory, prefixes.max_bytes, *_ = of_ranks.min(axis=0).tolist()
-        *_, self._facts.bytes_per_token, per_snapshot = of_ranks.max(axis=0).tolist()
+        self.scheduler.kv_memory, prefixes.max_bytes = min(memories), min(max_bytes)
+        self._facts.capacities = capacities = [dict(each[3:]) for each in of_ranks]
         if is_divided_by_layers(model):
-            prefixes.sizes = self._facts.bytes_per_token, per_snapshot
+            per_token = max(int(sizes.get(inf, 0)) for sizes in capacities)
+            prefixes.sizes = per_token, max(snapshots)
 
     @property
     def idle(self) -> bool:

@@ -78,8 +78,8 @@ class PrefillGroup:
 
     def takes(self, sequence: RunningSequence) -> bool:
         """Whether the prompt of a request can end in this step."""
-        state = sequence.state
-        is_cut = state is not None and state.length < sequence.matched
+        state, cut = sequence.state, max(sequence.matched, sequence.selected_at)
+        is_cut = state is not None and state.length < cut
         return not is_cut and self._cost([*self.pending, sequence]) <= self.budget
 
     def add(self, sequence: RunningSequence) -> None:

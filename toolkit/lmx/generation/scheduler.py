@@ -1,6 +1,6 @@
 """The scheduler: it decides what a step of the engine does, and runs no model."""
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,15 +100,20 @@ class Scheduler:
         tokens, memory = request.max_length, self.kv_memory or available_memory()
         if tokens < MIN_CHECKED:
             return
-        bytes_per_token = self.facts.bytes_per_token
-        needed = bytes_per_token * tokens
-        if needed <= memory:
+
+        def needed(count: int) -> float:
+            in_prompt = min(count, len(request.prompt))
+            prompt = self.facts.cache_bytes(in_prompt, in_prompt=True)
+            return max(prompt, self.facts.cache_bytes(count))
+
+        if needed(tokens) <= memory:
             return
+        fitting = bisect_right(range(tokens), memory, key=needed) - 1
         raise UserError(
-            f"the KV cache of {tokens:,} tokens takes {needed / 1e9:,.1f} GB, and "
-            f"{memory / 1e9:,.1f} GB of memory are available",
-            hint=f"{int(memory / bytes_per_token):,} tokens fit: lower "
-            "max_tokens, or quantize the cache (kv_bits)",
+            f"the KV cache of {tokens:,} tokens takes {needed(tokens) / 1e9:,.1f} GB, "
+            f"and {memory / 1e9:,.1f} GB of memory are available",
+            hint=f"{max(0, fitting):,} tokens fit: lower max_tokens, or quantize the "
+            "cache (kv_bits), or limit it (max_kv_size)",
             code=WILL_NOT_FIT,
         )
 
@@ -201,9 +206,9 @@ class Scheduler:
             else:
                 start, last = sequence.state.length, len(sequence.tokens) - 1
                 end = min(start + group.budget, last)
-                if start < sequence.matched < end:
-                    # Others begin like this too, so the states after it are stored.
-                    end = sequence.matched
+                # Others begin like this too, so the states after it are stored.
+                for cut in (sequence.matched, sequence.selected_at):
+                    end = cut if start < cut < end else end
                 group.budget -= end - start
                 # Between long chunks, memory is kept small unless other requests run.
                 waits = end - start == size and not self.running
@@ -216,14 +221,16 @@ class Scheduler:
 
     def _fits(self, sequences: Sequence[RunningSequence], headroom: int) -> bool:
         """Whether these have room for so many more tokens each."""
-        lengths = (
-            min(len(s.tokens) + headroom, s.request.max_length) for s in sequences
-        )
+        size, total = self.facts.cache_bytes, 0.0
+        for s in sequences:
+            length = min(len(s.tokens) + headroom, s.request.max_length)
+            prompt = 0 if s in self.running else len(s.request.prompt)
+            total += max(size(length), size(prompt, in_prompt=True))
         # Prompts that wait for others of a higher rank are in memory too.
-        others = (
-            s.state.length for s in self.waiting if s.state and s not in sequences
-        )
-        return self.facts.bytes_per_token * (sum(lengths) + sum(others)) <= self.memory
+        for s in self.waiting:
+            if s.state and s not in sequences:
+                total += size(s.state.length, in_prompt=True)
+        return total <= self.memory
 
     def _has_room(self, starting: Sequence[RunningSequence]) -> bool:
         """Whether the first request that waits can run beside the others."""
@@ -250,9 +257,14 @@ class Scheduler:
                 sequence.request.sampling, sequence.tokens, self.facts.vocab_size
             )
         if sequence.state is None:
+            tokens = sequence.tokens
+            if self.facts.selects:
+                count = self.facts.kv_limit.reusable(len(sequence.request.prompt))
+                tokens = tokens[:count]
+                sequence.selected_at = sequence.prompt_end if sequence.emitted else 0
             if self.prefix_cache:
                 sequence.state, matched = self.prefix_cache.fetch(
-                    sequence.tokens, partial(self.facts.new_cache, sequence.adapter)
+                    tokens, partial(self.facts.new_cache, sequence.adapter)
                 )
                 is_long = matched >= sequence.state.length + MIN_SHARED
                 sequence.matched = matched if is_long else 0
@@ -272,7 +284,9 @@ class Scheduler:
 
     def _share_prompt(self, sequence: RunningSequence) -> None:
         """Copy the cache of a prompt for the next request, if it has the same one."""
-        if not self.waiting or self._make_proposer or self.prefix_cache:
+        # Of a prompt whose queries are observed, they would be missing.
+        has_more = self._make_proposer or self.facts.selects
+        if not self.waiting or has_more or self.prefix_cache:
             return
         other, state = self.waiting[0], sequence.state
         if other.has_prompt_of(sequence) and state.length and other.state is None:

@@ -108,6 +108,8 @@ class RunningSequence:
         state: its cache until it joins the batch.
         matched: tokens that the prefix cache has too, if those are many more than it
             could give; else 0.
+        selected_at: `prompt_end`, if keys are selected there and more tokens have to be
+            processed after it; else 0.
         cached_tokens: tokens of the prompt that the prefix cache gave.
         tokens: of the prompt and the completion so far.
         sampler: None before the first step.
@@ -123,6 +125,7 @@ class RunningSequence:
     adapter: int = BASE
     state: CacheState | None = None
     matched: int = 0
+    selected_at: int = 0
     cached_tokens: int = 0
     proposer: Proposer | None = None
     sampler: Sampler | None = None
@@ -148,6 +151,11 @@ class RunningSequence:
         return self.request.priority, self.order
 
     @property
+    def prompt_end(self) -> int:
+        """Tokens of the prompt but the last one, which is left to decoding."""
+        return len(self.request.prompt) - 1
+
+    @property
     def emitted(self) -> int:
         """Tokens of the completion so far."""
         return len(self.tokens) - len(self.request.prompt)
@@ -159,7 +167,8 @@ class RunningSequence:
 
     def has_prompt_of(self, other: "RunningSequence") -> bool:
         """Whether another request has the same tokens and the same adapter."""
-        return self.tokens == other.tokens and self.adapter == other.adapter
+        is_alike = self.tokens == other.tokens and self.adapter == other.adapter
+        return is_alike and self.prompt_end == other.prompt_end
 
     def close(self) -> None:
         """Free what it holds but its tokens, from which it can go on."""

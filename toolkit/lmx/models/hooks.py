@@ -65,6 +65,12 @@ class ModuleProxy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
+    def __getitem__(self, name: str) -> Any:
+        return self._module[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._module[name] = value
+
     # Some models use `isinstance` on a block to choose its mask.
     @property
     def __class__(self) -> type:

@@ -41,10 +41,12 @@ class Grid:
         """Some of the rows."""
         return replace(self, **{k: v[rows] for k, v in self.arrays.items()})
 
-    def over(self, other: Self, rows: mx.array) -> Self:
-        """This grid in the rows that are True, `other` elsewhere."""
-        pairs = ((k, v, getattr(other, k)) for k, v in self.arrays.items())
-        merged = {k: mx.where(rows[:, None], a, b) for k, a, b in pairs}
+    def over(self, other: Self, parts: mx.array) -> Self:
+        """This grid where the parts [N, M] of rows are True, `other` elsewhere."""
+        merged = {}
+        for name, value in self.arrays.items():
+            mask = mx.repeat(parts, value.shape[1] // parts.shape[1], axis=1)
+            merged[name] = mx.where(mask, value, getattr(other, name))
         return replace(self, **merged)
 
 

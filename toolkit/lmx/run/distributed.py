@@ -2,9 +2,12 @@
 
 import atexit
 import fcntl
+import os
 import socket
+import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -30,6 +33,8 @@ PACKAGES = ("lmx-toolkit", "mlx", "mlx-lm")
 BACKENDS = ("[ring]", "[jaccl]", "[nccl]", "[mpi]")
 # The backend may notice a lost connection before the watchdog does.
 NOTICE_SECONDS = 5.0
+# Longest wait of a thread of the ring backend in the kernel, in microseconds.
+RING_WAIT = 2000
 
 
 class ProcessGroup(Communicator):
@@ -123,8 +128,8 @@ def alone(
 ) -> Result | None:
     """The result of `work` on the workers, while the other ranks sleep.
 
-    A rank that waits in a collective keeps a core busy. A file lock does not, and a
-    worker that dies releases it. Ranks on other machines wait as usual.
+    A rank that waits in a collective keeps a core busy on most backends. A file lock
+    does not, and a worker that dies releases it. Ranks on other machines wait as usual.
 
     Args:
         is_worker: whether this rank works; the others get None.
@@ -161,7 +166,7 @@ def join() -> Communicator:
     message = f"not all processes have connected within {seconds} s"
     try:
         with watchdog.killed_after(seconds, message):
-            group = mx.distributed.init(strict=True)
+            group = _connect()
     except RuntimeError as error:
         raise UserError(
             f"cannot connect the processes with {launcher.backend()}: {error}",
@@ -182,6 +187,35 @@ def join() -> Communicator:
             hint="install the same versions on all machines",
         )
     return ranks
+
+
+def _connect() -> mx.distributed.Group:
+    """MLX's group; on Linux the threads of the ring backend wait in the kernel.
+
+    They ask non-blocking sockets for data without a pause, so that a rank that waits
+    takes the cores of those that work. A blocking socket with a time limit ends its
+    calls with the same error, EAGAIN, when the time is over.
+    """
+    before = _sockets()
+    group = mx.distributed.init(strict=True)
+    limit = struct.pack("ll", 0, RING_WAIT)
+    made = _sockets().items() - before.items()
+    for _, number in made if launcher.backend() == "ring" else ():
+        with socket.socket(fileno=os.dup(number)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            connection.setblocking(True)
+    return group
+
+
+def _sockets() -> dict[str, int]:
+    """The sockets of this process on Linux, and their file descriptors."""
+    found, folder = {}, Path("/proc/self/fd")
+    for file in folder.iterdir() if sys.platform == "linux" else ():
+        # The descriptor of the folder itself is closed by now.
+        with suppress(OSError):
+            found[os.readlink(file)] = int(file.name)
+    return {name: n for name, n in found.items() if name.startswith("socket:")}
 
 
 def _buckets(values: list[mx.array]) -> Iterator[list[mx.array]]:

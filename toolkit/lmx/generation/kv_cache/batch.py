@@ -261,7 +261,8 @@ class CacheBatch:
         if kind == "ArraysCache":
             layer = RecurrentRows(cache)
         elif isinstance(cache, AttentionRows):
-            layer = AttentionRows(self._rows, cache.codec, cache.max_size)
+            keep = cache.keep
+            layer = AttentionRows(self._rows, cache.codec, cache.max_size, keep=keep)
         else:
             raise UserError(f"a {kind} holds one sequence only")
         self._layers.append(layer)
@@ -321,9 +322,10 @@ def takes_padding(model: Any) -> bool:
 def max_padded_width(state: CacheState) -> int:
     """The most tokens of a row in a pass with padding, beside others of this kind.
 
-    The ring of a window takes no more at once.
+    The ring of a window takes no more at once. Queries are observed of one row.
     """
-    if not takes_padding(state.model):
+    is_observed = state.kv_limit and state.kv_limit.selects
+    if is_observed or not takes_padding(state.model):
         return 0
     sizes = [getattr(leaf, "max_size", inf) for leaf in state.layer_caches]
     has_window = min(sizes, default=inf) < inf

@@ -26,6 +26,10 @@ class Codec(Protocol):
         """The keys and values that mlx-lm's attention takes, from such arrays."""
         ...
 
+    def keys(self, parts: Sequence[mx.array]) -> mx.array:
+        """The keys [B, H, N, D] in such arrays."""
+        ...
+
     def name(self, kind: str) -> str:
         """The name of a kind of cache with this codec."""
         ...
@@ -45,6 +49,10 @@ class PlainCodec:
     def decode(self, parts: Sequence[mx.array]) -> tuple:
         """Keys and values."""
         return parts[0], parts[1]
+
+    def keys(self, parts: Sequence[mx.array]) -> mx.array:
+        """The keys."""
+        return parts[0]
 
     def name(self, kind: str) -> str:
         """The kind as it is."""

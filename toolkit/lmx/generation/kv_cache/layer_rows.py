@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from .codec import PLAIN_CODEC, Codec
+from .eviction import ObservedQueries
 from .length_classes import ByClass, by_class
 
 STEP = 16
@@ -110,10 +111,13 @@ class AttentionRows:
         lengths: shared by all layers, which have its rows.
         codec: how keys and values are stored.
         max_size: window size: the positions a token attends to, with itself; inf = all.
+        keep: first positions that stay in the window (attention sinks, arXiv
+            2309.17453). They have the first slots, and the ring has the others.
         step: positions by which the buffers grow at least.
 
     Attributes:
-        first: the first position that is stored, if there is one row.
+        first: the first position that is stored, if there is one row; `keep` aside.
+        observed: the queries that choose what is kept of a prompt; see `eviction`.
     """
 
     is_recurrent = False
@@ -124,16 +128,18 @@ class AttentionRows:
         codec: Codec = PLAIN_CODEC,
         max_size: float = inf,
         *,
+        keep: int = 0,
         step: int = STEP,
     ):
-        self.lengths, self.codec, self.max_size = lengths, codec, max_size
+        self.lengths, self.codec = lengths, codec
         if codec.bits:  # mlx-lm's attention looks for both
             self.bits, self.group_size = codec.bits, codec.group_size
         # By class: all arrays of the keys, then those of the values.
         self.buffers: list[list[mx.array]] = [[] for _ in lengths.sizes]
         self.first = 0
+        self.observed: ObservedQueries | None = None
         self._rows = [*lengths.sizes]
-        self._size = max_size + WINDOW_SLACK  # the largest capacity
+        self._set_window(max_size, keep)
         self._step = step
         # The positions that this pass has written, and the lengths before it.
         self._count, self._before = 0, lengths.all
@@ -143,7 +149,10 @@ class AttentionRows:
     @property
     def name(self) -> str:
         """The kind of the cache. Entries of another kind mean other keys and values."""
-        return self.codec.name("KVCache" if self.max_size == inf else "WindowCache")
+        kind = "KVCache" if self.max_size == inf else "WindowCache"
+        if self.keep:  # that is of the user, and not of the model
+            kind += f" of {self.max_size} positions"
+        return self.codec.name(kind)
 
     @property
     def offset(self) -> int | mx.array:
@@ -163,9 +172,14 @@ class AttentionRows:
         return sum(buffer.nbytes for parts in self.buffers for buffer in parts)
 
     @property
-    def state(self) -> list[list[mx.array]]:
+    def position_bytes(self) -> float:
+        """Bytes of a position of a row, when something is stored."""
+        return sum(p.nbytes / (p.shape[0] * p.shape[2]) for p in self._only())
+
+    @property
+    def state(self) -> list:
         """All arrays."""
-        return self.buffers
+        return [*self.buffers, [self.observed and self.observed.queries]]
 
     @property
     def keys(self) -> mx.array:
@@ -249,17 +263,37 @@ class AttentionRows:
     # One row
 
     def entries(self, start: int, end: int) -> list[mx.array]:
-        """Copies of the stored positions of the only row, [1, H, n, ...] each."""
+        """Copies of stored positions of the only row, [1, H, n, ...] each.
+
+        Those before `start` that stay in the window come first.
+        """
         # Not slices: those share the buffers, and keep them in memory.
-        slots = mx.arange(start, end)
-        slots = slots % self._size if end > self._size else slots
+        slots = self._slots(self._from(start, end), end)
         return [mx.take(part, slots, axis=2) for part in self._only()]
 
     def restore(self, entries: Sequence[mx.array], first: int, length: int) -> None:
-        """Fill the only row, which is empty, with entries from a position on."""
+        """Fill the only row, which is empty, with `entries(first, length)`."""
         self.first = first
         self._reserve(0, entries, length)
         self._write_entries(entries, first, length)
+
+    def become_window(self, max_size: int, keep: int) -> None:
+        """Let the only row, which has all positions, keep those of a window.
+
+        With observed queries, the positions that they attend to most have the places of
+        the last ones. The one with the least attention leaves the window first.
+        """
+        length, parts = self.lengths.all.longest, self._only()
+        self._set_window(max_size, keep)
+        first = self._start(length)
+        kept = self._from(first, length)[None, None]
+        if first and self.observed:
+            keys = self.codec.keys([part[:, :, :length] for part in parts])
+            kept = self.observed.most_attended(keys, kept.size, keep)
+        parts = [mx.take_along_axis(part, kept[..., None], axis=2) for part in parts]
+        self.buffers, self.observed = [[]], None
+        if parts:
+            self.restore(parts, first, length)
 
     def can_trim(self, count: int) -> bool:
         """Whether the only row has a full window without its last `count` tokens."""
@@ -284,7 +318,7 @@ class AttentionRows:
         self._count, self._before = ahead, self.lengths.all
         end = self.lengths.all.longest + ahead
         if end > self._size:
-            self.first = max(self.first, end - self._size)
+            self.first = max(self.first, end - self._ring)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple:
@@ -301,16 +335,16 @@ class AttentionRows:
         self, length: int, window_size: int | None = None, return_array: bool = False
     ) -> "mx.array | str | ByClass | None":
         """Mask of the next `length` tokens over the result of `update_and_fetch`."""
-        window, masks = window_size or self.max_size, []
+        window, masks = window_size or inf, []
         ahead = self._written + length
         for rows in self.lengths.classes:
-            fits = rows.longest + ahead <= window
+            fits = rows.longest + ahead <= min(window, self.max_size)
             # As from mlx-lm, a token that sees all positions has no array either.
             needs_array = return_array and (length > 1 or len(self.lengths.values) > 1)
             if rows.common is not None and fits and not needs_array:
                 masks.append(None if length == 1 else "causal")
             else:
-                masks.append(self._mask(rows, length, inf if fits else window))
+                masks.append(self._mask(rows, length, window))
         return by_class(masks)
 
     def _mask(self, rows: LengthClass, length: int, window: float) -> mx.array:
@@ -318,26 +352,57 @@ class AttentionRows:
         queries = rows.positions(ahead)[:, None, -length:, None]
         start, end = rows.longest + self._written, rows.longest + ahead
         if self._is_long(length):
-            keys = mx.arange(self._start(start), end, dtype=mx.int32)
+            keys = self._from(self._start(start), end)
+            stays = keys < self.keep
         else:
             keys = mx.arange(self._end(rows, ahead), dtype=mx.int32)
+            stays = keys < self.keep
             if end > self._size:
                 # The position that was last written to every slot of the ring.
                 newest = queries[:, :, -1:]
-                keys = newest - (newest - keys) % self._size
+                written = newest - (newest - keys) % self._ring
+                keys = mx.where(stays, keys, written) if self.keep else written
         mask = keys <= queries
-        if window < inf:
-            # Slots of the ring that have no position yet are negative.
-            mask = mask & (keys > mx.maximum(queries - window, -1))
+        if end > self.max_size:
+            # Slots of the ring that have no position yet are less than `keep`.
+            oldest = mx.maximum(queries - self.max_size, -1) + self.keep
+            in_ring = keys > oldest
+            mask = mask & (in_ring | stays if self.keep else in_ring)
+        if end > window and (window < self.max_size or self.keep):
+            mask = mask & (keys > queries - window)  # that of the model
         return mask[0, 0] if len(self.lengths.values) == 1 else mask
 
     def _end(self, rows: LengthClass, count: int) -> int:
         """Positions of the buffers in use after `count` more tokens."""
         return min(rows.longest + count, self._size)
 
+    def _set_window(self, max_size: float, keep: int) -> None:
+        self.max_size, self.keep = max_size, keep
+        self._size = max_size + WINDOW_SLACK  # the largest capacity
+
+    @property
+    def _ring(self) -> float:
+        """Slots of the positions that leave the window."""
+        return self._size - self.keep
+
     def _start(self, length: int) -> int:
-        """The first position that the next token of a row attends to."""
-        return max(0, length - self.max_size + 1)
+        """The first position that the next token of a row attends to, `keep` aside."""
+        start = length - self.max_size + 1
+        return start + self.keep if start > 0 else 0
+
+    def _from(self, start: int, end: int) -> mx.array:
+        """Positions from `start` on, behind those before it that stay; int32."""
+        positions = mx.arange(start, end, dtype=mx.int32)
+        if stay := min(self.keep, start):
+            positions = mx.concatenate([mx.arange(stay, dtype=mx.int32), positions])
+        return positions
+
+    def _slots(self, positions: mx.array, end: int) -> mx.array:
+        """Where positions before `end` are in the buffers."""
+        if end <= self._size:
+            return positions
+        slots = (positions - self.keep) % self._ring + self.keep
+        return mx.where(positions < self.keep, positions, slots) if self.keep else slots
 
     def _write(
         self, rows: LengthClass, buffer: mx.array, new: mx.array, written: int
@@ -346,13 +411,14 @@ class AttentionRows:
         if not new.size:
             return
         count, start = new.shape[2], rows.longest + written
-        is_wrapped = start + count > self._size
-        slot = start % self._size if is_wrapped else start
+        slot = start
+        if start >= self._size:
+            slot = (start - self.keep) % self._ring + self.keep
         if rows.common is not None and slot + count <= self._size:
             buffer[: len(rows.lengths), :, slot : slot + count] = new
             return
-        slots = rows.positions(written + count)[:, written:]
-        slots = slots % self._size if is_wrapped else slots
+        positions = rows.positions(written + count)[:, written:]
+        slots = self._slots(positions, start + count)
         # The indexed axes come first in such an assignment.
         buffer[rows.indices, :, slots] = new.swapaxes(1, 2)
 
@@ -365,21 +431,24 @@ class AttentionRows:
         start = self.lengths.all.longest + written
         assert len(self.lengths.values) == 1, "several rows take few positions"
         self._long, end = [*new], start + new[0].shape[2]
+        first = self._start(start)
         if start:
-            old = self.entries(self._start(start), start)
+            old = self.entries(first, start)
             self._long = [
                 mx.concatenate(pair, axis=2) for pair in zip(old, new, strict=True)
             ]
         self._reserve(0, new, end)
-        count = min(self._long[0].shape[2], self._size)
-        kept = [part[:, :, -count:] for part in self._long]
-        self._write_entries(kept, end - count, end)
+        parts = self._long
+        if (count := parts[0].shape[2]) > self._size:
+            first, kept = end - self._ring, self._from(count - self._ring, count)
+            parts = [mx.take(part, kept, axis=2) for part in parts]
+        self._write_entries(parts, first, end)
 
     def _write_entries(self, parts: Sequence[mx.array], start: int, end: int) -> None:
-        """Write positions of the only row."""
+        """Write the positions `_from(start, end)` of the only row."""
         slots: Any = slice(start, end)
-        if end > self._size:
-            slots = mx.arange(start, end) % self._size
+        if end > self._size or min(self.keep, start):
+            slots = self._slots(self._from(start, end), end)
         for buffer, part in zip(self._only(), parts, strict=True):
             buffer[:, :, slots] = part
 

@@ -45,23 +45,35 @@ def class_for(
 
 
 def replace_attention() -> None:
-    """Let all loaded models of mlx-lm take keys, values and masks by class."""
+    """Let all loaded models of mlx-lm take keys, values and masks by class.
+
+    A cache can also observe the queries; see `eviction.ObservedQueries`.
+    """
     base = sys.modules.get(f"{MLX_LM_MODELS}base")
     original = getattr(base, "scaled_dot_product_attention", None)
     if original is None or original.__module__ == __name__:
         return
 
     def scaled_dot_product_attention(
-        queries: mx.array, keys: Any, values: Any, *args: Any, mask: Any, **options: Any
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        **options: Any,
     ) -> mx.array:
+        options |= {"cache": cache, "scale": scale}
+        if observed := getattr(cache, "observed", None):
+            observed.add(queries, mask, scale, cache.offset)
         if not isinstance(keys, ByClass):
-            return original(queries, keys, values, *args, mask=mask, **options)
+            return original(queries, keys, values, mask=mask, **options)
         outputs, start = [], 0
         for index, (k, v) in enumerate(zip(keys, values, strict=True)):
             end = start + (k if isinstance(k, mx.array) else k[0]).shape[0]
             mine = mask[index] if isinstance(mask, ByClass) else mask
             rows = queries[start:end]
-            outputs.append(original(rows, k, v, *args, mask=mine, **options))
+            outputs.append(original(rows, k, v, mask=mine, **options))
             start = end
         return mx.concatenate(outputs)
 

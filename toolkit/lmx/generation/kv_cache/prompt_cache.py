@@ -180,7 +180,7 @@ def _require_kinds(saved: list[str], kinds: list[str], place: str) -> None:
         f"the layers of the saved prompt cache are {theirs}, and those of the model "
         f"are {ours}",
         place=place,
-        hint="use the KV bits that it was saved with",
+        hint="use the KV bits and the max_kv_size that it was saved with",
     )
 
 
@@ -192,7 +192,8 @@ def _restore(
     nodes = [prefixes.root]
     for node, state in zip(saved.nodes, states, strict=True):
         tokens = np.array(node.tokens, np.int32)
-        new = PrefixNode(tokens, **state, layer_ids=tuple(node.layer_ids))
+        new = PrefixNode(tokens, [], layer_ids=tuple(node.layer_ids))
+        new.state = state
         hidden = [] if new.hidden is None else [new.hidden.shape[1]]
         lengths = [part.shape[2] for part in new.positions] + hidden
         if any(length != len(tokens) for length in lengths):

@@ -161,6 +161,11 @@ class RotatedCodec:
         keys.rotation = self.rotation
         return keys, tuple(parts[3:])
 
+    def keys(self, parts: Sequence[mx.array]) -> mx.array:
+        """Keys [B, H, N, D] as before the rotation, with the error of the codes."""
+        spec = {"group_size": self.group_size, "bits": self.bits}
+        return self.rotation.original_keys(mx.dequantize(*parts[:3], **spec))
+
     def name(self, kind: str) -> str:
         """The name of a kind of cache with this codec."""
         return f"Rotated{kind} of {self.bits} bits, {self.rotation.digest}"

@@ -14,9 +14,12 @@ import mlx.core as mx
 from ...errors import UserError
 from ...models.hooks import forward_with_hidden_states
 from ...models.loader import make_cache
+from ...models.logit_errors import more_than_rounding
 from ...models.lora.multi_lora import BASE, adapter_rows
 from .codec import PLAIN_CODEC, Codec
-from .layer_rows import AttentionRows, RowLengths
+from .eviction import SINKS, KVLimit, ObservedQueries
+from .layer_rows import WINDOW_SLACK, AttentionRows, RowLengths
+from .length_classes import replace_attention
 from .rotation import PLAIN, WINDOW, RotatedCodec, key_rotations
 
 KVBits = int | Sequence[int] | None
@@ -24,6 +27,9 @@ UNQUANTIZED = 16
 """As `kv_bits`: keys and values in the dtype of the model."""
 BUFFER_STEP = 256
 """Positions by which the buffers of one sequence grow."""
+CHECKED_SIZE = 2 * SINKS
+"""Size of the window with which a model is checked."""
+LIMIT_ERRORS = "_limit_errors"
 
 
 class RecordedStates:
@@ -86,6 +92,7 @@ class CacheState:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
         kv_bits: 2, 3, 4, 5, 6 or 8 = quantize keys and values (see `rotation`); 16 or
             None = keep the model's dtype. A sequence has the bits of every layer.
+        kv_limit: of the keys and values in layers with full attention; None = all.
 
     Attributes:
         recorded: hidden states of the processed tokens, for drafters; see
@@ -94,12 +101,18 @@ class CacheState:
             `models.lora.multi_lora`.
 
     Raises:
-        UserError: the keys and values of this model cannot be quantized, or `kv_bits`
-            has another number of layers.
+        UserError: the keys and values of this model cannot be quantized or limited, or
+            `kv_bits` has another number of layers.
     """
 
-    def __init__(self, model: Any, *, kv_bits: KVBits = None):
-        self.model = model
+    def __init__(
+        self, model: Any, *, kv_bits: KVBits = None, kv_limit: KVLimit | None = None
+    ):
+        self.model, self.kv_limit = model, kv_limit
+        if kv_limit:
+            _require_limit(model, kv_limit)
+        # Whether the prompt goes on, which is stored whole to select of it.
+        self._is_in_prompt = bool(kv_limit and kv_limit.selects)
         self._lengths = RowLengths(1)
         self.caches = self._empty_caches()
         self.recorded: RecordedStates | None = None
@@ -136,26 +149,41 @@ class CacheState:
         return bool(self._recurrent())
 
     @property
+    def has_selected(self) -> bool:
+        """Whether keys and values were selected, so that no other request has them."""
+        return not self._is_in_prompt and bool(self.kv_limit and self.kv_limit.selects)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all caches and recorded hidden states."""
         leaves = [leaf for leaf in self.layer_caches if not leaf.empty()]
         recorded = self.recorded.nbytes if self.recorded else 0
         return sum(leaf.nbytes for leaf in leaves) + recorded
 
-    def bytes_per_token(self) -> float:
-        """What every token adds to an empty cache.
+    def bytes_by_capacity(self) -> dict[float, float]:
+        """Bytes of a token in an empty cache, by the tokens that layers have at most.
 
-        Sliding windows and recurrent states are left out: they stop growing.
+        Recurrent states are left out: they do not grow.
         """
         # Only shapes are used, so nothing is computed.
         self.forward(mx.zeros((1, 1), mx.int32))
-        parts = [part for leaf in self._growing() for part in leaf.buffers[0]]
-        return sum(part.nbytes / part.shape[2] for part in parts)
+        sizes: dict[float, float] = {}
+        for leaf in self.layer_caches:
+            if isinstance(leaf, AttentionRows):
+                capacity = leaf.max_size + WINDOW_SLACK
+                sizes[capacity] = sizes.get(capacity, 0) + leaf.position_bytes
+        return sizes
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of the layers of `snapshot`."""
-        return sum(leaf.nbytes for leaf in self._other_caches() if not leaf.empty())
+        """Bytes of the layers of `snapshot` at most, when something is stored."""
+        return sum(
+            int((leaf.max_size + WINDOW_SLACK) * leaf.position_bytes)
+            if isinstance(leaf, AttentionRows)
+            else leaf.nbytes
+            for leaf in self._other_caches()
+            if not leaf.empty()
+        )
 
     def empty_copy(self) -> "CacheState":
         """An empty cache of the same kinds, quantized ones included."""
@@ -192,6 +220,20 @@ class CacheState:
             self.forward(tokens[:, start : start + step_size])
             self.evaluate()
             mx.clear_cache()
+
+    def end_prompt(self) -> None:
+        """Select the keys and values that are kept of a prompt, if the limit does so.
+
+        The tokens so far must have been processed by this cache, or as many of them as
+        `KVLimit.reusable` says. They cannot be removed any more.
+        """
+        if not self._is_in_prompt:
+            return
+        self._is_in_prompt = False
+        for leaf in self._growing():
+            leaf.become_window(self.kv_limit.max_size, SINKS)
+        self.commit()
+        self.evaluate(wait=False)
 
     def record_hidden_states(self, layer_ids: Sequence[int]) -> None:
         """Record the outputs of these blocks for all tokens processed from here on.
@@ -350,7 +392,12 @@ class CacheState:
         kind = type(cache).__name__
         if kind == PLAIN or (kind == WINDOW and not cache.keep):
             size = inf if kind == PLAIN else cache.max_size
-            return AttentionRows(self._lengths, codec, size, step=BUFFER_STEP)
+            rows = AttentionRows(self._lengths, codec, size, step=BUFFER_STEP)
+            if kind == PLAIN and self._is_in_prompt:
+                rows.observed = ObservedQueries()
+            elif kind == PLAIN and self.kv_limit:
+                rows.become_window(self.kv_limit.max_size, SINKS)
+            return rows
         if hasattr(cache, "caches"):
             cache.caches = tuple(self._empty(c, PLAIN_CODEC) for c in cache.caches)
         return cache
@@ -371,6 +418,61 @@ def _bits_of_layers(kv_bits: KVBits, count: int) -> list[int]:
             f"there are KV-cache bits for {len(bits)} layers, and the model has {count}"
         )
     return bits if any(bit != UNQUANTIZED for bit in bits) else []
+
+
+def _require_limit(model: Any, limit: KVLimit) -> None:
+    """Refuse a model whose keys and values cannot be limited.
+
+    Raises:
+        UserError: with the reason.
+    """
+    errors = model.__dict__.get(LIMIT_ERRORS, {})
+    if limit.selects not in errors:
+        errors[limit.selects] = _limit_error(model, selects=limit.selects)
+        object.__setattr__(model, LIMIT_ERRORS, errors)
+    if error := errors[limit.selects]:
+        raise UserError(
+            f"the keys and values of this model cannot be limited: {error}",
+            hint="use the policy window" if limit.selects else "omit max_kv_size",
+        )
+
+
+def _limit_error(model: Any, *, selects: bool) -> str | None:
+    """What of a limit a model does not follow; None = nothing.
+
+    A changed entry outside of a window must not change the logits: some architectures
+    of mlx-lm apply no mask to a single token.
+    """
+    state, tokens = CacheState(model), mx.arange(1, 2 * CHECKED_SIZE + 1)[None]
+    if not (leaves := state._growing()):
+        return "none of its layers has full attention"
+    replace_attention()
+    for leaf in leaves:
+        leaf.observed = ObservedQueries()
+    state.forward(tokens)
+    if selects and not all(leaf.observed.belongs_to(leaf.keys) for leaf in leaves):
+        return "the queries of its attention are not those of its keys (snapkv)"
+    for leaf in leaves:
+        leaf.observed = None
+        leaf.become_window(CHECKED_SIZE, SINKS)
+    state.checkpoint()
+
+    def logits() -> list[mx.array]:
+        found = [state.forward(tokens[:, :count]) for count in (2, 1)]
+        mx.eval(found)
+        state.rollback(3)
+        return found
+
+    try:
+        expected = logits()
+        for change in (100, -200):
+            for buffer in [part for leaf in leaves for part in leaf.buffers[0]]:
+                buffer[:, :, SINKS + 1] += change
+            if any(map(more_than_rounding, logits(), expected)):
+                return "it also attends to tokens outside of a window"
+    except (AttributeError, TypeError, ValueError) as error:
+        return f"a window is not computed: {error}"
+    return None
 
 
 def flatten_caches(caches: Sequence) -> list:

@@ -12,6 +12,7 @@ from ...data.batching import Batch, BucketBatchSampler
 from ...errors import FAILED, UserError
 from ...evaluation import lm_eval
 from ...evaluation.perplexity import eval_batch_tokens
+from ...generation.kv_cache.eviction import kv_limit
 from ...models.loader import LoadedModel
 from ...run.tables import metrics_table
 from ..context import StageContext
@@ -106,11 +107,12 @@ class Evaluator:
         loaded = load()
         load_seconds = time.monotonic() - start
         tensor, kv_memory = context.parallel.tensor, None
+        limit = kv_limit(config.max_kv_size, config.kv_policy)
         if tensor.size > 1:
             # Half of what is left, because another model is loaded beside this one.
             kv_memory = min(tensor.gather_objects(available_memory() // 2))
         batches = self._batches(loaded)
-        reference = first = Measured(name, loaded, batches, None, kv_memory)
+        reference = first = Measured(name, loaded, batches, None, limit, kv_memory)
         self._check_questions(first)
         metrics = context.extensions.metrics
         uncounted = {
@@ -145,7 +147,7 @@ class Evaluator:
             self._measure(first, inputs)
             del first, loaded
             for name, load in others:
-                model = Measured(name, load(), batches, reference, kv_memory)
+                model = Measured(name, load(), batches, reference, limit, kv_memory)
                 bar.advance({"models": 1})
                 self._measure(model, inputs)
                 # Two models are in memory at once.

@@ -16,6 +16,7 @@ from ...evaluation.latency import measure_latency
 from ...evaluation.perplexity import Perplexity, measure_perplexity
 from ...evaluation.weight_error import measure_layers
 from ...generation.generator import Generator
+from ...generation.kv_cache.eviction import KVLimit
 from ...generation.speculative.draft_length import DraftLengthController
 from ...generation.speculative.prompt_lookup import PromptLookupProposer
 from ...models.checkpoint import checkpoint_size
@@ -68,13 +69,15 @@ class Measured:
     """A model, and what the models that refer to it are compared with.
 
     Attributes:
-        kv_memory: see `Generator`. Ranks that hold a model together have the same.
+        kv_limit, kv_memory: see `Engine`. Ranks that hold a model together have the
+            same.
     """
 
     name: str
     loaded: LoadedModel
     batches: list[Batch]
     reference: "Measured | None"
+    kv_limit: KVLimit | None = None
     kv_memory: int | None = None
     perplexity: Perplexity | None = None
     exact_match: ExactMatch | None = None
@@ -83,6 +86,7 @@ class Measured:
         """A generator with the KV-cache bits that the checkpoint names."""
         loaded = self.loaded
         options |= {"kv_bits": loaded.kv_bits, "kv_memory": self.kv_memory}
+        options |= {"kv_limit": self.kv_limit}
         return Generator(loaded.model, loaded.tokenizer, **options)
 
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from ...config.quant_spec import QuantSpec
-from ...config.quantize import TUNING_TOP_K, GPTQConfig, PTQConfig
+from ...config.quantize import TUNING_TOP_K, AWQConfig, PTQConfig
 from ...config.train import chunk_of_many
 from ...models.hooks import find_blocks
 from ..estimate import Estimate, ModelShape, logit_bytes
@@ -65,10 +65,10 @@ def _phases(
     from ...models.loader import make_cache
     from ...quantization.mixed_precision import kv_bits, search
     from ...quantization.ptq import sequential
+    from ...quantization.ptq.channel_scales import channel_scales
     from ...quantization.ptq.gptq import gptq
     from ...quantization.ptq.gptq.solver import MAX_ELEMENTS
     from ...quantization.ptq.output_fisher import num_fisher_tokens
-    from ...quantization.ptq.smoothquant import smoothquant
     from ...training.teacher_cache import logit_positions
     from ...training.teacher_targets import bytes_per_token
     from .refinement import TRAINED_TOKENS_AT_ONCE
@@ -88,11 +88,18 @@ def _phases(
     vocabulary, hidden = max(embeddings, key=prod, default=(0, width))
     # Bytes of the predictions of two models for a token.
     predictions = 4 * PREDICTION_ARRAYS * vocabulary
-    if config.smoothing:
-        # A block in float32, and the hidden states around it.
-        tokens = calibration.num_tokens or smoothquant.NUM_TOKENS
+    is_awq = isinstance(config, AWQConfig)
+    for searches in [False] * bool(config.smoothing) + [True] * is_awq:
+        # Blocks in float32, and the hidden states around one. AWQ compares the outputs
+        # for every power, mostly at four places.
+        most = channel_scales.MAX_TOKENS
+        tokens = min(calibration.num_tokens or most, most)
         block = max(blocks.values(), default=0)
-        yield Phase(4 * 2 * (block + tokens * hidden), forward=tokens)
+        compared = 4 * len(channel_scales.POWERS) * channel_scales.SEARCH_TOKENS
+        yield Phase(
+            4 * 2 * ((1 + searches) * block + tokens * hidden),
+            forward=tokens + searches * compared,
+        )
     if config.mixed_precision:
         held_out = PLANS * search.HELD_OUT_TOKENS
         yield Phase(0, 0, held_out, search.CALIBRATION_TOKENS, GRIDS)
@@ -103,14 +110,12 @@ def _phases(
         tokens = calibration.num_tokens or sequential.default_num_tokens(width)
         # Tokens that go forward and back before the blocks are quantized, and tokens of
         # the full-precision stream.
-        fisher = compared = solves = 0
-        if isinstance(config, GPTQConfig):
-            outputs = [hidden] * config.output_hessian
-            most = min(gptq.GPTQ.max_fisher_tokens, tokens)
-            fisher = num_fisher_tokens([hidden], outputs, most)
-            compared = min(gptq.COMPARED_TOKENS[config.effort], tokens)
-            compared *= config.asymmetric_calibration
-            solves = 1 + config.refine_iters
+        settings = config.as_gptq if is_awq else config
+        outputs = [hidden] * settings.output_hessian
+        most = min(gptq.GPTQ.max_fisher_tokens, tokens)
+        fisher = num_fisher_tokens([hidden], outputs, most)
+        compared = min(gptq.COMPARED_TOKENS[settings.effort], tokens)
+        compared *= settings.asymmetric_calibration
         yield Phase(
             (4 + shape.dtype.size) * max(*blocks.values(), *outer, 0)
             + 4 * SOLVER_ARRAYS * MAX_ELEMENTS
@@ -121,7 +126,7 @@ def _phases(
             # Through the full-precision block, then the quantized one.
             2 * tokens + compared,
             fisher,
-            solves,
+            1 + settings.refine_iters,
         )
     held_out, dense = calibration.num_eval_tokens, 4 * weights
     compared = dense + predictions * logit_positions()

@@ -94,8 +94,11 @@ class QuantizeStage(Stage):
         """
         # Imported here, so that a recipe is checked without the libraries of a run.
         from ...quantization.mixed_precision.search import search_plan
+        from ...quantization.ptq.channel_scales.channel_scales import (
+            ChannelScales,
+            smooth,
+        )
         from ...quantization.ptq.methods import METHODS
-        from ...quantization.ptq.smoothquant.smoothquant import Smoothing, smooth
         from .refinement import PostQuantRefinement, quantize_kv_cache
 
         config, ranks = self.config, context.ranks
@@ -110,10 +113,11 @@ class QuantizeStage(Stage):
             del model
             task = replace(task, specs=selection.specs)
             facts["mixed_precision"] = result
-        smoothing = smooth(task, config) if config.smoothing else Smoothing([])
+        smoothing = smooth(task, config) if config.smoothing else ChannelScales([])
         # Without names for the method and the models, which are freed.
-        tensors = METHODS[config.method](config, smoothing.context(task)).quantize()
-        tensors |= smoothing.unquantized(task)
+        tensors = smoothing.unquantized(task)
+        # AWQ scales some of these once more.
+        tensors |= METHODS[config.method](config, smoothing.context(task)).quantize()
         measured = {}
         if self._refines:
             tensors, measured = PostQuantRefinement(

@@ -80,6 +80,7 @@ class PTQMethod(ABC):
         weighs_outputs: estimate the Fisher information of layer outputs.
         max_compared_tokens: of the full-precision stream, if only cross moments need
             it.
+        columns_at_once: columns of a row that are fitted together. None = all of them.
         max_fisher_tokens: with a forward and backward pass before the blocks, if all
             calibration tokens count alike.
     """
@@ -87,6 +88,7 @@ class PTQMethod(ABC):
     needs_cross_moments = False
     weighs_embeddings = False
     weighs_outputs = False
+    columns_at_once: int | None = None
     max_compared_tokens = 1 << 12
     max_fisher_tokens = 1 << 12
 

@@ -4,6 +4,7 @@ import mlx.core as mx
 
 from ...config.quantize import RTNConfig
 from ..packing import pack
+from .awq import AWQ
 from .base import PTQContext
 from .gptq.gptq import GPTQ
 
@@ -28,4 +29,4 @@ class RTN:
 
 
 # Called with the method's config and a `PTQContext`; `quantize()` returns the tensors.
-METHODS = {"rtn": RTN, "gptq": GPTQ}
+METHODS = {"rtn": RTN, "gptq": GPTQ, "awq": AWQ}

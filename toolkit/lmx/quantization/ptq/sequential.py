@@ -124,13 +124,13 @@ class SequentialPipeline:
         config, context = method.config, method.context
         modules = dict(context.model.named_modules())
         width = max(modules[path].weight.shape[-1] for path in context.specs)
-        recommended = TOKENS_PER_COLUMN * width
+        recommended = TOKENS_PER_COLUMN * min(width, method.columns_at_once or width)
         num_tokens = config.calibration.num_tokens or default_num_tokens(width)
         windows = context.windows(num_tokens)
         if windows.size < recommended:
             context.logger.warning(
                 f"calibration has {windows.size:,} tokens; at least {recommended:,} "
-                f"are recommended for layers of width {width}"
+                "are recommended for this model and method"
             )
         key = hashlib.sha256(windows.tokens.tobytes() + windows.counted.tobytes())
         key.update(config.model_dump_json().encode())

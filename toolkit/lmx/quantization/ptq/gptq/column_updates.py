@@ -174,7 +174,7 @@ class BestGridTracker:
             self.grid, self.errors, self.descent = grid, errors, descent
         else:
             is_better = errors < self.errors
-            self.grid = grid.over(self.grid, is_better)
+            self.grid = grid.over(self.grid, is_better[:, None])
             self.errors = mx.minimum(errors, self.errors)
             self.descent = mx.where(is_better[:, None], descent, self.descent)
         mx.eval(errors, self.errors, self.descent, vars(self.grid))

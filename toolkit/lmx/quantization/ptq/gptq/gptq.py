@@ -19,6 +19,7 @@ from ..base import PTQContext, PTQMethod, QuantizedTensor
 from ..hessian import Hessian, damped
 from ..input_statistics import InputStatistics, OutputError
 from ..sequential import SequentialPipeline
+from .column_updates import BestGridTracker
 from .solver import LayerProblem, QuantizedLayer, solve_layers
 
 # `max_compared_tokens` of `PTQMethod` by effort.
@@ -32,6 +33,8 @@ class GPTQ(PTQMethod):
     """
 
     weighs_embeddings = True
+    # See `solve_layers`.
+    solve_rows: Callable[..., BestGridTracker] | None = None
 
     def __init__(self, config: GPTQConfig, context: PTQContext):
         super().__init__(config, context)
@@ -87,6 +90,7 @@ class GPTQ(PTQMethod):
                 context.dtype,
                 refine_iters=self.config.refine_iters,
                 ranks=context.ranks,
+                solve=self.solve_rows,
             )
             for path, layer in layers.items():
                 self._log_errors(path, layer, errors.get(path))
@@ -223,6 +227,7 @@ class GPTQ(PTQMethod):
             dtype,
             refine_iters=self.config.refine_iters,
             ranks=ranks,
+            solve=self.solve_rows,
         )[path]
         self._log_errors(name, layer)
         return replace(layer, tensors=layer.tensors | fixed)

@@ -17,7 +17,7 @@ targets of later sets, as the error of a column shifts later columns in GPTQ.
 Several processes divide the rows of every set.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -83,6 +83,7 @@ def solve_layers(
     *,
     refine_iters: int = 3,
     ranks: Communicator = SINGLE_PROCESS,
+    solve: Callable[..., BestGridTracker] | None = None,
 ) -> dict[str, QuantizedLayer]:
     """Quantize the weights of layers that share their input.
 
@@ -91,10 +92,11 @@ def solve_layers(
         dtype: dtype that scales and biases are stored in.
         refine_iters: rounds of refit and coordinate descent after GPTQ.
         ranks: the processes that divide the rows; all have the same layers.
+        solve: solves rows, as `solve_rows` does. None = by GPTQ on the grid of `spec`.
     """
-    if spec.is_gguf:
+    if solve is None and spec.is_gguf:
         solve = solve_gguf_rows
-    else:
+    elif solve is None:
         solve = solve_rows if spec.mode == "affine" else solve_float_rows
     num_sets = _num_sets(layers, ranks.size)
     solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}

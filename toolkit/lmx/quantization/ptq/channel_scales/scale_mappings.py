@@ -2,8 +2,8 @@
 
 The outputs of a norm or a linear layer are divided by the scale, and the columns of the
 layers that it feeds are multiplied by it. So the block computes the same output.
-SmoothQuant uses such scales. There is no table of layer names: `find_mappings` tries
-out where this holds.
+SmoothQuant and AWQ use such scales. There is no table of layer names: `find_mappings`
+tries out where this holds.
 """
 
 from collections.abc import Callable
@@ -31,6 +31,10 @@ class ScaleMapping:
         width: number of scaled channels.
         start: index of the first one among the producer's outputs.
         offset: constant that the block adds to the producer's weight.
+        repeats: columns that each channel feeds. Query heads that share their values
+            lie side by side.
+        head: channels of a head, if they are repeated.
+        experts: experts of a mixture, each with its own scale. 0 = one scale.
     """
 
     producer: str
@@ -38,16 +42,44 @@ class ScaleMapping:
     width: int
     start: int = 0
     offset: int = 0
+    repeats: int = 1
+    head: int = 1
+    experts: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the scale."""
+        return (self.experts, self.width) if self.experts else (self.width,)
+
+    def columns(self, scale: mx.array) -> mx.array:
+        """The scales [..., K] of the consumers' columns."""
+        if self.repeats == 1:
+            return scale
+        return mx.repeat(scale.reshape(-1, self.head), self.repeats, axis=0).reshape(-1)
+
+    def channels(self, values: mx.array) -> mx.array:
+        """Means of the values of columns [..., K] over those of each channel."""
+        if self.repeats == 1:
+            return values
+        return values.reshape(-1, self.repeats, self.head).mean(axis=1).reshape(-1)
+
+    def divided(self, inputs: Weights, scale: mx.array) -> Weights:
+        """Magnitudes of the consumers' inputs behind the scale."""
+        columns = self.columns(scale)
+        return {path: inputs[path] / columns for path in self.consumers}
 
     def apply(self, weights: Weights, scale: mx.array) -> Weights:
-        """The parameters that change with a positive scale [width]."""
+        """The parameters that change with a positive scale of this `shape`."""
         name = f"{self.producer}.weight"
         names = [f"{path}.weight" for path in self.consumers]
-        changed = {name: weights[name] * scale for name in names}
+        columns = self.columns(scale)
+        columns = columns[:, None] if self.experts else columns
+        changed = {name: weights[name] * columns for name in names}
         weight = weights[name]
         outputs = weight.shape[0] if weight.ndim == 1 else weight.shape[-2]
         after = outputs - self.start - self.width
-        factors = mx.pad(1 / scale, (self.start, after), constant_values=1)
+        padding = [(0, 0)] * (scale.ndim - 1) + [(self.start, after)]
+        factors = mx.pad(1 / scale, padding, constant_values=1)
         if weight.ndim == 1:
             changed[name] = (weight + self.offset) * factors - self.offset
         else:
@@ -121,13 +153,9 @@ class _MappingFinder:
                 candidates.append(ScaleMapping(path, (), weight.size))
                 candidates.append(ScaleMapping(path, (), weight.size, offset=1))
             elif weight.ndim == 2:
-                outputs = len(weight)
-                # In a fused layer, the values come last.
-                candidates += [
-                    ScaleMapping(path, (), width, outputs - width)
-                    for width in self.widths
-                    if outputs % width == 0
-                ]
+                candidates += _of_linear_layer(path, len(weight), self.widths)
+            elif weight.ndim == 3 and (width := weight.shape[1]) in self.widths:
+                candidates.append(ScaleMapping(path, (), width, experts=len(weight)))
         mappings: dict[tuple, ScaleMapping] = {}
         for candidate in candidates:
             place = candidate.producer, candidate.start, candidate.width
@@ -167,10 +195,15 @@ class _MappingFinder:
         before, after = self.original.rows.get(path), captured.rows.get(path)
         if before is None or after is None or before.shape != after.shape:
             return False
+        columns = mapping.columns(scale)
+        if mapping.experts:
+            if path not in captured.experts:
+                return False
+            columns = columns[captured.experts[path]]
         # A layer may be used transposed, too.
-        if {before.shape[-1], self._columns(path)} != {mapping.width}:
+        if {before.shape[-1], self._columns(path)} != {columns.shape[-1]}:
             return False
-        return _is_near(after * scale, before, mx.linalg.norm(before))
+        return _is_near(after * columns, before, mx.linalg.norm(before))
 
     def _columns(self, path: str) -> int:
         return self.weights[f"{path}.weight"].shape[-1]
@@ -190,6 +223,25 @@ class _MappingFinder:
         return _is_near(output, self.output, added)
 
 
+def _of_linear_layer(path: str, outputs: int, widths: set[int]) -> list[ScaleMapping]:
+    """Candidates for a layer that feeds a layer of one of these widths."""
+    candidates = []
+    for width in widths:
+        # In a fused layer, the values come last.
+        if outputs % width == 0:
+            candidates.append(ScaleMapping(path, (), width, outputs - width))
+        # Values that heads share: alone, or behind all queries and as many keys.
+        for channels in (outputs, (outputs - width) // 2):
+            if 0 < channels < width and width % channels == 0:
+                shared = ScaleMapping(path, (), channels, outputs - channels)
+                candidates += [
+                    replace(shared, repeats=width // channels, head=head)
+                    for head in range(channels, 0, -1)
+                    if channels % head == 0
+                ]
+    return candidates
+
+
 def _multiplies(module: nn.Module) -> bool:
     """Whether a module multiplies its input by a weight, as layers and routers do."""
     is_leaf = "weight" in module and not module.children()
@@ -206,5 +258,5 @@ def _is_near(value: mx.array, other: mx.array, norm: mx.array) -> bool:
 def _probe_scale(mapping: ScaleMapping) -> mx.array:
     """Powers of two other than 1, which every floating-point dtype represents."""
     key = mx.random.key(mapping.width)
-    indices = mx.random.randint(0, 4, (mapping.width,), key=key)
+    indices = mx.random.randint(0, 4, mapping.shape, key=key)
     return mx.array([0.25, 0.5, 2.0, 4.0])[indices]

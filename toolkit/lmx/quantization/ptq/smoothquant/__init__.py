@@ -1,1 +1,0 @@
-"""SmoothQuant, and the layers between which it moves scales."""
