@@ -74,4 +74,17 @@ def test_expected_tokens_match_closed_form():
 
 
 def test_controller_keeps_fixed_length():
-    assert DraftLengthController(fixed=5).next_length() == 5
+    controller = DraftLengthController(fixed=5)
+    assert simulate(controller, VERY_STEEP, 0.1, 0.0) > 4
+    assert controller.next_length() == 5
+
+
+@pytest.mark.parametrize(("costs", "rate"), [(STEEP, 0.05), (VERY_STEEP, 0.5)])
+def test_a_fixed_length_in_a_batch_rests_where_it_does_not_pay(costs, rate):
+    controller = DraftLengthController(fixed=8).like()
+    assert controller.next_length() == 8
+    assert simulate(controller, costs, 0.1, rate, tokens=20_000) < 1.06
+    # It goes on where it pays.
+    controller = DraftLengthController(fixed=4).like()
+    simulate(controller, FLAT, 0.05, 0.9, tokens=5000)
+    assert controller.next_length() == 4

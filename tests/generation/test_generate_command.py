@@ -310,6 +310,17 @@ def test_requests_of_a_file_have_grammars_of_their_own(run_folder, capsys, tmp_p
             lmx(run_folder, "--input-file", file)
 
 
+def test_requests_of_a_file_share_no_noise(run_folder, capsys, tmp_path):
+    file = tmp_path / "requests.jsonl"
+    rows = [{"prompt": "x"}] * 3 + [{"prompt": "x", "seed": 5}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--temperature", "1", "--seed", "4", "--max-tokens", "12"]
+    lmx(run_folder, "--input-file", file, *options)
+    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert len({*texts[:3]}) == 3
+    assert texts[1] == texts[3]
+
+
 def test_generate_requires_a_prompt(run_folder, capsys):
     with pytest.raises(SystemExit):
         lmx(run_folder)

@@ -479,6 +479,8 @@ def test_forms_of_requests(value, expected):
         ({"choice": ["a", 3]}, "a list of texts"),
         ({"structural_tag": {}}, "unknown key 'structural_tag'"),
         ({"json": 3}, "response_format.json: a JSON schema is an object"),
+        ({"grammar": 'start: "a" %json {"not": {}}'}, "grammar.%json: the keyword"),
+        ({"grammar": 'start: %json {"x-guidance": {"lenient": true}}'}, "x-guidance"),
     ],
 )
 def test_wrong_forms_are_refused(value, message):

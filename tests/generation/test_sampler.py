@@ -6,10 +6,12 @@ times.
 
 import itertools
 import math
+import random
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from lmx.cpu.kernel_cache import kernel_cache
 from lmx.generation.engine import Engine
 from lmx.generation.sampler import Sampler, noise_keys, sample_rows
 from lmx.generation.sampling import Sampling, filter_logits
@@ -280,3 +282,38 @@ def test_acceptance_is_near_the_overlap_of_the_distributions(name):
     equal = (tokens[0] == tokens[1]).astype(mx.float32).mean().item()
     slack = 4 * math.sqrt(0.25 / count)
     assert (1 - distance) / (1 + distance) - slack < equal < 1 - distance + slack
+
+
+def test_new_settings_compile_nothing():
+    """They were constants of kernels, which g++ compiled while all streams stood."""
+    kernels = lambda: len([*kernel_cache().glob("*.so")])  # noqa: E731
+    logits, draw = mx.random.normal((4, 60)), random.SystemRandom().uniform
+
+    def sample(*settings):
+        samplers = [Sampler(each, [0], 60) for each in settings]
+        mx.eval(sample_rows(samplers, logits[:, None], [3] * 4))
+        for one, row in zip(samplers, logits, strict=True):
+            mx.eval(one.sample(row[None], [3]))
+
+    sample(*[Sampling(1.0)] * 4)
+    before = kernels()
+    # Of no earlier run: its kernels are kept.
+    for top_k in (0, 3, 7, 200):
+        sample(*(Sampling(draw(0.5, 2), draw(0.5, 1), top_k) for _ in range(4)))
+        rows = [Sampling(draw(0.5, 2), min_p=draw(0.01, 0.2)), Sampling()]
+        sample(*rows, Sampling(draw(0.5, 2), top_k=top_k), Sampling(1.0))
+    assert kernels() == before
+    # The control: a constant is a part of its kernel.
+    factor = draw(1, 2)
+    mx.eval(mx.compile(lambda x: mx.exp(x * factor) + factor)(logits))
+    assert kernels() > before
+
+
+def test_rows_of_several_settings_are_filtered_as_alone():
+    logits = mx.random.normal((len(SETTINGS) + 2, 50), key=mx.random.key(3))
+    rows = [*SETTINGS.values(), Sampling(), Sampling(0.9, 0.7, 12, 0.02)]
+    together = np.array(mx.softmax(filter_logits(logits, *rows), axis=-1))
+    for row, sampling in enumerate(rows):
+        alone = mx.softmax(filter_logits(logits[row], sampling), axis=-1)
+        np.testing.assert_allclose(together[row], np.array(alone), rtol=1e-6)
+    assert len({tuple(row > 0) for row in together}) > 4

@@ -110,6 +110,11 @@ def test_deep_and_long_schemas():
         (True, "at: a JSON schema is an object"),
         ("{", "at: not JSON"),
         ({"const": float("nan")}, "at: not JSON"),
+        ({"minimum": 2**53 + 1, "maximum": 2**55}, "minimum has a number beyond 2.53"),
+        ({"exclusiveMaximum": 1e30}, "exclusiveMaximum has a number beyond"),
+        ({"enum": [1, {"a": [-(2**63)]}]}, "enum has a number beyond"),
+        ({"multipleOf": 99_991}, "multipleOf 99991 has too many digits"),
+        ({"$ref": "#/default", "default": {"not": {}}}, "at.default: .*'not'"),
     ],
 )
 def test_schemas_that_would_not_be_enforced_are_refused(schema, message):

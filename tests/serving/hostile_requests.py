@@ -37,6 +37,7 @@ VALID = [
             "seed": 5,
             "stop": ["a", "b"],
             "logit_bias": {"5": 2.0},
+            "stream": True,
             "stream_options": {"include_usage": True},
             "max_completion_tokens": 4,
             "metadata": {"a": "b"},
@@ -135,7 +136,7 @@ def huge_bodies(rng, connection):
 
 def long_texts(rng, connection):
     unit = rng.choice(["a", "hello ", "🙂", " ", "\n", "<|im_start|>", "é", "0"])
-    text = unit * (rng.choice([1000, 20_000, 200_000]) // len(unit))
+    text = unit * (rng.choice([1000, 20_000, 200_000, 1_900_000]) // len(unit))
     if rng.random() < 0.5:
         return post(connection, COMPLETIONS, {"prompt": text})
     messages = [{"role": "user", "content": text}]
@@ -244,13 +245,27 @@ def grammar_bombs(rng, connection):
         {"type": "array", "items": {}, "minItems": 10**9},
         {"type": "object", "properties": {f"p{i}": {} for i in range(5000)}},
         {"type": "number", "multipleOf": 1e-300},
+        {"type": "integer", "multipleOf": 2**31},
+        {"type": "integer", "minimum": -(10**31), "maximum": -(10**30)},
+        {"const": -(2**63)},
+        chain(rng.choice([100, 390, 1000]), "properties"),
+        chain(rng.choice([100, 390, 3000]), "items"),
         {"type": 5},
     ]
     regexes = [
         *("(a*)*b", "(a|a)*$", "(((a{999}){999}){999})", "[", "(?<x>a)\\k<x>", ""),
         *("(?=a)b", "\\p{L}{1,100000}", "a" * 50_000, "(x+x+)+y", "[^\\x00-\\xff]"),
     ]
-    grammars = ['start: start "a"', "x" * 9999, "start: /(/", 'start: "a"{100000}']
+    count, letter = rng.choice([100, 390, 4000]), rng.choice("rR")
+    rules = [f"{letter}{i}: {letter}{i + 1}" for i in range(count)]
+    rules = "\n".join([f"start: {letter}0", *rules, f'{letter}{count}: "x"'])
+    grammars = [
+        rules,
+        'start: start "a"',
+        "x" * 9999,
+        "start: /(/",
+        'start: "a"{100000}',
+    ]
     formats = [
         {
             "response_format": {
@@ -265,6 +280,15 @@ def grammar_bombs(rng, connection):
     ]
     body = {"messages": [USER], "max_tokens": 4} | rng.choice(formats)
     return post(connection, CHAT, body)
+
+
+def chain(count, keyword):
+    """A schema whose definitions each refer to the next."""
+    schemas = {f"d{count}": {"type": "null"}}
+    for i in range(count):
+        next_ = {"$ref": f"#/$defs/d{i + 1}"}
+        schemas[f"d{i}"] = {keyword: next_ if keyword == "items" else {"x": next_}}
+    return {"$defs": schemas, "$ref": "#/$defs/d0"}
 
 
 def good_requests(rng, connection):
@@ -321,6 +345,8 @@ def header_bombs(rng, connection):
             ["X : y"],
             [" folded"],
             ["Host: a", "Host: b"],
+            ["Origin: http://evil.example", "Connection: close"],
+            ["Origin: http://[::1", "Connection: close"],
             ["Expect: 100-continue", "Connection: close"],
             ["Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Key: x"],
             ["Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c"],

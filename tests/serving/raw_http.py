@@ -16,7 +16,11 @@ def connect(port, *, buffer=None, timeout=20):
 
 def head(path, length, *headers, method="POST"):
     """The head of a request with a JSON body."""
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+    ]
     lines += [f"Content-Length: {length}", *headers]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 

@@ -9,8 +9,8 @@ from lmx.convert.importers import load_model
 from lmx.generation.generator import Generator
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.models.lora import io, lora_model
+from lmx.serving import service
 from lmx.serving.engine_thread import ServedModel
-from lmx.serving.service import CompletionService
 from tiny_server import COMPLETIONS, TEMPLATE
 
 pytestmark = pytest.mark.fused
@@ -129,6 +129,9 @@ def test_wrong_adapters_are_refused(serve):
         (LOAD, {"lora_name": "tiny"} | nowhere, 400, "lora_name"),
         (LOAD, {"lora_name": ""} | nowhere, 400, "lora_name"),
         (LOAD, {"lora_name": "a", "lora_path": "b", "c": 1}, 400, "c"),
+        (LOAD, {"lora_name": "a", "lora_path": "x" * 3000}, 400, "lora_path"),
+        (LOAD, {"lora_name": "a", "lora_path": "x" * 10_000}, 400, "lora_path"),
+        (LOAD, {"lora_name": "a", "lora_path": "x\0"}, 400, "lora_path"),
         (UNLOAD, {"lora_name": "a"}, 404, "lora_name"),
         (UNLOAD, {"lora_name": "tiny"}, 404, "lora_name"),
     ):
@@ -136,16 +139,24 @@ def test_wrong_adapters_are_refused(serve):
         assert (found, error["param"]) == (status, param), body
 
 
-def test_an_adapter_may_go_before_its_request_comes(serve, monkeypatch):
-    """Neighbours of the request go on."""
+def test_an_adapter_may_go_before_its_request_comes(adapters, serve, monkeypatch):
+    """The request does not get the model itself. Its neighbours go on."""
     server = serve()
-    adapters = {"tiny": None, "gone": "tiny"}
-    monkeypatch.setattr(CompletionService, "models", adapters)
-    monkeypatch.setattr(CompletionService, "_adapters", ["gone"])
+    encode = service.encode_prompts
+
+    def slow(*arguments):
+        if arguments[1].model:
+            assert server.post(UNLOAD, {"lora_name": "gone"}).status_code == 200
+        return encode(*arguments)
+
+    monkeypatch.setattr(service, "encode_prompts", slow)
+    path = str(adapters["red"])
+    server.post(LOAD, {"lora_name": "gone", "lora_path": path})
     body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
     with ThreadPoolExecutor(2) as pool:
         good = pool.submit(server.post, COMPLETIONS, body)
-        assert server.refused(COMPLETIONS, body | {"model": "gone"})[0] == 400
+        status, error = server.refused(COMPLETIONS, body | {"model": "gone"})
+        assert (status, error["code"]) == (404, "model_not_found")
         assert good.result().json()["usage"]["completion_tokens"] == 60
 
 

@@ -43,6 +43,8 @@ def test_a_stream_is_the_whole_completion(server, case):
     assert len({chunk["id"] for chunk in chunks}) == 1
     running = [chunk.get("usage") for chunk in chunks[:-1]]
     assert all(running) if counts else not any(running)
+    # OpenAI's chunks have the key, too.
+    assert all("usage" in chunk for chunk in chunks[:-1])
     if counts:
         totals = [u["completion_tokens"] for u in running]
         assert totals == sorted(totals)
@@ -61,6 +63,9 @@ def test_a_stream_is_the_whole_chat(server, case):
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
     assert all("usage" not in chunk for chunk in chunks)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = server.stream(CHAT, _messages() | body | {"stream_options": options})
+    assert chunks[0]["usage"]["prompt_tokens"] == chunks[-1]["usage"]["prompt_tokens"]
 
 
 def test_names_and_forms(server):
@@ -150,6 +155,17 @@ def test_a_seed_gives_the_same_text_alone_and_with_neighbours(server):
     assert several[1]["text"] == alone
     # Without a seed they differ from call to call.
     assert _sampled(server, None)[0]["text"] != _sampled(server, None)[0]["text"]
+
+
+@pytest.mark.parametrize("seed", [None, 10])
+def test_completions_of_a_request_share_no_noise(server, seed):
+    """Four equal prompts had four equal texts."""
+    body = {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True, "n": 2}
+    choices = server.complete([PROMPT] * 3, seed=seed, **body)["choices"]
+    assert len({choice["text"] for choice in choices}) == 6
+    if seed is not None:
+        alone = [_sampled(server, seed + i)[0]["text"] for i in range(6)]
+        assert [choice["text"] for choice in choices] == alone
 
 
 def test_seeds_of_all_sizes(server):

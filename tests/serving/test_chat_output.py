@@ -108,6 +108,86 @@ def test_a_call(parser):
     assert call["id"]
 
 
+TEXTS = {
+    "qwen3_coder": ("<function=f>", "<parameter={}>\n{}\n</parameter>", "</function>"),
+    "glm47": ("f", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", ""),
+    "longcat": (
+        "f",
+        "<longcat_arg_key>{}</longcat_arg_key><longcat_arg_value>{}</longcat_arg_value>",
+        "",
+    ),
+    "minimax_m2": (
+        '<invoke name="f">',
+        '<parameter name="{}">{}</parameter>',
+        "</invoke>",
+    ),
+    "minicpm5": ('"f">', '<param name="{}">{}</param>', ""),
+}
+DEFINITIONS = {"count": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}
+TYPED = [
+    ({"type": "string"}, "007", "007"),
+    ({"type": "string"}, "null", "null"),
+    ({"type": "string"}, "[1]", "[1]"),
+    ({"type": ["string", "null"]}, "null", None),
+    ({"type": ["string", "null"]}, "12", "12"),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "12", 12),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12", 12),
+    ({"$ref": "#/$defs/count"}, "12", 12),
+    ({"$ref": "#/$defs/loop"}, "word", "word"),
+    ({"allOf": [{"$ref": "#/$defs/count"}]}, "12", 12),
+    ({"enum": ["1", "2"]}, "2", "2"),
+    ({"enum": [1, 2]}, "2", 2),
+    ({"const": True}, "True", True),
+    ({"type": "integer"}, "3.0", 3),
+    ({"type": "integer"}, "9" * 400, int("9" * 400)),
+    ({"type": "integer"}, "many", "many"),
+    ({"type": "number"}, "2.5", 2.5),
+    ({"type": "number"}, "NaN", "NaN"),
+    ({"type": "number"}, "1e999", "1e999"),
+    ({"type": "boolean"}, "false", False),
+    ({"type": "array", "items": {"type": "string"}}, '["1"]', ["1"]),
+    ({"type": "object"}, "{'a': 1}", {"a": 1}),
+    (True, "12", 12),
+]
+
+
+@pytest.mark.parametrize("parser", TEXTS)
+def test_arguments_have_the_types_of_the_schema(parser):
+    tokenizer = _tokenizer(parser)
+    head, argument, tail = TEXTS[parser]
+    names = [f"a{number}" for number in range(len(TYPED))]
+    properties = {n: schema for n, (schema, _, _) in zip(names, TYPED, strict=True)}
+    parameters = {"type": "object", "properties": properties, "$defs": DEFINITIONS}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    texts = [argument.format(n, t) for n, (_, t, _) in zip(names, TYPED, strict=True)]
+    call = head + "\n".join(texts) + tail
+    text = f"{tokenizer.tool_call_start}{call}{tokenizer.tool_call_end}"
+    ((_, found),) = _calls(_message(tokenizer, [text], tools=tools))
+    expected = {n: value for n, (_, _, value) in zip(names, TYPED, strict=True)}
+    assert {n: repr(v) for n, v in found.items()} == {
+        n: repr(v) for n, v in expected.items()
+    }
+
+
+@pytest.mark.parametrize("arguments", ["", ', "arguments": null'])
+def test_a_call_without_arguments(arguments):
+    tokenizer = _tokenizer("json_tools")
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    text = f'{start}{{"name": "weather"{arguments}}}{end}'
+    assert _calls(_message(tokenizer, [text])) == [("weather", {})]
+
+
+@pytest.mark.parametrize("parser", TEXTS)
+def test_a_function_without_parameters(parser):
+    tokenizer = _tokenizer(parser)
+    head, argument, tail = TEXTS[parser]
+    call = head + argument.format("a", "x") + tail
+    text = f"{tokenizer.tool_call_start}{call}{tokenizer.tool_call_end}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert _calls(_message(tokenizer, [text], tools=tools)) == [("f", {"a": "x"})]
+
+
 LLAMA = """<|start_header_id|>{"name": "x", "parameters": {}}"""
 GRANITE = "<|start_of_role|>assistant<|end_of_role|><|tool_call|>"
 PHI = "<|tool|>{{ tools }}<|/tool|>"

@@ -7,10 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import pytest
 from lmx.generation.generator import Generator
+from lmx.generation.grammar_matcher import GrammarCompiler
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
 from lmx.serving.engine_thread import ServedModel
+from lmx.serving.output_formats import chat_grammar
+from lmx.serving.protocol import ChatCompletionParameters
 from tiny_generators import thinking_tokenizer, tiny
 from tiny_server import CHAT, COMPLETIONS, TEMPLATE, joined_chat
 
@@ -126,8 +129,8 @@ def test_completions_follow_formats(server, options, texts):
 )
 def test_calls_are_forced(server, choice, names):
     found = set()
-    for seed in range(8):
-        body = chat(tools=TOOLS, tool_choice=choice, seed=seed)
+    for seed in range(12):
+        body = chat(tools=TOOLS, tool_choice=choice, seed=seed) | {"temperature": 20}
         message, reason = _answer(server, body)
         (call,) = message["tool_calls"]
         found.add(call["function"]["name"])
@@ -146,6 +149,25 @@ def test_calls_are_forced(server, choice, names):
     assert found == names
     # Negative control: a random model does not call by itself.
     assert "tool_calls" not in _answer(server, chat(tools=TOOLS, seed=0, **SHORT))[0]
+
+
+def test_forced_calls_have_no_blanks(start):
+    """Small models spent all their tokens on them."""
+    tokenizer = start(served()).served.generator.tokenizer
+    body = chat(tools=TOOLS, tool_choice="required")
+    grammar = chat_grammar(ChatCompletionParameters.parse(body), tokenizer)
+    compiled = GrammarCompiler(tokenizer).compile(grammar)
+
+    def takes(text):
+        matcher = compiled.start({257})
+        tokens = tokenizer.encode(f"<tool_call>\n{text}\n</tool_call>")
+        return not any(matcher.advance(token) for token in tokens)
+
+    call = {"name": "raise", "arguments": {"level": 6}}
+    assert takes(json.dumps(call))
+    assert not takes(json.dumps(call, indent=1))
+    assert not takes(json.dumps(call).replace(": 6", ":  6"))
+    assert not takes(json.dumps(call).replace("6}", "6 }"))
 
 
 def _answer(server, body):
@@ -167,6 +189,9 @@ WRONG = [
     ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
     ({"structured_outputs": {"regex": "a{9"}}, "structured_outputs"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": False, "stream_options": {}}, "stream_options"),
     ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
     (
         {

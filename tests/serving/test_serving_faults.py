@@ -117,7 +117,7 @@ def test_a_failed_step_fails_its_requests_only(start, capfd):
     assert "a fault of the test" in capfd.readouterr().err
 
 
-def test_an_error_in_a_stream_is_its_last_event(start):
+def test_an_error_in_a_stream_is_its_last_event_but_the_end(start):
     server = start()
     with server.client.stream(
         "POST", COMPLETIONS, json=LONG | {"stream": True}
@@ -126,7 +126,8 @@ def test_an_error_in_a_stream_is_its_last_event(start):
         next(lines)
         _fail_steps(server, 1)
         lines = [line for line in lines if line]
-    assert '"type": "server_error"' in lines[-1]
+    assert '"type": "server_error"' in lines[-2]
+    assert lines[-1] == "data: [DONE]"
     assert server.complete()
 
 

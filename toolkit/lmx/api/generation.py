@@ -112,7 +112,8 @@ def generate(
     Args:
         model: a `Model`, or what `lmx.load` takes, which is then loaded in every call.
         prompt: a text; the messages of a chat, [{"role": ..., "content": ...}]; or a
-            list of texts or chats, which are generated together.
+            list of texts or chats, which are generated together: number i has the
+            seed `seed` + i.
         stream: yield the tokens of one prompt as they come.
         options: max_tokens (256); temperature (0 = greedy), top_p, top_k, min_p,
             repetition_penalty, presence_penalty, frequency_penalty and seed, see
@@ -164,7 +165,10 @@ def generate(
             raise UserError("stream works with one prompt, not with a list")
         prompts = [_encode(loaded, each, settings) for each in prompt]
         generator = loaded.generator(name, count, **cache)
-        requests = [generator.request(tokens, **wanted) for tokens in prompts]
+        requests = []
+        for number, tokens in enumerate(prompts):
+            wanted["sampling"] = sampling.with_seed_offset(number)
+            requests.append(generator.request(tokens, **wanted))
         return list(generator.generate_all(requests, stop=stop))
     tokens = _encode(loaded, prompt, settings)
     generator = loaded.generator(name, count, **cache)

@@ -87,7 +87,7 @@ def answer_records(
         UserError: a prompt cannot be encoded or is too long, or a grammar is refused.
     """
     requests = []
-    for record in records:
+    for number, record in enumerate(records):
         options = {k: record[k] for k in ("temperature", "seed") if k in record}
         own = record["grammar"] or grammar
         try:
@@ -100,7 +100,7 @@ def answer_records(
                 ignore_chat_template="prompt" in record and ignore_chat_template,
             )
             limit = record.get("max_tokens", max_tokens)
-            settings = replace(sampling, **options)
+            settings = replace(sampling.with_seed_offset(number), **options)
             requests.append(
                 generator.request(
                     prompt,

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,6 @@ def decoding_modes(temperature: float, seed: int) -> dict[str, Sampling]:
     """The sampling settings of a benchmark by name: greedy, and sampled."""
     sampled = Sampling(temperature=temperature, seed=seed)
     return {"greedy": Sampling(), f"temperature {temperature:g}": sampled}
-
-
-def with_seed_offset(sampling: Sampling, offset: int) -> Sampling:
-    """Settings with another seed, so that every prompt has independent samples."""
-    return replace(sampling, seed=sampling.seed + offset)
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,7 @@ class DraftBenchmark:
                 self.target,
                 prompt,
                 completion.tokens,
-                with_seed_offset(sampling, index),
+                sampling.with_seed_offset(index),
             )
             for index, (prompt, completion) in enumerate(
                 zip(self.prompts, completions[STANDARD], strict=True)
@@ -191,7 +186,7 @@ class DraftBenchmark:
             responses = generator.stream(
                 prompt,
                 max_tokens=self.max_tokens,
-                sampling=with_seed_offset(sampling, index),
+                sampling=sampling.with_seed_offset(index),
             )
             tokens = [next(responses).token]
             start = time.perf_counter()

@@ -49,7 +49,7 @@ class CachedGenerator:
         entropy: Sequence[int],
     ) -> GenerationRequest:
         """A request to this model. `entropy` determines the seed of its samples."""
-        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
         sampling = Sampling(temperature, seed=seed) if temperature else Sampling()
         return GenerationRequest(prompt, max_tokens, sampling, self.stop_tokens)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from ..config.messages import nearest
 from ..errors import UserError
 from .json_schema import check_schema
+from .lark_grammar import check_lark
 
 MAX_CHARACTERS = 1 << 18
 """Longer schemas and expressions take seconds to compile."""
@@ -26,7 +27,8 @@ class Grammar:
         kind: how `source` is written. Lark grammars are those of llguidance.
 
     Raises:
-        UserError: it is too long.
+        UserError: it is too long, or a Lark grammar with too long a chain of rules or
+            with a JSON schema that is refused.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
@@ -38,6 +40,8 @@ class Grammar:
                 f"the grammar has {len(self.source):,} characters, and at most "
                 f"{MAX_CHARACTERS:,} are supported"
             )
+        if self.kind == "lark":
+            check_lark(self.source, "grammar")
 
     @classmethod
     def json_schema(cls, schema: Any, place: str = "the JSON schema") -> Self:

@@ -4,14 +4,15 @@ A compiled grammar is shared; every request has a matcher, the state of its own 
 Nothing here uses MLX but `allow_only`, so grammars can be compiled in any thread.
 """
 
+import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +23,10 @@ from .grammar import Grammar
 Matcher = Any
 """llguidance.LLMatcher. The library is imported when the first grammar is compiled."""
 INSTALL = "pip install 'lmx-toolkit[serve]'"
+T = TypeVar("T")
+STACK_BYTES = 256 << 20
+"""llguidance follows what a grammar refers to by recursion, and a native stack that
+overflows ends the process. The longest chain of MAX_CHARACTERS fits."""
 MAX_COMPILED = 64
 """Compiled grammars that are kept."""
 WHITESPACE = r"[ \t\r\n]{1,20}"
@@ -55,7 +60,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> "CompiledGrammar":
         """The grammar for this tokenizer.
@@ -68,7 +73,7 @@ class GrammarCompiler:
             if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
                 return self._compiled[grammar]
-        compiled = self._compile(grammar)
+        compiled = _on_large_stack(lambda: self._compile(grammar))
         with self._lock:
             self._compiled[grammar] = compiled
             if len(self._compiled) > MAX_COMPILED:
@@ -116,6 +121,19 @@ class GrammarCompiler:
                 eos_token=ends or None,
                 slices=LLTokenizer.json_slices(),
             )
+
+
+def _on_large_stack(function: Callable[[], T]) -> T:
+    """What a function returns or raises on a thread of its own."""
+    pool = ThreadPoolExecutor(1, "grammar")
+    # Of all threads; one that starts at the same time has it too, which is no harm.
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        future = pool.submit(function)
+    finally:
+        threading.stack_size(before)
+        pool.shutdown(wait=False)
+    return future.result()
 
 
 def _probe(matcher: Matcher, vocabulary: Any) -> None:

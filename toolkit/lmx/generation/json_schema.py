@@ -4,14 +4,23 @@ llguidance enforces these keywords of draft 2020-12. It ignores a keyword that i
 not know, as the standard says, so a misspelt one would have no effect.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 from ..config.messages import nearest
 from ..errors import UserError
 
 MAX_DEPTH = 50
 """Schemas in schemas. llguidance reads 127 levels of JSON, two for each of them."""
+MAX_CHAIN = 400
+"""Schemas or rules of which each contains or names the next. llguidance follows them by
+recursion, and some chains of thousands take minutes."""
+MAX_NUMBER = 2**53
+"""llguidance rounds larger numbers, cuts them to 64 bits, or crashes."""
+MAX_MULTIPLE = 10_000
+"""Of the digits of multipleOf: compiling takes as many states, .3 seconds here."""
 SCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 SCHEMA_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems", "items"}
 SCHEMAS = {"items", "additionalItems", "additionalProperties"}
@@ -29,6 +38,7 @@ ANNOTATIONS = {
     # The oneOf next to it says the same.
     "discriminator",
 }
+NUMERIC = NUMBERS | {"minimum", "maximum", "multipleOf", "enum", "const"}
 KEYWORDS = SCHEMA_MAPS | SCHEMA_LISTS | SCHEMAS | NUMBERS | ENFORCED | ANNOTATIONS
 
 
@@ -43,10 +53,12 @@ def check_schema(schema: Any, place: str) -> None:
     """
     if not isinstance(schema, dict):
         raise UserError("a JSON schema is an object", place=place)
+    root, top = schema, place
     waiting = [(schema, place, 0)]
+    below: dict[int, list[int]] = {}
     while waiting:
         schema, place, depth = waiting.pop()
-        if isinstance(schema, bool):
+        if isinstance(schema, bool) or id(schema) in below:
             continue
         if not isinstance(schema, dict):
             raise UserError("a JSON schema is an object, true or false", place=place)
@@ -54,10 +66,66 @@ def check_schema(schema: Any, place: str) -> None:
             raise UserError("the JSON schema is nested too deeply", place=place)
         if "additionalItems" in schema and not isinstance(schema.get("items"), list):
             raise UserError("additionalItems needs a list of items", place=place)
+        inner, reference = [], str(schema.get("$ref"))
+        if (target := find(root, reference)) is not None:
+            path = reference.partition("#/")[2].replace("/", ".")
+            inner.append((target, f"{top}.{path}", 0))
         for keyword, value in schema.items():
             _check_keyword(keyword, value, place)
-            inner = _schemas_below(keyword, value)
-            waiting += [(each, f"{place}.{path}", depth + 1) for path, each in inner]
+            each = _schemas_below(keyword, value)
+            inner += [(one, f"{place}.{path}", depth + 1) for path, one in each]
+        below[id(schema)] = [id(each) for each, _, _ in inner]
+        waiting += inner
+    require_short_chain(id(root), below, top)
+
+
+def require_short_chain(
+    start: Any, following: Mapping[Any, Iterable[Any]], place: str
+) -> None:
+    """Refuse a chain of more than MAX_CHAIN, of which each one names the next.
+
+    Args:
+        following: those that each names. A chain that comes back to itself ends there.
+
+    Raises:
+        UserError: with the place.
+    """
+    lengths: dict[Any, int] = {}
+
+    def measure(name: Any, depth: int) -> int:
+        if depth + lengths.get(name, 1) > MAX_CHAIN:
+            message = f"a chain of references is longer than {MAX_CHAIN}"
+            raise UserError(message, place=place)
+        if name not in lengths:
+            lengths[name] = longest = 0
+            for each in following.get(name, ()):
+                longest = max(longest, measure(each, depth + 1))
+            lengths[name] = 1 + longest
+        return lengths[name]
+
+    measure(start, 0)
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """All numbers in a JSON value."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict | list):
+            waiting += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, int | float):
+            yield value
+
+
+def find(schema: Any, reference: str) -> dict | None:
+    """The object in a schema that a $ref such as "#/$defs/a" names, if there is one."""
+    for part in reference.partition("#/")[2].split("/"):
+        part = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list) and part.isdecimal() and int(part) < len(schema):
+            schema = schema[int(part)]
+        else:
+            schema = schema.get(part) if isinstance(schema, dict) else None
+    return schema if isinstance(schema, dict) else None
 
 
 def _check_keyword(keyword: str, value: Any, place: str) -> None:
@@ -69,6 +137,12 @@ def _check_keyword(keyword: str, value: Any, place: str) -> None:
         )
     if keyword in NUMBERS and isinstance(value, bool):
         raise UserError(f"{keyword} must be a number", place=place)
+    if keyword in NUMERIC and any(abs(x) > MAX_NUMBER for x in _numbers(value)):
+        raise UserError(f"{keyword} has a number beyond 2^53", place=place)
+    if keyword == "multipleOf" and isinstance(value, int | float):
+        digits = Decimal(str(value)).normalize().as_tuple().digits
+        if int("".join(map(str, digits))) > MAX_MULTIPLE:
+            raise UserError(f"multipleOf {value} has too many digits", place=place)
     if keyword in SCHEMA_MAPS and not isinstance(value, dict):
         raise UserError(f"{keyword} must be an object of schemas", place=place)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..models.top_k import top_k_indices
+from .sampling import filter_logits
 from .sequence import NO_LOGPROBS, RunningSequence, TokenLogprobs
 
 
@@ -87,10 +88,12 @@ def _processed(
 ) -> mx.array:
     """The logits [B, N, V] that are sampled from, where a request wants them."""
     samplers = [sequence.sampler for sequence in sequences]
-    key, shape = samplers[0].batch_key, logits.shape
+    shape = logits.shape
     wants = [s.request.logprobs == "processed" for s in sequences]
-    if all(wants) and key and all(s.batch_key == key for s in samplers):
-        return samplers[0].process(allowed.reshape(-1, shape[-1])).reshape(shape)
+    if all(wants) and not any(sampler.has_counts for sampler in samplers):
+        settings = [s.sampling for s in samplers for _ in range(shape[1])]
+        flat = allowed.reshape(-1, shape[-1])
+        return filter_logits(flat, *settings).reshape(shape)
     rows = []
     for row, sampler in enumerate(samplers):
         values = logits[row]

@@ -7,9 +7,7 @@ requests, and with draft tokens: a draft token is accepted when it equals the sa
 noise, which makes them agree with the target as often as their distributions allow.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -28,7 +26,6 @@ class Sampler:
     Attributes:
         counts: occurrences [1, V] of every token so far; empty without penalties.
         seed: uint32 [2], of the noise.
-        batch_key: samplers with equal keys can sample together; None = this one cannot.
     """
 
     def __init__(self, sampling: Sampling, context: Sequence[int], vocab_size: int):
@@ -38,14 +35,7 @@ class Sampler:
         self.counts = mx.zeros((1, 0))
         if self._processor:
             self.counts = self._processor.count_prompts([context])
-        self._settings = replace(sampling, seed=0)
-        self.batch_key = None if self._processor else self._settings
         self.seed = np.random.SeedSequence(sampling.seed).generate_state(2)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always chosen."""
-        return self.sampling.is_greedy
 
     @property
     def has_counts(self) -> bool:
@@ -68,8 +58,7 @@ class Sampler:
             counts: [k, V], for the penalties; None = those of the sampler.
         """
         logits = self._process(logits, self.counts if counts is None else counts)
-        keys = noise_keys([self], [positions])
-        return _draw(self._settings)(logits, mx.array(keys))
+        return _sample([self], logits, [positions])
 
     def process(self, logits: mx.array, counts: mx.array | None = None) -> mx.array:
         """Logits [k, W] of a model as float32 [k, V], softmax = what is sampled from.
@@ -77,7 +66,7 @@ class Sampler:
         Arguments are those of `sample`.
         """
         logits = self._process(logits, self.counts if counts is None else counts)
-        return logits if self.is_greedy else filter_logits(logits, self.sampling)
+        return filter_logits(logits, self.sampling)
 
     def advance(self, tokens: mx.array) -> None:
         """Count the tokens [k] that were chosen."""
@@ -119,16 +108,12 @@ def sample_rows(
         counts: [k_i, V], k_i <= N, for the penalties of each request, which has k_i
             positions; None = those of the samplers.
     """
-    key = samplers[0].batch_key
     rows, width, vocab_size = logits.shape
     is_whole = vocab_size == samplers[0].vocab_size
-    if is_whole and key and all(sampler.batch_key == key for sampler in samplers):
-        if key.is_greedy:
-            return mx.argmax(logits, axis=-1).astype(mx.int32)
-        keys = noise_keys(samplers, [range(p, p + width) for p in positions])
+    if is_whole and not any(sampler.has_counts for sampler in samplers):
+        places = [range(p, p + width) for p in positions]
         flat = logits.reshape(rows * width, vocab_size)
-        tokens = _draw(key)(flat, mx.array(keys))
-        return tokens.reshape(rows, width)
+        return _sample(samplers, flat, places).reshape(rows, width)
     sampled = []
     for row, (sampler, position) in enumerate(zip(samplers, positions, strict=True)):
         seen = counts[row] if counts else sampler.counts
@@ -150,16 +135,28 @@ def noise_keys(
     return np.stack([high, low], axis=-1).reshape(-1, 2)
 
 
-@lru_cache(maxsize=16)  # mx.compile keeps every trace: one per setting, not per call
-def _draw(sampling: Sampling) -> Callable[[mx.array, mx.array], mx.array]:
-    """A function of logits [M, V] and noise keys [M, 2] to tokens int32 [M]."""
-    if sampling.is_greedy:
-        return lambda logits, _: mx.argmax(logits, axis=-1).astype(mx.int32)
+@mx.compile
+def _draw(logits: mx.array, is_greedy: mx.array, keys: mx.array) -> mx.array:
+    """Tokens int32 [M] of filtered logits [M, V], by noise keys [M, 2].
 
-    def draw(logits: mx.array, keys: mx.array) -> mx.array:
-        shape = logits.shape[-1:]
-        noise = mx.vmap(lambda key: mx.random.gumbel(shape, key=key))(keys)
-        logits = filter_logits(logits, sampling) + noise
+    Args:
+        is_greedy: [M, 1]; such rows have no noise.
+    """
+    shape = logits.shape[-1:]
+    noise = mx.vmap(lambda key: mx.random.gumbel(shape, key=key))(keys)
+    noisy = mx.where(is_greedy, logits, logits + noise)
+    return mx.argmax(noisy, axis=-1).astype(mx.int32)
+
+
+def _sample(
+    samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[Sequence[int]]
+) -> mx.array:
+    """Tokens int32 [B * N] of samplers at N positions each, from logits [B * N, V]."""
+    samplings = [
+        s.sampling for s, row in zip(samplers, positions, strict=True) for _ in row
+    ]
+    if all(each.is_greedy for each in samplings):
         return mx.argmax(logits, axis=-1).astype(mx.int32)
-
-    return mx.compile(draw)
+    is_greedy = mx.array([[each.is_greedy] for each in samplings])
+    keys = mx.array(noise_keys(samplers, positions))
+    return _draw(filter_logits(logits, *samplings), is_greedy, keys)

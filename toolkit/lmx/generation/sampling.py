@@ -8,9 +8,9 @@ top_p to the result of top_k.)
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import mlx.core as mx
 
@@ -62,6 +62,10 @@ class Sampling:
         neutral = self.presence_penalty == self.frequency_penalty == 0
         return not neutral or self.repetition_penalty != 1
 
+    def with_seed_offset(self, number: int) -> Self:
+        """These settings for request `number` of several, which share no noise."""
+        return replace(self, seed=(self.seed + number) % 2**64)
+
     def __post_init__(self):
         ranges = {
             "temperature": (0 <= self.temperature < math.inf, "0 or more"),
@@ -102,38 +106,61 @@ def sampling_defaults(folder: Path) -> Sampling:
         raise UserError(error.message, place=str(file)) from error
 
 
-def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
+def filter_logits(logits: mx.array, *samplings: Sampling) -> mx.array:
     """Filtered logits divided by the temperature, as float32 log-probabilities.
 
     They are unnormalized: logits [..., V] to [..., V], where removed tokens are -inf
     and the most likely token is exactly 0. It passes every filter, so at least one
-    token is left.
+    token is left. Greedy settings leave the distribution as it is.
+
+    Settings are values of arrays: those of a request are no reason to compile.
+
+    Args:
+        samplings: of all rows, or one of each row of logits [M, V].
     """
+    rows = [Sampling(1.0) if each.is_greedy else each for each in samplings]
     logits = logits.astype(mx.float32)
     logits = logits - mx.max(logits, axis=-1, keepdims=True)
-    threshold = _threshold(logits, sampling)
-    if threshold is not None:
-        logits = mx.where(logits < threshold, -mx.inf, logits)
-    return logits / sampling.temperature
+    logits = mx.where(logits < _threshold(logits, rows), -mx.inf, logits)
+    return logits / _column([each.temperature for each in rows])
 
 
-def _threshold(logits: mx.array, sampling: Sampling) -> mx.array | float | None:
+def _column(values: list) -> mx.array:
+    """A value for all rows [1], or one for each [M, 1]."""
+    array = mx.array(values)
+    return array if len(values) == 1 else array[:, None]
+
+
+def _threshold(logits: mx.array, rows: Sequence[Sampling]) -> mx.array:
     """The smallest logit [..., 1] that passes all filters. The largest logit is 0."""
-    thresholds = []
-    candidates = logits
-    if 0 < sampling.top_k < logits.shape[-1]:
-        candidates = mx.topk(logits, sampling.top_k, axis=-1)
-        thresholds.append(mx.min(candidates, axis=-1, keepdims=True))
-    if sampling.top_p < 1:
-        # A token passes if all tokens above it hold less than top_p in total.
-        ascending = mx.sort(candidates, axis=-1)
-        mass = mx.exp(ascending - mx.logsumexp(logits, axis=-1, keepdims=True))
-        above = mx.cumsum(mass, axis=-1, reverse=True, inclusive=False)
-        removed = (above >= sampling.top_p).sum(axis=-1, keepdims=True)
-        thresholds.append(mx.take_along_axis(ascending, removed, axis=-1))
-    if sampling.min_p > 0:
-        thresholds.append(math.log(sampling.min_p))
-    return reduce(mx.maximum, thresholds) if thresholds else None
+    threshold = _column([math.log(s.min_p) if s.min_p else -math.inf for s in rows])
+    size = logits.shape[-1]
+    sorts = [i for i, s in enumerate(rows) if s.top_p < 1 or 0 < s.top_k < size]
+    if len(sorts) == len(rows):
+        threshold = mx.maximum(threshold, _sorted_threshold(logits, rows))
+    elif sorts:
+        # Sorting takes longer than all the rest.
+        index, some = mx.array(sorts), [rows[i] for i in sorts]
+        part = _sorted_threshold(logits[index], some)
+        threshold[index] = mx.maximum(threshold[index], part)
+    return threshold
+
+
+def _sorted_threshold(logits: mx.array, rows: Sequence[Sampling]) -> mx.array:
+    """The smallest logit [..., 1] that passes top_k and top_p."""
+    size = logits.shape[-1]
+    top_k = [min(each.top_k or size, size) for each in rows]
+    width = max(top_k)
+    candidates = mx.topk(logits, width, axis=-1) if width < size else logits
+    ascending = mx.sort(candidates, axis=-1)
+    # A token passes if all tokens above it hold less than top_p in total.
+    mass = mx.exp(ascending - mx.logsumexp(logits, axis=-1, keepdims=True))
+    above = mx.cumsum(mass, axis=-1, reverse=True, inclusive=False)
+    # 1 = all, also where the sum is more by rounding.
+    top_p = _column([each.top_p if each.top_p < 1 else math.inf for each in rows])
+    removed = (above >= top_p).sum(axis=-1, keepdims=True)
+    removed = mx.clip(removed, width - _column(top_k), width - 1)
+    return mx.take_along_axis(ascending, removed, axis=-1)
 
 
 class LogitsProcessor:

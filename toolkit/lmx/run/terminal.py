@@ -82,6 +82,12 @@ def write_err(text: str) -> None:
     _send(sys.stderr, printable(text))
 
 
+def json_text(record: Any, *, indent: int | None = None) -> str:
+    """JSON where what `printable` removes, or breaks a line, is an escape."""
+    text = json.dumps(record, ensure_ascii=False, indent=indent)
+    return _NOT_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def write_json(record: Any, *, indent: int | None = None) -> None:
     """Write a JSON value and a newline to the standard output.
 
@@ -90,8 +96,7 @@ def write_json(record: Any, *, indent: int | None = None) -> None:
     Raises:
         ReaderGone, UserError: see `write_out`.
     """
-    text = json.dumps(record, ensure_ascii=False, indent=indent)
-    text = _NOT_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    text = json_text(record, indent=indent)
     if not _can_encode(sys.stdout, text):
         text = json.dumps(record, indent=indent)
     write_out(f"{text}\n")

@@ -2,14 +2,16 @@
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,12 +26,13 @@ from ..run import terminal
 from ..version import __version__
 from .choice import Piece
 from .engine_thread import EngineThread
-from .errors import SERVER, ApiError
+from .errors import SERVER, ApiError, no_model
 from .metrics import CONTENT_TYPE, Metrics
 from .page import page_response
 from .protocol import AdapterParameters, parse_body
 from .service import CompletionService, Job
 
+T = TypeVar("T")
 JSON = "application/json"
 MAX_LINE = 1000
 """Characters of a line of the log; a client's text may be long."""
@@ -48,6 +51,7 @@ class HTTPSettings:
         max_body: bytes of a request.
         body_timeout: seconds in which a body must come.
         allowed_origins: web pages of other origins that may ask.
+        local_only: see `LocalNames`.
         adapter_loading: clients may load adapters from the server's disk, and drop
             them.
         log_requests: write bodies and answers to the log.
@@ -57,6 +61,7 @@ class HTTPSettings:
     max_body: int = 8 << 20
     body_timeout: float = 30.0
     allowed_origins: tuple[str, ...] = ()
+    local_only: bool = False
     adapter_loading: bool = False
     log_requests: bool = False
 
@@ -106,9 +111,14 @@ class Endpoint:
             Route("/", self._page),
         ]
         middleware = []
+        if self._settings.local_only:
+            middleware.append(
+                Middleware(LocalNames, origins=self._settings.allowed_origins)
+            )
         if origins := self._settings.allowed_origins:
             options = {"allow_methods": ["*"], "allow_headers": ["*"]}
-            middleware = [Middleware(CORSMiddleware, allow_origins=origins, **options)]
+            cors = Middleware(CORSMiddleware, allow_origins=origins, **options)
+            middleware.append(cors)
         handlers: dict[Any, Callable] = {
             ApiError: self._on_error,
             HTTPException: self._on_http_error,
@@ -125,7 +135,10 @@ class Endpoint:
     ) -> Response:
         self._authorize(request)
         body = await self._body(request)
-        job = await prepare(body)
+        try:
+            job = await while_connected(request.receive, prepare(body))
+        except ClientGone:
+            raise ApiError(CLIENT_GONE, "the client has left") from None
         if job.parameters.stream:
             log_end = partial(self._log, request, body)
             keep = self._settings.log_requests
@@ -200,7 +213,7 @@ class Endpoint:
         if self._settings.log_requests:
             answer = job.answer.whole()
             record = {"id": job.answer.id, "request": body, "answer": answer}
-            terminal.write_err(json.dumps(record, ensure_ascii=False) + "\n")
+            terminal.write_err(terminal.json_text(record) + "\n")
 
     # Adapters
 
@@ -250,8 +263,7 @@ class Endpoint:
         self._authorize(request)
         name = request.path_params["name"]
         if name not in self._service.models:
-            message = f"The model {name!r} does not exist"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise no_model(name)
         return JSONResponse(self._model_record(name))
 
     def _model_record(self, name: str) -> dict:
@@ -318,12 +330,11 @@ class EventStream(Response):
             await while_connected(receive, self._send(pieces, send))
         except ClientGone:
             self._log_end(self._job, CLIENT_GONE)
-        else:
-            self._log_end(self._job, 200)
         finally:
             await pieces.aclose()
 
     async def _send(self, pieces: AsyncIterator[Piece | None], send) -> None:
+        status = 200
         first = await anext(pieces)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -332,29 +343,36 @@ class EventStream(Response):
         try:
             for choice in self._job.choices:
                 for chunk in self._job.answer.start(choice):
-                    await self._write(send, event(chunk))
+                    await self._write(send, event(chunk | self._usage()))
             await self._write(send, self._events(first))
             async for piece in pieces:
                 await self._write(send, self._events(piece))
             options = self._job.parameters.stream_options
             if options and options.include_usage:
                 await self._write(send, event(self._job.answer.usage_chunk()))
-            await self._write(send, DONE)
         except ApiError as error:
-            # The status is sent already.
+            # The client has another status already.
+            status = error.status
+            self._service.metrics.record_error(status)
             await self._write(send, event(error.to_json()))
+        await self._write(send, DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._log_end(self._job, status)
 
     def _events(self, piece: Piece | None) -> bytes:
         if piece is None:
             return KEEP_ALIVE
         if self._keep:
             self._job.answer.add_piece(piece)
-        chunks = [*self._job.answer.chunks(piece)]
+        chunks = self._job.answer.chunks(piece)
+        return b"".join(event(chunk | self._usage()) for chunk in chunks)
+
+    def _usage(self) -> dict:
+        """The key of all chunks but the last, if wanted: null, or counts so far."""
         if self._job.splits_steps:
-            usage = {"usage": self._job.answer.usage()}
-            chunks = [chunk | usage for chunk in chunks]
-        return b"".join(map(event, chunks))
+            return {"usage": self._job.answer.usage()}
+        options = self._job.parameters.stream_options
+        return {"usage": None} if options and options.include_usage else {}
 
     async def _write(self, send, data: bytes) -> None:
         if data:
@@ -362,7 +380,41 @@ class EventStream(Response):
             await send(body)
 
 
-async def while_connected(receive: Callable, work: Awaitable[None]) -> None:
+class LocalNames:
+    """ASGI middleware: answers requests to names of this machine, from its pages.
+
+    No other name may come to mean this machine in a browser (DNS rebinding).
+
+    Args:
+        origins: that are allowed too, with their hosts; "*" = all.
+    """
+
+    def __init__(self, app: Callable, origins: Collection[str]):
+        self._app = app
+        self._names = {urlsplit(origin).hostname or origin for origin in origins}
+
+    async def __call__(self, scope, receive, send) -> None:
+        headers = Request(scope).headers
+        host, origin = headers.get("host"), headers.get("origin")
+        if self._allows(host and f"//{host}") and self._allows(origin):
+            return await self._app(scope, receive, send)
+        message = f"Host {host}, Origin {origin}: use --allowed-origins, or an API key"
+        error = ApiError(403, shorten(message), code="forbidden")
+        await JSONResponse(error.to_json(), 403)(scope, receive, send)
+
+    def _allows(self, url: str | None) -> bool:
+        if url is None or "*" in self._names:
+            return True
+        with suppress(ValueError):
+            name = urlsplit(url).hostname or ""
+            if name in self._names or f".{name}".endswith(".localhost"):
+                return True
+            # No page has the address of another machine as its name.
+            return bool(ipaddress.ip_address(name))
+        return False
+
+
+async def while_connected(receive: Callable, work: Awaitable[T]) -> T:
     """Do the work of a request; end it when the client leaves.
 
     Raises:
@@ -378,7 +430,7 @@ async def while_connected(receive: Callable, work: Awaitable[None]) -> None:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
-        task.result()
+        return task.result()
     finally:
         for each in (task, gone):
             each.cancel()

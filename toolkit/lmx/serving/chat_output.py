@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserError, library_errors
+from .tool_arguments import TEXT_FORMATS, texts_only, typed
 
 FIELDS = {"normal": "content", "reasoning": "reasoning_content"}
 """The field of a message for every state of mlx-lm's parser; others are not shown."""
@@ -95,13 +96,20 @@ class ChatOutputParser:
         try:
             # The parsers fail in many ways when the model has written no call.
             with library_errors("no tool call", place="completion"):
-                calls = self._tokenizer.tool_parser(text, self._tools)
+                parser, tools = self._tokenizer.tool_parser, self._tools or []
+                module = getattr(parser, "__module__", "").rpartition(".")[2]
+                has_texts = module in TEXT_FORMATS
+                calls = parser(text, texts_only(tools) if has_texts else tools)
                 calls = calls if isinstance(calls, list) else [calls]
                 functions = []
                 for call in calls:
-                    arguments = call["arguments"]
+                    arguments = call.get("arguments") or {}
+                    if has_texts:
+                        arguments = typed(call["name"], arguments, tools)
                     if not isinstance(arguments, str):
-                        arguments = json.dumps(arguments, ensure_ascii=False)
+                        arguments = json.dumps(
+                            arguments, ensure_ascii=False, allow_nan=False
+                        )
                     functions.append({"name": call["name"], "arguments": arguments})
         except UserError:
             return as_text

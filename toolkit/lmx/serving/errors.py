@@ -52,3 +52,9 @@ class ApiError(Exception):
         status, kind = (500, SERVER) if error.code == FAILED else (400, INVALID)
         param = place if is_inside else param
         return cls(status, message, param=param, kind=kind)
+
+
+def no_model(name: str) -> ApiError:
+    """The error for a model that is not served."""
+    message = f"The model {name!r} does not exist"
+    return ApiError(404, message, param="model", code="model_not_found")

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..generation.grammar import Grammar, parse_response_format
+from ..generation.lark_grammar import TIGHT
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, GenerationParameters
 
@@ -57,9 +58,9 @@ def chat_grammar(
     choice, tools = parameters.tool_choice, parameters.tools or []
     # The functions of which one must be called; None = none must.
     forced: Sequence[dict] | None = None
+    if choice not in (None, "none") and not tools:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
     if choice not in (None, "none", "auto"):
-        if not tools:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         function = choice.get("function") if isinstance(choice, dict) else None
         has_name = isinstance(function, dict) and choice.get("type") == "function"
         name = function.get("name") if has_name else None
@@ -99,8 +100,10 @@ def chat_grammar(
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     tags = json.dumps(f"{start}\n"), json.dumps(f"\n{end}")
     try:
-        schema = Grammar.json_schema({"anyOf": calls}, "tools").source
-        rule = f"start: {tags[0]} call {tags[1]}\ncall: %json {schema}"
+        Grammar.json_schema(schema := {"anyOf": calls}, "tools")
+        # Models write calls so, and spaces would be counted.
+        source = json.dumps(schema | {"x-guidance": TIGHT})
+        rule = f"start: {tags[0]} call {tags[1]}\ncall: %json {source}"
         return Grammar("lark", rule)
     except UserError as error:
         raise ApiError.from_user_error(error, param="tools") from error

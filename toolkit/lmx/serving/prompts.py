@@ -39,6 +39,30 @@ class EncodedPrompt:
     thinks: bool = True
 
 
+def require_length(
+    parameters: ChatCompletionParameters | CompletionParameters, most: int | None
+) -> int:
+    """The characters of all prompts of a request, before they are encoded.
+
+    Args:
+        most: characters of a prompt; None = no limit.
+
+    Raises:
+        ApiError: a prompt has more.
+    """
+    if isinstance(parameters, CompletionParameters):
+        sizes = [
+            len(prompt) for prompt in parameters.prompts if isinstance(prompt, str)
+        ]
+    else:
+        sizes = [sum(len(str(m.get("content"))) for m in parameters.messages)]
+    if most is not None and max(sizes, default=0) > most:
+        message = f"the prompt has {max(sizes):,} characters, and at most {most:,} fit"
+        place, code = parameters.PROMPT, "context_length_exceeded"
+        raise ApiError(400, message, param=place, code=code)
+    return sum(sizes)
+
+
 def encode_messages(
     tokenizer: Any,
     parameters: ChatCompletionParameters,

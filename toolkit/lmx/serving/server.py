@@ -1,12 +1,14 @@
 """The process: a socket, signals, and the engine beside the event loop."""
 
 import asyncio
+import ipaddress
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -20,7 +22,8 @@ from .service import CompletionService, ServiceSettings
 
 STALL_SECONDS = 30.0
 """In which the head of a request must come, and an answer must be read."""
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+DRAIN_SECONDS = 1.0
+"""In which the rest of a request must come when the server ends."""
 
 
 class HTTPProtocol(H11Protocol):
@@ -47,6 +50,14 @@ class HTTPProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.loop.call_later(DRAIN_SECONDS, self._drop_half_sent)
+
+    def _drop_half_sent(self) -> None:
+        if self.cycle and self.cycle.more_body and not self.cycle.response_started:
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -126,6 +137,9 @@ class ModelServer:
             raise UserError(
                 f"cannot listen on {host}:{port}: {reason.lower()}", hint="use --port"
             ) from error
+        address, actual = self._socket.getsockname()[:2]
+        is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        http = replace(http, local_only=is_local and http.api_key is None)
         log(f"loading {service.model}")
         self.thread = EngineThread(load, on_end=self._on_end)
         served = self.thread.start()
@@ -141,11 +155,10 @@ class ModelServer:
             server_header=False,
         )
         self._server = HTTPServer(config)
-        address, actual = self._socket.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         self.url = f"http://{shown}:{actual}"
         log(f"{service.model} is served on {self.url}")
-        if host not in LOOPBACK and http.api_key is None:
+        if not is_local and http.api_key is None:
             log("warning: everyone who reaches this address can use it; see --api-key")
 
     def run(self) -> int:

@@ -5,11 +5,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, library_errors
 from ..generation.engine import Engine
 from ..generation.grammar import Grammar
 from ..generation.grammar_matcher import CompiledGrammar
@@ -20,10 +21,16 @@ from .answers import Answer, ChatAnswer
 from .chat_output import ChatOutputParser
 from .choice import Choice, Piece
 from .engine_thread import EngineFailed, EngineThread, ServedModel
-from .errors import OVERLOADED, SERVER, ApiError
+from .errors import OVERLOADED, SERVER, ApiError, no_model
 from .metrics import Metrics
 from .output_formats import answer_grammar, chat_grammar, grammar_parameter
-from .prompts import EncodedPrompt, checked_tools, encode_messages, encode_prompts
+from .prompts import (
+    EncodedPrompt,
+    checked_tools,
+    encode_messages,
+    encode_prompts,
+    require_length,
+)
 from .protocol import (
     ChatCompletionParameters,
     CompletionParameters,
@@ -35,6 +42,8 @@ from .tool_formats import add_tool_format
 
 KEEP_ALIVE_SECONDS = 15.0
 """A stream without a token for so long says that it lives; proxies close it else."""
+LONG_TEXT = 20_000
+"""Characters from which a text takes long to encode, some 30 ms."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,16 @@ class CompletionService:
         self._load_adapter = served.load_adapter
         self._tokenizer = served.generator.tokenizer
         add_tool_format(self._tokenizer)
-        # Long prompts do not stop the event loop. Tokenizers take one thread only.
+        longest = max(map(len, self._tokenizer.get_vocab()))
+        self._max_characters = self.max_positions and self.max_positions * longest
+        # They do not stop the event loop. Short texts do not wait for long ones, and
+        # nobody else for a grammar. Tokenizers in Python take one thread only.
         self._encoder = ThreadPoolExecutor(1, "tokenizer")
+        self._long_encoder = self._encoder
+        if hasattr(self._tokenizer, "backend_tokenizer"):
+            self._long_encoder = ThreadPoolExecutor(1, "long texts")
+        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self._preparing = 0  # completions whose prompt or grammar is not ready
 
     @property
     def models(self) -> dict[str, str | None]:
@@ -124,7 +141,9 @@ class CompletionService:
             raise ApiError(400, f"there is a model {name!r} already", param="lora_name")
 
         def add(engine: Engine) -> None:
-            engine.adapters.add(name, self._load_adapter(path))
+            # The system refuses some paths before there is a folder to read.
+            with library_errors("the adapter does not load", place=path):
+                engine.adapters.add(name, self._load_adapter(path))
 
         try:
             await self.thread.run_on_engine(add)
@@ -160,13 +179,16 @@ class CompletionService:
         parameters = ChatCompletionParameters.parse(body)
         if parameters.top_logprobs and not parameters.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
-        model = self._require_model(parameters.model)
-        self._require_room(parameters.choices)
+        model, adapter = self._require_model(parameters.model)
         tools = checked_tools(parameters)
-        grammar = chat_grammar(parameters, self._tokenizer)
-        prompt = await self._encode(lambda: self._encode_chat(parameters, tools))
-        thinking = self._thinking(parameters, prompt, has_grammar=grammar is not None)
-        compiled = await self._compile(grammar, parameters)
+        size = require_length(parameters, self._max_characters)
+        async with self._prepares(parameters, 1):
+            grammar = chat_grammar(parameters, self._tokenizer)
+            encode = partial(self._encode_chat, parameters, tools)
+            prompt = await self._encode(encode, size)
+            has_grammar = grammar is not None
+            thinking = self._thinking(parameters, prompt, has_grammar=has_grammar)
+            compiled = await self._compile(grammar, parameters)
 
         def parser() -> ChatOutputParser:
             return ChatOutputParser(
@@ -177,6 +199,7 @@ class CompletionService:
         choices = self._choices(
             parameters,
             [prompt],
+            adapter=adapter,
             grammar=compiled,
             thinking=thinking,
             top_logprobs=top if parameters.logprobs else None,
@@ -198,15 +221,17 @@ class CompletionService:
         if parameters.echo and parameters.logprobs is not None:
             message = "lmx gives no log-probabilities of prompts: echo without logprobs"
             raise ApiError(400, message, param="echo")
-        model = self._require_model(parameters.model)
-        self._require_room(parameters.choices * len(parameters.prompts))
-        prompts = await self._encode(
-            lambda: encode_prompts(self._tokenizer, parameters)
-        )
+        model, adapter = self._require_model(parameters.model)
+        size = require_length(parameters, self._max_characters)
+        async with self._prepares(parameters, len(parameters.prompts)):
+            encode = partial(encode_prompts, self._tokenizer, parameters)
+            prompts = await self._encode(encode, size)
+            compiled = await self._compile(answer_grammar(parameters), parameters)
         choices = self._choices(
             parameters,
             prompts,
-            grammar=await self._compile(answer_grammar(parameters), parameters),
+            adapter=adapter,
+            grammar=compiled,
             top_logprobs=parameters.logprobs,
         )
         lengths = [len(prompt.tokens) for prompt in prompts]
@@ -228,7 +253,7 @@ class CompletionService:
         if prompt is not None:
             special = parameters.add_special_tokens is not False
             encode = partial(self._tokenizer.encode, add_special_tokens=special)
-            return await self._encode(lambda: list(encode(prompt)))
+            return await self._encode(lambda: list(encode(prompt)), len(prompt))
         if parameters.add_special_tokens is not None:
             message = "the chat template adds the special tokens of messages"
             raise ApiError(400, message, param="add_special_tokens")
@@ -236,7 +261,8 @@ class CompletionService:
         given = {name: getattr(parameters, name) for name in names}
         chat = ChatCompletionParameters.parse(given)
         tools = checked_tools(chat)
-        prompt = await self._encode(lambda: self._encode_chat(chat, tools))
+        size = require_length(chat, self._max_characters)
+        prompt = await self._encode(lambda: self._encode_chat(chat, tools), size)
         return prompt.tokens
 
     async def detokenize(self, body: Any) -> str:
@@ -252,7 +278,8 @@ class CompletionService:
             if size and token >= size:
                 message = f"the model has no token {token}: 0 to {size - 1}"
                 raise ApiError(400, message, param="tokens")
-        return await self._encode(lambda: self._tokenizer.decode(parameters.tokens))
+        tokens = parameters.tokens
+        return await self._encode(lambda: self._tokenizer.decode(tokens), len(tokens))
 
     async def finish(self, job: Job) -> None:
         """Wait for the whole answer.
@@ -318,8 +345,7 @@ class CompletionService:
     ) -> list[TokenOutput] | None:
         now = time.monotonic()
         if now >= deadline:
-            message = f"the request took more than {self.settings.timeout:g} seconds"
-            raise ApiError(408, message, code="timeout")
+            raise self._too_long()
         try:
             # Not `wait_for`: it may return in place of ending when it is cancelled.
             async with asyncio.timeout(min(KEEP_ALIVE_SECONDS, deadline - now)):
@@ -330,6 +356,8 @@ class CompletionService:
             raise ApiError(500, "the engine failed; see the log", kind=SERVER)
         for output in outputs:
             if output.error:
+                if output.request.adapter not in (None, *self._adapters):
+                    raise no_model(output.request.adapter)
                 raise ApiError.from_user_error(output.error)
         return outputs
 
@@ -340,7 +368,8 @@ class CompletionService:
             return None
         try:
             compile_ = self._generator.grammars.compile
-            return await self._encode(lambda: compile_(grammar))
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._compiler, compile_, grammar)
         except UserError as error:
             raise ApiError.from_user_error(
                 error, param=grammar_parameter(parameters)
@@ -377,16 +406,41 @@ class CompletionService:
             raise ApiError(400, message, param="thinking_budget")
         return thinking
 
-    async def _encode(self, function: Callable[[], Any]) -> Any:
+    async def _encode(self, function: Callable[[], Any], size: int) -> Any:
+        """What a function of `size` characters returns, from another thread."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoder, function)
+        encoder = self._long_encoder if size > LONG_TEXT else self._encoder
+        return await loop.run_in_executor(encoder, function)
 
-    def _require_model(self, name: str | None) -> str:
+    def _require_model(self, name: str | None) -> tuple[str, str | None]:
+        """The model of a request, and its adapter, which stays so if it is dropped."""
         name = name or self.settings.model
         if name not in self.models:
-            message = f"The model {name!r} does not exist"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return name
+            raise no_model(name)
+        return name, name if name != self.settings.model else None
+
+    @asynccontextmanager
+    async def _prepares(
+        self, parameters: GenerationParameters, prompts: int
+    ) -> AsyncIterator[None]:
+        """Count completions as open while they are prepared, if there is room."""
+        if parameters.stream_options and not parameters.stream:
+            message = "stream_options needs stream"
+            raise ApiError(400, message, param="stream_options")
+        count = prompts * parameters.choices
+        self._require_room(count)
+        self._preparing += count
+        try:
+            async with asyncio.timeout(self.settings.timeout):
+                yield
+        except TimeoutError:
+            raise self._too_long() from None
+        finally:
+            self._preparing -= count
+
+    def _too_long(self) -> ApiError:
+        message = f"the request took more than {self.settings.timeout:g} seconds"
+        return ApiError(408, message, code="timeout")
 
     def _require_room(self, count: int) -> None:
         if count > self.settings.max_requests:
@@ -395,10 +449,11 @@ class CompletionService:
                 f"{self.settings.max_requests}"
             )
             raise ApiError(400, message, param="n")
-        if self.thread.open_requests + count > self.settings.max_requests:
+        busy = self.thread.open_requests + self._preparing
+        if busy + count > self.settings.max_requests:
             raise ApiError(
                 429,
-                f"{self.thread.open_requests} completions run or wait, and at most "
+                f"{busy} completions run or wait, and at most "
                 f"{self.settings.max_requests} may",
                 code="overloaded",
                 kind=OVERLOADED,
@@ -410,6 +465,7 @@ class CompletionService:
         parameters: GenerationParameters,
         prompts: Sequence[EncodedPrompt],
         *,
+        adapter: str | None,
         grammar: CompiledGrammar | None,
         thinking: Thinking | None = None,
         top_logprobs: int | None,
@@ -435,7 +491,6 @@ class CompletionService:
             frozenset() if parameters.ignore_eos else None
         )
         stop_tokens = frozenset(stop_tokens) | {*(parameters.stop_token_ids or ())}
-        adapter = parameters.model if parameters.model in self._adapters else None
         choices = []
         for prompt_index, prompt in enumerate(prompts):
             tokens = prompt.tokens
@@ -452,8 +507,8 @@ class CompletionService:
             except UserError as error:
                 place = parameters.PROMPT
                 raise ApiError.from_user_error(error, param=place) from error
-            for number in range(parameters.choices):
-                sampling = parameters.sampling(self._sampling, seed + number)
+            for _ in range(parameters.choices):
+                sampling = parameters.sampling(self._sampling, seed + len(choices))
                 try:
                     request = GenerationRequest(
                         tokens,

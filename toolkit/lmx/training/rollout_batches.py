@@ -177,7 +177,8 @@ class RolloutBatches:
             records = known.facts["completions"]
         else:
             examples = self.batches(number).example_indices
-            seed = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
+            entropy = np.random.SeedSequence([self.seed, number])
+            seed = entropy.generate_state(1, np.uint64)[0]
             completions = self.complete(
                 [self.batches.examples[index] for index in examples],
                 num_generations=self.config.num_generations,

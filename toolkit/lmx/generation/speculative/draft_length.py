@@ -17,6 +17,8 @@ PRIOR = 1.0
 MIN_MEASUREMENTS = 3
 # Maximum share of the time spent on trying draft lengths that do not pay off.
 EXPLORATION_BUDGET = 0.02
+FIRST_ROUNDS = 16
+"""Rounds of a fixed length in a batch before steps without drafts are timed."""
 FIRST_STANDARD_STEPS, STANDARD_STEPS = 4, 16
 """Steps without a draft in a row, while their time is not known (few, so that short
 requests get drafts), and then when the draft length is 0."""
@@ -54,7 +56,8 @@ class DraftLengthController:
 
     Args:
         max_draft_tokens: largest draft length.
-        fixed: always use this draft length; None = adapt, and allow 0.
+        fixed: use this draft length; None = adapt, and allow 0.
+        may_rest: a fixed length is 0 while drafts lose time.
 
     Attributes:
         standard: seconds per token of standard decoding.
@@ -65,6 +68,7 @@ class DraftLengthController:
 
     max_draft_tokens: int = 8
     fixed: int | None = None
+    may_rest: bool = False
     standard: EMATimer = field(default_factory=EMATimer)
     rounds: dict[int, EMATimer] = field(default_factory=dict)
     accepted: list[float] = field(default_factory=list)
@@ -78,8 +82,8 @@ class DraftLengthController:
         self.proposed = [2 * PRIOR] * self.max_draft_tokens
 
     def like(self) -> Self:
-        """A new controller with these settings."""
-        return type(self)(self.max_draft_tokens, self.fixed)
+        """A new controller with these settings, for a batch."""
+        return type(self)(self.max_draft_tokens, self.fixed, may_rest=True)
 
     @property
     def acceptance_rates(self) -> list[float]:
@@ -109,7 +113,11 @@ class DraftLengthController:
     def next_length(self) -> int:
         """The draft length of the next round; 0 = use standard decoding for a while."""
         if self.fixed is not None:
-            return self.fixed
+            pays = self.lost < EXPLORATION_BUDGET * self.seconds
+            if not self.standard.is_known:
+                rounds = sum(timer.count for timer in self.rounds.values())
+                pays = rounds < FIRST_ROUNDS
+            return self.fixed if pays or not self.may_rest else 0
         if not self.standard.is_known:
             return 0
         first = min(2, self.max_draft_tokens)
@@ -146,7 +154,8 @@ class DraftLengthController:
         self.seconds += seconds
         # Time gained by drafting pays for exploration.
         tokens = 1 + sum(accepted) / len(accepted)
-        self.lost = max(0.0, self.lost + seconds - tokens * self.standard.mean)
+        if self.standard.is_known:
+            self.lost = max(0.0, self.lost + seconds - tokens * self.standard.mean)
         for num_draft_tokens, num_accepted in zip(drafted, accepted, strict=True):
             self._record_row(num_draft_tokens, num_accepted)
 

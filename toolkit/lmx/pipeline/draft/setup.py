@@ -16,7 +16,7 @@ from ...data.tokenization import Example
 from ...data.tokenizer_files import require_same_tokenizer
 from ...draft import dataset
 from ...draft.acceptance import ReferenceCompletion
-from ...draft.benchmark import decoding_modes, with_seed_offset
+from ...draft.benchmark import decoding_modes
 from ...draft.dataset import DistillationBatches, Prompt, PromptSets, prompt_sets
 from ...draft.pruning import most_important_blocks, prune, pruned_config, rank_layers
 from ...draft.report import require_servable
@@ -131,7 +131,7 @@ class DraftData:
                 GenerationRequest(
                     prompt.tokens,
                     config.max_tokens,
-                    with_seed_offset(sampling, number),
+                    sampling.with_seed_offset(number),
                     generator.stop_tokens,
                 )
                 for number, prompt in enumerate(prompts)
