@@ -27,7 +27,7 @@ sys.path[:0] = {paths!r}
 import forked_cases
 forked_cases.work()
 """
-CASE_SECONDS = 10
+CASE_SECONDS = 30
 # Beyond what the imported libraries have reserved.
 ADDRESS_SPACE = 2 << 30
 # A tiny model needs a few megabytes.
