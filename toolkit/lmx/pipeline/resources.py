@@ -79,7 +79,7 @@ class ResourceCheck:
                 yield "time", f"{name}: {text}"
             if (needs.epochs or 0) > MANY_EPOCHS:
                 text = f"more than {MANY_EPOCHS} epochs teach most data by heart"
-                yield "warning", f"{name}: {text}; try epochs: 3 in place of steps"
+                yield "warning", f"{name}: {text}; 3 are usual"
             if needs.disk:
                 yield "disk", f"{name}: {readable_size(needs.disk)}"
         disk, free = map(readable_size, (self.disk, self.free))
