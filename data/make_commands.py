@@ -10,6 +10,7 @@ The seed is fixed. No tool call, in any wording, is in two of the files.
 
 # ruff: noqa: SIM905 (a line of words reads better than ten quoted ones)
 
+import csv
 import json
 import random
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 SEED = 20240302
 SIZES = {"train": 6400, "valid": 320, "test": 320}
+TABLE_ROWS = 200
 ROOMS = "kitchen bedroom bathroom office garage hall attic cellar garden den".split()
 # Verbs of the devices that have levels.
 LEVELS = {
@@ -96,9 +98,15 @@ def make() -> dict[str, list[dict]]:
 
 
 def main(folder: Path) -> None:
-    """Write one JSONL file per split."""
+    """Write one JSONL file per split, and a small table with other names of columns."""
     folder.mkdir(parents=True, exist_ok=True)
-    for split, rows in make().items():
+    splits = make()
+    with (folder / "tickets.csv").open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["ticket", "answer_json"])
+        few = splits["train"][:TABLE_ROWS]
+        table.writerows([row["prompt"], row["completion"]] for row in few)
+    for split, rows in splits.items():
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
         path = folder / f"{split}.jsonl"
         path.write_text("".join(lines), encoding="utf-8", newline="\n")

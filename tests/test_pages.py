@@ -2,15 +2,21 @@
 
 A second word in the info string of a block, as in "bash network", marks commands that a
 test cannot run: they need another machine, the Hub or hours. Such commands are parsed
-up to the point where their work begins.
+up to the point where their work begins. The commands of a page in blocks "bash steps"
+run one after the other, in an empty folder.
 """
 
 import ast
+import json
+import os
 import re
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from inspect import cleandoc
 from pathlib import Path
 
@@ -48,6 +54,15 @@ OTHER_PAGES = [
 MAX_README_LINES = 150
 BIN = Path(sys.executable).parent
 BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+STEPS = "steps"
+# A training of the page, and a quantization, in seconds.
+SMALL_STEPS = {
+    "lmx-train tickets.yaml": "stages.train.epochs=0.1 stages.evaluate.num_tokens=200 "
+    "stages.evaluate.exact_match.samples=4 stages.evaluate.max_tokens=8",
+    "lmx quantize": "stages.quantize.calibration.num_tokens=1024 "
+    "stages.evaluate.num_tokens=200 stages.evaluate.exact_match.samples=4 "
+    "stages.evaluate.max_tokens=8",
+}
 # Run by test_recipes.py and test_benchmarks.py with their own settings.
 RUN_ELSEWHERE = re.compile(
     r"lmx-train recipes/(?!qat_4bit)\w+\.yaml"
@@ -94,7 +109,7 @@ SMALL = [
     "stages.train.batch_size=4",
     "stages.train.eval_batches=1",
     "stages.evaluate.num_tokens=200",
-    "stages.evaluate.exact_match_samples=2",
+    "stages.evaluate.exact_match.samples=2",
     "stages.evaluate.num_samples=1",
     "stages.evaluate.latency_tokens=8",
     # Two steps do not teach the included task.
@@ -146,7 +161,7 @@ def commands(*, marked: bool) -> list[str]:
         (bool(mark), line.partition("  #")[0].strip())
         for _, mark, text in blocks("bash")
         for line in text.splitlines()
-        if line.strip()
+        if line.strip() and mark != STEPS
     ]
     return [
         line.partition(" # ")[0].strip()
@@ -218,6 +233,58 @@ def test_shown_command_runs(command, workspace):
     process = run(command, workspace)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip()
+
+
+@pytest.mark.slow
+def test_steps_from_a_table_to_a_server_run(tmp_path):
+    """Each step needs the ones before it; the last one asks the server."""
+    steps = [
+        line
+        for page, mark, text in blocks("bash")
+        if mark == STEPS and page == "docs/own_task.md"
+        for line in text.splitlines()
+    ]
+    assert [shlex.split(step)[0] for step in steps] == [
+        *("lmx", "lmx-train", "lmx-train", "lmx", "lmx", "lmx", "curl")
+    ]
+    *commands, serve, ask = steps
+    for command in commands:
+        is_run, small = "--dry-run" not in command, ""
+        for start, settings in SMALL_STEPS.items():
+            small += settings * (is_run and command.startswith(start))
+        program, *arguments = shlex.split(f"{command} {small}")
+        entry_point = ENTRY_POINT.format(PROGRAMS[program])
+        process = warm.run(entry_point, *arguments, cwd=tmp_path, timeout=300)
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.strip()
+        if "--dry-run" in arguments:
+            assert " 3.0 epochs" in process.stdout
+    for name in ("tickets", "tickets_4bit"):
+        log = (tmp_path / "exports" / name / "log.txt").read_text()
+        assert "exact match, set " in log
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program, *arguments = shlex.split(serve)
+    entry_point = ENTRY_POINT.format(PROGRAMS[program])
+    server = warm.Process(entry_point, *arguments, "--port", port, cwd=tmp_path)
+    request = shlex.split(
+        ask.replace("8080", port).replace("}]", '}], "max_tokens": 8')
+    )
+    try:
+        for _ in range(600):
+            answer = subprocess.run(
+                [*request, "--silent"], capture_output=True, text=True, check=False
+            )
+            if answer.stdout:
+                break
+            assert server.poll() is None, server.result(1)
+            time.sleep(0.1)
+    finally:
+        os.kill(server.pid, signal.SIGTERM)
+    [choice] = json.loads(answer.stdout)["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert server.result(60).returncode == 0
 
 
 def recorded(program: str) -> str:

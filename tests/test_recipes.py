@@ -1,11 +1,15 @@
 """Every included recipe runs, with settings that take seconds."""
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from lmx.cli.main import train
+from lmx.config.errors import ConfigErrors
+from lmx.config.loader import load_recipe
 from lmx.models.checkpoint import weights_digest
 from small_base import write_small_base
 
@@ -25,7 +29,7 @@ SMALL = {
     # An untrained model generates the maximum of 48 tokens per example.
     "evaluate": [
         "num_tokens=200",
-        "exact_match_samples=2",
+        "exact_match.samples=2",
         "num_samples=1",
         "latency_tokens=8",
     ],
@@ -117,3 +121,44 @@ def test_recipe_is_short_and_described(path):
     assert len(lines) <= 40
     assert lines[0].startswith("# ")
     assert "Qwen/Qwen3-0.6B" in text or "from_scratch:" in text
+
+
+# A key that a comment sets, and a value that a comment offers for a key.
+COMMENTED = re.compile(r"^( +)# (\w+: .*)$")
+OFFERED = re.compile(r"^( +(?:- )?(?:# )?\w+: )\S+( +# or )(\w+)(?=[,;]|$)")
+
+
+def with_comments_applied(text: str) -> Iterator[str]:
+    """The recipe with the value of each such comment."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        changed = []
+        if found := OFFERED.match(line):
+            changed.append(f"{found[1]}{found[3]}".replace("# ", ""))
+        if found := COMMENTED.match(line):
+            changed.append(found[1] + found[2])
+        for new in changed:
+            yield "\n".join([*lines[:number], new, *lines[number + 1 :]])
+
+
+COMMENTS = [
+    (path, text) for path in RECIPES for text in with_comments_applied(path.read_text())
+]
+
+
+@pytest.mark.parametrize(("path", "text"), COMMENTS)
+def test_values_in_comments_are_valid(path, text):
+    assert load_recipe(path, text=text).recipe
+
+
+def test_comment_with_a_value_that_is_gone_is_found():
+    path = ROOT / "recipes/ptq_4bit.yaml"
+
+    def offered(value: str) -> str:
+        comment = f"      # effort: fast  # or {value}, several times slower"
+        text = re.sub("^ *# effort.*$", comment, path.read_text(), flags=re.MULTILINE)
+        return next(with_comments_applied(text))
+
+    assert load_recipe(path, text=offered("standard")).recipe
+    with pytest.raises(ConfigErrors, match="expected one of"):
+        load_recipe(path, text=offered("best"))

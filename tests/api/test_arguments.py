@@ -133,3 +133,20 @@ def test_errors_within_a_function_are_not_those_of_its_arguments():
 
     with pytest.raises(ValidationError):
         public(Path("x"))
+
+
+def test_errors_name_keywords_and_have_no_frames_of_pydantic():
+    @checked
+    def fails(number: int) -> None:
+        raise lmx.UserError("no", hint="use --restart or --ignore-limits")
+
+    for call, hint in (
+        (lambda: fails(1), "use restart=True or ignore_limits=True"),
+        (lambda: fails("x"), None),
+    ):
+        with pytest.raises(lmx.UserError) as caught:
+            call()
+        assert caught.value.hint == hint
+        assert not any("pydantic" in str(entry.path) for entry in caught.traceback)
+        assert caught.value.__cause__ is None
+        assert caught.value.__suppress_context__ or not caught.value.__context__

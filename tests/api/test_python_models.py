@@ -176,7 +176,7 @@ def test_check_is_the_dry_run_as_an_object(recipe, monkeypatch):
     assert "plan" in dict(checked.lines)
     assert "memory   1-train" in str(checked)
     monkeypatch.setattr(resources, "memory_limit", lambda: 1000)
-    assert not lmx.check(recipe).fits
+    assert lmx.check(recipe).fits is False
     assert not (checked.output).exists()
 
 
@@ -185,8 +185,8 @@ def test_check_of_an_unknown_size_has_no_numbers():
     checked = lmx.check(
         {"model": "a/b", "data": {"train": "builtin:stdlib"}, "stages": stages}
     )
-    assert checked.memory is checked.disk is checked.seconds is None
-    assert checked.fits
+    assert checked.memory is checked.disk is checked.seconds is checked.fits is None
+    assert "size unknown" in repr(checked)
 
 
 def test_quantize_and_export_make_runs(run, tmp_path, monkeypatch):

@@ -25,6 +25,25 @@ def test_dict_keywords_and_file_are_the_same_recipe(tmp_path):
     assert lmx.Recipe(recipe.to_dict(resolved=True)) == recipe
 
 
+def test_numbers_that_other_readers_of_yaml_take_for_text():
+    """`yaml.safe_load` reads 2e-3 as text."""
+    train = {"steps": 1, "batch_size": 2, "sample_prompts": ["2e-3"]}
+
+    def recipe(rate):
+        stages = [{"train": train | {"learning_rate": rate}}]
+        return lmx.Recipe(KEYS | {"stages": stages})
+
+    for text in ("2e-3", "2E-3", "2.e-3", "+2e-3"):
+        read = recipe(text)
+        assert read.config.stages[0].train.learning_rate == 2e-3
+        assert read.config.stages[0].train.sample_prompts == ["2e-3"]
+        assert read.hash == recipe(2e-3).hash
+        assert read.to_dict() == recipe(2e-3).to_dict()
+    for text in ("2e", "e-3", "fast", "2e-3x"):
+        with pytest.raises(lmx.ConfigErrors, match="learning_rate"):
+            recipe(text)
+
+
 def test_recipe_needs_one_source():
     for arguments, keys in (((), {}), ((KEYS,), KEYS)):
         with pytest.raises(lmx.UserError, match="either a recipe or its keys"):

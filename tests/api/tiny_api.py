@@ -22,7 +22,7 @@ TRAIN = {
 }
 EVALUATE = {
     "num_tokens": 200,
-    "exact_match_samples": 0,
+    "exact_match": {"samples": 0},
     "num_samples": 1,
     "latency_tokens": 8,
 }

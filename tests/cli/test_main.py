@@ -206,15 +206,14 @@ HINTS = {
     ],
     "quantize --q-bits 3": ["--q-bits is called --bits"],
     "import a b": ["import is called convert"],
-    "generate m --prompt x --temp=0 --adapter=a --draft b": [
-        "--temp is called --temperature",
+    "generate m --prompt x --adapter=a --draft b": [
         "--adapter is called --adapter-path",
         "--draft is called --draft-model",
     ],
     "generate m --max_new_tokens 5": ["called --max-tokens"],
     # No verb has the first, another verb has the second.
     "train recipe --no-such-option": [],
-    "train recipe --temp=0": [],
+    "train recipe --speculative-model=m": [],
 }
 
 
@@ -226,6 +225,66 @@ def test_names_of_other_tools_get_the_name_here(words, hints, capsys):
     error = capsys.readouterr().err
     assert error.count("hint:") == len(hints)
     assert all(f"{hint} here" in error for hint in hints)
+
+
+ADVICE = {
+    "train r --device gpu": "--device: MLX takes the GPU",
+    "train r --gpus=2": "--gpus: start several processes",
+    "serve m --max-model-len 4096": "--max-model-len: the context is the model's",
+    "serve m --gpu-memory-utilization=0.9": "--kv-memory GB",
+    "fuse --model m": "fuse: a run merges its adapter",
+    "eval m": "eval: an evaluate stage",
+    "tarin r.yaml": "there is no verb 'tarin'\n    hint: did you mean 'train'?",
+    "genrate m": "did you mean 'generate'?",
+}
+
+
+@pytest.mark.parametrize(("words", "hint"), ADVICE.items())
+def test_what_lmx_does_not_need_gets_advice(words, hint, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main.main(words.split())
+    assert caught.value.code == 2
+    usage, *error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: lmx")
+    assert "--help" in usage
+    assert hint in "\n".join(error)
+    assert len(error) <= 2
+
+
+def test_advice_is_about_no_name_of_lmx():
+    for verb in main.VERBS:
+        known = {*main.verb_parser(verb)._option_string_actions, *main.VERBS}
+        assert not known & tables()["advice"].keys()
+
+
+def test_every_verb_takes_a_model_as_word_and_option(monkeypatch):
+    """What reaches the verb is the same."""
+    rest = {"generate": "--prompt=a", "init": "--data=d seed=1", "convert": "new"}
+    rest |= {"quantize": "--bits=3 seed=1", "train": "--data=d seed=1", "push": "a/b"}
+    seen = []
+    for module in ("generate", "serve", "bench", "convert"):
+        monkeypatch.setattr(f"lmx.cli.{module}.{module}", seen.append)
+    monkeypatch.setattr("lmx.cli.runs.push", seen.append)
+
+    def stop(arguments, kind="init"):
+        seen.append(arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lmx.cli.main.execute", stop)
+    monkeypatch.setattr("lmx.cli.execution.execute", stop)
+    monkeypatch.setattr("lmx.models.checkpoint.model_folder", stop)
+    for verb in (*main.MODEL_VERBS, "init", "quantize", "train"):
+        options = rest.get(verb, "").split()
+        forms = [["m", *options], ["--model", "m", *options]]
+        forms += [["--model=m", *options], [*options, "-m", "m"]]
+        seen.clear()
+        for form in forms:
+            main.main([verb, *form])
+        assert len(seen) == len(forms), verb
+        if verb != "init":
+            assert all(vars(each) == vars(seen[0]) for each in seen), verb
+        else:
+            assert seen == ["m"] * len(forms)
 
 
 def test_hints_name_options_that_exist():

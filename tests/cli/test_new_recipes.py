@@ -1,5 +1,6 @@
 """`lmx recipes` and `lmx init`: recipes of the user's own."""
 
+import io
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from lmx.cli import main, recipes
 from lmx.config import bundled
 from lmx.config.bundled import SCHEMA_LINE
+from lmx.config.overrides import merge
 from lmx.config.yaml_io import read
 from lmx.convert.exporters import gguf
 from lmx.convert.importers import load_model
@@ -169,6 +171,126 @@ def test_init_without_options_of_bits_and_data(elsewhere):
     source = read(bundled.bundled_recipes()["qat_4bit"].read_text()).data
     included = ["--model", recipes.INCLUDED_MODEL, "--data", source["data"]["train"]]
     assert written(*included) == source
+
+
+def write_table(name: str, header: str, *rows: str) -> None:
+    Path(name).write_text("\n".join([header, *rows]) + "\n")
+
+
+ANSWER = '"{""device"": ""lamp""}"'
+GUESSES = [
+    ("question,answer", {"prompt": "question", "completion": "answer"}),
+    ("Input,Output", {"prompt": "Input", "completion": "Output"}),
+    ("text,label", {"prompt": "text", "completion": "label"}),
+    ("text,label,source", {"prompt": "text", "completion": "label"}),
+    ("prompt,completion", None),
+    ("instruction,output", None),
+    ("text,title", None),
+]
+
+
+@pytest.mark.parametrize(("header", "columns"), GUESSES)
+def test_init_recognizes_the_usual_columns(header, columns, elsewhere, capsys):
+    count = header.count(",")
+    write_table("rows.csv", header, *[f"Lamp on.{',lamp' * count}"] * 30)
+    data = written("--model", "a/b", "--data", "rows.csv")
+    assert data["data"].get("columns") == columns
+    shown = capsys.readouterr().out
+    if columns:
+        pairs = ", ".join(f"{name}: {column}" for name, column in columns.items())
+        assert f"Columns of the data, as far as their names tell: {pairs}" in shown
+    else:
+        assert "Columns" not in shown
+
+
+def test_numbers_are_no_answers_that_init_guesses(elsewhere):
+    (elsewhere / "rows.jsonl").write_text('{"text": "a b c", "label": 1}\n' * 20)
+    assert "columns" not in written("--model", "a/b", "--data", "rows.jsonl")["data"]
+
+
+COLUMNS = ["--columns", "prompt=ticket,completion=answer_json"]
+
+
+@pytest.mark.parametrize("task", [t for t in recipes.TASKS if t != "quantize"])
+@pytest.mark.parametrize("model", ["a/b", "data/tiny-base"])
+def test_init_fits_a_recipe_to_the_data(task, model, elsewhere, capsys):
+    answer = json.dumps({"device": "lamp " * 30}).replace('"', '""')
+    write_table("rows.csv", "ticket,answer_json", *[f'Lamp on.,"{answer}"'] * 200)
+    options = ["--task", task, "--model", model, "--data", "rows.csv", *COLUMNS]
+    data = written(*options, "seed=7", "stages.evaluate.latency_tokens=8")
+    assert data["data"]["columns"] == {"prompt": "ticket", "completion": "answer_json"}
+    assert data["seed"] == 7
+    [evaluate] = [s["evaluate"] for s in data["stages"] if "evaluate" in s]
+    assert evaluate["exact_match"] == {"samples": 120}
+    # The answers are longer than the default.
+    assert evaluate["max_tokens"] == (len(answer.replace('""', '"')) // 2 + 1)
+    assert evaluate["latency_tokens"] == 8
+    for stage in (s["train"] for s in data["stages"] if "train" in s):
+        assert stage["epochs"] == 3
+        assert "steps" not in stage
+        # About 8 examples, whatever the model.
+        assert stage.get("batch_size") == (8 if "tiny" in model else None)
+        if "tiny" not in model:
+            assert 8 * 50 < stage["batch_tokens"] < 8 * 100
+
+
+def test_init_trains_less_after_the_first_training(elsewhere):
+    write_table("rows.csv", "prompt,completion", *["Lamp on.,lamp"] * 30)
+    data = written("--model", "a/b", "--data", "rows.csv", "--bits", "3")
+    assert [s["train"]["epochs"] for s in data["stages"] if "train" in s] == [3, 1]
+
+
+def test_init_asks_for_columns_at_a_terminal(elsewhere, capsys, monkeypatch):
+    write_table("rows.csv", "ticket,answer_json", *[f"Lamp on.,{ANSWER}"] * 20)
+    stdin = io.StringIO("tickett\nticket\nanswer_json\n")
+    monkeypatch.setattr(stdin, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", stdin)
+    data = written("--model", "a/b", "--data", "rows.csv")
+    assert data["data"]["columns"] == {"prompt": "ticket", "completion": "answer_json"}
+    shown = capsys.readouterr().out
+    assert shown.count("which one is the prompt? ") == 2
+    # The end of the input is no answer.
+    assert main.main(["init", "--model", "a/b", "--data", "rows.csv"]) == 2
+
+
+FAULTS = {
+    (): "--columns prompt=<your column>,completion=<your column>",
+    ("--columns", "prompt"): "--columns prompt: not a list of NAME=COLUMN",
+    ("--columns", "prompt=tickett,completion=answer_json"): "did you mean 'ticket'?",
+    ("--columns", "promt=ticket"): "no dataset format has a column 'promt'",
+    (*COLUMNS, "stages.train.stepz=3"): "unknown key 'stepz'",
+    (*COLUMNS, "stages.train={steps: 3}"): "this block has several lines",
+}
+
+
+@pytest.mark.parametrize(("options", "message"), FAULTS.items())
+def test_init_says_what_is_wrong_with_columns(options, message, elsewhere, capsys):
+    write_table("rows.csv", "ticket,answer_json", *[f"Lamp on.,{ANSWER}"] * 20)
+    assert main.main(["init", "--model", "a/b", "--data", "rows.csv", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(elsewhere.glob("*.yaml"))
+
+
+OVERRIDES = {
+    "model=c/d": "model: c/d  # the model",
+    "stages.1.train.steps=5": "- train: {steps: 5, batch_size: 2}  # first",
+    "stages.train.adapter.rank=4": "{adapter: {rank: 4}, steps: 1, batch_size: 2}",
+    "stages.quantize.method=gptq": "      method: gptq\n      bits: 4 # second",
+    "data.train=z": "data: {train: z, max_seq_length: 8}",
+    "stages.evaluate.num_tokens=8": "- evaluate: {num_tokens: 8}\n",
+    "stages.quantize.calibration.num_tokens=9": "{num_tokens: 9, max_seq_length: 8}",
+}
+
+
+@pytest.mark.parametrize(("override", "shown"), OVERRIDES.items())
+def test_overrides_leave_comments_and_layout(override, shown):
+    text = TEXT + "  - evaluate:\n"
+    changed = recipes.with_override(text, override)
+    expected = read(text).data
+    merge(expected, [override])
+    assert read(changed).data == expected
+    assert shown in changed
+    assert changed.count("#") == text.count("#")
 
 
 REFUSED = {

@@ -53,6 +53,38 @@ def test_options_of_quantize_are_keywords_of_python(
     assert not (tmp_path / "here").exists()
 
 
+FAST = {"method": "gptq", "effort": "fast"}
+
+
+@pytest.mark.parametrize(
+    ("given", "stage"),
+    [
+        (["--bits=3"], FAST | {"bits": 3}),
+        (["--method=rtn"], {"method": "rtn"}),
+        (["stages.quantize.method=rtn"], {"method": "rtn"}),
+        (["stages.quantize.method=gptq", "--bits=3"], {"method": "gptq", "bits": 3}),
+    ],
+)
+@pytest.mark.parametrize("data", [None, "my.jsonl"])
+def test_quantize_measures_and_takes_gptq(
+    given, stage, data, checkpoint, tmp_path, capsys, recipe_of_python
+):
+    words = ["quantize", "--model", str(checkpoint), *given]
+    printed = recipe_of_words(
+        [*words, *["--data", data] * bool(data)], tmp_path, capsys
+    )
+    expected = lmx.Recipe(
+        model=checkpoint,
+        data={"train": data} if data else {"valid": "builtin:stdlib"},
+        seed=0,
+        stages=[{"quantize": stage}, {"evaluate": {}}, {"export": {}}],
+    )
+    assert printed.hash == expected.hash
+    keys = {"bits": 3} if "effort" in stage else stage
+    lmx.quantize(checkpoint, data=data, **keys)
+    assert recipe_of_python[0].hash == expected.hash
+
+
 @pytest.mark.parametrize(
     ("given", "stage"),
     [
@@ -80,7 +112,7 @@ def test_options_of_train_stand_for_a_recipe(
         model=checkpoint,
         data={"train": "my.jsonl", "valid": "my.jsonl", "max_seq_length": 64},
         seed=2,
-        stages=[{"train": stage}, {"export": {}}],
+        stages=[{"train": stage}, {"evaluate": {}}, {"export": {}}],
     )
     assert recipe_of_words(words, tmp_path, capsys).hash == expected.hash
 

@@ -33,10 +33,13 @@ stages:
 """
 
 
+ROW = '{"question": "q", "completion": "c", "answer": "a", "text": "t"}\n'
+
+
 @pytest.fixture
 def recipe(tmp_path) -> Path:
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "rows.jsonl").write_text('{"text": "row"}\n')
+    (tmp_path / "rows.jsonl").write_text(ROW)
     path = tmp_path / "recipes" / "whole.yaml"
     path.write_text(RECIPE)
     return path

@@ -99,7 +99,7 @@ def write_recipe(tmp_path, model, *stages):
 
 def test_adapter_trains_on_imported_checkpoint(checkpoint, tmp_path, capsys):
     train = {"steps": 3, "batch_size": 4, "learning_rate": 1e-3, "adapter": {"rank": 4}}
-    validate = {"num_tokens": 300, "exact_match_samples": 2, "latency_tokens": 8}
+    validate = {"num_tokens": 300, "exact_match": {"samples": 2}, "latency_tokens": 8}
     stages = {"train": train}, {"evaluate": validate}
     path = write_recipe(tmp_path, checkpoint.folder, *stages)
     assert main.train([path, "--dry-run"]) == 0

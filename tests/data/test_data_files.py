@@ -3,9 +3,10 @@
 import gzip
 import json
 from datetime import datetime
+from pathlib import Path
 
 import pytest
-from lmx.data import dataset
+from lmx.data import dataset, readers
 from lmx.errors import UserError
 
 USER, ANSWER = (
@@ -34,6 +35,46 @@ def test_text_file_holds_one_or_several_documents(write):
         path = write(text, "b.txt")
         places = [(r.text, r.where) for r in dataset.RecordReader(path)]
         assert places == [("one\n", f"{path}:1"), ("two\n", f"{path}:3")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rows"),
+    [
+        ("a.csv", 'a,b\n1,"x\ny"\n\n3,"say ""hi"""\n', {2: "1|x\ny", 5: '3|say "hi"'}),
+        ("a.csv", "\ufeffa,b\r\n007,NA\r\n,true\r\n", {2: "007|NA", 3: "|true"}),
+        ("a.csv", 'a;b\n2,5;"x;y"', {2: "2,5|x;y"}),
+        ("a.tsv", "a\tb\n1,2\tx;y\n", {2: "1,2|x;y"}),
+        ("a.csv", ",a\n0,x\n", {2: "0|x"}),
+        ("a.csv.gz", "a,b\n1,2\n", {2: "1|2"}),
+    ],
+    ids=["quotes", "Windows", "semicolons", "tabs", "index of pandas", "gzip"],
+)
+def test_tables_of_text(tmp_path, name, text, rows):
+    """Values keep their type, which is text; a row has the line where it begins."""
+    path = tmp_path / name
+    encoded = text.encode()
+    path.write_bytes(gzip.compress(encoded) if name.endswith("gz") else encoded)
+    found = [*readers.read_records(path)]
+    assert [(where, "|".join(row.values())) for where, row in found] == [
+        (f"{path}:{line}", joined) for line, joined in rows.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("a,b\n1,2\n\n3\n", 4, "the row has 1 values, and the header 2"),
+        ("a,b\n1,2,3\n", 2, "the row has 3 values, and the header 2"),
+        ('a,b\n1,2\n3,"4\n5,6\n', 3, "unexpected end of data"),
+        ('a,b\n"1"x,2\n', 2, "expected after"),
+        ("a,a\n1,2\n", 1, "the header has a name twice"),
+    ],
+)
+def test_damaged_table_of_text_is_refused_with_its_line(write, text, line, message):
+    path = write(text, "a.csv")
+    with pytest.raises(UserError, match=message) as error:
+        [*readers.read_records(Path(path))]
+    assert error.value.place == f"{path}:{line}"
 
 
 def test_parquet_messages_may_hold_dates_and_bytes(tmp_path):
@@ -185,7 +226,8 @@ FAULTS = {
         ("[" * 3000, "more digits or levels than can be read"),
     ],
     "rows.txt": [(" \n", "the source has no examples")],
-    "rows.csv": [("a,b\n", r"\.csv files are not")],
+    "rows.csv": [("a,b\n", "the source has no examples")],
+    "rows.xlsx": [("a", r"\.xlsx files are not")],
     "rows.parquet": [("PAR", "is not a Parquet file")],
     "rows.jsonl.gz": [("no gzip", "cannot be read: Not a gzipped file")],
 }

@@ -27,6 +27,18 @@ def test_every_record_is_in_one_part(count, limit, seed):
     assert choose_eval_records(iter(all_records), seed, limit) == split
 
 
+@pytest.mark.parametrize(
+    ("count", "held"), [(2, 1), (19, 1), (40, 4), (200, 20), (499, 49), (900, 50)]
+)
+def test_small_source_holds_out_up_to_twice_the_share(count, held):
+    for seed in range(5):
+        chosen = choose_eval_records(records(count), seed).records
+        order = sorted(range(count), key=lambda index: random_u64(seed, index))
+        below = sum(random_u64(seed, n) < EVAL_SHARE * 2**64 for n in order)
+        size = max(held, min(below, count - 1))
+        assert {record.where for record in chosen} == {f"f:{n}" for n in order[:size]}
+
+
 @pytest.mark.parametrize("limit", [3, 30, 2_000])
 def test_held_out_records_have_the_lowest_random_numbers(limit):
     """The reference sorts all records."""

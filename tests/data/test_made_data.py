@@ -34,6 +34,8 @@ def test_commands_are_reproducible_and_held_out(load_script, tmp_path, capsys):
     # The commands of the documentation are in no file.
     calls = [json.dumps(call) for call in script.HELD_OUT]
     prompts = []
+    table = tmp_path / "tickets.csv"
+    assert table.read_bytes() == (DATA / "commands" / table.name).read_bytes()
     for split, size in script.SIZES.items():
         made = tmp_path / f"{split}.jsonl"
         assert made.read_bytes() == (DATA / "commands" / made.name).read_bytes()

@@ -88,17 +88,17 @@ def test_column_split_keeps_examples_of_other_splits_apart(tmp_path):
 def test_log_says_which_files_of_a_folder_are_read(tmp_path):
     write_records(tmp_path / "rows" / "data.jsonl", 8)
     write_records(tmp_path / "rows" / "eval.jsonl", 4)
-    (tmp_path / "rows" / "more.csv").write_text("a,b")
+    (tmp_path / "rows" / "more.xlsx").write_text("a,b")
     folder, messages = str(tmp_path / "rows"), []
     splits = make_splits(messages, train=folder)
     assert len(list(splits.train)) == 8
     assert len(splits.valid) == 4
     assert messages[1] == (
         f"valid: {folder}: valid: eval.jsonl; without a split: data.jsonl; "
-        "not read: more.csv"
+        "not read: more.xlsx"
     )
     assert [*splits.train.stats[folder].counts()][1] == (
-        f"{folder}: train: data.jsonl; valid: eval.jsonl; not read: more.csv"
+        f"{folder}: train: data.jsonl; valid: eval.jsonl; not read: more.xlsx"
     )
 
 

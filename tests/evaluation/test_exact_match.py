@@ -5,8 +5,8 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from lmx.config.evaluate import EvaluateConfig
-from lmx.data.answer_filters import FILTERS, last_number
+from lmx.config.evaluate import ExactMatchConfig
+from lmx.data.answer_filters import FILTERS, SHORT, has_one_form, last_number
 from lmx.evaluation.exact_match import measure_exact_match
 
 
@@ -30,6 +30,53 @@ def test_exact_match_by_skill():
     assert result.correct == [1, 1, 1, 0, 0, 1]
     assert result.overall == pytest.approx(4 / 6)
     assert result.stderr == pytest.approx((4 / 6 * 2 / 6 / 6) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_right", "fields"),
+    [
+        ('{"b": [1, 2], "a": "x"}\n', True, "ab"),
+        ('{"a":"x","b":[1,2]}', True, "ab"),
+        ('{"a": "x", "b": [1.0, 2]}', False, "a"),
+        ('{"a": "x", "b": [1, 2], "c": 3}', False, "ab"),
+        ('{"b": [1, 2]}', False, "b"),
+        ('{"a": "x", "a": "x", "b": [1, 2]}', False, ""),
+        ('{"a": "x", "b": [1, 2]', False, ""),
+        ('[{"a": "x"}]', False, ""),
+        ("", False, ""),
+    ],
+)
+def test_json_is_compared_by_value_and_field(answer, is_right, fields):
+    result = measure_exact_match([("x", '{"a": "x", "b": [1, 2]}', answer)])
+    assert result.correct == [is_right]
+    found = {key: rate["rate"] for key, rate in result.by_field.items()}
+    assert found == {key: float(key in fields) for key in "ab"}
+
+
+def test_fields_are_keys_of_many_answers():
+    rows = [("x", f'{{"a": {n}, "name {n}": 1}}', '{"a": 3}') for n in range(40)]
+    rows.append(("x", "none", "none"))
+    [(field, figures)] = measure_exact_match(rows).by_field.items()
+    assert (field, figures["rate"]) == ("a", 1 / 40)
+    assert figures["stderr"] == pytest.approx((39 / 40 / 40 / 40) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("yes", True),
+        (" 7 \n", True),
+        ("x" * SHORT, True),
+        ("x" * (SHORT + 1), False),
+        ("one\ntwo", False),
+        (" ", False),
+        ('{"a": "' + "x" * 200 + '"}', True),
+        ("[\n" + "1,\n" * 50 + "1]", True),
+        ("[" * 100_000, False),
+    ],
+)
+def test_answers_that_have_one_form(text, expected):
+    assert has_one_form(text) is expected
 
 
 @pytest.mark.parametrize(
@@ -79,7 +126,7 @@ def test_exact_match_compares_what_the_filter_extracts():
         for name, chosen in FILTERS.items()
     }
     assert by_filter == {"none": [0] * 5, "flexible-extract": [1, 1, 0, 0, 0]}
-    annotation = EvaluateConfig.model_fields["exact_match_filter"].annotation
+    annotation = ExactMatchConfig.model_fields["filter"].annotation
     assert set(get_args(annotation)) == FILTERS.keys()
 
 

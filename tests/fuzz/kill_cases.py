@@ -36,7 +36,7 @@ DRAFT = {
 }
 DRAFTER = {key: value for key, value in DRAFT.items() if key != "draft_model"}
 DRAFTER |= {"drafter": {"num_layers": 1, "num_draft_tokens": 2}}
-ANSWERS = {"exact_match_samples": 4, "exact_match_max_tokens": 8, "num_samples": 1}
+ANSWERS = {"exact_match": {"samples": 4}, "max_tokens": 8, "num_samples": 1}
 TRAIN_LORA = {"train": STEPS | {"adapter": LORA}}
 RTN = {"quantize": GRID}
 FROM_SCRATCH = "from scratch"

@@ -29,7 +29,7 @@ metrics.measure_latency = measured
 
 def make_run(folder):
     """An evaluation of a model that answers questions in many ways."""
-    settings = EVALUATE | {"exact_match_samples": 6, "exact_match_max_tokens": 24}
+    settings = EVALUATE | {"exact_match": {"samples": 6}, "max_tokens": 24}
     stages = {"quantize": {"bits": 4, "group_size": 32}}, {"evaluate": settings}
     run = Run(folder, *stages, model=DATA / "tiny-base")
     run.data["valid"] = [str(DATA / "skills/test.jsonl")]

@@ -85,7 +85,7 @@ def test_reservoir_samples_every_nth_example(count, monkeypatch):
                 "count to three<|im_end|>\n",
                 "⟦one two three<|im_end|>⟧",
                 "1-train: tiny, rows.jsonl -> exports/recipe/stages/1-train",
-                " for 8 steps\n",
+                " for 8 steps, 2.0 epochs\n",
                 "disk     needs ",
             ],
         ),
@@ -237,3 +237,14 @@ def test_dry_run_shows_what_processes_hold(workspace, capsys, data, tensor, show
     lines = capsys.readouterr().out.splitlines()
     topic = "parallel "
     assert [x[len(topic) :] for x in lines if x.startswith(topic)] == shown
+
+
+@pytest.mark.parametrize("steps", [{"steps": 5}, {"epochs": 5}, {"epochs": 6}])
+def test_dry_run_warns_of_many_epochs(workspace, capsys, steps):
+    train = {"batch_size": 8, **steps}
+    stages = f"stages=[{{train: {json.dumps(train)}}}]"
+    assert main.train(["recipe.yaml", "--dry-run", stages]) == 0
+    output = capsys.readouterr().out
+    count = next(iter(steps.values()))
+    assert f" for {count} steps, {count}.0 epochs\n" in output
+    assert ("warning  " in output) == (count > 5)

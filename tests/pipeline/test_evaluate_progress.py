@@ -122,7 +122,7 @@ def evaluate(monkeypatch, clock, questions, last_letters):
         parallel=ParallelDims(),
         extensions=SimpleNamespace(metrics={}),
     )
-    config = EvaluateConfig(exact_match_max_tokens=LIMIT)
+    config = EvaluateConfig(max_tokens=LIMIT)
     names = ("base", "fine-tuned", "quantized")
     models = {
         name: lambda last=last: load(last)

@@ -179,15 +179,44 @@ def test_exact_match_items_have_one_correct_answer():
     assert chosen("flexible-extract") == [long, first, completion]
 
 
+def test_without_skills_short_answers_and_json_are_questions():
+    long = "It depends on what you mean by it, which is for you to say, of course."
+    records = [chat("A?", "yes"), chat("B?", long), chat("C?", '{"a":\n1}')]
+    exact = Questions.choose(records, 0, 9, "none").exact
+    assert [q.prompt for q in exact] == ["A?", "C?"]
+    # Who names skills decides.
+    records.append(chat("D?", long, "explaining"))
+    assert [q.prompt for q in Questions.choose(records, 0, 9, "none").exact] == ["D?"]
+
+
+@pytest.mark.parametrize("kind", ["json", "long"])
+def test_exact_match_of_data_without_skills(tmp_path, base, kind):
+    answer = json.dumps({"device": "lamp", "time": None})
+    row = {"prompt": "On.", "completion": answer if kind == "json" else "on " * 40}
+    run = Run(tmp_path, {"evaluate": EVALUATE | {"latency_tokens": None}}, model=base)
+    (tmp_path / "valid.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    assert run() == 0
+    figures = run.json("report.json")["models"]["base"]
+    if kind == "json":
+        assert figures["exact_match"] == 0
+        assert all(f"exact match, {field} " in run.log for field in ("device", "time"))
+    else:
+        assert "exact_match" not in figures
+        assert "exact match is not measured: no answer is JSON or a line" in run.log
+
+
 def test_exact_match_of_numbers_in_a_run(tmp_path, base):
-    evaluate = EVALUATE | {"exact_match_filter": "flexible-extract", "num_samples": 0}
+    evaluate = EVALUATE | {
+        "exact_match": {"samples": 4, "filter": "flexible-extract"},
+        "num_samples": 0,
+    }
     evaluate["latency_tokens"] = None
     run = Run(tmp_path, {"evaluate": evaluate}, model=base)
     # No answer has a number in its first token.
-    assert run("stages.evaluate.exact_match_max_tokens=1") == 0
+    assert run("stages.evaluate.max_tokens=1") == 0
     [warning] = [line for line in run.log.splitlines() if "warning" in line]
     assert "at most 1 tokens, and 4 of 4 expected answers are longer" in warning
-    assert "raise exact_match_max_tokens" in warning
+    assert "raise max_tokens" in warning
     figures = run.json("report.json")["models"]["base"]
     assert figures["exact_match"] == 0
     assert {skill[:-1] for skill in figures["exact_match_by_skill"]} == {"addition"}

@@ -28,9 +28,9 @@ TRAIN = {
     "eval_steps": 5,
     "save_steps": 2,
 }
-EVALUATE = {"num_tokens": 500, "exact_match_samples": 4, "latency_tokens": 8}
+EVALUATE = {"num_tokens": 500, "exact_match": {"samples": 4}, "latency_tokens": 8}
 # Evaluation without generation.
-METRICS_ONLY = {"num_tokens": 500, "exact_match_samples": 0, "num_samples": 0}
+METRICS_ONLY = {"num_tokens": 500, "exact_match": {"samples": 0}, "num_samples": 0}
 TIMING_KEYS = ("seconds", "tokens_per_second", "peak_memory_gb")
 
 # A program that signals its own process in the n-th call of a function.

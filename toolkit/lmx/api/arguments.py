@@ -31,6 +31,8 @@ R = TypeVar("R")
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True, extra="forbid")
 NAMES = EXPECTED | {"dict_type": "a dict"}
 CLASSES = {"Sequence": "a list", "PathLike": "a path"}
+# Flags of the command line that hints name, and that are keywords here.
+FLAGS = ("--restart", "--ignore-limits", "--allow-python")
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
@@ -59,20 +61,31 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     Raises (when called):
         UserError: an argument is unknown or missing, or has another type or range.
     """
-    validated = validate_call(config=STRICT)(function)
+
+    # The function itself runs outside of pydantic, which is no part of its tracebacks.
+    @wraps(function)
+    def given_arguments(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return args, kwargs
+
+    validated = validate_call(config=STRICT)(given_arguments)
     names = list(signature(function).parameters)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return validated(*args, **kwargs)
+            args, kwargs = validated(*args, **kwargs)
         except ValidationError as invalid:
-            if invalid.title != function.__qualname__:
-                raise
             given = dict(zip(names, args, strict=False)) | kwargs
             message = _message(invalid.errors(include_url=False), names, given)
             place = f"lmx.{function.__name__.lstrip('_')}"
-            raise UserError(message, place=place) from invalid
+            raise UserError(message, place=place) from None
+        try:
+            return function(*args, **kwargs)
+        except UserError as error:
+            for flag in FLAGS if error.hint else ():
+                keyword = f"{flag[2:].replace('-', '_')}=True"
+                error.hint = error.hint.replace(flag, keyword)
+            raise
 
     return call
 

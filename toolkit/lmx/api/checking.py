@@ -64,18 +64,19 @@ class Check:
         return sum(known) if len(known) == len(times) else None
 
     @property
-    def fits(self) -> bool:
-        """Whether nothing is known to exceed the memory or the disk."""
+    def fits(self) -> bool | None:
+        """Whether memory and disk suffice; None if the size of the model is unknown."""
+        if self.memory_limit is None or self.free_disk is None:
+            return None
         memory, disk = self.memory or 0, self.disk or 0
-        has_memory = self.memory_limit is None or memory <= self.memory_limit
-        return has_memory and (self.free_disk is None or disk <= self.free_disk)
+        return memory <= self.memory_limit and disk <= self.free_disk
 
     def __str__(self) -> str:
         return "\n".join(f"{topic:<9}{text}" for topic, text in self.lines)
 
     def __repr__(self) -> str:
-        fits = "fits" if self.fits else "does not fit"
-        return f"<lmx.Check {self.recipe.name}: {fits}>"
+        texts = {True: "fits", False: "does not fit", None: "size unknown"}
+        return f"<lmx.Check {self.recipe.name}: {texts[self.fits]}>"
 
     def _repr_html_(self) -> str:
         return Table(["", ""], self.lines)._repr_html_()

@@ -125,7 +125,7 @@ def evaluate(
             number.
         reference: a model with the same tokenizer, for `kl` and `top1_agreement`.
         quiet: print only warnings.
-        keys: those of an evaluate stage: num_tokens, exact_match_samples, tasks,
+        keys: those of an evaluate stage: num_tokens, exact_match, tasks,
             thresholds, ... (docs/recipes.md).
 
     Raises:

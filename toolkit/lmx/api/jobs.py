@@ -61,7 +61,8 @@ def train(
         ConfigErrors: all errors of the recipe; nothing was run.
         UserError: a stage failed, or a threshold was missed (its code is 1), or the run
             does not fit (3).
-        KeyboardInterrupt: Ctrl-C or SIGTERM, after a checkpoint was saved.
+        KeyboardInterrupt: Ctrl-C, after a checkpoint was saved. SIGTERM is left to the
+            program.
     """
     block = python_block(loss, metrics)
     resolved = as_recipe(recipe, overrides, output, python=block)
@@ -102,19 +103,20 @@ def quantize(
     quiet: bool = False,
     **keys: Any,
 ) -> Run:
-    """Quantize a model after training, and export it.
+    """Quantize a model after training, measure it and export it.
 
     `restart`, `ignore_limits` and `quiet` are those of `lmx.train`.
 
     Args:
         model: a folder or GGUF file, a Hub id, a `Run`, or a `Model`.
-        data: calibration data: a file, a Hub id, a list of them, or a `data` block;
-            None = built-in text.
+        data: calibration data, of which a part is held out for the measurement: a
+            file, a Hub id, a list of them, or a `data` block; None = built-in text.
         output: the run directory; None = exports/ and the model's name with a hash of
             all settings, so that the same call finds its result again.
         seed: as in a recipe.
         keys: those of a quantize stage: method ("rtn", "gptq", "awq"), bits,
-            group_size, ... (docs/recipes.md).
+            group_size, ... (docs/recipes.md). Without a method, it is "gptq" with the
+            effort "fast".
 
     Returns:
         The run; `model_path` is the quantized model.
@@ -123,14 +125,29 @@ def quantize(
         ConfigErrors: all errors of the keys.
         UserError: the model cannot be quantized.
     """
-    stages: list[dict[str, Any]] = [{"quantize": keys}, {"export": {}}]
+    block = data_block(data, "train")
+    stages = quantize_stages(keys, block)
     return train(
-        _recipe(model, data, seed, stages),
+        _recipe(model, block, seed, stages),
         output=output,
         restart=restart,
         ignore_limits=ignore_limits,
         quiet=quiet,
     )
+
+
+def quantize_stages(keys: Keys, data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The stages of a quantization that is measured.
+
+    Args:
+        keys: of the quantize stage.
+        data: the block of the recipe; without examples it gets built-in ones.
+    """
+    if "method" not in keys:
+        keys = {"method": "gptq", "effort": "fast", **keys}
+    if not (data.get("train") or data.get("valid")):
+        data["valid"] = "builtin:stdlib"
+    return [{"quantize": keys}, {"evaluate": {}}, {"export": {}}]
 
 
 @checked

@@ -24,6 +24,9 @@ ALLOW_PYTHON = {
 KEPT_FLAGS = ("--ignore-limits", *ALLOW_PYTHON)
 # Of training without --batch-size, --steps and --epochs.
 DEFAULTS = {("steps", "epochs"): 1, ("batch_size", "batch_tokens"): 2048}
+# Addresses of the method of `lmx quantize`.
+METHOD = ("stages.quantize.method", "stages.1.quantize.method")
+MODEL_FLAGS = ["-m", "--model"]
 # Options whose value is text, not YAML.
 TEXTS = ("--model", "--data", "--valid")
 # By kind of stage; by flag, the address of the value in the recipe and its meaning.
@@ -51,7 +54,10 @@ OPTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "data.train",
             "calibration data: file, folder or Hub id; default: built-in text",
         ),
-        "--method": ("stages.quantize.method", "rtn, gptq or awq"),
+        "--method": (
+            "stages.quantize.method",
+            "rtn, gptq or awq; default: gptq with the effort fast",
+        ),
         "--bits": ("stages.quantize.bits", "bits per weight"),
         "--group-size": ("stages.quantize.group_size", "weights per scale"),
         "--seed": ("seed", "random seed"),
@@ -73,7 +79,14 @@ def add_recipe_options(parser: argparse.ArgumentParser, kind: str) -> None:
     """Declare the options of a kind of stage."""
     group = parser.add_argument_group("options instead of a recipe")
     for flag, (_, about) in OPTIONS[kind].items():
-        group.add_argument(flag, help=about)
+        group.add_argument(*(MODEL_FLAGS if flag == "--model" else [flag]), help=about)
+
+
+def take_model(arguments: argparse.Namespace) -> None:
+    """A first word that sets no value is the model, as of other verbs."""
+    words = arguments.overrides
+    if words and "=" not in words[0] and not arguments.model:
+        arguments.model = words.pop(0)
 
 
 def given_options(arguments: argparse.Namespace, kind: str) -> dict[str, str]:
@@ -100,7 +113,7 @@ def recipe_of(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
             f"{missing[0]} is missing", hint=f"see lmx {kind} --help; or give a recipe"
         )
     stage: dict[str, Any] = {}
-    stages = [{kind: stage}, {"export": {}}]
+    stages = [{kind: stage}, {"evaluate": {}}, {"export": {}}]
     data = {"model": None, "data": {}, "seed": 0, "stages": stages}
     values: list[tuple[str, Any]] = []
     for flag, text in given.items():
@@ -115,6 +128,15 @@ def recipe_of(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
     for keys, value in DEFAULTS.items() if kind == "train" else ():
         if not stage.keys() & {*keys}:
             stage[keys[-1]] = value
+    if kind == "quantize":
+        from ..api.jobs import quantize_stages
+
+        for override in arguments.overrides:
+            key, _, value = override.partition("=")
+            if key in METHOD:
+                # It does not get the keys of the default method.
+                stage["method"] = value
+        data["stages"] = quantize_stages(stage, data["data"])
     return data
 
 
@@ -131,6 +153,7 @@ def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
 
 def quantize(arguments: argparse.Namespace) -> int:
     """Quantize a model; returns the exit code."""
+    take_model(arguments)
     return execute(arguments, "quantize")
 
 

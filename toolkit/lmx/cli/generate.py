@@ -81,7 +81,9 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     about += "model that can do without thinks only with it"
     add("--thinking-budget", type=int, metavar="N", help=about)
     for name, (kind, default, about) in SAMPLING.items():
-        add(f"--{name}", type=kind, default=default, metavar="X", help=about)
+        # mlx_lm's short form.
+        flags = [f"--{name}", *["--temp"] * (name == "temperature")]
+        add(*flags, type=kind, default=default, metavar="X", help=about)
     raw = "use the prompt as it is, without chat template"
     add("--ignore-chat-template", **switch, help=raw)
     adapter = "LoRA or DoRA adapter"

@@ -16,10 +16,12 @@ from ..run import terminal
 from ..version import __version__
 from .execution import (
     ALLOW_PYTHON,
+    MODEL_FLAGS,
     add_execution_arguments,
     add_recipe_options,
     execute,
     given_options,
+    take_model,
 )
 
 EXAMPLES = """\
@@ -47,6 +49,8 @@ VERBS = {
     "push": "upload a model to the Hugging Face Hub",
     "doctor": "show hardware, versions and measured speed",
 }
+# Verbs whose first word is a model, which --model may name, too.
+MODEL_VERBS = ("generate", "serve", "bench", "convert", "push")
 # Set by the completion scripts of argcomplete.
 COMPLETION = "_ARGCOMPLETE"
 # Modules of the verbs, where the name is another.
@@ -74,6 +78,7 @@ class HintingParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage, the message and a hint per known name; exit with 2."""
         from ..config.key_hints import tables
+        from ..config.messages import nearest
 
         words = [word.partition("=")[0].replace("_", "-") for word in self._words]
         known = self._option_string_actions
@@ -85,8 +90,21 @@ class HintingParser(argparse.ArgumentParser):
             # An option of another verb is no hint.
             if not name.startswith("--") or name in known
         ]
+        advice = tables()["advice"]
+        given = [w for w in dict.fromkeys(words) if w in advice and w not in known]
+        hints += [f"\n    hint: {word}: {advice[word]}" for word in given]
+        verb = next(iter(self._words), "")
+        if self.prog == "lmx" and verb and verb not in VERBS:
+            message = f"there is no verb {verb!r}"
+            hints = hints or [f"\n    hint: {nearest(verb, VERBS)}"]
+        names = [
+            f"[{name}]" if action.nargs in ("?", "*") else name
+            for action in self._get_positional_actions()
+            for name in [action.metavar or action.dest]
+        ]
+        usage = " ".join(["usage:", self.prog, *names, "[options]"])
         error = f"{self.prog}: error: {shorten(message)}{''.join(hints)}\n"
-        terminal.write_err(self.format_usage() + error)
+        terminal.write_err(f"{usage}; {self.prog} --help lists them\n{error}")
         raise SystemExit(USAGE)
 
 
@@ -127,6 +145,10 @@ def _train(argv: list[str]) -> int:
         complete(parser)
     arguments = parser.parse_intermixed_args(argv)
     options = [*given_options(arguments, "train")]
+    if options and arguments.recipe and not _is_recipe(arguments.recipe):
+        arguments.overrides.insert(0, arguments.recipe)
+        arguments.recipe = None
+        take_model(arguments)
     if not (arguments.recipe or arguments.list or options):
         parser.error("give a recipe, options such as --model, or --list")
     if arguments.list:
@@ -138,16 +160,20 @@ def _train(argv: list[str]) -> int:
         return 0
     if not options:
         return execute(arguments, "train", arguments.recipe)
-    if arguments.recipe and "=" not in arguments.recipe:
+    if arguments.recipe:
         raise UserError(
             f"a recipe and {options[0]}: give one of them",
             place=arguments.recipe,
             hint="override values of a recipe with key=value, such as "
             "stages.train.steps=50",
         )
-    if arguments.recipe:
-        arguments.overrides.insert(0, arguments.recipe)
     return execute(arguments, "train")
+
+
+def _is_recipe(name: str) -> bool:
+    from ..config.bundled import bundled_recipes
+
+    return name.endswith((".yaml", ".yml")) or name in bundled_recipes()
 
 
 def _main(argv: list[str]) -> int:
@@ -168,8 +194,25 @@ def _main(argv: list[str]) -> int:
     verb = parser.parse_args(argv[:1]).verb
     if verb == "train":
         return _train(argv[1:])
-    arguments = verb_parser(verb).parse_args(argv[1:])
+    words, parser = argv[1:], verb_parser(verb)
+    if verb in MODEL_VERBS:
+        words = _model_first(words)
+    # A model may stand before the options, and key=value after them.
+    is_mixed = verb in ("quantize", "init")
+    parse = parser.parse_intermixed_args if is_mixed else parser.parse_args
+    arguments = parse(words)
     return arguments.command(arguments)
+
+
+def _model_first(words: list[str]) -> list[str]:
+    """The words with the value of --model as the first one."""
+    for index, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag in MODEL_FLAGS:
+            rest = words[index + 1 :]
+            values = [value] if equals else rest[:1]
+            return [*values, *words[:index], *rest[not equals :]]
+    return words
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -21,11 +21,17 @@ from ..config.bundled import (
     without_schema_line,
 )
 from ..config.errors import ConfigErrors, KeyPath
+from ..config.evaluate import EvaluateConfig, ExactMatchConfig
 from ..config.loader import find as find_from
+from ..config.overrides import merge
 from ..config.yaml_io import read, write_inline
 from ..errors import UserError
 from ..files.atomic import write_atomic
 from ..run import terminal
+from .execution import MODEL_FLAGS, take_model
+
+if TYPE_CHECKING:
+    from .own_data import OwnData
 
 TASKS = {
     "finetune": "train a LoRA adapter and merge it",
@@ -44,6 +50,9 @@ INCLUDED_MODEL = "data/tiny-base"
 # The included recipes fit a model of 3.5 million parameters. Values for other models,
 # by key: the comments of the recipes name them, too.
 TOKENS, ADAPTER_RATE, FULL_RATE = 1024, 1e-4, 1e-5
+# For other data: tokens that the included model has positions for, and passes of the
+# first training and of those that go on from it.
+POSITIONS, EPOCHS, MORE_EPOCHS = 512, 3, 1
 FOR_OTHER_MODELS: dict[str, tuple[str, Any]] = {
     "batch_size": ("batch_tokens", 2048),
     "num_layers": ("num_layers", None),
@@ -110,8 +119,14 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx init`."""
     parser.description = "Write a recipe for your model and data."
     add = parser.add_argument
-    add("--model", help="local folder, Hub id or GGUF file")
+    add(*MODEL_FLAGS, help="local folder, Hub id or GGUF file; or the first word")
     add("--data", help="file, folder or Hub id; not necessary for quantize")
+    add(
+        "--columns",
+        metavar="NAME=COLUMN,...",
+        help="your columns, as in prompt=question,completion=answer; default: the "
+        "usual names are recognized",
+    )
     add(
         "--task",
         choices=TASKS,
@@ -120,6 +135,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--bits", type=int, choices=BITS, help="of qat and quantize; default: 4")
     add("--output", type=Path, metavar="FILE", help="default: named after the task")
+    add("overrides", nargs="*", metavar="key=value", help="set a value of the recipe")
 
 
 def init(arguments: argparse.Namespace) -> int:
@@ -130,8 +146,10 @@ def init(arguments: argparse.Namespace) -> int:
     """
     from ..models.checkpoint import model_folder
     from ..pipeline.plan import load, plan
+    from .own_data import inspect, parse_columns
 
     task = arguments.task
+    take_model(arguments)
     if arguments.model:
         arguments.model = model_folder(arguments.model)
     if arguments.bits and task not in BY_BITS:
@@ -151,7 +169,15 @@ def init(arguments: argparse.Namespace) -> int:
     name = f"{task}_{quantization['bits']}bit" if quantization else task
     target = arguments.output or Path(f"{name}.yaml")
     _require_new(target)
-    text = recipe_text(task, arguments.model, arguments.data, quantization)
+    columns, own = parse_columns(arguments.columns), None
+    if arguments.data:
+        own = inspect(arguments.data, columns, partial(find_from, root=Path.cwd()))
+        columns = own.columns if own else columns
+    text = recipe_text(task, arguments.model, arguments.data, quantization, own)
+    if columns:
+        text = add_value(text, ("data",), "columns", columns)
+    for override in arguments.overrides:
+        text = with_override(text, override)
     try:
         plan(load(target, text=text))
     except ConfigErrors as errors:
@@ -160,6 +186,9 @@ def init(arguments: argparse.Namespace) -> int:
         raise ConfigErrors(None, "", found) from None
     write_recipe(target, text)
     lines = [str(target)]
+    if own and own.is_guessed:
+        pairs = ", ".join(f"{name}: {column}" for name, column in columns.items())
+        lines.append(f"Columns of the data, as far as their names tell: {pairs}")
     if "thresholds:" in text:
         lines.append("A model that misses a threshold is not published: adapt them.")
     lines.append(f"Then: lmx-train {shlex.quote(str(target))} --dry-run")
@@ -168,7 +197,11 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def recipe_text(
-    task: str, model: str, data: str | None, quantization: dict[str, Any] | None
+    task: str,
+    model: str,
+    data: str | None,
+    quantization: dict[str, Any] | None,
+    own: "OwnData | None" = None,
 ) -> str:
     """The recipe of a task, with its comments.
 
@@ -176,6 +209,7 @@ def recipe_text(
         data: training data; None = none, for the task quantize.
         quantization: `bits`, or the whole grid of a model from whose codes qat goes on;
             None for a task without quantization.
+        own: what the data is like; None = it is not on this disk.
     """
     by_bits, grid = BY_BITS.get(task, {}), quantization or {}
     bits, has_codes = grid.get("bits"), "group_size" in grid
@@ -186,8 +220,11 @@ def recipe_text(
     if has_codes:
         text = set_value(text, ("stages", 0, "train", "qat"), grid)
     text = set_value(text, ("model",), model)
+    is_own = data != read(text).data["data"].get("train")
     text = _with_data(text, task, data)
-    return text if model == INCLUDED_MODEL else _for_other_model(text, task)
+    if model != INCLUDED_MODEL:
+        text = _for_other_model(text, task)
+    return _for_other_data(text, task, own) if data and is_own else text
 
 
 def _quantization(task: str, model: str, bits: int | None) -> dict[str, Any] | None:
@@ -253,6 +290,28 @@ def _with_data(text: str, task: str, data: str | None) -> str:
     return text
 
 
+def _for_other_data(text: str, task: str, own: "OwnData | None") -> str:
+    """The text with epochs, batches and an evaluation that fit the data."""
+    trained = 0
+    for path, value in [*_values(read(text).data)]:
+        key, is_training = path[-1], path[2:3] == ("train",)
+        if key == "steps" and is_training and len(path) == 4:
+            epochs, trained = MORE_EPOCHS if trained else EPOCHS, trained + 1
+            text = set_value(text, path, epochs, key="epochs")
+        elif is_training and own and key in own.small_batch:
+            text = set_value(text, path, min(value, own.small_batch[key]))
+        elif key == "max_seq_length" and path[0] == "data" and task != "quantize":
+            text = set_value(text, path, max(value, POSITIONS))
+    for number, stage in enumerate(read(text).data["stages"]):
+        if "evaluate" in stage and own and own.answer_tokens:
+            path = ("stages", number, "evaluate")
+            if own.answer_tokens > EvaluateConfig().max_tokens:
+                text = add_value(text, path, "max_tokens", own.answer_tokens)
+            samples = ExactMatchConfig().samples
+            text = add_value(text, path, "exact_match", {"samples": samples})
+    return text
+
+
 def _for_other_model(text: str, task: str) -> str:
     """The text with values for a model that is not tiny."""
     # A recipe that trains the tiny model in full may have an adapter as a comment.
@@ -291,8 +350,47 @@ def set_value(text: str, path: KeyPath, value: Any, key: str | None = None) -> s
     """
     name, node = _entry(text, path)
     assert isinstance(node, yaml.ScalarNode) or node.flow_style
-    text = _replaced(text, node, write_inline(value))
+    # A value that is absent ends at its colon.
+    is_absent = node.start_mark.index == node.end_mark.index
+    text = _replaced(text, node, " " * is_absent + write_inline(value))
     return _replaced(text, name, key) if key else text
+
+
+def add_value(text: str, path: KeyPath, key: str, value: Any) -> str:
+    """The text with a new key at the start of the block at a path."""
+    node = _entry(text, path)[1]
+    if isinstance(node, yaml.ScalarNode) or node.flow_style:
+        block = read(text[node.start_mark.index : node.end_mark.index]).data or {}
+        return set_value(text, path, {key: value, **block})
+    line = f"{key}: {write_inline(value)}\n{' ' * node.start_mark.column}"
+    start = node.start_mark.index
+    return text[:start] + line + text[start:]
+
+
+def with_override(text: str, override: str) -> str:
+    """The text with a value that is given as on the command line of a run.
+
+    Raises:
+        ConfigErrors: it does not fit the recipe.
+        UserError: the value is a block of several lines.
+    """
+    data = read(text).data
+    origins, errors = merge(data, [override])
+    if errors:
+        raise ConfigErrors(None, "", errors)
+    # The value, or the outermost block that it needs.
+    path: KeyPath = min(origins, key=len)
+    value: Any = data
+    for step in path:
+        value = value[step]
+    try:
+        node = _entry(text, path)[1]
+    except StopIteration:
+        return add_value(text, path[:-1], str(path[-1]), value)
+    if not isinstance(node, yaml.ScalarNode) and not node.flow_style:
+        hint = "give its keys one by one"
+        raise UserError(f"{override}: this block has several lines", hint=hint)
+    return set_value(text, path, value)
 
 
 def without_key(text: str, path: KeyPath) -> str:

@@ -24,7 +24,19 @@ class EvaluationThresholds(ConfigModel):
     max_perplexity_ratio: float | None = Field(None, gt=0)
     """Maximum perplexity divided by the reference's."""
     min_exact_match: float | None = Field(None, ge=0, le=1)
-    """Minimum fraction of exact matches; see `exact_match_filter`."""
+    """Minimum fraction of exact matches; see `exact_match`."""
+
+
+class ExactMatchConfig(ConfigModel):
+    """Questions with one correct answer, and what of an answer is compared."""
+
+    samples: int = Field(120, ge=0)
+    """Maximum examples, spread over the kinds of examples."""
+    filter: Literal["none", "flexible-extract"] = "none"
+    """What is compared, in the names of lm-evaluation-harness. none: the whole answer,
+    JSON by its values; of the examples with a `skill`, else of those whose answer is
+    short or JSON. flexible-extract: the last number of the answer, after `####` if the
+    answer has it, as in GSM8K; of all examples whose answer has a number."""
 
 
 class EvaluateConfig(ConfigModel):
@@ -34,14 +46,9 @@ class EvaluateConfig(ConfigModel):
     """Limits for the current model."""
     num_tokens: int = Field(4096, ge=1)
     """Minimum tokens with a loss to evaluate on, if the validation data has as many."""
-    exact_match_samples: int = Field(120, ge=0)
-    """Maximum examples for exact match, spread over the kinds of examples."""
-    exact_match_filter: Literal["none", "flexible-extract"] = "none"
-    """What is compared, in the names of lm-evaluation-harness. none: the whole answer,
-    of examples with a `skill`. flexible-extract: the last number of the answer, after
-    `####` if the answer has it, as in GSM8K; of all examples whose answer has a number.
-    """
-    exact_match_max_tokens: int = Field(48, ge=1)
+    exact_match: ExactMatchConfig = ExactMatchConfig()
+    """Which answers are compared with the expected ones."""
+    max_tokens: int = Field(48, ge=1)
     """Maximum tokens of a generated answer, of samples too. Answers of GSM8K need about
     256."""
     num_samples: int = Field(4, ge=0)

@@ -14,10 +14,12 @@ def tables() -> dict[str, dict]:
     """The tables of the file, each inverted: lmx's names by another tool's name.
 
     `keys` and `options` have a list of names; `values` is such a table for each key.
+    `advice` has a sentence by name.
     """
     data = read(TABLE.read_text("utf-8")).data
     values = {key: _inverted(names) for key, names in data.pop("values").items()}
-    return {name: _inverted(names) for name, names in data.items()} | {"values": values}
+    kept = {"values": values, "advice": data.pop("advice")}
+    return {name: _inverted(names) for name, names in data.items()} | kept
 
 
 def _inverted(names: dict[str, str]) -> dict[str, list[str]]:

@@ -2,6 +2,7 @@
 or all its errors."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +22,8 @@ from .validation import kind_name, path_of
 
 Check = Callable[[dict, Callable[[str], Path | None]], list[Problem]]
 
+# A number in YAML 1.2, and text in YAML 1.1.
+EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 # Far more than any recipe needs; PyYAML reads 1 MB per second.
 MAX_BYTES = 1 << 20
 
@@ -230,18 +233,27 @@ def _validate(data: dict) -> tuple[RecipeConfig | None, list[Problem]]:
         return RecipeConfig.model_validate(data), []
     except ValidationError as invalid:
         errors = invalid.errors(include_url=False)
-    # The schema has a boolean where yes, no, on or off is given.
-    words = [e for e in errors if e["type"] == "bool_type"]
-    words = [e for e in words if str(e["input"]).lower() in yaml_io.SWITCHES]
-    for error in words:
+    # The schema has a boolean where yes, no, on or off is given, or a number where
+    # other readers of YAML take 2e-3 for text.
+    meant = [(e, _meant(e["type"], e["input"])) for e in errors]
+    meant = [(error, value) for error, value in meant if value is not None]
+    for error, value in meant:
         *above, last = path_of(error["loc"], data)
         block = data
         for step in above:
             block = block[step]
-        block[last] = yaml_io.SWITCHES[error["input"].lower()]
-    if words:
+        block[last] = value
+    if meant:
         return _validate(data)
     return None, [explain(error, data) for error in errors]
+
+
+def _meant(fault: str, value: Any) -> bool | float | None:
+    """The switch or the number that text stands for; None if it is neither."""
+    if fault == "bool_type":
+        return yaml_io.SWITCHES.get(str(value).lower())
+    is_number = fault == "float_type" and EXPONENT.fullmatch(str(value))
+    return float(value) if is_number else None
 
 
 def _locate(

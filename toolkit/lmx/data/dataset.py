@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from ..config.messages import nearest
 from ..errors import UserError, shorten
 from . import builtin, folders, readers, record_formats
 from .hub_datasets import HubDataset
@@ -59,6 +60,26 @@ class ReadStats:
             yield f"{self.source}: {more:,} more examples skipped"
 
 
+class UnknownFormat(UserError):
+    """No dataset format matches the examples of a source.
+
+    Attributes:
+        keys: of the first example.
+        columns: the column for each key of the nearest format; None = none is similar.
+    """
+
+    def __init__(self, keys: list[str], place: str):
+        self.keys = keys
+        name, self.columns = record_formats.nearest(keys)
+        pairs = (f"{k}: {v or '<your column>'}" for k, v in self.columns.items())
+        super().__init__(
+            f"no dataset format matches the keys {', '.join(keys) or '(none)'}",
+            hint=f"the nearest format is {name} ({', '.join(self.columns)}); map its "
+            f"columns:\ndata:\n  columns: {{{', '.join(pairs)}}}",
+            place=place,
+        )
+
+
 class RecordReader:
     """The records of one source. Every iteration reads the source again.
 
@@ -75,8 +96,9 @@ class RecordReader:
         stats: counts of the last complete iteration; None before it.
 
     Raises:
-        UserError: the source is missing, damaged (with its line), empty, or has an
-            unknown format; from an iteration, also if no record is valid.
+        UserError: the source is missing, damaged (with its line), empty, has an
+            unknown format, or lacks one of the `columns`; from an iteration, also if no
+            record is valid.
     """
 
     def __init__(
@@ -89,7 +111,9 @@ class RecordReader:
         streaming: bool = False,
         limit: int | None = None,
     ):
-        self._columns = dict(columns or {})
+        # Built-in data has no columns of the user's.
+        is_own = not source.startswith(builtin.PREFIX)
+        self._columns = dict(columns or {}) if is_own else {}
         record_formats.check_columns(self._columns)
         self.source = source
         self.stats: ReadStats | None = None
@@ -100,6 +124,7 @@ class RecordReader:
         first = [*islice(self._records(), DETECTION_RECORDS)]
         if not first:
             raise UserError("the source has no examples", place=source)
+        self._require_columns()
         formats = Counter(name for _, _, name in first)
         del formats[None]
         if not formats:
@@ -114,20 +139,25 @@ class RecordReader:
                     hint='an example looks like {"prompt": "...", "completion": "..."}',
                     place=source,
                 )
-            keys, absent = list(record), ""
-            missing = [c for name, c in self._columns.items() if name not in keys]
-            if missing:
-                absent = f"; columns names {', '.join(missing)}, which is missing"
-            name, renaming = record_formats.nearest(keys)
-            pairs = ", ".join(f"{key}: {column}" for key, column in renaming.items())
-            raise UserError(
-                "no dataset format matches the keys "
-                f"{', '.join(keys) or '(none)'}{absent}",
-                hint=f"the nearest format is {name} ({', '.join(renaming)}); map its "
-                f"columns:\ndata:\n  columns: {{{pairs}}}",
-                place=source,
-            )
+            raise UnknownFormat(list(record), source)
         self.format = formats.most_common(1)[0][0]
+
+    def _require_columns(self) -> None:
+        missing, keys = {*self._columns.values()}, set[str]()
+        # Reads on to the end only if a column is missing.
+        for _, record in islice(self._open(), self._limit) if missing else ():
+            if isinstance(record, dict):
+                missing -= record.keys()
+                keys.update(record)
+            if not missing:
+                return
+        if missing:
+            name = min(missing)
+            raise UserError(
+                f"no example has the column {name!r} that `data.columns` names",
+                hint=nearest(name, sorted(keys)),
+                place=self.source,
+            )
 
     def __iter__(self) -> Iterator[DataRecord]:
         valid, skipped, logged, keys, unknown = 0, 0, [], "none", set()

@@ -19,7 +19,7 @@ CODE = (
     *("builtin", "readers", "folders", "dataset", "hub_datasets", "record_formats"),
     *("splits", "token_store", "tokenization", "token_edges", "preference"),
     *("chat/rendering", "chat/sequences", "chat/turns", "chat/completeness"),
-    "chat/messages",
+    *("chat/messages", "chat/system_messages"),
 )
 
 

@@ -1,11 +1,12 @@
-"""Reads the records of JSONL, JSON, text and Parquet files, each with its location."""
+"""Reads the records of data files of all types, each with its location."""
 
+import csv
 import gzip
 import io
 import json
 import zlib
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -15,7 +16,7 @@ from . import cache
 from .chat.messages import BadRecord, load_json
 from .record_formats import UNREADABLE, Unreadable
 
-SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".tsv")
 SPLITS = {
     "train": ("train", "training"),
     "valid": ("valid", "validation", "val", "dev", "eval", "evaluation"),
@@ -56,8 +57,8 @@ def read_records(path: Path) -> Iterator[LocatedRecord]:
         UserError: the file is missing, unreadable, damaged (with its line), or of an
             unsupported type.
     """
-    readers = dict(zip(SUFFIXES, (_lines, _list, _documents, _table), strict=True))
-    reader = readers.get(suffix(path))
+    functions = (_lines, _list, _documents, _table, _csv, _csv)
+    reader = dict(zip(SUFFIXES, functions, strict=True)).get(suffix(path))
     if reader is None:
         raise _error(path, f"{path.suffix or 'suffixless'} files are not supported")
     try:
@@ -118,13 +119,13 @@ def _open_bytes(path: Path) -> BinaryIO:
     return io.BufferedReader(_Decompressed(path, stream), 1 << 16)
 
 
-def _open(path: Path) -> TextIO:
+def _open(path: Path, newline: str = "\n") -> TextIO:
     # Only \n ends a line: JSON strings may hold other separators of str.splitlines.
-    return io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="\n")
+    return io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline=newline)
 
 
-def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    with _open(path) as file:
+def _numbered_lines(path: Path, newline: str = "\n") -> Iterator[tuple[int, str]]:
+    with _open(path, newline) as file:
         for number in count(1):
             line = file.readline(MAX_LINE + 1)
             if not line:
@@ -189,6 +190,37 @@ def _documents(path: Path) -> Iterator[LocatedRecord]:
             raise _error(path, message, at=f":{start}", hint=hint)
     if "".join(lines).strip():
         yield f"{path}:{start}", {"text": "".join(lines)}
+
+
+def _csv(path: Path) -> Iterator[LocatedRecord]:
+    """The rows below a header. All values are text, as they stand in the file."""
+    hint = 'a value with the separator, a quote or a line break stands in "..."'
+    # The reader splits lines itself, because some line ends are in values.
+    lines = (line for _, line in _numbered_lines(path, newline=""))
+    header = next(lines, "")
+    delimiter = "\t" if suffix(path) == ".tsv" else ","
+    if delimiter not in header and ";" in header:
+        # Spreadsheets write it where the comma is the decimal point.
+        delimiter = ";"
+    # Of a value, for all readers of the process.
+    csv.field_size_limit(MAX_LINE)
+    rows = csv.reader(chain([header], lines), delimiter=delimiter, strict=True)
+    end = 0
+    try:
+        # pandas gives its index no name.
+        names = [name or f"column {n}" for n, name in enumerate(next(rows, []), 1)]
+        if len({*names}) < len(names):
+            raise csv.Error("the header has a name twice")
+        end = rows.line_num
+        for row in rows:
+            if len(row) == len(names):
+                yield f"{path}:{end + 1}", dict(zip(names, row, strict=True))
+            elif row:
+                count = f"{len(row)} values, and the header {len(names)}"
+                raise csv.Error(f"the row has {count}")
+            end = rows.line_num
+    except csv.Error as error:
+        raise _error(path, str(error), at=f":{end + 1}", hint=hint) from None
 
 
 def _table(path: Path) -> Iterator[LocatedRecord]:

@@ -355,8 +355,8 @@ COLUMNS |= ALIASES.keys()
 
 SYNONYMS = {
     "messages": "dialog dialogue conversation turns chat history",
-    "prompt": "question query problem input request user q context source",
-    "completion": "answer response output solution target reply assistant a",
+    "prompt": "question query problem input request user q text context source",
+    "completion": "answer response output solution target reply assistant a label",
     "text": "content document body code article passage sentence",
 }
 
@@ -406,17 +406,18 @@ def check_columns(columns: dict[str, str]) -> None:
             )
 
 
-def nearest(keys: list[str]) -> tuple[str, dict[str, str]]:
+def nearest(keys: list[str]) -> tuple[str, dict[str, str | None]]:
     """The format closest to a record's keys, and the column for each of its keys."""
-    best, renaming, score = "completion", {}, -1.0
+    best, renaming, score = "completion", dict[str, str | None](), -1.0
     for name in ("completion", "chat", "text"):
         columns = {}
         for key in FORMATS[name].keys:
             words = [key, *SYNONYMS[key].split()]
             similar = [own for word in words for own in keys if own.lower() == word]
             similar += difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
-            columns[key] = next(iter(similar), None)
+            free = (own for own in similar if own not in columns.values())
+            columns[key] = next(free, None)
         share = sum(value is not None for value in columns.values()) / len(columns)
         if share > score:
             best, renaming, score = name, columns, share
-    return best, {key: value or "<your column>" for key, value in renaming.items()}
+    return best, renaming

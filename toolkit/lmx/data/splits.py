@@ -19,6 +19,8 @@ from .record_formats import DataRecord
 T = TypeVar("T")
 EVAL_SHARE = 0.05
 EVAL_MAX_EXAMPLES = 2_000
+# Of a small source: the share is doubled to hold out up to so many.
+EVAL_MIN_EXAMPLES = 50
 EVAL_FILE = "records.jsonl"
 _MASK = 2**64 - 1
 
@@ -63,26 +65,29 @@ def choose_eval_records(
     """Hold out the records with the lowest random numbers, about `EVAL_SHARE` of them.
 
     The choice depends on the seed and the positions only. At most `limit` records are
-    held out, at least one and never all. A single document gives its tail. Only the
-    held-out records are in memory.
+    held out, at least one and never all; of a small source `EVAL_MIN_EXAMPLES`, but at
+    most twice the share. A single document gives its tail. Only the held-out records
+    are in memory.
 
     Raises:
         UserError: there is one record, and it cannot be cut.
     """
-    bound, count, held = EVAL_SHARE * 2**64, 0, []
+    bound, fewest = EVAL_SHARE * 2**64, min(limit, EVAL_MIN_EXAMPLES)
+    count, held = 0, []
     for index, record in enumerate(records):
         count += 1
         entry = (-random_u64(seed, index), index, record)
-        # Hold the lowest number so far until one is below the bound.
-        if len(held) == 1 and -held[0][0] >= bound and entry > held[0]:
-            held[0] = entry
-        elif not held or (-entry[0] < bound and len(held) < limit):
+        if len(held) < fewest or (-entry[0] < bound and len(held) < limit):
             heapq.heappush(held, entry)
-        elif -entry[0] < bound:
+            # Numbers above the bound only fill up.
+            if len(held) > fewest and -held[0][0] >= bound:
+                heapq.heappop(held)
+        elif entry > held[0]:
             heapq.heappushpop(held, entry)
     if count == 1:
         return EvalSplit([_split_document(held[0][2])[1]], None)
-    if len(held) == count:
+    most = max(1, int(2 * EVAL_SHARE * count))
+    while len(held) == count or (len(held) > most and -held[0][0] >= bound):
         heapq.heappop(held)
     threshold = -held[0][0]
     in_order = sorted(held, key=lambda entry: entry[1])
@@ -220,7 +225,11 @@ class Splits:
     def fingerprint(self) -> list:
         """A value that changes with the training records."""
         sources = [self._contents[source] for source in self.data.train]
-        held = [] if self._valid_sources else [self.seed, EVAL_SHARE, self._eval_limit]
+        held = (
+            []
+            if self._valid_sources
+            else [self.seed, EVAL_SHARE, EVAL_MIN_EXAMPLES, self._eval_limit]
+        )
         return [sources, self.data.columns, self.data.max_samples, held]
 
     @property

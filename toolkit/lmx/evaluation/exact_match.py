@@ -1,9 +1,15 @@
 """Exact match: the share of questions with exactly the expected answer, or number."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import sqrt
 from statistics import mean, pvariance
+
+from ..data.answer_filters import canonical, json_value, whole
+
+# Of the questions: how many have a key that counts as a field.
+MIN_FIELD_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -12,12 +18,15 @@ class ExactMatch:
 
     Attributes:
         by_skill: number of correct answers and of questions, by skill.
+        by_field: rate and stderr of the values, by key of the expected JSON objects;
+            without keys of few answers, which are data.
         correct: 1 or 0 for every question, in order.
     """
 
     overall: float
     stderr: float
     by_skill: dict[str, tuple[int, int]]
+    by_field: dict[str, dict[str, float]]
     correct: list[int]
 
     def change_from(self, reference: "ExactMatch") -> tuple[float, float]:
@@ -30,7 +39,7 @@ class ExactMatch:
 
 def measure_exact_match(
     answers: Iterable[tuple[str, str, str]],
-    answer_filter: Callable[[str], object] = str.strip,
+    answer_filter: Callable[[str], object] = whole,
 ) -> ExactMatch:
     """Compare answers with the expected ones.
 
@@ -39,12 +48,28 @@ def measure_exact_match(
         answer_filter: the part of an answer that is compared, an entry of
             `data.answer_filters.FILTERS`.
     """
-    by_skill: dict[str, tuple[int, int]] = {}
+    by_skill, by_field = (defaultdict[str, list[int]](list) for _ in range(2))
     correct = []
     for skill, expected, answer in answers:
         correct.append(int(answer_filter(answer) == answer_filter(expected)))
-        right, count = by_skill.get(skill, (0, 0))
-        by_skill[skill] = right + correct[-1], count + 1
+        by_skill[skill].append(correct[-1])
+        fields, given = json_value(expected), json_value(answer)
+        for key, value in fields.items() if isinstance(fields, dict) else ():
+            has_key = isinstance(given, dict) and key in given
+            is_right = has_key and canonical(given[key]) == canonical(value)
+            by_field[key].append(int(is_right))
+    return ExactMatch(
+        *_rate(correct).values(),
+        {key: (sum(each), len(each)) for key, each in sorted(by_skill.items())},
+        {
+            key: _rate(each)
+            for key, each in by_field.items()
+            if len(each) >= MIN_FIELD_SHARE * len(correct)
+        },
+        correct,
+    )
+
+
+def _rate(correct: list[int]) -> dict[str, float]:
     rate = mean(correct)
-    stderr = sqrt(rate * (1 - rate) / len(correct))
-    return ExactMatch(rate, stderr, dict(sorted(by_skill.items())), correct)
+    return {"rate": rate, "stderr": sqrt(rate * (1 - rate) / len(correct))}

@@ -190,6 +190,7 @@ class Estimate:
         dtype: the dtype it computes in.
         parameters: of the model that it trains, of which it trains `trained`.
         steps: optimizer steps.
+        epochs: passes over the training examples; None = not known.
         remedies: overrides of the recipe that need less memory.
         data: what it generates, as text.
     """
@@ -202,6 +203,7 @@ class Estimate:
     parameters: int = 0
     trained: int = 0
     steps: int | None = None
+    epochs: float | None = None
     remedies: tuple[str, ...] = ()
     data: str = ""
 

@@ -14,6 +14,9 @@ from ..run.progress import format_duration, readable_size
 from .estimate import Estimate, ModelShape, Workload
 from .plan import RunPlan
 
+# A fine-tuned model seldom gains from more passes over its data.
+MANY_EPOCHS = 5
+
 
 class ResourceCheck:
     """What a plan needs of this machine.
@@ -71,7 +74,12 @@ class ResourceCheck:
                 yield "time", f"{name}: unknown before the data is read"
             elif seconds:
                 steps = f" for {needs.steps:,} steps" if needs.steps else ""
-                yield "time", f"{name}: roughly {format_duration(seconds)}{steps}"
+                epochs = f", {needs.epochs:.1f} epochs" if needs.epochs else ""
+                text = f"roughly {format_duration(seconds)}{steps}{epochs}"
+                yield "time", f"{name}: {text}"
+            if (needs.epochs or 0) > MANY_EPOCHS:
+                text = f"more than {MANY_EPOCHS} epochs teach most data by heart"
+                yield "warning", f"{name}: {text}; 3 are usual"
             if needs.disk:
                 yield "disk", f"{name}: {readable_size(needs.disk)}"
         disk, free = map(readable_size, (self.disk, self.free))

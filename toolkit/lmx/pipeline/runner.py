@@ -26,7 +26,6 @@ from ..run.manifest import StageInputs, changed_inputs
 from ..run.parallel_dims import ParallelDims
 from ..run.report import REPORT, read_report
 from ..run.run_dir import NullRunDir, RunDir
-from ..run.signals import sigterm_interrupts
 from ..run.trackers import TRACKERS, TrackerThread, finish_all
 from ..version import __version__
 from .context import ModelArtifact, StageContext
@@ -85,7 +84,7 @@ def run(
         _log_start(loaded, run_dir, logger, ranks)
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
-            with sigterm_interrupts(), tracking, ranks.ends_together():
+            with tracking, ranks.ends_together():
                 context = make_context(
                     loaded, run_dir.path, logger, parallel, extensions
                 )

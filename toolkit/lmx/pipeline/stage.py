@@ -14,6 +14,7 @@ from ..config.draft import DraftConfig
 from ..config.errors import KeyPath
 from ..config.messages import Problem, nearest
 from ..config.quant_spec import QuantizationConfig, QuantSpec
+from ..data import readers
 from ..interfaces import Communicator
 from .context import ModelArtifact, StageContext
 from .estimate import Estimate, ModelShape, Workload
@@ -22,7 +23,7 @@ Find = Callable[[str], Path | None]
 # Formats of the sources of each split of a recipe; None = unknown.
 Formats = dict[str, list[str | None]]
 
-FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gguf", ".safetensors")
+FILE_SUFFIXES = (*readers.SUFFIXES, ".gguf", ".safetensors")
 
 
 @dataclass(frozen=True)

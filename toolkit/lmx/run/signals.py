@@ -21,14 +21,17 @@ def stop_requested(
     the main thread, which alone receives signals, the flag stays False.
 
     Args:
-        kinds: default: SIGINT and SIGTERM.
+        kinds: default: SIGINT, and SIGTERM inside of `sigterm_interrupts`. Elsewhere it
+            is for the program that uses lmx.
         notice: a line for the terminal at the first signal.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    kinds = kinds or (signal.SIGINT, signal.SIGTERM)
+    if not kinds:
+        is_ours = signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        kinds = (signal.SIGINT, *[signal.SIGTERM] * is_ours)
     before = {kind: signal.getsignal(kind) for kind in kinds}
 
     def note(kind, _):

@@ -323,7 +323,7 @@ def resolve_reward(
         raise UserError(
             "a recipe runs Python code only if you allow it",
             place=place,
-            hint=f"read {file}, then add --allow-python to the command",
+            hint=f"read {file}, then run with --allow-python",
         )
     path = find(file).absolute()
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...config.evaluate import EvaluateConfig
 from ...cpu.memory import available_memory
+from ...data.answer_filters import SHORT
 from ...data.batching import Batch, BucketBatchSampler
 from ...errors import FAILED, UserError
 from ...evaluation import lm_eval
@@ -28,6 +29,11 @@ MAX_BATCH_TOKENS = 4096
 LOGGED_SAMPLES = 2
 # Facts of a draft stage, which are top-level entries of the report.
 DRAFT_FACTS = ("draft", "speculation")
+# What a question for exact match has, by `exact_match.filter`.
+NEEDED = {
+    "none": f"answer is JSON or a line of at most {SHORT} characters",
+    "flexible-extract": "answer has a number",
+}
 # The measured value that each threshold limits.
 THRESHOLDS = {
     "max_kl": "kl_mean",
@@ -54,8 +60,8 @@ class Evaluator:
         self.questions = Questions.choose(
             context.rows.valid,
             config.num_samples,
-            config.exact_match_samples,
-            config.exact_match_filter,
+            config.exact_match.samples,
+            config.exact_match.filter,
         )
         self._last = Path()
 
@@ -241,8 +247,11 @@ class Evaluator:
         return chosen
 
     def _check_questions(self, model: Measured) -> None:
-        """Warn of questions and answers that are too long to be measured."""
+        """Say why there are no questions, or warn of those that are too long."""
         generator, exact = model.generator(), self.questions.exact
+        if self.config.exact_match.samples and not exact:
+            needed = NEEDED[self.config.exact_match.filter]
+            self.context.logger.info(f"exact match is not measured: no {needed}")
         prompts = self.questions.prompts(generator)
         fitting = [q for q in exact if fits(prompts[q], generator)]
         if len(fitting) < len(exact):
@@ -251,12 +260,12 @@ class Evaluator:
                 "questions, which are longer than the model's "
                 f"{generator.max_positions} positions"
             )
-        limit = self.config.exact_match_max_tokens
+        limit = self.config.max_tokens
         encode = model.loaded.tokenizer.encode
         count = sum(len(encode(q.expected)) > limit for q in fitting)
         if count:
             self.context.logger.warning(
                 f"exact match generates at most {limit} tokens, and {count} of "
                 f"{len(fitting)} expected answers are longer: raise "
-                "exact_match_max_tokens"
+                "max_tokens of evaluate"
             )

@@ -151,7 +151,7 @@ def _exact_match(model: Measured, inputs: Inputs) -> dict:
     inputs.questions.answer(
         model.name,
         model.generator(),
-        config.exact_match_max_tokens,
+        config.max_tokens,
         inputs.bar.advance,
         inputs.parallel.data,
     )
@@ -160,12 +160,13 @@ def _exact_match(model: Measured, inputs: Inputs) -> dict:
         return {}
     model.exact_match = result = measure_exact_match(
         [(q.skill, q.expected, q.answers[model.name]) for q in answered],
-        FILTERS[config.exact_match_filter],
+        FILTERS[config.exact_match.filter],
     )
     figures = {
         "exact_match": result.overall,
         "exact_match_stderr": result.stderr,
         "exact_match_by_skill": result.by_skill,
+        "exact_match_by_field": result.by_field,
     }
     if model.reference is not None and model.reference.exact_match:
         change, stderr = result.change_from(model.reference.exact_match)

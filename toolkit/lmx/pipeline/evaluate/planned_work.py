@@ -48,7 +48,7 @@ class PlannedWork:
         prompts = questions.fitting(generator)
         share = [*prompts][::ranks]
         rows = batch_rows(generator, len(share))
-        limit = config.exact_match_max_tokens
+        limit = config.max_tokens
         # With the token that ends an answer.
         lengths = [len(generator.tokenizer.encode(q.expected or "")) + 1 for q in share]
         self._steps: dict[str, int] = {}

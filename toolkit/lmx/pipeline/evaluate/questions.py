@@ -7,7 +7,7 @@ from heapq import heapreplace
 from itertools import islice, pairwise
 from typing import Any
 
-from ...data.answer_filters import FILTERS
+from ...data.answer_filters import FILTERS, has_one_form
 from ...data.record_formats import DataRecord
 from ...data.splits import in_turn
 from ...generation.generator import Generator
@@ -98,16 +98,20 @@ class Questions:
     ) -> "Questions":
         """The first examples of every skill in turn, up to these counts.
 
-        Without a filter, only examples with a skill have exactly one correct answer.
+        Without a filter, the examples with a skill have exactly one correct answer;
+        if no example has a skill, those whose answer is short or JSON.
         """
         questions = [Question(r) for r in records]
         questions = [question for question in questions if question.prompt.strip()]
+        has_skills = any(question.record.skill is not None for question in questions)
 
         def is_exact(question: Question) -> bool:
             if question.expected is None:
                 return False
             if filter_name == "none":
-                return question.record.skill is not None
+                if has_skills:
+                    return question.record.skill is not None
+                return has_one_form(question.expected)
             return FILTERS[filter_name](question.expected) is not None
 
         has_one_answer = [*filter(is_exact, questions)]

@@ -122,7 +122,7 @@ class TrainStage(Stage):
         dtype = training_dtype(config.compute_dtype, shape.dtype)
         batch = self._batch(workload)
         needs = training_cost(current, config, batch, dtype.size, process_count())
-        steps = self._steps(workload, batch)
+        steps, epochs = self._steps(workload, batch)
         if current.is_quantized:
             # An adapter is fused into dequantized weights, usually of 16 bits.
             current = replace(current, bytes=2 * needs.parameters, float_values=None)
@@ -141,6 +141,7 @@ class TrainStage(Stage):
             work=None if steps is None else needs.work * steps,
             dtype=dtype,
             steps=steps,
+            epochs=epochs,
             remedies=tuple(self._remedies(workload.max_seq_length)),
         )
 
@@ -189,14 +190,19 @@ class TrainStage(Stage):
         together = sequences // config.micro_batches
         return BatchShape(longest, together * tokens, sequences * mean)
 
-    def _steps(self, workload: Workload, batch: BatchShape) -> int | None:
+    def _steps(
+        self, workload: Workload, batch: BatchShape
+    ) -> tuple[int | None, float | None]:
+        """Steps, and epochs; None = unknown before the data is read."""
         config = self.config
-        if config.steps is not None or not workload.examples:
-            return config.steps
+        if not workload.examples:
+            return config.steps, config.epochs
         examples = batch.mean_tokens / workload.mean_length
         examples /= config.sequences_per_example
         examples *= config.gradient_accumulation_steps
-        return config.num_steps(math.ceil(workload.examples / examples))
+        per_epoch = math.ceil(workload.examples / examples)
+        steps = config.num_steps(per_epoch)
+        return steps, steps / per_epoch
 
     def _remedies(self, window: int) -> Iterator[str]:
         config, address = self.config, self.address
