@@ -135,8 +135,8 @@ def _require_same_specs(
             "this model is quantized, and training would quantize it again",
             place=place,
             hint=f"the quantizers {', '.join(CONTINUES_FROM_ALL_CODES)} continue from "
-            "its codes, without fake_quant_after_n_steps; or start from the unquantized "
-            "model",
+            "its codes, without fake_quant_after_n_steps; or start from the "
+            "unquantized model",
         )
     wanted = QuantSpec(**qat.model_dump(include=set(QuantSpec.model_fields)))
     by_name = {_describe(spec): spec for spec in specs.values()}
