@@ -313,7 +313,7 @@ def test_signal_saves_after_the_running_step(tmp_path, expected, kind, at):
 
     with (
         pytest.raises(Interrupted, match=f"stopped after step {at + 1}; saved"),
-        stop_requested() as stopping,
+        stop_requested(kind) as stopping,
     ):
         make_trainer(tmp_path, learning_rate=rate).train(stopping)
     assert checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1] == at + 1
