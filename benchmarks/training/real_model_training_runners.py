@@ -129,8 +129,8 @@ def _estimate(folder: Path, recipe: Path) -> int:
     fresh.write_text(json.dumps(values))
     loaded = load(fresh)
     check = ResourceCheck(loaded, plan(loaded), model_shape(loaded), lengths)
-    (cost,) = (needs.training for needs in check.stages.values() if needs.training)
-    return sum(cost.memory.values())
+    (needs,) = (needs for needs in check.stages.values() if needs.trained)
+    return sum(needs.parts.values())
 
 
 def _gptq(folder: Path, settings: dict) -> dict:

@@ -46,7 +46,7 @@ def recipes() -> Recipe:
 
 def runs(recipe: Recipe) -> Run:
     checked: Check = lmx.check(recipe, overrides={"seed": 2})
-    needs: tuple[int | None, float | None, bool] = (
+    needs: tuple[int | None, float | None, bool | None] = (
         checked.memory,
         checked.seconds,
         checked.fits,

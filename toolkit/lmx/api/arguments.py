@@ -82,9 +82,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except UserError as error:
-            for flag in FLAGS if error.hint else ():
+            for flag in FLAGS:
                 keyword = f"{flag[2:].replace('-', '_')}=True"
-                error.hint = error.hint.replace(flag, keyword)
+                error.hint = error.hint and error.hint.replace(flag, keyword)
             raise
 
     return call
