@@ -178,7 +178,7 @@ def write_table(name: str, header: str, *rows: str) -> None:
 
 
 ANSWER = '"{""device"": ""lamp""}"'
-GUESSES = [
+USUAL_COLUMNS = [
     ("question,answer", {"prompt": "question", "completion": "answer"}),
     ("Input,Output", {"prompt": "Input", "completion": "Output"}),
     ("text,label", {"prompt": "text", "completion": "label"}),
@@ -189,7 +189,7 @@ GUESSES = [
 ]
 
 
-@pytest.mark.parametrize(("header", "columns"), GUESSES)
+@pytest.mark.parametrize(("header", "columns"), USUAL_COLUMNS)
 def test_init_recognizes_the_usual_columns(header, columns, elsewhere, capsys):
     count = header.count(",")
     write_table("rows.csv", header, *[f"Lamp on.{',lamp' * count}"] * 30)

@@ -285,7 +285,7 @@ def test_acceptance_is_near_the_overlap_of_the_distributions(name):
 
 
 def test_new_settings_compile_nothing():
-    """They were constants of kernels, which g++ compiled while all streams stood."""
+    """As constants of a kernel, they would be compiled for every new setting."""
     kernels = lambda: len([*kernel_cache().glob("*.so")])  # noqa: E731
     logits, draw = mx.random.normal((4, 60)), random.SystemRandom().uniform
 

@@ -1,5 +1,6 @@
 """AWQ's scales and ranges have the least error, and move nothing but rounding."""
 
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
@@ -218,6 +219,22 @@ def test_experts_have_their_own_scales(tmp_path):
         power = np.log(scale[expert]) @ (means - means.mean())
         power /= np.square(means - means.mean()).sum()
         assert min(abs(power - p) for p in POWERS) < 1e-3
+
+
+def test_padding_does_not_count(tmp_path):
+    lengths = np.array([[3], [16], [9], [12], [5], [16]])
+    counted = np.arange(TOKENS.shape[1]) < lengths
+    found = []
+    for padding in (0, 7):
+        tokens = np.where(counted, np.array(TOKENS), padding)
+        context = task("qwen3_moe", tmp_path / str(padding))
+        windows = windows_of(tokens, counted)
+        context = replace(context, windows=lambda _, windows=windows: windows)
+        found.append(scales_of(context).places)
+    assert any(mapping.experts for mapping, _ in found[0])
+    for (place, scale), (other, same) in zip(*found, strict=True):
+        assert place == other
+        np.testing.assert_allclose(scale, same, rtol=1e-5)
 
 
 def test_search_goes_on_where_a_run_stopped(tmp_path, monkeypatch):

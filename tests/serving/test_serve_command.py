@@ -186,7 +186,7 @@ def test_accepted_draft_tokens(folder):
         ),
         (
             ["--prefix-cache-dir", "p", "--tensor-parallel", "2"],
-            "--prefix-cache-dir needs one process",
+            "--prefix-cache-dir does not work with --tensor-parallel",
         ),
         (["--api-key", ""], "--api-key is empty"),
         (["--host", "x" * 80], "label too long"),

@@ -144,16 +144,12 @@ def generate(
     if settings["ignore_chat_template"] and settings["system"] is not None:
         raise UserError("system needs the chat template: omit ignore_chat_template")
     size, policy = settings.pop("max_kv_size"), settings.pop("kv_policy")
-    if policy and size is None:
-        raise UserError("kv_policy needs max_kv_size")
+    limit = kv_limit(size, policy)
     sampling = Sampling(**{k: settings[k] for k in SAMPLING if k in settings})
     grammar = parse_response_format(settings["response_format"])
     loaded = model if isinstance(model, Model) else load(model)
     draft, count = settings.pop("draft"), settings.pop("num_draft_tokens")
-    cache: dict[str, Any] = {
-        "kv_bits": settings.pop("kv_bits"),
-        "kv_limit": kv_limit(size, policy),
-    }
+    cache: dict[str, Any] = {"kv_bits": settings.pop("kv_bits"), "kv_limit": limit}
     name = None if draft is None else os.fspath(draft)
     stop = settings["stop"]
     stop = [stop] if isinstance(stop, str) else stop

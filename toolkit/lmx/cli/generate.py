@@ -20,6 +20,7 @@ from .options import (
     add_kv_arguments,
     draft_argument_faults,
     kv_argument_faults,
+    make_generator,
     refuse,
 )
 from .tensor_parallel import (
@@ -157,8 +158,6 @@ def _standard_input() -> Iterator[TextIO]:
 
 
 def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
-    from ..api.model import make_generator
-    from ..generation.kv_cache.eviction import kv_limit
     from ..generation.kv_cache.prefix import PrefixCache
     from ..generation.sampling import Sampling
     from .batch_file import answer_records, parse_requests
@@ -178,16 +177,8 @@ def _generate(args: argparse.Namespace, ranks: "Communicator") -> int:
     loaded = load_part(args, ranks, args.adapter_path)
     # Another request may use the prefix.
     reuses = args.chat or _keeps_cache(args)
-    generator = make_generator(
-        loaded,
-        args.draft_model,
-        args.num_draft_tokens,
-        trust_remote_code=args.trust_remote_code,
-        kv_bits=args.kv_bits,
-        kv_limit=kv_limit(args.max_kv_size, args.kv_policy),
-        ranks=ranks,
-        prefix_cache=PrefixCache() if reuses else None,
-    )
+    prefixes = PrefixCache() if reuses else None
+    generator = make_generator(args, loaded, ranks=ranks, prefix_cache=prefixes)
     if not ranks.is_first:
         return follow(generator.engine)
     try:

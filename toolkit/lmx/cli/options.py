@@ -1,11 +1,15 @@
 """Options that several verbs have, and the refusal of those that do not fit."""
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.draft import MAX_DRAFT_TOKENS
 from ..config.quant_spec import KV_CACHE_BITS, KV_POLICIES, MIN_KV_SIZE
 from ..errors import UserError
+
+if TYPE_CHECKING:
+    from ..generation.generator import Generator
+    from ..models.loader import LoadedModel
 
 
 def add_draft_arguments(
@@ -65,6 +69,28 @@ def kv_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
             size is not None and size < MIN_KV_SIZE
         ),
     }
+
+
+def make_generator(
+    args: argparse.Namespace, loaded: "LoadedModel", **options: Any
+) -> "Generator":
+    """The generator of `add_draft_arguments` and `add_kv_arguments`.
+
+    Raises:
+        UserError: the draft model does not load, or has another tokenizer.
+    """
+    from ..api import model
+    from ..generation.kv_cache.eviction import kv_limit
+
+    return model.make_generator(
+        loaded,
+        args.draft_model,
+        args.num_draft_tokens,
+        trust_remote_code=args.trust_remote_code,
+        kv_bits=args.kv_bits,
+        kv_limit=kv_limit(args.max_kv_size, args.kv_policy),
+        **options,
+    )
 
 
 class OneValue(argparse.Action):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from .options import (
     add_kv_arguments,
     draft_argument_faults,
     kv_argument_faults,
+    make_generator,
     refuse,
 )
 from .tensor_parallel import (
@@ -113,7 +115,7 @@ def serve(args: argparse.Namespace) -> int:
         UserError: the model does not load, the address is not free, or the extra
             `serve` is not installed.
     """
-    folder, disk = args.prefix_cache_dir, args.prefix_cache_disk
+    disk = args.prefix_cache_disk
     refuse(
         {
             **{
@@ -129,10 +131,8 @@ def serve(args: argparse.Namespace) -> int:
             "--prefix-cache-disk must be more than 0": not 0
             < (1 if disk is None else disk)
             < 1e9,
-            "--prefix-cache-disk needs --prefix-cache-dir": bool(disk and not folder),
-            "--prefix-cache-dir needs one process: remove --tensor-parallel": bool(
-                folder and args.tensor_parallel > 1
-            ),
+            "--prefix-cache-disk needs --prefix-cache-dir": disk is not None
+            and not args.prefix_cache_dir,
             # As of a variable that is not set: the server would be open to everyone.
             "--api-key is empty": args.api_key == "",
             **draft_argument_faults(args),
@@ -148,7 +148,7 @@ def serve(args: argparse.Namespace) -> int:
             f"{error.name} is not installed",
             hint="pip install 'lmx-toolkit[serve]'",
         ) from error
-    ranks = join_processes(args, "adapter", "allow_adapter_loading")
+    ranks = join_processes(args, "adapter", "allow_adapter_loading", "prefix_cache_dir")
     if not ranks.is_first:
         with ranks.ends_together():
             return follow(_load(args, ranks).generator.engine)
@@ -178,9 +178,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     """The model, on the thread that calls it; for other ranks, what follows rank 0."""
-    from ..api.model import make_generator
     from ..convert.importers import load_model
-    from ..generation.kv_cache.eviction import kv_limit
     from ..generation.kv_cache.prefix import PrefixCache
     from ..generation.sampling import Sampling, sampling_defaults
     from ..generation.sequence import GenerationRequest
@@ -188,15 +186,13 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
 
     loaded = load_part(args, ranks)
     memory, prefixes = args.kv_memory, args.prefix_cache
-    disk = _prefix_disk(args, loaded) if args.prefix_cache_dir else None
+    disk = None
+    if args.prefix_cache_dir:
+        disk = _prefix_disk(args, loaded, lambda: generator.engine.new_cache().kinds)
     max_bytes = None if prefixes is None else int(prefixes * 1e9)
     generator = make_generator(
+        args,
         loaded,
-        args.draft_model,
-        args.num_draft_tokens,
-        trust_remote_code=args.trust_remote_code,
-        kv_bits=args.kv_bits,
-        kv_limit=kv_limit(args.max_kv_size, args.kv_policy),
         ranks=ranks,
         prefix_cache=PrefixCache(max_bytes, disk),
         max_batch_size=args.max_batch_size,
@@ -220,25 +216,27 @@ def _load(args: argparse.Namespace, ranks: "Communicator") -> "ServedModel":
     return ServedModel(generator, sampling, load_adapter)
 
 
-def _prefix_disk(args: argparse.Namespace, loaded: "LoadedModel") -> "PrefixDisk":
-    """The folder of `--prefix-cache-dir`."""
+def _prefix_disk(
+    args: argparse.Namespace, loaded: "LoadedModel", kinds: Callable[[], list[str]]
+) -> "PrefixDisk":
+    """The folder of `--prefix-cache-dir`.
+
+    Args:
+        kinds: of the caches of the generator, which is made later.
+    """
     from ..files.hashes import key_of
-    from ..generation.kv_cache.eviction import kv_limit
     from ..generation.kv_cache.prefix_disk import PrefixDisk
-    from ..generation.kv_cache.sequence import CacheState
     from ..models.checkpoint import weights_digest
     from ..models.dtypes import stored_dtype
     from ..models.lora.multi_lora import BASE, multi_lora
     from ..run import terminal
 
-    limit = kv_limit(args.max_kv_size, args.kv_policy)
-    bits = args.kv_bits or loaded.kv_bits
-    kinds = CacheState(loaded.model, kv_bits=bits, kv_limit=limit).kinds
-    facts = [weights_digest(loaded.path), kinds, str(stored_dtype(loaded.model))]
+    facts = [weights_digest(loaded.path), str(stored_dtype(loaded.model))]
     adapters = multi_lora(loaded.model)
 
     def model_hash(adapter: int) -> str:
-        return key_of([*facts, adapters.hashes[adapter] if adapter != BASE else None])
+        own = adapters.hashes[adapter] if adapter != BASE else None
+        return key_of([*facts, kinds(), own])
 
     folder = Path(os.path.expanduser(args.prefix_cache_dir))
     max_bytes = int((args.prefix_cache_disk or 20) * 1e9)

@@ -1,9 +1,9 @@
 """An engine in several processes that hold one model together.
 
-All ranks take the same steps. Rank 0 has the requests, and sends those that came or
-were dropped before a step to the others, as mlx_lm.server does. Whether there are any
-is told by a small all-gather, which is launched before the step that runs until it is
-read, so that nobody waits for it. It also carries a checksum of the tokens so far.
+All ranks take the same steps. Rank 0 broadcasts new and aborted requests before a step,
+as mlx_lm.server does. A small all-gather says whether there are any. It is launched
+before the current step and read after it, so that no rank waits for it. It also carries
+a checksum of the tokens so far.
 """
 
 import time

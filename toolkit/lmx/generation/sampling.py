@@ -106,6 +106,10 @@ def sampling_defaults(folder: Path) -> Sampling:
         raise UserError(error.message, place=str(file)) from error
 
 
+UNCHANGED = Sampling(1.0)
+"""Settings that leave a distribution as it is."""
+
+
 def filter_logits(logits: mx.array, *samplings: Sampling) -> mx.array:
     """Filtered logits divided by the temperature, as float32 log-probabilities.
 
@@ -118,10 +122,11 @@ def filter_logits(logits: mx.array, *samplings: Sampling) -> mx.array:
     Args:
         samplings: of all rows, or one of each row of logits [M, V].
     """
-    rows = [Sampling(1.0) if each.is_greedy else each for each in samplings]
+    rows = [UNCHANGED if each.is_greedy else each for each in samplings]
     logits = logits.astype(mx.float32)
     logits = logits - mx.max(logits, axis=-1, keepdims=True)
-    logits = mx.where(logits < _threshold(logits, rows), -mx.inf, logits)
+    if any(s.min_p or s.top_k or s.top_p < 1 for s in rows):
+        logits = mx.where(logits < _threshold(logits, rows), -mx.inf, logits)
     return logits / _column([each.temperature for each in rows])
 
 

@@ -11,6 +11,7 @@ from .grammar_matcher import ALL, GrammarMatcher, allows, set_bit
 
 # Tokens before the end of a prompt among which the start of a chain of thought is.
 MAX_START = 64
+NO_THINKING = "this model has no chain of thought that lmx knows"
 # Tokens of white space between a chain of thought and an answer.
 MAX_SPACES = 2
 
@@ -99,7 +100,7 @@ def required_thinking(
         return None
     thinking = thinking_of(tokenizer, prompt, budget)
     if thinking is None:
-        raise UserError("this model has no chain of thought that lmx knows")
+        raise UserError(NO_THINKING)
     return thinking
 
 

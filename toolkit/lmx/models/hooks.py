@@ -6,7 +6,7 @@ the calls of chosen layers through a function; the recorders `CapturedInputs` an
 the outputs of chosen blocks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -203,6 +203,34 @@ def capture_inputs(root: nn.Module, paths: list[str]) -> Iterator[CapturedInputs
     captured = CapturedInputs()
     with hook_calls(root, paths, captured):
         yield captured
+
+
+@contextmanager
+def tokens_of_experts(
+    root: nn.Module, paths: Iterable[str]
+) -> Iterator[Callable[[str, CapturedInputs], mx.array]]:
+    """A function of an expert layer and its captured inputs: the token of each row,
+    int [T].
+
+    mlx-lm sorts many rows by expert before it calls the layers at `paths`.
+    """
+    calls: dict[str, mx.array] = {}
+
+    def remember(path: str, forward: Callable, x, indices, *args, **kwargs) -> mx.array:
+        calls[path] = indices
+        return forward(x, indices, *args, **kwargs)
+
+    def tokens(path: str, captured: CapturedInputs) -> mx.array:
+        indices = calls[path.rpartition(".")[0]]
+        experts = indices.reshape(-1)
+        order = mx.argsort(experts)
+        if mx.array_equal(captured.experts[path], experts):
+            order = mx.arange(len(experts))
+        return order // indices.shape[-1]
+
+    groups = sorted({path.rpartition(".")[0] for path in paths})
+    with hook_calls(root, groups, remember):
+        yield tokens
 
 
 def override_inputs(

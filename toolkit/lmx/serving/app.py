@@ -135,10 +135,7 @@ class Endpoint:
     ) -> Response:
         self._authorize(request)
         body = await self._body(request)
-        try:
-            job = await while_connected(request.receive, prepare(body))
-        except ClientGone:
-            raise ApiError(CLIENT_GONE, "the client has left") from None
+        job = await self._while_asked(request, prepare(body))
         if job.parameters.stream:
             log_end = partial(self._log, request, body)
             keep = self._settings.log_requests
@@ -150,6 +147,13 @@ class Endpoint:
             return Response(status_code=CLIENT_GONE)
         self._log(request, body, job, 200)
         return JSONResponse(job.answer.whole())
+
+    async def _while_asked(self, request: Request, work: Awaitable[T]) -> T:
+        """What some work returns, which ends when the client leaves."""
+        try:
+            return await while_connected(request.receive, work)
+        except ClientGone:
+            raise ApiError(CLIENT_GONE, "the client has left") from None
 
     async def _body(self, request: Request) -> Any:
         """The JSON value of a request.
@@ -242,14 +246,15 @@ class Endpoint:
 
     async def _tokenize(self, request: Request) -> Response:
         self._authorize(request)
-        tokens = await self._service.tokenize(await self._body(request))
+        work = self._service.tokenize(await self._body(request))
+        tokens = await self._while_asked(request, work)
         record = {"count": len(tokens), "max_model_len": self._service.max_positions}
         return JSONResponse(record | {"tokens": tokens})
 
     async def _detokenize(self, request: Request) -> Response:
         self._authorize(request)
-        text = await self._service.detokenize(await self._body(request))
-        return JSONResponse({"prompt": text})
+        work = self._service.detokenize(await self._body(request))
+        return JSONResponse({"prompt": await self._while_asked(request, work)})
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})

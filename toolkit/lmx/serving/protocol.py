@@ -31,9 +31,8 @@ IGNORED = (
     *("prompt_cache_retention", "safety_identifier", "modalities", "prediction"),
     "verbosity",
 )
-"""Parameters that change no completion here: names and notes for OpenAI's accounts, the
-only modality, a guess at the answer that makes it faster there, a wish for its length
-that only OpenAI's models know."""
+"""Parameters that change no completion: ids and storage of OpenAI's service, its price
+tier, the only modality, a predicted output, and a length that its own models know."""
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty"),
@@ -146,6 +145,19 @@ class GenerationParameters(Parameters):
         if not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in strings):
             raise ValueError(f"a string has not 1 to {MAX_STOP_CHARACTERS} characters")
         return value
+
+    @classmethod
+    def parse(cls, body: Any) -> Self:
+        """The parameters of a JSON body.
+
+        Raises:
+            ApiError: a parameter is unknown, has a wrong value, or needs another one.
+        """
+        parameters = super().parse(body)
+        if parameters.stream_options and not parameters.stream:
+            message = "stream_options needs stream"
+            raise ApiError(400, message, param="stream_options")
+        return parameters
 
     @property
     def stop_strings(self) -> list[str]:

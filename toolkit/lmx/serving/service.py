@@ -16,7 +16,7 @@ from ..generation.grammar import Grammar
 from ..generation.grammar_matcher import CompiledGrammar
 from ..generation.prompt import SystemMessages
 from ..generation.sequence import GenerationRequest, TokenOutput
-from ..generation.thinking import Thinking, thinking_of
+from ..generation.thinking import NO_THINKING, Thinking, thinking_of
 from .answers import Answer, ChatAnswer
 from .chat_output import ChatOutputParser
 from .choice import Choice, Piece
@@ -182,7 +182,7 @@ class CompletionService:
         model, adapter = self._require_model(parameters.model)
         tools = checked_tools(parameters)
         size = require_length(parameters, self._max_characters)
-        async with self._prepares(parameters, 1):
+        async with self._prepares(parameters.choices):
             grammar = chat_grammar(parameters, self._tokenizer)
             encode = partial(self._encode_chat, parameters, tools)
             prompt = await self._encode(encode, size)
@@ -223,7 +223,7 @@ class CompletionService:
             raise ApiError(400, message, param="echo")
         model, adapter = self._require_model(parameters.model)
         size = require_length(parameters, self._max_characters)
-        async with self._prepares(parameters, len(parameters.prompts)):
+        async with self._prepares(len(parameters.prompts) * parameters.choices):
             encode = partial(encode_prompts, self._tokenizer, parameters)
             prompts = await self._encode(encode, size)
             compiled = await self._compile(answer_grammar(parameters), parameters)
@@ -253,7 +253,8 @@ class CompletionService:
         if prompt is not None:
             special = parameters.add_special_tokens is not False
             encode = partial(self._tokenizer.encode, add_special_tokens=special)
-            return await self._encode(lambda: list(encode(prompt)), len(prompt))
+            async with self._prepares(1):
+                return await self._encode(lambda: list(encode(prompt)), len(prompt))
         if parameters.add_special_tokens is not None:
             message = "the chat template adds the special tokens of messages"
             raise ApiError(400, message, param="add_special_tokens")
@@ -262,8 +263,9 @@ class CompletionService:
         chat = ChatCompletionParameters.parse(given)
         tools = checked_tools(chat)
         size = require_length(chat, self._max_characters)
-        prompt = await self._encode(lambda: self._encode_chat(chat, tools), size)
-        return prompt.tokens
+        async with self._prepares(1):
+            encode = partial(self._encode_chat, chat, tools)
+            return (await self._encode(encode, size)).tokens
 
     async def detokenize(self, body: Any) -> str:
         """The text of a body of `/detokenize`.
@@ -273,13 +275,12 @@ class CompletionService:
         """
         parameters = DetokenizeParameters.parse(body)
         self._require_model(parameters.model)
-        size = self._generator.vocab_size
-        for token in parameters.tokens:
-            if size and token >= size:
-                message = f"the model has no token {token}: 0 to {size - 1}"
-                raise ApiError(400, message, param="tokens")
         tokens = parameters.tokens
-        return await self._encode(lambda: self._tokenizer.decode(tokens), len(tokens))
+        for token in tokens:
+            self._require_token(token, "tokens")
+        decode = partial(self._tokenizer.decode, tokens)
+        async with self._prepares(1):
+            return await self._encode(decode, len(tokens))
 
     async def finish(self, job: Job) -> None:
         """Wait for the whole answer.
@@ -402,8 +403,7 @@ class CompletionService:
             return None
         thinking = thinking_of(self._tokenizer, prompt.tokens, budget)
         if thinking is None and parameters.thinking_budget is not None:
-            message = "this model has no chain of thought that lmx knows"
-            raise ApiError(400, message, param="thinking_budget")
+            raise ApiError(400, NO_THINKING, param="thinking_budget")
         return thinking
 
     async def _encode(self, function: Callable[[], Any], size: int) -> Any:
@@ -419,15 +419,15 @@ class CompletionService:
             raise no_model(name)
         return name, name if name != self.settings.model else None
 
+    def _require_token(self, token: int, param: str) -> None:
+        size = self._generator.vocab_size
+        if size and token >= size:
+            message = f"the model has no token {token}: 0 to {size - 1}"
+            raise ApiError(400, message, param=param)
+
     @asynccontextmanager
-    async def _prepares(
-        self, parameters: GenerationParameters, prompts: int
-    ) -> AsyncIterator[None]:
+    async def _prepares(self, count: int) -> AsyncIterator[None]:
         """Count completions as open while they are prepared, if there is room."""
-        if parameters.stream_options and not parameters.stream:
-            message = "stream_options needs stream"
-            raise ApiError(400, message, param="stream_options")
-        count = prompts * parameters.choices
         self._require_room(count)
         self._preparing += count
         try:
@@ -478,11 +478,10 @@ class CompletionService:
             top_logprobs: of so many most likely tokens; None = no log-probabilities.
             parser: makes the parser of each.
         """
-        size = self._generator.vocab_size
-        for token in parameters.logit_bias or {}:
-            if size and int(token) >= size:
-                message = f"the model has no token {token}: 0 to {size - 1}"
-                raise ApiError(400, message, param=f"logit_bias.{token}")
+        for name in parameters.logit_bias or {}:
+            self._require_token(int(name), f"logit_bias.{name}")
+        for token in parameters.stop_token_ids or ():
+            self._require_token(token, "stop_token_ids")
         seed = parameters.seed
         seed = secrets.randbits(63) if seed is None else seed
         positions = self._generator.max_positions

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ...config.quant_spec import KVPolicy
+from ...errors import UserError
 
 SINKS = 4
 """First positions that are always kept, as by mlx-lm: all others attend to them."""
@@ -43,7 +44,13 @@ class KVLimit:
 
 
 def kv_limit(max_size: int | None, policy: KVPolicy | None) -> KVLimit | None:
-    """The limit of these options; None = there is none."""
+    """The limit of these options; None = there is none.
+
+    Raises:
+        UserError: there is a policy without a size.
+    """
+    if policy and max_size is None:
+        raise UserError("kv_policy needs max_kv_size")
     return KVLimit(max_size, policy or "window") if max_size else None
 
 

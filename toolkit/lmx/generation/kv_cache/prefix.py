@@ -52,13 +52,12 @@ class PrefixNode:
         self.hidden, self.snapshot = state.get("hidden"), state.get("snapshot")
 
     @property
-    def prefix(self) -> list[int]:
-        """All tokens from the root to the end of this node."""
-        parts, node = [], self
-        while node.parent:
-            parts.append(node.tokens)
-            node = node.parent
-        return np.concatenate([*parts[::-1], node.tokens]).tolist()
+    def path(self) -> list["PrefixNode"]:
+        """The nodes from the root to this one."""
+        nodes = [self]
+        while nodes[-1].parent:
+            nodes.append(nodes[-1].parent)
+        return nodes[::-1]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -267,12 +266,10 @@ class PrefixCache:
     def _write(self, node: PrefixNode) -> bool:
         """Write a node to the disk; returns whether it is there."""
         if self._disk and node.run is None:
-            prefix = node.prefix
+            path = node.path
+            model, _ = path[0].run
+            prefix = np.concatenate([each.tokens for each in path]).tolist()
             start = len(prefix) - len(node.tokens)
-            root = node
-            while root.parent:
-                root = root.parent
-            model = root.run[0]
             facts = RunFacts(
                 parent=self._disk.run(model, prefix[:start])[1],
                 start=start,
@@ -339,13 +336,12 @@ class PrefixCache:
 
     def _use(self, node: PrefixNode) -> None:
         """Count a use of a node, and then of those that it follows."""
-        while node.parent:
-            if node.positions is not None:
-                self._by_use[node] = None
-                self._by_use.move_to_end(node)
-            if node.run:
-                self._disk.use(node.run)
-            node = node.parent
+        for each in node.path[:0:-1]:
+            if each.positions is not None:
+                self._by_use[each] = None
+                self._by_use.move_to_end(each)
+            if each.run:
+                self._disk.use(each.run)
 
     def _forget(self, node: PrefixNode) -> None:
         """Count a node no more, which has left the memory."""

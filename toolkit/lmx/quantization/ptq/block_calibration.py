@@ -7,7 +7,7 @@ from them: MLX does not compute what is not used, so each layer of the quantized
 runs only about once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
@@ -21,9 +21,9 @@ from ...models.blockwise import BlockwiseModel
 from ...models.hooks import (
     CapturedInputs,
     capture_inputs,
-    hook_calls,
     override_inputs,
     override_outputs,
+    tokens_of_experts,
 )
 from ..target_layers import has_known_inputs
 from . import activation_cache
@@ -147,38 +147,13 @@ class BlockCalibration:
                         rows = self._capture(path, shard).rows[path]
                         statistics.add_inputs(rows, weights=token_weights)
                         continue
-                    with self._tokens_of_rows(path) as tokens:
+                    with tokens_of_experts(self._block, [path]) as tokens:
                         captured = self._capture(path, shard)
-                    visible = weights and (token_weights > 0)[tokens(captured)]
+                    visible = weights and (token_weights > 0)[tokens(path, captured)]
                     rows = captured.rows[path]
                     statistics.add_routed(rows, captured.experts[path], visible)
         self._cached.append(group)
         return statistics
-
-    @contextmanager
-    def _tokens_of_rows(
-        self, path: str
-    ) -> Iterator[Callable[[CapturedInputs], mx.array]]:
-        """A function that gives the token of every row of an expert layer, int [T].
-
-        mlx-lm sorts many rows by expert before it calls the layer.
-        """
-        calls = []
-
-        def remember(_, forward: Callable, x, indices, *args, **kwargs) -> mx.array:
-            calls.append(indices)
-            return forward(x, indices, *args, **kwargs)
-
-        def tokens(captured: CapturedInputs) -> mx.array:
-            [indices] = calls
-            experts = indices.reshape(-1)
-            order = mx.argsort(experts)
-            if mx.array_equal(captured.experts[path], experts):
-                order = mx.arange(len(experts))
-            return order // indices.shape[-1]
-
-        with hook_calls(self._block, [path.rpartition(".")[0]], remember):
-            yield tokens
 
     def _capture(self, path: str, shard: int) -> CapturedInputs:
         """Capture and cache the input of a layer in the quantized stream."""

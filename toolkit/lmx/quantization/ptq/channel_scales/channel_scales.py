@@ -25,7 +25,7 @@ from ....config.quantize import PTQConfig
 from ....errors import UserError
 from ....files.artifacts import ArtifactStore
 from ....models.blockwise import BlockwiseModel, cast
-from ....models.hooks import capture_inputs
+from ....models.hooks import capture_inputs, tokens_of_experts
 from ..base import PTQContext, Weights
 from ..gptq.clipping import fitted_rows
 from .scale_mappings import ScaleMapping, find_mappings, preserves_output
@@ -328,8 +328,8 @@ class _BlockFinder:
 
         The objective gets a mapping, float32 parameters by name with the scales so far,
         the grids of layers to quantize by path, and magnitudes of inputs by path, of
-        the layers behind scales: [K], or [E, K] of experts with scales of their own.
-        And the squared error of the output for other parameters, a function.
+        the layers with scaled inputs: [K], or [E, K] of experts with own scales. And
+        the squared error of the output for other parameters, a function.
         """
         dtypes = dict(tree_flatten(self.blockwise.blocks[index].parameters()))
         dtypes = {name: value.dtype for name, value in dtypes.items()}
@@ -390,18 +390,24 @@ class _BlockFinder:
         """Magnitudes of inputs by path, and the outputs of the block."""
         sums: dict[int, mx.array] = {}
         outputs, weights = [], dict(tree_flatten(block.parameters()))
-        # Of the first layer behind a scale that is not one of experts, if there is one.
+        # Of the first consumer that is not one of experts, if there is one.
         paths = [
             min(m.consumers, key=lambda p: weights[f"{p}.weight"].ndim)
             for m in mappings
         ]
+        routed = [p for m, p in zip(mappings, paths, strict=True) if m.experts]
         for (tokens, seen), x in zip(self.shards, hidden, strict=True):
-            with capture_inputs(block, paths) as captured:
+            with (
+                tokens_of_experts(block, routed) as tokens_of,
+                capture_inputs(block, paths) as captured,
+            ):
                 outputs.append(run(tokens, x))
             for i, (mapping, path) in enumerate(zip(mappings, paths, strict=True)):
                 rows = mx.abs(captured.rows[path])
                 if mapping.experts:
                     known = sums.get(i, mx.zeros(mapping.shape))
+                    is_seen = seen.reshape(-1)[tokens_of(path, captured)]
+                    rows = mx.where(is_seen[:, None], rows, 0)
                     sums[i] = known.at[captured.experts[path]].add(rows)
                     continue
                 rows = rows.reshape(len(seen), -1, rows.shape[-1])
@@ -411,7 +417,7 @@ class _BlockFinder:
                 sums[i] = sums.get(i, 0) + self.objective.magnitude(rows)
             mx.eval(outputs[-1], sums)
         count = sum(len(tokens) for tokens, _ in self.shards)
-        # All layers behind a scale have the same inputs.
+        # All consumers of a mapping have the same inputs.
         magnitudes = {
             path: sums[i] / count
             for i, mapping in enumerate(mappings)

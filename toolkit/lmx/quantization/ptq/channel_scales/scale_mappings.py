@@ -64,7 +64,7 @@ class ScaleMapping:
         return values.reshape(-1, self.repeats, self.head).mean(axis=1).reshape(-1)
 
     def divided(self, inputs: Weights, scale: mx.array) -> Weights:
-        """Magnitudes of the consumers' inputs behind the scale."""
+        """Magnitudes of the consumers' inputs, divided by the scale."""
         columns = self.columns(scale)
         return {path: inputs[path] / columns for path in self.consumers}
 
