@@ -84,7 +84,7 @@ def run(
         _log_start(loaded, run_dir, logger, ranks)
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
-            with tracking, ranks.ends_together():
+            with tracking, ranks.ends_together(), logger.heartbeat():
                 context = make_context(
                     loaded, run_dir.path, logger, parallel, extensions
                 )
@@ -219,7 +219,8 @@ def _run_stages(
     callbacks = context.extensions.callbacks
     names = [planned.name for planned in plan.stages]
     for position, name in enumerate(names):
-        record = run_dir.completed_stage(name, logger.warning)
+        with logger.activity(f"checking what stage {name} left"):
+            record = run_dir.completed_stage(name, logger.warning)
         if record is None:
             run_dir.discard_stages(names[position + 1 :])
         record = ranks.broadcast_object(record)
@@ -230,13 +231,13 @@ def _run_stages(
             logger.info(f"stage {name}")
             stage = plan.stages[position].stage
             is_shared = stage.runs_on_all_ranks and ranks.size > 1
-            inputs = plan.inputs(name) if is_shared or ranks.is_first else {}
+            with logger.activity("hashing the models and the data"):
+                inputs = plan.inputs(name) if is_shared or ranks.is_first else {}
             if is_shared:
                 _require_same_inputs(inputs, context)
             run_dir.start_stage(name, inputs)
             ranks.wait_for_all()
-            with logger.heartbeat():
-                record = _run_stage(stage, context, run_dir)
+            record = _run_stage(stage, context, run_dir)
             callbacks.call("stage_end", stage=name, metrics=_models(context.output))
             is_stopped = ranks.broadcast_object(callbacks.is_stopped)
             if is_stopped and name != names[-1]:
@@ -265,8 +266,9 @@ def _run_stage(
         artifact = stage.run(context) if ranks.is_first else None
     record = None
     if ranks.is_first:
-        record = artifact.to_json(run_dir.path)
-        run_dir.complete_stage(stage.name, record, artifact.folders_in(run_dir.path))
+        record, folders = artifact.to_json(run_dir.path), artifact.folders_in(run_dir.path)
+        with context.logger.activity("hashing the new files"):
+            run_dir.complete_stage(stage.name, record, folders)
     return ranks.broadcast_object(record)
 
 

@@ -90,7 +90,8 @@ class TrainRun:
             self.objective.close()
         if self.config.teacher or self.config.loss or self.context.extensions.loss:
             # The trainer's loss is another one.
-            self.eval_loss = self._cross_entropy(self.step.materialize())
+            trained = self.step.materialize()
+            self.eval_loss = self._cross_entropy(trained, "the trained model")
         self.parameters = self.step.parameters
         if self.step.sharding:
             self.parameters = self.step.gather_parameters()
@@ -98,7 +99,8 @@ class TrainRun:
     def finish(self) -> ModelArtifact:
         """Write on rank 0 what was trained, and measure it; all ranks call this."""
         context, ranks = self.context, self.context.ranks
-        artifact = self._write() if ranks.is_first else context.current
+        with context.logger.activity("writing the trained model"):
+            artifact = self._write() if ranks.is_first else context.current
         trained = Path(ranks.broadcast_object(str(artifact and artifact.model)))
         if ranks.is_first:
             improvement = self._improvement(context.require_visible(trained))
@@ -371,9 +373,10 @@ class TrainRun:
 
     def _improvement(self, model: Path) -> dict:
         """Decrease of the validation loss: in training, and of the reloaded files."""
+        folders = {"the model before": self.initial, "the new model": model}
         base, exported = (
-            self._cross_entropy(self.context.load(folder, sharded=True).model)
-            for folder in (self.initial, model)
+            self._cross_entropy(self.context.load(folder, sharded=True).model, name)
+            for name, folder in folders.items()
         )
         self.context.logger.info(
             f"validation loss {base:.4f} before, {self.eval_loss:.4f} in training, "
@@ -384,7 +387,7 @@ class TrainRun:
             "exported": base - exported,
         }
 
-    def _cross_entropy(self, model: nn.Module) -> float:
-        batches = self.cross_entropy_batches
-        with self.context.logger.progress(len(batches), "cross-entropy") as bar:
+    def _cross_entropy(self, model: nn.Module, name: str) -> float:
+        batches, logger = self.cross_entropy_batches, self.context.logger
+        with logger.progress(len(batches), f"validation loss of {name}") as bar:
             return measure_perplexity(model, bar.track(batches)).loss
