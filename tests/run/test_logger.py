@@ -422,5 +422,5 @@ def test_numbers_and_durations_are_short():
     numbers |= {2.51234: "2.512", 0.00002: "2e-05", float("inf"): "inf"}
     assert {value: format_number(value) for value in numbers} == numbers
     assert (format_number(0.0), format_number(float("nan"))) == ("0", "nan")
-    durations = {45: "45 s", 720: "12 min", 12600: "3.5 h"}
+    durations = {45: "45 s", 720: "12 min", 12600: "3.5 h", 800000: "9 days"}
     assert {value: format_duration(value) for value in durations} == durations

@@ -198,10 +198,13 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration such as 45 s, 12 min or 3.5 h."""
+    """A duration such as 45 s, 12 min, 3.5 h or 9 days."""
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    hours = seconds / 3600
+    return f"{hours:.1f} h" if hours < 72 else f"{hours / 24:.0f} days"
 
 
 def readable_size(count: float) -> str:
