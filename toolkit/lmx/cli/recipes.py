@@ -188,7 +188,7 @@ def init(arguments: argparse.Namespace) -> int:
     lines = [str(target)]
     if own and own.is_guessed:
         pairs = ", ".join(f"{name}: {column}" for name, column in columns.items())
-        lines.append(f"Columns of the data, as far as their names tell: {pairs}")
+        lines.append(f"Columns of the data, guessed from names and order: {pairs}")
     if "thresholds:" in text:
         lines.append("A model that misses a threshold is not published: adapt them.")
     lines.append(f"Then: lmx-train {shlex.quote(str(target))} --dry-run")

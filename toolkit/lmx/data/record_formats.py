@@ -355,8 +355,10 @@ COLUMNS |= ALIASES.keys()
 
 SYNONYMS = {
     "messages": "dialog dialogue conversation turns chat history",
-    "prompt": "question query problem input request user q text context source",
-    "completion": "answer response output solution target reply assistant a label",
+    "prompt": "question query problem input request user q text context source message "
+    "ticket email review comment sentence body",
+    "completion": "answer response output solution target reply assistant a label "
+    "category class intent topic sentiment rating",
     "text": "content document body code article passage sentence",
 }
 
@@ -407,7 +409,11 @@ def check_columns(columns: dict[str, str]) -> None:
 
 
 def nearest(keys: list[str]) -> tuple[str, dict[str, str | None]]:
-    """The format closest to a record's keys, and the column for each of its keys."""
+    """The format closest to a record's keys, and the column for each of its keys.
+
+    Of two unknown columns, the first one is the prompt and the other one the
+    completion; beside a text, the other one may be anything.
+    """
     best, renaming, score = "completion", dict[str, str | None](), -1.0
     for name in ("completion", "chat", "text"):
         columns = {}
@@ -418,6 +424,11 @@ def nearest(keys: list[str]) -> tuple[str, dict[str, str | None]]:
             free = (own for own in similar if own not in columns.values())
             columns[key] = next(free, None)
         share = sum(value is not None for value in columns.values()) / len(columns)
+        if name == "completion" and len(keys) == 2 and "text" not in keys:
+            free_keys = [own for own in keys if own not in columns.values()]
+            # One that is known leaves no doubt about the other.
+            share = 1.0 if share else share
+            columns = {k: v or free_keys.pop(0) for k, v in columns.items()}
         if share > score:
             best, renaming, score = name, columns, share
     return best, renaming
