@@ -5,7 +5,7 @@ import re
 import mlx.core as mx
 import pytest
 from lmx.cli import main
-from lmx.pipeline import work
+from lmx.pipeline import resources, work
 from lmx.pipeline.work import Work, correct_rates, rates, rates_age
 from tiny_runs import TRAIN, Run
 
@@ -67,20 +67,23 @@ def test_training_that_was_faster_corrects_a_rate_measured_under_load(
 
 
 def test_finished_training_corrects_the_dry_run(
-    measured, make_checkpoint, tmp_path, capsys
+    measured, make_checkpoint, tmp_path, capsys, monkeypatch
 ):
     """One measurement under load no longer makes every later dry run too long."""
     rates(mx.float32)
     run = Run(tmp_path, {"train": TRAIN}, model=make_checkpoint())
     assert run("--dry-run") == 0
     first = capsys.readouterr().out
-    assert re.search(r"at the speed measured [0-9]+ s ago; `lmx doctor` meas", first)
+    assert "at the speed measured just now; `lmx doctor` measures it again" in first
     assert re.search(r"1-train: roughly .* (h|days) for 12 steps", first)
     assert run() == 0
     assert "times as fast as the measured speed" in run.log
     capsys.readouterr()
+    monkeypatch.setattr(resources, "rates_age", lambda dtype: 3 * 86400.0)
     assert run("--dry-run", f"output={tmp_path / 'other'}") == 0
-    assert re.search(r"1-train: roughly [0-9]+ s for 12 steps", capsys.readouterr().out)
+    second = capsys.readouterr().out
+    assert re.search(r"1-train: roughly [0-9]+ s for 12 steps", second)
+    assert "at the speed measured 3 days ago;" in second
 
 
 def test_rates_need_no_cache(measured, tmp_path, monkeypatch):

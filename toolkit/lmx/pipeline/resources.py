@@ -17,6 +17,8 @@ from .work import rates_age
 
 # A fine-tuned model seldom gains from more passes over its data.
 MANY_EPOCHS = 5
+# Seconds after which the age of a measurement is worth its number.
+JUST_NOW = 120
 
 
 class ResourceCheck:
@@ -85,8 +87,9 @@ class ResourceCheck:
                 yield "disk", f"{name}: {readable_size(needs.disk)}"
         dtypes = {needs.dtype for needs in self.stages.values() if needs.seconds}
         if age := max(filter(None, map(rates_age, dtypes)), default=None):
-            text = f"at the speed measured {format_duration(age)} ago"
-            yield "time", f"{text}; `lmx doctor` measures it again"
+            when = f"{format_duration(age)} ago" if age > JUST_NOW else "just now"
+            text = f"at the speed measured {when}; `lmx doctor` measures it again"
+            yield "time", text
         disk, free = map(readable_size, (self.disk, self.free))
         yield "disk", f"needs {disk}, free {free}"
 

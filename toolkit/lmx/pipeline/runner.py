@@ -112,7 +112,7 @@ def _generate_command(
 ) -> str | None:
     """The command that generates with the run's new model; None if it made none.
 
-    It has the first prompt that the recipe shows answers of.
+    It has the first prompt that the recipe or the evaluation shows answers of.
     """
     model = last.result_in(output)
     if model is None and last.draft is None:
@@ -120,7 +120,9 @@ def _generate_command(
     words = ["lmx", "generate", str(model or last.model)]
     if last.draft:
         words += ["--draft-model", str(last.draft)]
-    shown = (stage.train.sample_prompts for stage in recipe.stages if stage.train)
+    shown = [stage.train.sample_prompts for stage in recipe.stages if stage.train]
+    samples = read_report(output / REPORT).get("samples", [])
+    shown.append([s["prompt"] for s in samples if "\n" not in s["prompt"]])
     prompt = next((shlex.quote(prompts[0]) for prompts in shown if prompts), '"..."')
     return f"{shlex.join(words)} --prompt {prompt}"
 
