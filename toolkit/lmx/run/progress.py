@@ -19,6 +19,8 @@ ON_BAR = {
     "peak_memory_gb": "{:.1f} GB",
 }
 MIN_BAR, MAX_BAR = 5, 20
+# Seconds that a time left is shown from.
+SHORTEST = 0.5
 
 
 class ProgressOutput(Protocol):
@@ -171,7 +173,8 @@ class ProgressBar(Progress):
     def _remaining(self) -> str:
         seconds = self._rate.seconds_left()
         # A last part that takes longer than expected has no known end.
-        return f"about {format_duration(seconds)} left" if seconds else ""
+        is_known = seconds is not None and seconds >= SHORTEST
+        return f"about {format_duration(seconds)} left" if is_known else ""
 
 
 class Activity:
