@@ -71,7 +71,16 @@ RUN_ELSEWHERE = re.compile(
 # Programs of other packages; tests/serving runs what they show.
 SERVING = {"pip", "uv", "curl", "nginx", "caddy", "litellm"}
 EXTERNAL = (
-    {"hf", "git", "python", "python3", "ollama", "llama-cli", "llama-server", "mlx.distributed_config"}
+    {
+        "hf",
+        "git",
+        "python",
+        "python3",
+        "ollama",
+        "llama-cli",
+        "llama-server",
+        "mlx.distributed_config",
+    }
     | SERVING
     | {f"mlx_lm.{name}" for name in ("evaluate", "generate", "perplexity", "server")}
 )
@@ -243,10 +252,17 @@ def test_installation_leaves_an_active_environment_in_the_checkout(tmp_path):
     script = f'pip() {{ echo "$PWD: pip $*"; }}\n{shown}\necho "$VIRTUAL_ENV"'
     script = script.replace("clone REPOSITORY", f"clone -q --depth 1 file://{ROOT}")
     done = subprocess.run(
-        ["bash", "-ec", script], cwd=tmp_path, capture_output=True, text=True, check=True
+        ["bash", "-ec", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     folder = tmp_path / "lmx"
-    assert done.stdout.splitlines() == [f"{folder}: pip install -e .", f"{folder}/.venv"]
+    assert done.stdout.splitlines() == [
+        f"{folder}: pip install -e .",
+        f"{folder}/.venv",
+    ]
     assert (folder / "pyproject.toml").is_file()
 
 

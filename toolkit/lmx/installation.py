@@ -31,7 +31,9 @@ def install_command(extra: str = "") -> str:
     url = urlsplit(origin.get("url", ""))
     if "dir_info" in origin and url.scheme == "file":
         folder = unquote(url.path)
-        here = "." if os.path.realpath(folder) == os.path.realpath(os.curdir) else folder
+        here = (
+            "." if os.path.realpath(folder) == os.path.realpath(os.curdir) else folder
+        )
         editable = "-e " * bool(origin["dir_info"].get("editable"))
         return f'{command} {editable}"{here}{extras}"'
     source = origin.get("url", "")

@@ -153,7 +153,7 @@ def _preferred(record: dict, name: str) -> dict:
     if isinstance(completion, list):
         turns = parse_turns(completion, "assistant")
         if turns and turns[0]["role"] != "assistant":
-            # A conversation with a prompt of its own. Many datasets repeat theirs so.
+            # A conversation with a prompt of its own, which many datasets repeat.
             before = parse_turns(prompt, "user") if prompt else []
             known, texts = (
                 [(m["role"], m["content"].strip()) for m in part]

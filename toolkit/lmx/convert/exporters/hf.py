@@ -167,7 +167,9 @@ def dequantize_checkpoint(
     Raises:
         UserError: the model is not quantized, and there is no dtype.
     """
-    if dtype is None and not any(map(quantized_layers.is_quantized, loaded.model.modules())):
+    if dtype is None and not any(
+        map(quantized_layers.is_quantized, loaded.model.modules())
+    ):
         raise UserError("this model is not quantized", place=str(loaded.path))
     weights = dequantized_weights(loaded.model, dtype or loaded.dtype)
     if dtype:

@@ -42,7 +42,10 @@ class EvaluateStage(Stage):
             yield Problem(raw.path, "nothing to evaluate on", hint, of="key")
         tasks = raw.block.get("tasks")
         if isinstance(tasks, list) and tasks and not lm_eval.is_installed():
-            hint, message = install_command("eval"), "lm-evaluation-harness is not installed"
+            hint, message = (
+                install_command("eval"),
+                "lm-evaluation-harness is not installed",
+            )
             yield Problem((*raw.path, "tasks"), message, hint, "key")
         for path, task in raw.items("tasks"):
             if lm_eval.is_file(task) and raw.find(task) is None:
