@@ -199,8 +199,8 @@ def test_silence_is_broken_by_the_progress_with_the_time_left(
         with logger.progress(2, "inner") as inner:
             clock[0] += 8
             inner.advance()
-            both = "quantizing 25%  block 2 of 4  about 10 s left; inner 1/2  about 7 s left"
-            assert beats(1) == [both]
+            outer = "quantizing 25%  block 2 of 4  about 10 s left"
+            assert beats(1) == [f"{outer}; inner 1/2  about 7 s left"]
             inner.advance()
             with logger.activity("saving"):
                 assert beats(9)[0].endswith("; inner 2/2; saving for 9 s")

@@ -15,11 +15,11 @@ from lmx.serving.protocol import (
     CompletionParameters,
 )
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks/generation"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks/generation"))
 
 import compare_servers
 
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/serving.md").read_text()
 RESULTS = (ROOT / "benchmarks/results/generation.md").read_text()
 
