@@ -34,6 +34,9 @@ from .extensions import Extensions
 from .plan import RunPlan
 from .stage import Stage
 
+# Characters of a prompt in a command that a run shows.
+LONGEST_PROMPT = 160
+
 
 def run(
     loaded: LoadedRecipe,
@@ -103,28 +106,33 @@ def run(
             raise UserError(text, place=place, code=FAILED) from error
         run_dir.set_status("done")
         logger.info(f"done: {run_dir.path / PAGE}")
-        if command := _generate_command(last, run_dir.path, loaded.recipe):
-            logger.info(f"try it: {command}")
+        for purpose, words in _next_commands(last, run_dir.path, loaded.recipe).items():
+            logger.info(f"{purpose}: {words}")
 
 
-def _generate_command(
+def _next_commands(
     last: ModelArtifact, output: Path, recipe: RecipeConfig
-) -> str | None:
-    """The command that generates with the run's new model; None if it made none.
+) -> dict[str, str]:
+    """By purpose, what to do with the run's new model; empty if it made none.
 
-    It has the first prompt that the recipe or the evaluation shows answers of.
+    The prompt is the first one that the recipe or the evaluation shows answers of.
     """
     model = last.result_in(output)
     if model is None and last.draft is None:
-        return None
-    words = ["lmx", "generate", str(model or last.model)]
+        return {}
+    words = [str(model or last.model)]
     if last.draft:
         words += ["--draft-model", str(last.draft)]
     shown = [stage.train.sample_prompts for stage in recipe.stages if stage.train]
     samples = read_report(output / REPORT).get("samples", [])
-    shown.append([s["prompt"] for s in samples if "\n" not in s["prompt"]])
+    asked = (sample["prompt"] for sample in samples)
+    shown.append([p for p in asked if "\n" not in p and len(p) <= LONGEST_PROMPT])
     prompt = next((shlex.quote(prompts[0]) for prompts in shown if prompts), '"..."')
-    return f"{shlex.join(words)} --prompt {prompt}"
+    model_words = shlex.join(words)
+    return {
+        "try it": f"lmx generate {model_words} --prompt {prompt}",
+        "serve it": f"lmx serve {model_words}",
+    }
 
 
 def _log_start(
