@@ -73,7 +73,9 @@ def test_recipes_and_init_never_overwrite(elsewhere, capsys):
     assert (elsewhere / "mine/lora.yaml").is_file()
     (elsewhere / "a.yaml").write_text("mine")
     assert main.main(["recipes", "copy", "lora", "a.yaml"]) == 2
-    assert "a.yaml: the file exists" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "a.yaml: the file exists" in error
+    assert "--output FILE" in error
     arguments = ["--model", "a/b", "--data", "c/d", "--output", "a.yaml"]
     assert main.main(["init", *arguments]) == 2
     assert (elsewhere / "a.yaml").read_text() == "mine"

@@ -111,7 +111,8 @@ def write_recipe(target: Path, text: str) -> None:
 
 def _require_new(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        message, hint = "the file exists, and is not overwritten", "give another name"
+        message = "the file exists, and is not overwritten"
+        hint = "give another name; for lmx init: --output FILE"
         raise UserError(message, place=str(target), hint=hint)
 
 
