@@ -29,6 +29,8 @@ ALIASES |= {"kto_tag": "label", "desirable": "label"}
 SCHEMA_ALIASES = {"input_schema": "parameters", "inputSchema": "parameters"}
 # Booleans, numbers and words as text.
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+# Of a text whose tokenizer is unknown, few rather than many.
+CHARACTERS_PER_TOKEN = 3
 # Arguments of a chat template that come from lmx or from other columns.
 RESERVED = {
     *("messages", "conversation", "tools", "chat_template", "tokenize", "padding"),
