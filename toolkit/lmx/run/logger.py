@@ -50,9 +50,9 @@ class RunLogger(Logger):
         # What happens, from the outermost operation to the innermost one.
         self._running: list[ProgressBar | Activity] = []
         self._start = self._last_line = time.monotonic()
-        # Kernels on the disk: before the run, when last counted, and whether that grew.
+        # Kernels on the disk before the run, and when last counted; when that grew.
         self._first_kernels = self._kernels = count_kernels()
-        self._is_compiling = False
+        self._compiled_at = -math.inf
 
     def info(self, text: str) -> None:
         """Log a line."""
@@ -169,8 +169,8 @@ class RunLogger(Logger):
     def break_silence(self) -> None:
         """Log what happens if the last line is `HEARTBEAT_SECONDS` old."""
         kernels, now = count_kernels(), time.monotonic()
-        self._is_compiling = kernels > self._kernels
-        self._kernels = kernels
+        if kernels > self._kernels:
+            self._kernels, self._compiled_at = kernels, now
         if now - self._last_line < 0.9 * HEARTBEAT_SECONDS:
             return
         elapsed = format_duration(now - self._start)
@@ -196,7 +196,7 @@ class RunLogger(Logger):
         innermost = running[-1:]
         lines = [each.line() for each in running if isinstance(each, ProgressBar)]
         lines += [each.line() for each in innermost if isinstance(each, Activity)]
-        if self._is_compiling:
+        if time.monotonic() - self._compiled_at < HEARTBEAT_SECONDS:
             count = self._kernels - self._first_kernels
             lines.append(f"compiling kernels, {count} so far")
         return "; ".join(lines)
