@@ -1,6 +1,8 @@
 """Runs of all stages from the command line: reports, artifacts, loading in mlx-lm."""
 
 import math
+import re
+from collections import defaultdict
 from functools import cache
 
 import mlx.core as mx
@@ -16,6 +18,7 @@ from tiny_checkpoints import QWEN3_MOE
 from tiny_runs import EVALUATE, TRAIN, Run
 
 LORA = {"type": "lora", "rank": 8}
+BARS = "(?:training|validation|quantization|evaluating)"
 GRID = {"bits": 4, "group_size": 32}
 NAMES = ["1-train", "2-quantize", "3-evaluate", "4-export"]
 REQUIRED_KEYS = {
@@ -279,3 +282,21 @@ def test_fusing_that_loses_what_was_learned_is_reported(
     assert f": lmx convert {base} {base.name}-float32 --dtype float32, then" in run.log
     assert f"lmx generate {base} --adapter-path {run.output / 'adapters'}" in run.log
     assert "fusing rounds" not in finished("lora").log
+
+
+def test_progress_of_a_run_never_goes_back(tmp_path, base, monkeypatch):
+    """Every amount has a name, and those of a name never fall in a stage."""
+    monkeypatch.setattr("lmx.run.logger.HEARTBEAT_SECONDS", 0.2)
+    quantize = {"quantize": GRID | {"method": "gptq", "effort": "fast"}}
+    stages = {"train": TRAIN | {"adapter": LORA}}, quantize
+    run = Run(tmp_path, *stages, {"evaluate": EVALUATE}, "export", model=base)
+    assert run() == 0
+    shown, stage = defaultdict(list), ""
+    for line in run.log.splitlines():
+        text = line[20:]
+        stage = text if re.fullmatch(r"stage \d-\w+", text) else stage
+        for part in text.split("; "):
+            if match := re.match(rf"({BARS}.*?) (\d+)(%|/\d+)(  |$)", part):
+                shown[stage, match[1]].append(int(match[2]))
+    assert len(shown) > 4
+    assert {k: sorted(v) for k, v in shown.items()} == shown
