@@ -429,7 +429,7 @@ def nearest(keys: list[str]) -> tuple[str, dict[str, str | None]]:
         if name == "completion" and len(keys) == 2 and "text" not in keys:
             free_keys = [own for own in keys if own not in columns.values()]
             # One that is known leaves no doubt about the other.
-            share = 1.0 if share else share
+            share = share and 1.0
             columns = {k: v or free_keys.pop(0) for k, v in columns.items()}
         if share > score:
             best, renaming, score = name, columns, share

@@ -181,8 +181,6 @@ class Activity:
     """Work whose amount is unknown, and since when it runs; made by
     `RunLogger.activity`."""
 
-    is_on_screen = False
-
     def __init__(self, text: str):
         self._text, self._start = text, time.monotonic()
 

@@ -119,6 +119,8 @@ class TrainRun:
         losses = config.teacher, config.loss, self.context.extensions.loss
         if any(losses) or self.context.ranks.size > 1 or not progress.seconds:
             return
+        if "model_file" in self.loaded.config:  # Its shape is known to its own code.
+            return
         batches = [self.trainer.batches(index) for index in range(TIMED_BATCHES)]
         sizes = [batch.tokens.size for batch in batches]
         longest = max(batch.tokens.shape[1] for batch in batches)
