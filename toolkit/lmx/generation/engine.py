@@ -20,7 +20,7 @@ from .kv_cache.batch import CacheBatch, OneRow, join, padded
 from .kv_cache.eviction import KVLimit
 from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import KVBits
-from .logprobs import token_logprobs
+from .logprobs import prompt_logprobs, token_logprobs
 from .model_facts import ModelFacts
 from .prefill import PrefillPass
 from .sampler import sample_rows
@@ -287,9 +287,14 @@ class Engine:
             if sequence.emitted and sequence.state.length == sequence.prompt_end:
                 sequence.state.end_prompt()
             rows = join(rows, sequence.state)
-        tokens, counts = padded([s.tokens[s.state.length : end] for s, end in pairs])
-        rows.forward(tokens, counts if len(counts) > 1 else None)
+        starts = [sequence.state.length for sequence in prompts.sequences]
+        places = zip(starts, pairs, strict=True)
+        tokens, counts = padded([s.tokens[at:end] for at, (s, end) in places])
+        logits = rows.forward(tokens, counts if len(counts) > 1 else None)
         for row, (sequence, end) in enumerate(pairs):
+            if sequence.scores_prompt:
+                own, start = logits[row : row + 1, : counts[row]], starts[row]
+                sequence.prompt_logprobs += prompt_logprobs(sequence, own, start)
             sequence.state = state = rows.extract(row)
             state.evaluate(wait=prompts.waits)
             is_end = end in (sequence.matched, len(sequence.tokens) - 1)

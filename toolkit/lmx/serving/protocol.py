@@ -232,9 +232,22 @@ class CompletionParameters(GenerationParameters):
     PROMPT = "prompt"
 
     prompt: str | Tokens | Texts | TokenLists
+    max_tokens: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None
+
+    @classmethod
+    def parse(cls, body: Any) -> Self:
+        """The parameters of a JSON body.
+
+        Raises:
+            ApiError: a parameter is unknown, or has a wrong value.
+        """
+        parameters = super().parse(body)
+        if parameters.max_tokens == 0 and not parameters.echo:
+            raise ApiError(400, "max_tokens 0 needs echo", param="max_tokens")
+        return parameters
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -218,9 +218,6 @@ class CompletionService:
         """
         arrival = time.monotonic()
         parameters = CompletionParameters.parse(body)
-        if parameters.echo and parameters.logprobs is not None:
-            message = "lmx gives no log-probabilities of prompts: echo without logprobs"
-            raise ApiError(400, message, param="echo")
         model, adapter = self._require_model(parameters.model)
         size = require_length(parameters, self._max_characters)
         async with self._prepares(len(parameters.prompts) * parameters.choices):
@@ -303,13 +300,6 @@ class CompletionService:
         self._require_room(len(by_request))
         subscription = self.thread.submit([*by_request])
         try:
-            if getattr(job.parameters, "echo", None):
-                for choice in job.choices:
-                    text = job.parameters.prompts[choice.prompt_index]
-                    # Encoded text may have begun with a token that is not in it.
-                    if not isinstance(text, str):
-                        text = self._tokenizer.decode(text)
-                    yield Piece(choice, [{"text": text}], [], None)
             while by_request:
                 outputs = await self._next(subscription.outputs, job.deadline)
                 if outputs is None:
@@ -485,7 +475,9 @@ class CompletionService:
         seed = parameters.seed
         seed = secrets.randbits(63) if seed is None else seed
         positions = self._generator.max_positions
-        limit = parameters.max_new_tokens or self.settings.max_tokens
+        limit = parameters.max_new_tokens
+        prompt_only = limit == 0
+        limit = self.settings.max_tokens if limit is None else max(1, limit)
         stop_tokens = self._generator.resolve_stop_tokens(
             frozenset() if parameters.ignore_eos else None
         )
@@ -516,6 +508,7 @@ class CompletionService:
                         stop_tokens,
                         logprobs=None if top_logprobs is None else "raw",
                         top_logprobs=top_logprobs or 0,
+                        prompt_logprobs=bool(prompt.offsets),
                         priority=parameters.priority or 0,
                         adapter=adapter,
                         grammar=grammar,
@@ -532,6 +525,8 @@ class CompletionService:
                         stop=parameters.stop_strings,
                         parser=parser() if parser else None,
                         single_call=single_call,
+                        prompt=prompt,
+                        prompt_only=prompt_only,
                     )
                 )
         return choices
