@@ -3,8 +3,10 @@
 import importlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Literal
 
 import jsonschema
+import pydantic
 import pytest
 from lmx.generation.generator import Generator
 from lmx.generation.grammar_matcher import GrammarCompiler
@@ -168,6 +170,22 @@ def test_forced_calls_have_no_blanks(start):
     assert not takes(json.dumps(call, indent=1))
     assert not takes(json.dumps(call).replace(": 6", ":  6"))
     assert not takes(json.dumps(call).replace("6}", "6 }"))
+
+
+def test_a_set_of_pydantic_is_a_list_of_its_items(server):
+    class Lamps(pydantic.BaseModel):
+        rooms: Annotated[set[Literal["den", "hall"]], pydantic.Field(max_length=4)]
+
+    schema = Lamps.model_json_schema()
+    assert schema["properties"]["rooms"]["uniqueItems"]
+    function = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = {"tools": [function], "tool_choice": "required"}
+    message, _ = _answer(server, chat(**tool, seed=1))
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    message, _ = _answer(server, chat(response_format=named, seed=1))
+    for text in (arguments, message["content"]):
+        assert Lamps.model_validate_json(text).rooms <= {"den", "hall"}
 
 
 def _answer(server, body):

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from ..config.messages import nearest
 from ..errors import UserError
-from .json_schema import check_schema
+from .json_schema import check_schema, enforced
 from .lark_grammar import check_lark
 
 MAX_CHARACTERS = 1 << 18
@@ -53,7 +53,7 @@ class Grammar:
         try:
             schema = json.loads(schema) if isinstance(schema, str) else schema
             check_schema(schema, place)
-            return cls("json_schema", json.dumps(schema, allow_nan=False))
+            return cls("json_schema", json.dumps(enforced(schema), allow_nan=False))
         except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"not JSON: {error}", place=place) from error
 

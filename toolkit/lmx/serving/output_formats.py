@@ -100,7 +100,7 @@ def chat_grammar(
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     tags = json.dumps(f"{start}\n"), json.dumps(f"\n{end}")
     try:
-        Grammar.json_schema(schema := {"anyOf": calls}, "tools")
+        schema = json.loads(Grammar.json_schema({"anyOf": calls}, "tools").source)
         # Models write calls so, and spaces would be counted.
         source = json.dumps(schema | {"x-guidance": TIGHT})
         rule = f"start: {tags[0]} call {tags[1]}\ncall: %json {source}"
