@@ -172,6 +172,7 @@ def test_forced_calls_have_no_blanks(start):
     assert not takes(json.dumps(call).replace("6}", "6 }"))
 
 
+@pytest.mark.filterwarnings("ignore:uniqueItems is not enforced")
 def test_a_set_of_pydantic_is_a_list_of_its_items(server):
     class Lamps(pydantic.BaseModel):
         rooms: Annotated[set[Literal["den", "hall"]], pydantic.Field(max_length=4)]
