@@ -174,7 +174,7 @@ def test_forced_calls_have_no_blanks(start):
 
 @pytest.mark.filterwarnings("ignore:uniqueItems is not enforced")
 def test_a_set_of_pydantic_is_a_list_of_its_items(server):
-    class Lamps(pydantic.BaseModel):
+    class Lamps(pydantic.BaseModel, extra="forbid"):
         rooms: Annotated[set[Literal["den", "hall"]], pydantic.Field(max_length=4)]
 
     schema = Lamps.model_json_schema()
