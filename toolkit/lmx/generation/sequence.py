@@ -11,6 +11,7 @@ from ..errors import UserError
 from ..models.lora.multi_lora import BASE
 from .grammar_matcher import CompiledGrammar, GrammarMatcher
 from .kv_cache.sequence import CacheState
+from .min_tokens import MinTokensMatcher
 from .sampler import Sampler
 from .sampling import Sampling
 from .speculative.proposer import Proposer
@@ -32,6 +33,8 @@ class GenerationRequest:
         priority: requests with a smaller number start first.
         adapter: the name of one of the engine's adapters; None = the model itself.
         grammar: the completion has to match it, from `GrammarCompiler.compile`.
+        min_tokens: no stop token comes before so many others, unless the grammar
+            allows nothing else.
         thinking: the chain of thought before what has to match the grammar; None = the
             completion has none, or it is not limited.
 
@@ -50,6 +53,7 @@ class GenerationRequest:
     adapter: str | None = None
     grammar: CompiledGrammar | None = None
     thinking: Thinking | None = None
+    min_tokens: int = 0
 
     def __post_init__(self):
         if self.grammar and not self.stop_tokens:
@@ -137,7 +141,7 @@ class RunningSequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     proposer: Proposer | None = None
     sampler: Sampler | None = None
-    grammar: GrammarMatcher | ThinkingMatcher | None = None
+    grammar: GrammarMatcher | ThinkingMatcher | MinTokensMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     launched: int = 0
     draft: mx.array | None = None
@@ -152,6 +156,9 @@ class RunningSequence:
             self.grammar = request.grammar.start(request.stop_tokens)
         if request.thinking:
             self.grammar = request.thinking.begin(self.grammar, request.stop_tokens)
+        if request.min_tokens:
+            stop_tokens, count = request.stop_tokens, request.min_tokens
+            self.grammar = MinTokensMatcher(self.grammar, stop_tokens, count)
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -513,6 +513,7 @@ class CompletionService:
                         adapter=adapter,
                         grammar=grammar,
                         thinking=thinking,
+                        min_tokens=parameters.min_tokens or 0,
                     )
                 except UserError as error:
                     raise ApiError.from_user_error(error) from error
