@@ -24,6 +24,8 @@ START, END = 258, 259
 (NEWLINE,) = TOKENIZER.encode("\n")
 EXPRESSION = "(ab|c[0-9]{2}){1,3}!"
 ANSWER = GrammarCompiler(TOKENIZER).compile(Grammar("regex", EXPRESSION))
+EXIT = 256
+OPEN = GrammarCompiler(TOKENIZER).compile(Grammar("regex", EXPRESSION, EXIT))
 THINKING = Thinking((END,), START, None, (NEWLINE, END), (NEWLINE,))
 
 
@@ -78,7 +80,7 @@ def test_a_budget_closes_the_chain_of_thought():
 
 
 @pytest.mark.parametrize("thinking", [THINKING, Thinking((7, END), None, 4, (7, END))])
-@pytest.mark.parametrize("answer", [ANSWER, None])
+@pytest.mark.parametrize("answer", [ANSWER, OPEN, None])
 def test_masks_along_a_draft_are_those_of_its_tokens_one_by_one(thinking, answer):
     random = Random(1)
     seen = 0
@@ -86,7 +88,7 @@ def test_masks_along_a_draft_are_those_of_its_tokens_one_by_one(thinking, answer
         state, draft = matcher(thinking, answer), []
         expected = [state.masks([], VOCABULARY)[0]]
         for _ in range(12):
-            some = [*allowed(expected[-1]) & {START, END, NEWLINE, 7, *range(60, 70)}]
+            some = [*allowed(expected[-1]) & {START, END, EXIT, NEWLINE, 7, 66}]
             token = random.choice([*some, *allowed(expected[-1])])
             draft.append(token)
             if random.random() < 0.03:
@@ -106,7 +108,7 @@ def test_masks_along_a_draft_are_those_of_its_tokens_one_by_one(thinking, answer
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("answer", [ANSWER, None])
+@pytest.mark.parametrize("answer", [ANSWER, OPEN, None])
 def test_completions_think_within_their_budget_then_match(drafts, answer):
     options = {}
     if drafts:
@@ -118,19 +120,24 @@ def test_completions_think_within_their_budget_then_match(drafts, answer):
         GenerationRequest(
             [n + 1, 5, 6, 7, 5, 6],
             60,
-            Sampling(temperature=1.0, seed=n),
+            Sampling(temperature=1.0, seed=n, logit_bias=((EXIT, 3.0 * (n % 3)),)),
             frozenset({STOP}),
             grammar=answer,
-            thinking=thinking,
+            thinking=thinking if n % 4 else None,
         )
-        for n in range(6)
+        for n in range(12)
     ]
     found = run(Engine(tiny("llama"), **options), requests)
-    for tokens in found:
-        end = tokens.index(END)
+    exits = 0
+    for request, tokens in zip(requests, found, strict=True):
+        end = tokens.index(END) if request.thinking else -1
         assert end <= 10
         rest = TOKENIZER.decode([t for t in tokens[end + 1 :] if t != STOP]).lstrip()
-        assert not answer or re.fullmatch(EXPRESSION, rest)
+        if answer is OPEN and rest.startswith("<|im_start|>"):
+            exits += not re.search(EXPRESSION, rest)
+        else:
+            assert not answer or re.fullmatch(EXPRESSION, rest)
+    assert (0 < exits < len(found)) == (answer is OPEN)
     plain = run(Engine(tiny("llama")), requests)
     assert found == plain
 

@@ -55,14 +55,18 @@ SHORT = {"max_tokens": 40}
 THINKING = "{% if add_generation_prompt %}<|end|>\n{% endif %}"
 
 
-def served(parser="json_tools", template=TEMPLATE, *, lookup=False):
-    """A function that loads a random model whose tokenizer has a format of calls."""
+def served(parser="json_tools", template=TEMPLATE, *, lookup=False, mark=None):
+    """A function that loads a random model whose tokenizer has a format of calls.
+
+    Args:
+        mark: a token in place of the mark of a call.
+    """
 
     def load():
         tokenizer = thinking_tokenizer(template)
         module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
         tokenizer._tool_parser = module.parse_tool_call
-        tokenizer._tool_call_start = module.tool_call_start
+        tokenizer._tool_call_start = mark or module.tool_call_start
         tokenizer._tool_call_end = module.tool_call_end
         index = NGramIndex()
         generator = Generator(
@@ -172,6 +176,40 @@ def test_forced_calls_have_no_blanks(start):
     assert not takes(json.dumps(call).replace("6}", "6 }"))
 
 
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("parser", ["json_tools", "mistral"])
+def test_an_answer_that_fits_or_a_call(start, parser, lookup):
+    """A model that has tools and a format: the mark of a call, or the format."""
+    mark = "<|im_start|>"
+    server = start(served(parser, lookup=lookup, mark=mark), max_tokens=120)
+    body = chat(tools=TOOLS, response_format=FORMAT, thinking_budget=5)
+    kinds = set()
+    for seed in range(9):
+        bias = {"logit_bias": {"256": seed}} if seed % 3 else {}
+        content = _answer(server, body | bias | {"seed": seed})[0]["content"]
+        kinds.add(content.startswith(mark))
+        if not content.startswith(mark):
+            jsonschema.validate(json.loads(content), SCHEMA)
+    assert kinds == {True, False}
+    # No tools leave no call.
+    none = {"tool_choice": "none", "logit_bias": {"256": 50}, "seed": 1}
+    message, _ = _answer(server, body | none)
+    jsonschema.validate(json.loads(message["content"]), SCHEMA)
+
+
+def test_a_forced_call_leaves_no_answer(server):
+    body = chat(tools=TOOLS, tool_choice="required", response_format=FORMAT, seed=1)
+    assert _answer(server, body)[0]["tool_calls"]
+
+
+def test_choices_without_tools_change_nothing(server):
+    expected = _answer(server, chat(seed=1, **SHORT))
+    for tools in ({}, {"tools": []}, {"tools": None}):
+        for choice in ("none", "auto", None):
+            body = chat(seed=1, tool_choice=choice, **tools, **SHORT)
+            assert _answer(server, body) == expected
+
+
 @pytest.mark.filterwarnings("ignore:uniqueItems is not enforced")
 def test_a_set_of_pydantic_is_a_list_of_its_items(server):
     class Lamps(pydantic.BaseModel, extra="forbid"):
@@ -208,7 +246,6 @@ WRONG = [
     ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
     ({"structured_outputs": {"regex": "a{9"}}, "structured_outputs"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": "auto"}, "tool_choice"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": False, "stream_options": {}}, "stream_options"),
     ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),

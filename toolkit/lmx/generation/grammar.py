@@ -25,6 +25,8 @@ class Grammar:
 
     Attributes:
         kind: how `source` is written. Lark grammars are those of llguidance.
+        exit: a token that may come first, and what follows it is free; None = there is
+            none.
 
     Raises:
         UserError: it is too long, or a Lark grammar with too long a chain of rules or
@@ -33,6 +35,7 @@ class Grammar:
 
     kind: Literal["json_schema", "regex", "lark"]
     source: str
+    exit: int | None = None
 
     def __post_init__(self):
         if len(self.source) > MAX_CHARACTERS:

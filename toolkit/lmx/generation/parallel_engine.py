@@ -9,7 +9,7 @@ a checksum of the tokens so far.
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from math import inf
 from typing import Any
 
@@ -199,6 +199,6 @@ def _encoded(request: GenerationRequest) -> dict:
         "prompt": [*map(int, request.prompt)],
         "sampling": asdict(request.sampling),
         "stop_tokens": sorted(map(int, request.stop_tokens)),
-        "grammar": grammar and [grammar.kind, grammar.source],
+        "grammar": grammar and [*astuple(grammar)],
         "thinking": request.thinking and asdict(request.thinking),
     }

@@ -159,7 +159,8 @@ class ThinkingMatcher:
     @property
     def is_free(self) -> bool:
         """Whether any token may follow, until the end."""
-        return self._answer is None and self._place.phase in ("spaces", "answer")
+        is_over = self._place.phase in ("spaces", "answer")
+        return is_over and (self._answer is None or self._answer.is_free)
 
     def advance(self, token: int) -> UserError | None:
         """Append a token to the text; returns the error, if any."""

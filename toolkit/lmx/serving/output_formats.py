@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import UserError
@@ -46,6 +47,23 @@ def grammar_parameter(parameters: GenerationParameters) -> str:
     return next(given, "tool_choice")
 
 
+def _or_call(
+    grammar: Grammar, parameters: ChatCompletionParameters, tokenizer: Any
+) -> Grammar:
+    """The grammar of an answer, or the mark of a call and any text.
+
+    Raises:
+        ApiError: the mark is no token of its own, so an answer may begin like it.
+    """
+    start = tokenizer.tool_call_start
+    mark = start and tokenizer.convert_tokens_to_ids(start)
+    if mark not in tokenizer.added_tokens_decoder:
+        name = grammar_parameter(parameters)
+        message = f"{name} goes with no tools in the format of this model"
+        raise ApiError(400, f"{message}: set tool_choice none", param=name)
+    return replace(grammar, exit=mark)
+
+
 def chat_grammar(
     parameters: ChatCompletionParameters, tokenizer: Any
 ) -> Grammar | None:
@@ -58,9 +76,9 @@ def chat_grammar(
     choice, tools = parameters.tool_choice, parameters.tools or []
     # The functions of which one must be called; None = none must.
     forced: Sequence[dict] | None = None
-    if choice not in (None, "none") and not tools:
-        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
     if choice not in (None, "none", "auto"):
+        if not tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         function = choice.get("function") if isinstance(choice, dict) else None
         has_name = isinstance(function, dict) and choice.get("type") == "function"
         name = function.get("name") if has_name else None
@@ -75,12 +93,9 @@ def chat_grammar(
                 'as {"type": "function", "function": {"name": ...}}'
             )
             raise ApiError(400, message, param="tool_choice")
-    if grammar and parameters.tools and parameters.tool_choice != "none":
-        name = grammar_parameter(parameters)
-        message = f"{name} leaves no room for tool calls: set tool_choice none"
-        raise ApiError(400, message, param=name)
     if forced is None:
-        return grammar
+        has_both = grammar and tools and choice != "none"
+        return _or_call(grammar, parameters, tokenizer) if has_both else grammar
     if parameters.parallel_tool_calls:
         message = "a forced call is one call: set parallel_tool_calls to false"
         raise ApiError(400, message, param="parallel_tool_calls")
