@@ -26,7 +26,7 @@ EXPRESSION = "(ab|c[0-9]{2}){1,3}!"
 ANSWER = GrammarCompiler(TOKENIZER).compile(Grammar("regex", EXPRESSION))
 EXIT = 256
 OPEN = GrammarCompiler(TOKENIZER).compile(Grammar("regex", EXPRESSION, EXIT))
-THINKING = Thinking((END,), START, None, (NEWLINE, END), (NEWLINE,))
+THINKING = Thinking((END,), (START,), None, (NEWLINE, END), (NEWLINE,))
 
 
 def matcher(thinking, answer=ANSWER):
@@ -63,7 +63,7 @@ def test_the_grammar_begins_after_the_chain_of_thought():
 
 
 def test_a_budget_closes_the_chain_of_thought():
-    state = matcher(Thinking((END,), None, 3, (NEWLINE, END), (NEWLINE,)))
+    state = matcher(Thinking((END,), (), 3, (NEWLINE, END), (NEWLINE,)))
     for token in (START, 5, 6):
         assert len(allowed(state.masks([], VOCABULARY)[0])) == VOCABULARY - 1
         state.advance(token)
@@ -73,13 +73,13 @@ def test_a_budget_closes_the_chain_of_thought():
     assert NEWLINE in allowed(state.masks([], VOCABULARY)[0])
     assert not state.is_free
     # Without a grammar, the rest is free.
-    state = matcher(Thinking((END,), None, 0, (END,)), None)
+    state = matcher(Thinking((END,), (), 0, (END,)), None)
     assert allowed(state.masks([], VOCABULARY)[0]) == {END}
     state.advance(END)
     assert state.is_free
 
 
-@pytest.mark.parametrize("thinking", [THINKING, Thinking((7, END), None, 4, (7, END))])
+@pytest.mark.parametrize("thinking", [THINKING, Thinking((7, END), (), 4, (7, END))])
 @pytest.mark.parametrize("answer", [ANSWER, OPEN, None])
 def test_masks_along_a_draft_are_those_of_its_tokens_one_by_one(thinking, answer):
     random = Random(1)
@@ -115,7 +115,7 @@ def test_completions_think_within_their_budget_then_match(drafts, answer):
         index = NGramIndex()
         options["make_proposer"] = lambda _: PromptLookupProposer(index)
         options["draft_length"] = DraftLengthController(fixed=3)
-    thinking = Thinking((END,), None, 9, (NEWLINE, END), (NEWLINE,))
+    thinking = Thinking((END,), (), 9, (NEWLINE, END), (NEWLINE,))
     requests = [
         GenerationRequest(
             [n + 1, 5, 6, 7, 5, 6],
@@ -147,8 +147,8 @@ def test_which_requests_think():
     assert required_thinking(TOKENIZER, begun, has_grammar=False) is None
     assert required_thinking(TOKENIZER, [1, 2], has_grammar=True) is None
     found = required_thinking(TOKENIZER, begun, has_grammar=True)
-    assert found == Thinking((END,), None, None, (NEWLINE, END), (NEWLINE,))
-    assert thinking_of(TOKENIZER, [1, 2], 5).start == START
+    assert found == Thinking((END,), (), None, (NEWLINE, END), (NEWLINE,))
+    assert thinking_of(TOKENIZER, [1, 2], 5).start == (START,)
     other = byte_tokenizer()
     assert required_thinking(other, begun, has_grammar=True) is None
     with pytest.raises(UserError, match="no chain of thought"):

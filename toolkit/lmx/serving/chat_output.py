@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserError, library_errors
+from ..generation.harmony import is_harmony
+from .harmony import HarmonyMachine
 from .tool_arguments import TEXT_FORMATS, texts_only, typed
 
 FIELDS = {"normal": "content", "reasoning": "reasoning_content"}
@@ -32,9 +34,12 @@ class ChatOutputParser:
         from mlx_lm.generate import make_text_state_machine
 
         self._tokenizer, self._tools = tokenizer, tools
-        marked = tokenizer if tools else _WithoutTools(tokenizer)
         initial = "reasoning" if in_reasoning else "normal"
-        self._machine = make_text_state_machine(marked)
+        if is_harmony(tokenizer):
+            self._machine = HarmonyMachine(has_tools=bool(tools))
+        else:
+            marked = tokenizer if tools else _WithoutTools(tokenizer)
+            self._machine = make_text_state_machine(marked)
         self._state = self._machine.make_state(
             tokenizer.response_initial_state or initial
         )

@@ -391,7 +391,9 @@ class CompletionService:
             budget = self.settings.thinking_budget
         if not prompt.thinks or (budget is None and not has_grammar):
             return None
-        thinking = thinking_of(self._tokenizer, prompt.tokens, budget)
+        thinking = thinking_of(
+            self._tokenizer, prompt.tokens, budget, has_grammar=has_grammar
+        )
         if thinking is None and parameters.thinking_budget is not None:
             raise ApiError(400, NO_THINKING, param="thinking_budget")
         return thinking

@@ -2,7 +2,7 @@
 
 Llama 3.1 to 3.3 write `{"name": ..., "parameters": {...}}`, several with `;` between.
 Granite 3 writes `<|tool_call|>[{"name": ..., "arguments": {...}}]`, and Phi-4-mini the
-same with `<|/tool_call|>` after it.
+same with `<|/tool_call|>` after it. gpt-oss calls by a channel; see `harmony`.
 """
 
 import json
@@ -10,10 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import UserError
+from ..generation.harmony import is_harmony
+from . import harmony
 
 
 def add_tool_format(tokenizer: Any) -> None:
     """Let mlx-lm's tokenizer know the calls of these models by their chat template."""
+    if is_harmony(tokenizer):
+        # Each of them ends a turn, in whatever config a conversion has.
+        ends = tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])
+        tokenizer._eos_token_ids.update(ends)
+        tokenizer._tool_call_start = harmony.START
+        tokenizer._tool_call_end = harmony.END
+        tokenizer._tool_parser = harmony.parse_call
+        return
     template = tokenizer.chat_template
     if tokenizer.has_tool_calling or not isinstance(template, str):
         return
