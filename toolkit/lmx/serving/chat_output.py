@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import UserError, library_errors
 from ..generation.harmony import is_harmony
-from .harmony import HarmonyMachine
+from .harmony import TRANSITIONS, HarmonyMachine
 from .tool_arguments import TEXT_FORMATS, texts_only, typed
 
 FIELDS = {"normal": "content", "reasoning": "reasoning_content"}
@@ -31,12 +31,13 @@ class ChatOutputParser:
     def __init__(
         self, tokenizer: Any, tools: Sequence[dict] | None, *, in_reasoning: bool
     ):
-        from mlx_lm.generate import make_text_state_machine
+        from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
         self._tokenizer, self._tools = tokenizer, tools
         initial = "reasoning" if in_reasoning else "normal"
         if is_harmony(tokenizer):
-            self._machine = HarmonyMachine(has_tools=bool(tools))
+            machine = TextStateMachine(TRANSITIONS)
+            self._machine = HarmonyMachine(machine, has_tools=bool(tools))
         else:
             marked = tokenizer if tools else _WithoutTools(tokenizer)
             self._machine = make_text_state_machine(marked)

@@ -14,6 +14,8 @@ RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 START, MESSAGE, END = "<|channel|>commentary to=functions.", "<|message|>", "<|call|>"
 HEADER, BODY = "header", "body"
+ENDS = ("<|end|>", END, "<|return|>", "<|start|>")
+TRANSITIONS = {HEADER: [(MESSAGE, BODY)], BODY: [(mark, HEADER) for mark in ENDS]}
 
 
 class HarmonyMachine:
@@ -23,15 +25,12 @@ class HarmonyMachine:
     bodies, and the header so far. Headers have a name that no message has.
 
     Args:
+        machine: of mlx-lm, with `TRANSITIONS`.
         has_tools: a call without tools is content.
     """
 
-    def __init__(self, *, has_tools: bool):
-        from mlx_lm.generate import TextStateMachine
-
-        ends = [(mark, HEADER) for mark in ("<|end|>", END, "<|return|>", "<|start|>")]
-        self._machine = TextStateMachine({HEADER: [(MESSAGE, BODY)], BODY: ends})
-        self._has_tools = has_tools
+    def __init__(self, machine: Any, *, has_tools: bool):
+        self._machine, self._has_tools = machine, has_tools
 
     def make_state(self, initial: str) -> tuple:
         """The state at the start of a completion, which begins with a header."""
