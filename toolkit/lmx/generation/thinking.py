@@ -36,6 +36,11 @@ class Thinking:
     closing: tuple[int, ...] = ()
     spaces: tuple[int, ...] = ()
 
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens before the answer, with a budget."""
+        return len(self.start) + self.budget + len(self.closing) + MAX_SPACES
+
     def begin(
         self, answer: GrammarMatcher | None, stop_tokens: Collection[int]
     ) -> "ThinkingMatcher":
@@ -128,6 +133,12 @@ def required_thinking(
     if thinking is None:
         raise UserError(NO_THINKING)
     return thinking
+
+
+def without_thinking(tokenizer: Any, text: str) -> str:
+    """The answer in the text of a completion, after its chain of thought."""
+    end = harmony.FINAL if is_harmony(tokenizer) else tokenizer.think_end
+    return text.rpartition(end)[2].lstrip()
 
 
 def opens_reasoning(tokenizer: Any, tokens: Sequence[int]) -> bool:
