@@ -154,12 +154,21 @@ def test_prompts_are_scored(server):
     (choice,) = server.complete(PROMPT, **body | more)["choices"]
     bare = server.complete(PROMPT, logprobs=2, **more)["choices"][0]
     assert choice["text"] == PROMPT + bare["text"]
+    prompt = together["choices"][0]["logprobs"]
+    offsets = bare["logprobs"]["text_offset"]
+    bare["logprobs"]["text_offset"] = [len(PROMPT) + n for n in offsets]
     for name, values in choice["logprobs"].items():
-        head, tail = values[: len(PROMPT)], values[len(PROMPT) :]
-        offset = len(PROMPT) if name == "text_offset" else 0
-        assert tail == [n + offset if offset else n for n in bare["logprobs"][name]]
-        if name in ("tokens", "text_offset"):
-            assert head == together["choices"][0]["logprobs"][name]
+        expected = prompt[name] + bare["logprobs"][name]
+        for value, same in zip(values, expected, strict=True):
+            is_close = name.endswith("logprobs")
+            assert value == (pytest.approx(same, abs=1e-4) if is_close else same)
+
+
+def test_too_many_scores_are_refused(server):
+    body = {"prompt": [[1] * 400] * 32, "echo": True, "max_tokens": 0}
+    status, error = server.refused(COMPLETIONS, body | {"logprobs": 20})
+    assert (status, error["param"]) == (400, "logprobs")
+    assert len(server.complete(**body)["choices"]) == 32
 
 
 def test_a_scored_prompt_that_the_model_ends(start):

@@ -69,6 +69,7 @@ class Choice:
 
     def __post_init__(self):
         self._text = TextStream(self.tokenizer, self.request, self.stop)
+        self._names: dict[int, tuple[str, list[int]]] = {}  # and bytes, by token
 
     def add_outputs(self, outputs: Sequence[TokenOutput]) -> Piece:
         """Append the tokens of a step; those after the end do not count."""
@@ -131,7 +132,9 @@ class Choice:
         return self._named(token, logprobs.chosen) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict:
-        raw = token_bytes(self.tokenizer, token)
-        text = raw.decode(errors="replace")
+        if token not in self._names:
+            raw = token_bytes(self.tokenizer, token)
+            self._names[token] = raw.decode(errors="replace"), [*raw]
+        text, raw = self._names[token]
         # JSON has no infinity; OpenAI gives this number for a token that cannot come.
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": [*raw]}
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}

@@ -42,6 +42,8 @@ from .tool_formats import add_tool_format
 
 KEEP_ALIVE_SECONDS = 15.0
 """A stream without a token for so long says that it lives; proxies close it else."""
+MAX_SCORES = 1 << 17
+"""Log-probabilities of the prompts of a request: half a second of the event loop."""
 LONG_TEXT = 20_000
 """Characters from which a text takes long to encode, some 30 ms."""
 
@@ -224,6 +226,10 @@ class CompletionService:
             encode = partial(encode_prompts, self._tokenizer, parameters)
             prompts = await self._encode(encode, size)
             compiled = await self._compile(answer_grammar(parameters), parameters)
+        scored = parameters.choices * sum(len(prompt.offsets) for prompt in prompts)
+        if scored * (1 + (parameters.logprobs or 0)) > MAX_SCORES:
+            message = f"{scored:,} tokens of prompts are too many for their logprobs"
+            raise ApiError(400, message, param="logprobs")
         choices = self._choices(
             parameters,
             prompts,
