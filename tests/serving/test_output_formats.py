@@ -16,6 +16,7 @@ from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupPro
 from lmx.serving.engine_thread import ServedModel
 from lmx.serving.output_formats import chat_grammar
 from lmx.serving.protocol import ChatCompletionParameters
+from lmx.serving.tool_formats import add_tool_format
 from tiny_generators import thinking_tokenizer, tiny
 from tiny_server import CHAT, COMPLETIONS, TEMPLATE, joined_chat
 
@@ -52,6 +53,7 @@ TOOLS = [
     for name in ("dim", "raise")
 ]
 SHORT = {"max_tokens": 40}
+LLAMA = """{# <|start_header_id|> {"name": n, "parameters": p} #}"""
 THINKING = "{% if add_generation_prompt %}<|end|>\n{% endif %}"
 
 
@@ -174,6 +176,63 @@ def test_forced_calls_have_no_blanks(start):
     assert not takes(json.dumps(call, indent=1))
     assert not takes(json.dumps(call).replace(": 6", ":  6"))
     assert not takes(json.dumps(call).replace("6}", "6 }"))
+
+
+def bare():
+    """A model that writes calls as Llama 3 does, without marks."""
+    loaded = served()()
+    tokenizer = loaded.generator.tokenizer
+    tokenizer._tool_call_start = tokenizer._tool_call_end = None
+    tokenizer.chat_template = TEMPLATE + LLAMA
+    add_tool_format(tokenizer)
+    return loaded
+
+
+def test_calls_without_marks(start):
+    """As Llama 3 writes them: forced, and in place of an answer."""
+    server = start(bare, max_tokens=120)
+    options = {"thinking_budget": 5, "tools": TOOLS}
+    for seed in range(3):
+        body = chat(seed=seed, tool_choice="required", **options)
+        message, reason = _answer(server, body)
+        (call,) = message["tool_calls"]
+        parameters = TOOLS[0]["function"]["parameters"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
+        assert reason == "tool_calls"
+    # The answer of this schema begins as a call does.
+    answer = {"type": "object", "properties": {"name": {"const": "x"}}}
+    answer |= {"required": ["name"], "additionalProperties": False}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": answer}}
+    kinds = set()
+    for seed in range(8):
+        body = chat(seed=seed, response_format=named, temperature=5, **options)
+        message, _ = _answer(server, body)
+        kinds.add("tool_calls" in message)
+        if "tool_calls" not in message:
+            jsonschema.validate(json.loads(message["content"]), answer)
+    assert kinds == {True, False}
+    body = chat(structured_outputs={"regex": "a"}, **options)
+    assert server.refused(CHAT, body)[1]["param"] == "structured_outputs"
+
+
+def test_parameters_with_references_are_forced(server):
+    """As pydantic writes models in models: each function has definitions of its own."""
+    tools = []
+    for name, values in (("é", [1, 2]), ("b", [3, 4])):
+        definitions = {"level": {"enum": values}}
+        schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/level"}}}
+        schema |= {"required": ["n"], "additionalProperties": False}
+        function = {"name": name, "parameters": schema | {"$defs": definitions}}
+        tools.append({"type": "function", "function": function})
+    found = set()
+    for seed in range(8):
+        body = chat(tools=tools, tool_choice="required", seed=seed, temperature=20)
+        message, _ = _answer(server, body)
+        function = message["tool_calls"][0]["function"]
+        found.add(function["name"])
+        values = [1, 2] if function["name"] == "é" else [3, 4]
+        assert json.loads(function["arguments"])["n"] in values
+    assert found == {"é", "b"}
 
 
 @pytest.mark.parametrize("lookup", [False, True])

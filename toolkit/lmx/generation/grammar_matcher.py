@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import UserError, library_errors
 from .grammar import Grammar
+from .lark_grammar import LOOSE
 
 Matcher = Any
 """llguidance.LLMatcher. The library is imported when the first grammar is compiled."""
@@ -29,8 +30,6 @@ STACK_BYTES = 256 << 20
 overflows ends the process. The longest chain of MAX_CHARACTERS fits."""
 MAX_COMPILED = 64
 """Compiled grammars that are kept."""
-WHITESPACE = r"[ \t\r\n]{1,20}"
-"""Between the tokens of JSON. Small models write spaces forever where they may."""
 LIMITS = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -86,9 +85,8 @@ class GrammarCompiler:
 
         with library_errors(f"{NAMES[kind]} is refused", place="grammar"):
             if kind == "json_schema":
-                options = {"whitespace_pattern": WHITESPACE, "lenient": False}
                 source = LLMatcher.grammar_from_json_schema(
-                    grammar.source, overrides=options
+                    grammar.source, overrides=LOOSE
                 )
             elif kind == "regex":
                 source = LLMatcher.grammar_from_regex(grammar.source)

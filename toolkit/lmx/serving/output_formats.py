@@ -7,9 +7,10 @@ from typing import Any
 
 from ..errors import UserError
 from ..generation.grammar import Grammar, parse_response_format
-from ..generation.lark_grammar import TIGHT
+from ..generation.lark_grammar import LOOSE, TIGHT
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, GenerationParameters
+from .tool_formats import BARE
 
 ANY_ARGUMENTS = {"type": "object"}
 FORCED = "json_tools"
@@ -47,6 +48,39 @@ def grammar_parameter(parameters: GenerationParameters) -> str:
     return next(given, "tool_choice")
 
 
+def _call_rules(tokenizer: Any, tools: Sequence[dict]) -> str | None:
+    """Rules of a Lark grammar for a call of one of the functions; None = the model
+    writes calls in another format than JSON.
+
+    Raises:
+        UserError: the parameters of a function are refused.
+    """
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
+    key = "arguments"
+    if start == BARE:
+        start, end, key = "", "", "parameters"
+    elif parser == FORCED:
+        start, end = f"{start}\n", f"\n{end}"
+    else:
+        return None
+    rules = [f"call: {' | '.join(f'call{n}' for n in range(len(tools)))}"]
+    for number, function in enumerate(tool["function"] for tool in tools):
+        name, parameters = function["name"], function.get("parameters")
+        # Each schema has a root of its own, to which its references lead.
+        grammar = Grammar.json_schema(parameters or ANY_ARGUMENTS, f"tools.{name}")
+        # Models write calls so, and spaces would be counted.
+        source = json.dumps(json.loads(grammar.source) | {"x-guidance": TIGHT})
+        head = f'{start}{{"name": {_text(name)}, "{key}": '
+        call = f"{_text(head)} args{number} {_text('}' + end)}"
+        rules += [f"call{number}: {call}", f"args{number}: %json {source}"]
+    return "\n".join(rules)
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _or_call(
     grammar: Grammar, parameters: ChatCompletionParameters, tokenizer: Any
 ) -> Grammar:
@@ -54,8 +88,14 @@ def _or_call(
 
     Raises:
         ApiError: the mark is no token of its own, so an answer may begin like it.
+        UserError: the parameters of a function are refused.
     """
     start = tokenizer.tool_call_start
+    if start == BARE and grammar.kind == "json_schema":
+        rules = _call_rules(tokenizer, parameters.tools)
+        source = json.dumps(json.loads(grammar.source) | {"x-guidance": LOOSE})
+        text = f"start: answer | call\nanswer: %json {source}\n{rules}"
+        return Grammar("lark", text)
     mark = start and tokenizer.convert_tokens_to_ids(start)
     if mark not in tokenizer.added_tokens_decoder:
         name = grammar_parameter(parameters)
@@ -93,32 +133,17 @@ def chat_grammar(
                 'as {"type": "function", "function": {"name": ...}}'
             )
             raise ApiError(400, message, param="tool_choice")
-    if forced is None:
-        has_both = grammar and tools and choice != "none"
-        return _or_call(grammar, parameters, tokenizer) if has_both else grammar
-    if parameters.parallel_tool_calls:
-        message = "a forced call is one call: set parallel_tool_calls to false"
-        raise ApiError(400, message, param="parallel_tool_calls")
-    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
-    if parser != FORCED:
-        message = "lmx cannot force calls in the format of this model: use auto or none"
-        raise ApiError(400, message, param="tool_choice")
-    # A call of one of the functions, in its tags.
-    calls = []
-    for function in (tool["function"] for tool in forced):
-        properties = {
-            "name": {"const": function["name"]},
-            "arguments": function.get("parameters") or ANY_ARGUMENTS,
-        }
-        call = {"type": "object", "properties": properties}
-        calls.append(call | {"required": [*properties], "additionalProperties": False})
-    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-    tags = json.dumps(f"{start}\n"), json.dumps(f"\n{end}")
+    if forced is None and not (grammar and tools and choice != "none"):
+        return grammar
     try:
-        schema = json.loads(Grammar.json_schema({"anyOf": calls}, "tools").source)
-        # Models write calls so, and spaces would be counted.
-        source = json.dumps(schema | {"x-guidance": TIGHT})
-        rule = f"start: {tags[0]} call {tags[1]}\ncall: %json {source}"
-        return Grammar("lark", rule)
+        if forced is None:
+            return _or_call(grammar, parameters, tokenizer)
+        if parameters.parallel_tool_calls:
+            message = "a forced call is one call: set parallel_tool_calls to false"
+            raise ApiError(400, message, param="parallel_tool_calls")
+        if rules := _call_rules(tokenizer, forced):
+            return Grammar("lark", f"start: call\n{rules}")
     except UserError as error:
         raise ApiError.from_user_error(error, param="tools") from error
+    message = "lmx cannot force calls in the format of this model: use auto or none"
+    raise ApiError(400, message, param="tool_choice")

@@ -13,6 +13,9 @@ from ..errors import UserError
 from ..generation.harmony import is_harmony
 from . import harmony
 
+BARE = '{"'
+"""The start of a call without marks."""
+
 
 def add_tool_format(tokenizer: Any) -> None:
     """Let mlx-lm's tokenizer know the calls of these models by their chat template."""
@@ -28,7 +31,7 @@ def add_tool_format(tokenizer: Any) -> None:
     if tokenizer.has_tool_calling or not isinstance(template, str):
         return
     if '"parameters": ' in template and "<|start_header_id|>" in template:
-        start, end = '{"', ""
+        start, end = BARE, ""
     elif "<|tool_call|>" in template and "<|start_of_role|>" in template:
         start, end = "<|tool_call|>", ""
     elif "<|/tool|>" in template and "<|/tool_call|>" in tokenizer.get_vocab():
@@ -36,7 +39,7 @@ def add_tool_format(tokenizer: Any) -> None:
     else:
         return
     tokenizer._tool_call_start, tokenizer._tool_call_end = start, end
-    tokenizer._tool_parser = _parser(start if start == '{"' else "")
+    tokenizer._tool_parser = _parser(start if start == BARE else "")
 
 
 def _parser(start: str) -> Callable[[str, Any], list[dict]]:
