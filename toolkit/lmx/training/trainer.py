@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..cpu import on_cpu
+from ..cpu.memory import limited_cache
 from ..data.batching import Batch, BucketBatchSampler
 from ..errors import FAILED, Interrupted, UserError
 from ..files.atomic import write_atomic
@@ -135,7 +136,7 @@ class Trainer:
         self._resume()
         # After these numbers of steps there is something to evaluate or to save.
         intervals = config.eval_steps, config.save_steps, config.steps
-        with self.logger.progress(config.steps, "training") as bar:
+        with self.logger.progress(config.steps, "training") as bar, limited_cache():
             bar.skip(self.progress.step)
             self._last_time = time.perf_counter()
             for step in range(self.progress.step, config.steps):
