@@ -13,6 +13,13 @@ from lmx.quantization import gpu_kernels
 from lmx.quantization.qat.fake_quant import FakeQuant
 
 
+@pytest.fixture(autouse=True)
+def without_tf32(monkeypatch):
+    """What the command sets is gone after the test."""
+    monkeypatch.setenv("MLX_ENABLE_TF32", "1")
+    monkeypatch.delenv("MLX_ENABLE_TF32")
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     return checks.Lab(tmp_path_factory.mktemp("lab"), quick=True)

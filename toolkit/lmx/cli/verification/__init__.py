@@ -51,10 +51,10 @@ def verify(facts: dict[str, str], *, quick: bool, as_json: bool) -> int:
             write(SPEED_ROW.format(name, *cells, ratio))
     report["seconds"] = round(time.perf_counter() - started)
     failed = [row["name"] for row in report["checks"] if not row["passed"]]
-    write("\nFor a report:\n")
-    terminal.write_out(json.dumps(report) + "\n")
     if failed:
         write(f"\n{len(failed)} of {len(CHECKS)} checks failed: {', '.join(failed)}\n")
+    write("\nFor a report:\n")
+    terminal.write_out(json.dumps(report) + "\n")
     return FAILED if failed else 0
 
 
