@@ -118,6 +118,7 @@ class Trainer:
         # when that is launched.
         self._rate_tokens, self._rate_seconds = 0, 0.0
 
+    @limited_cache()
     def train(self, stopping: Callable[[], bool] = lambda: False) -> float:
         """Train to the end, from the newest checkpoint if there is one.
 
@@ -136,7 +137,7 @@ class Trainer:
         self._resume()
         # After these numbers of steps there is something to evaluate or to save.
         intervals = config.eval_steps, config.save_steps, config.steps
-        with self.logger.progress(config.steps, "training") as bar, limited_cache():
+        with self.logger.progress(config.steps, "training") as bar:
             bar.skip(self.progress.step)
             self._last_time = time.perf_counter()
             for step in range(self.progress.step, config.steps):
