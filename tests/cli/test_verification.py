@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import mlx.core as mx
 import pytest
@@ -121,16 +122,22 @@ def test_a_failed_check_is_named_and_the_exit_code_is_one(capsys, monkeypatch):
     def wrong(lab):
         return 0.5, 1e-5
 
+    def fails(lab):
+        raise RuntimeError("[metal::malloc] no memory\nand more")
+
+    speeds = {"own": (fails, lambda lab: [2.0]), "other": (lambda lab: [3, 2], fails)}
     monkeypatch.setattr(checks, "CHECKS", {"sums": wrong})
-    monkeypatch.setattr(speed, "SPEEDS", {})
+    monkeypatch.setattr(speed, "SPEEDS", speeds)
     assert main(["doctor", "--verify", "--quick"]) == 1
     output = capsys.readouterr().out
     assert "sums" in output
     assert "5.0e-01   1.0e-05  WRONG" in output
-    assert "1 of 1 checks failed: sums" in output
+    assert "failed: sums, own\n" in output
+    assert re.search("own +failed +2 *\nother +3 +failed", output)
     assert main(["doctor", "--verify", "--quick", "--json"]) == 1
-    (row,) = json.loads(capsys.readouterr().out)["checks"]
-    assert row["error"] == 0.5
+    report = json.loads(capsys.readouterr().out)
+    assert report["checks"][0]["error"] == 0.5
+    assert report["speed"][1]["reason"] == "mlx_lm: [metal::malloc] no memory"
 
 
 @pytest.mark.parametrize(

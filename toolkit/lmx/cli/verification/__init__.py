@@ -8,7 +8,7 @@ measured on a model that fills the device.
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +17,8 @@ from ...errors import FAILED, UserError
 from ...run import terminal
 
 CHECK_ROW = "{:<44}{:>10}{:>10}  {}\n"
+# MLX raises the first two, for example where a kernel does not compile.
+FAULTS = (RuntimeError, ValueError, UserError)
 SPEED_ROW = "{:<44}{:>12}{:>12}{:>8}\n"
 
 
@@ -44,15 +46,14 @@ def verify(facts: dict[str, str], *, quick: bool, as_json: bool) -> int:
             write(CHECK_ROW.format(name, *figures, verdict))
         write(SPEED_ROW.format("\ntokens per second", "lmx", "mlx_lm", "ratio"))
         for name, (own, other) in SPEEDS.items():
-            row = {"name": name, "lmx": _best(own, lab), "mlx_lm": _best(other, lab)}
+            row = measured(name, own, other, lab)
             report["speed"].append(row)
-            cells = f"{row['lmx']:,.0f}", f"{row['mlx_lm']:,.0f}"
-            ratio = f"{row['lmx'] / row['mlx_lm']:.2f}"
-            write(SPEED_ROW.format(name, *cells, ratio))
+            write(SPEED_ROW.format(name, *_cells(row)))
     report["seconds"] = round(time.perf_counter() - started)
     failed = [row["name"] for row in report["checks"] if not row["passed"]]
+    failed += [row["name"] for row in report["speed"] if row["lmx"] is None]
     if failed:
-        write(f"\n{len(failed)} of {len(CHECKS)} checks failed: {', '.join(failed)}\n")
+        write(f"\nfailed: {', '.join(failed)}\n")
     write("\nFor a report:\n")
     terminal.write_out(json.dumps(report) + "\n")
     return FAILED if failed else 0
@@ -63,15 +64,31 @@ def run_check(name: str, check: Callable[[Any], tuple[float, float]], lab: Any) 
     reason = None
     try:
         error, tolerance = check(lab)
-    except (RuntimeError, ValueError, UserError) as fault:
-        # MLX raises the first two, for example where a kernel does not compile.
-        error, tolerance, reason = math.inf, 0.0, str(fault).splitlines()[0]
+    except FAULTS as fault:
+        error, tolerance, reason = math.inf, 0.0, _first_line(fault)
     passed = error <= tolerance  # NaN is not
     row = {"name": name, "tolerance": tolerance, "passed": passed, "reason": reason}
     # JSON has no infinity.
     return row | {"error": error if math.isfinite(error) else 1e308}
 
 
-def _best(measure: Callable[[Any], Iterable[float]], lab: Any) -> float:
-    """The best rate: other programs only make a run slower."""
-    return max(measure(lab))
+def measured(name: str, own: Callable, other: Callable, lab: Any) -> dict:
+    """The best rates of lmx and of mlx_lm: other programs only make a run slower. None
+    for one that fails."""
+    row = {"name": name, "reason": None}
+    for tool, measure in (("lmx", own), ("mlx_lm", other)):
+        try:
+            row[tool] = max(measure(lab))
+        except FAULTS as fault:
+            row |= {tool: None, "reason": f"{tool}: {_first_line(fault)}"}
+    return row
+
+
+def _cells(row: dict) -> list[str]:
+    rates = row["lmx"], row["mlx_lm"]
+    cells = ["failed" if rate is None else f"{rate:,.0f}" for rate in rates]
+    return [*cells, "" if None in rates else f"{rates[0] / rates[1]:.2f}"]
+
+
+def _first_line(fault: Exception) -> str:
+    return str(fault).partition("\n")[0]

@@ -18,6 +18,7 @@ from ...data.calibration import CalibrationBatch
 from ...generation.engine import Engine
 from ...generation.sequence import GenerationRequest
 from ...interfaces import Logger
+from ...models.dtypes import set_compute_dtype, stored_dtype
 from ...models.loader import load
 from ...models.lora import lora_model
 from ...quantization.ptq.base import PTQContext
@@ -51,8 +52,10 @@ def tokens(count: int, length: int) -> list[list[int]]:
 
 def _own_training(lab: Lab) -> Iterator[float]:
     size, model = sizes(lab), load(lab.measured).model
+    compute = stored_dtype(model)
     lora_model.attach(model, LoRAConfig(rank=RANK), seed=0)
-    step = TrainStep(model, OptimizerConfig())
+    set_compute_dtype(model, compute)
+    step = TrainStep(model, OptimizerConfig(), compute_dtype=compute)
     sequences = mx.array(tokens(size.batch, size.prompt + 1), mx.int32)
     mask = mx.ones((size.batch, size.prompt), mx.bool_)
     batch = Batch(sequences, mask, ("",) * size.batch)
