@@ -140,9 +140,9 @@ def say_case(words: str, r: random.Random) -> str:
     elif r.random() < 0.2:
         words = words[:-1]
     kind = r.random()
-    if kind < 0.1:
+    if kind < 0.15:
         return words.upper()
-    return words.lower() if kind < 0.4 else words[0].upper() + words[1:]
+    return words.lower() if kind < 0.45 else words[0].upper() + words[1:]
 
 
 def sentence(kind: str, time: str, r: random.Random, *, is_new: bool) -> str:
