@@ -1,6 +1,7 @@
 """Questions of an evaluation: which examples are asked, and their answers."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -240,17 +241,32 @@ def test_without_skills_short_answers_and_json_are_questions():
     assert [q.prompt for q in Questions.choose(records, 0, 9, "none").exact] == ["D?"]
 
 
-@pytest.mark.parametrize("kind", ["json", "long"])
-def test_exact_match_of_data_without_skills(tmp_path, base, kind):
-    answer = json.dumps({"device": "lamp", "time": None})
-    row = {"prompt": "On.", "completion": answer if kind == "json" else "on " * 40}
-    run = Run(tmp_path, {"evaluate": EVALUATE | {"latency_tokens": None}}, model=base)
-    (tmp_path / "valid.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+JSON_ANSWER = json.dumps({"device": "lamp", "time": None})
+
+
+@pytest.mark.parametrize(
+    ("answer", "skills", "lines"),
+    [
+        (JSON_ANSWER, [None] * 3, ["device", "time"]),
+        (JSON_ANSWER, ["short", "long", "long"], ["short", "long", "device", "time"]),
+        # One skill is the whole; many are in the report alone.
+        (JSON_ANSWER, ["short"] * 3, ["device", "time"]),
+        (JSON_ANSWER, [*"abcde"], ["device", "time"]),
+        ("on " * 40, [None] * 3, []),
+    ],
+)
+def test_exact_match_by_skill_and_field(tmp_path, base, answer, skills, lines):
+    row = {"prompt": "On.", "completion": answer}
+    rows = [row | ({"skill": skill} if skill else {}) for skill in skills]
+    evaluate = EVALUATE | {"latency_tokens": None, "exact_match": {"samples": 5}}
+    run = Run(tmp_path, {"evaluate": evaluate}, model=base)
+    (tmp_path / "valid.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
     assert run() == 0
     figures = run.json("report.json")["models"]["base"]
-    if kind == "json":
+    shown = re.findall(r"exact match, (\w+) ", run.log)
+    assert sorted(shown) == sorted(lines)
+    if lines:
         assert figures["exact_match"] == 0
-        assert all(f"exact match, {field} " in run.log for field in ("device", "time"))
     else:
         assert "exact_match" not in figures
         assert "exact match is not measured: no answer is JSON or a line" in run.log
