@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import UserError
 from ..generation.grammar import Grammar, parse_response_format
-from ..generation.lark_grammar import TIGHT
+from ..generation.lark_grammar import LOOSE, TIGHT
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, GenerationParameters
+from .tool_formats import BARE
 
 ANY_ARGUMENTS = {"type": "object"}
 FORCED = "json_tools"
@@ -46,6 +48,62 @@ def grammar_parameter(parameters: GenerationParameters) -> str:
     return next(given, "tool_choice")
 
 
+def _call_rules(tokenizer: Any, tools: Sequence[dict]) -> str | None:
+    """Rules of a Lark grammar for a call of one of the functions; None = the model
+    writes calls in another format than JSON.
+
+    Raises:
+        UserError: the parameters of a function are refused.
+    """
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
+    key = "arguments"
+    if start == BARE:
+        start, end, key = "", "", "parameters"
+    elif parser == FORCED:
+        start, end = f"{start}\n", f"\n{end}"
+    else:
+        return None
+    rules = [f"call: {' | '.join(f'call{n}' for n in range(len(tools)))}"]
+    for number, function in enumerate(tool["function"] for tool in tools):
+        name, parameters = function["name"], function.get("parameters")
+        # Each schema has a root of its own, to which its references lead.
+        grammar = Grammar.json_schema(parameters or ANY_ARGUMENTS, f"tools.{name}")
+        # Models write calls so, and spaces would be counted.
+        source = json.dumps(json.loads(grammar.source) | {"x-guidance": TIGHT})
+        head = f'{start}{{"name": {_text(name)}, "{key}": '
+        call = f"{_text(head)} args{number} {_text('}' + end)}"
+        rules += [f"call{number}: {call}", f"args{number}: %json {source}"]
+    return "\n".join(rules)
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _or_call(
+    grammar: Grammar, parameters: ChatCompletionParameters, tokenizer: Any
+) -> Grammar:
+    """The grammar of an answer, or the mark of a call and any text.
+
+    Raises:
+        ApiError: the mark is no token of its own, so an answer may begin like it.
+        UserError: the parameters of a function are refused.
+    """
+    start = tokenizer.tool_call_start
+    if start == BARE and grammar.kind == "json_schema":
+        rules = _call_rules(tokenizer, parameters.tools)
+        source = json.dumps(json.loads(grammar.source) | {"x-guidance": LOOSE})
+        text = f"start: answer | call\nanswer: %json {source}\n{rules}"
+        return Grammar("lark", text)
+    mark = start and tokenizer.convert_tokens_to_ids(start)
+    if mark not in tokenizer.added_tokens_decoder:
+        name = grammar_parameter(parameters)
+        message = f"{name} goes with no tools in the format of this model"
+        raise ApiError(400, f"{message}: set tool_choice none", param=name)
+    return replace(grammar, exit=mark)
+
+
 def chat_grammar(
     parameters: ChatCompletionParameters, tokenizer: Any
 ) -> Grammar | None:
@@ -58,9 +116,9 @@ def chat_grammar(
     choice, tools = parameters.tool_choice, parameters.tools or []
     # The functions of which one must be called; None = none must.
     forced: Sequence[dict] | None = None
-    if choice not in (None, "none") and not tools:
-        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
     if choice not in (None, "none", "auto"):
+        if not tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         function = choice.get("function") if isinstance(choice, dict) else None
         has_name = isinstance(function, dict) and choice.get("type") == "function"
         name = function.get("name") if has_name else None
@@ -75,35 +133,17 @@ def chat_grammar(
                 'as {"type": "function", "function": {"name": ...}}'
             )
             raise ApiError(400, message, param="tool_choice")
-    if grammar and parameters.tools and parameters.tool_choice != "none":
-        name = grammar_parameter(parameters)
-        message = f"{name} leaves no room for tool calls: set tool_choice none"
-        raise ApiError(400, message, param=name)
-    if forced is None:
+    if forced is None and not (grammar and tools and choice != "none"):
         return grammar
-    if parameters.parallel_tool_calls:
-        message = "a forced call is one call: set parallel_tool_calls to false"
-        raise ApiError(400, message, param="parallel_tool_calls")
-    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
-    if parser != FORCED:
-        message = "lmx cannot force calls in the format of this model: use auto or none"
-        raise ApiError(400, message, param="tool_choice")
-    # A call of one of the functions, in its tags.
-    calls = []
-    for function in (tool["function"] for tool in forced):
-        properties = {
-            "name": {"const": function["name"]},
-            "arguments": function.get("parameters") or ANY_ARGUMENTS,
-        }
-        call = {"type": "object", "properties": properties}
-        calls.append(call | {"required": [*properties], "additionalProperties": False})
-    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-    tags = json.dumps(f"{start}\n"), json.dumps(f"\n{end}")
     try:
-        Grammar.json_schema(schema := {"anyOf": calls}, "tools")
-        # Models write calls so, and spaces would be counted.
-        source = json.dumps(schema | {"x-guidance": TIGHT})
-        rule = f"start: {tags[0]} call {tags[1]}\ncall: %json {source}"
-        return Grammar("lark", rule)
+        if forced is None:
+            return _or_call(grammar, parameters, tokenizer)
+        if parameters.parallel_tool_calls:
+            message = "a forced call is one call: set parallel_tool_calls to false"
+            raise ApiError(400, message, param="parallel_tool_calls")
+        if rules := _call_rules(tokenizer, forced):
+            return Grammar("lark", f"start: call\n{rules}")
     except UserError as error:
         raise ApiError.from_user_error(error, param="tools") from error
+    message = "lmx cannot force calls in the format of this model: use auto or none"
+    raise ApiError(400, message, param="tool_choice")
