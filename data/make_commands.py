@@ -139,10 +139,9 @@ def say_case(words: str, r: random.Random) -> str:
         words += r.choice(["", "", "", ".", "!"])
     elif r.random() < 0.2:
         words = words[:-1]
-    kind = r.random()
-    if kind < 0.15:
-        return words.upper()
-    return words.lower() if kind < 0.45 else words[0].upper() + words[1:]
+    if len(words.split()) <= 6 and r.random() < 0.25:
+        return words.upper()  # who shouts is short
+    return words.lower() if r.random() < 0.3 else words[0].upper() + words[1:]
 
 
 def sentence(kind: str, time: str, r: random.Random, *, is_new: bool) -> str:
