@@ -224,7 +224,7 @@ def main(folder: Path) -> None:
     with (folder / "tickets.csv").open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["ticket", "answer_json"])
-        few = [row for row in splits["train"] if " \"at\"" not in row["completion"]]
+        few = [row for row in splits["train"] if ' "at"' not in row["completion"]]
         few = few[:TABLE_ROWS]
         table.writerows([row["prompt"], row["completion"]] for row in few)
     for split, rows in splits.items():
