@@ -154,20 +154,65 @@ def test_calls_are_forced(server, choice, names):
 def test_forced_calls_have_no_blanks(start):
     """Small models spent all their tokens on them."""
     tokenizer = start(served()).served.generator.tokenizer
-    body = chat(tools=TOOLS, tool_choice="required")
-    grammar = chat_grammar(ChatCompletionParameters.parse(body), tokenizer)
-    compiled = GrammarCompiler(tokenizer).compile(grammar)
 
-    def takes(text):
-        matcher = compiled.start({257})
+    def takes(text, **options):
+        body = chat(tools=TOOLS, **options or {"tool_choice": "required"})
+        grammar = chat_grammar(ChatCompletionParameters.parse(body), tokenizer)
+        matcher = GrammarCompiler(tokenizer).compile(grammar).start({257})
         tokens = tokenizer.encode(f"<tool_call>\n{text}\n</tool_call>")
         return not any(matcher.advance(token) for token in tokens)
 
     call = {"name": "raise", "arguments": {"level": 6}}
     assert takes(json.dumps(call))
+    two = "\n</tool_call>\n<tool_call>\n".join([json.dumps(call)] * 2)
+    assert takes(two, response_format=FORMAT)
+    assert not takes(two, response_format=FORMAT, parallel_tool_calls=False)
+    assert not takes(two)
     assert not takes(json.dumps(call, indent=1))
     assert not takes(json.dumps(call).replace(": 6", ":  6"))
     assert not takes(json.dumps(call).replace("6}", "6 }"))
+
+
+def test_an_answer_follows_its_schema_beside_tools(server):
+    """Agents with an output type send both; a format never refuses the calls."""
+    kinds = set()
+    offered = {"tools": TOOLS, "response_format": FORMAT}
+    for seed in range(2):
+        body = chat(**offered, parallel_tool_calls=False, seed=seed, temperature=20)
+        bias = {str(ord("<")): 9 * (seed % 2), str(ord("{")): 9 * (1 - seed % 2)}
+        message, reason = _answer(server, body | {"logit_bias": bias})
+        kinds.add(reason)
+        if reason == "stop":
+            jsonschema.validate(json.loads(message["content"]), SCHEMA)
+            continue
+        assert reason == "tool_calls"
+        (call,) = message["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        jsonschema.validate(arguments, TOOLS[0]["function"]["parameters"])
+    assert kinds == {"stop", "tool_calls"}
+    # A forced call comes first, and true allows several calls but asks for none.
+    forced = {"tool_choice": "required", "parallel_tool_calls": True}
+    message, _ = _answer(server, chat(**offered | forced))
+    assert len(message["tool_calls"]) == 1
+
+
+def test_schemas_of_forced_calls_refer_to_their_own_definitions(server):
+    """Pydantic writes nested models so."""
+    level = {"$defs": {"Level": {"enum": [1, 2]}}}
+    level |= {"properties": {"a": {"$ref": "#/$defs/Level"}}, "required": ["a"]}
+    level |= {"type": "object", "additionalProperties": False}
+    light = {"type": "function", "function": {"name": "é", "parameters": level}}
+    body = chat(tools=[*TOOLS, light])
+    for choice in ({"type": "function", "function": {"name": "é"}}, "required"):
+        message, _ = _answer(server, body | {"tool_choice": choice})
+        (call,) = message["tool_calls"]
+        if choice != "required":
+            assert call["function"]["name"] == "é"
+            assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
+    light["function"]["parameters"] = {"minLenght": 1}
+    status, error = server.refused(CHAT, body | {"tool_choice": "required"})
+    place = "tools[2].function.parameters"
+    assert (status, error["param"]) == (400, place)
 
 
 def _answer(server, body):
@@ -186,7 +231,10 @@ WRONG = [
         {"response_format": FORMAT, "structured_outputs": {"regex": "a"}},
         "structured_outputs",
     ),
-    ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
+    (
+        {"structured_outputs": {"regex": "a"}, "tools": TOOLS},
+        "structured_outputs",
+    ),
     ({"structured_outputs": {"regex": "a{9"}}, "structured_outputs"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "auto"}, "tool_choice"),
@@ -201,10 +249,6 @@ WRONG = [
         "tool_choice",
     ),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
-    (
-        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True},
-        "parallel_tool_calls",
-    ),
     ({"response_format": FORMAT, "ignore_eos": True}, None),
     ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools[0]"),
 ]
@@ -251,8 +295,9 @@ def test_a_switch_of_the_template_leaves_the_chain_of_thought_out(start):
 
 def test_other_formats_of_calls_are_not_forced(start):
     server = start(served("pythonic"))
-    body = chat(tools=TOOLS, tool_choice="required")
-    assert server.refused(CHAT, body)[1]["param"] == "tool_choice"
+    for options in ({"tool_choice": "required"}, {"response_format": FORMAT}):
+        body = chat(tools=TOOLS, **options)
+        assert server.refused(CHAT, body)[1]["param"] == "tool_choice"
 
 
 def test_completions_take_formats_of_every_prompt(server):

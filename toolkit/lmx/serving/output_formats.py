@@ -49,7 +49,7 @@ def grammar_parameter(parameters: GenerationParameters) -> str:
 def chat_grammar(
     parameters: ChatCompletionParameters, tokenizer: Any
 ) -> Grammar | None:
-    """The grammar of a chat's answer, that of a forced tool call too.
+    """The grammar of a chat's answer: a format, a forced tool call, or one of both.
 
     Raises:
         ApiError: a format or a choice is wrong, or they do not go together.
@@ -75,35 +75,53 @@ def chat_grammar(
                 'as {"type": "function", "function": {"name": ...}}'
             )
             raise ApiError(400, message, param="tool_choice")
-    if grammar and parameters.tools and parameters.tool_choice != "none":
-        name = grammar_parameter(parameters)
-        message = f"{name} leaves no room for tool calls: set tool_choice none"
-        raise ApiError(400, message, param=name)
-    if forced is None:
+    if choice == "none" or not (forced or (grammar and tools)):
         return grammar
-    if parameters.parallel_tool_calls:
-        message = "a forced call is one call: set parallel_tool_calls to false"
-        raise ApiError(400, message, param="parallel_tool_calls")
-    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
-    if parser != FORCED:
-        message = "lmx cannot force calls in the format of this model: use auto or none"
-        raise ApiError(400, message, param="tool_choice")
-    # A call of one of the functions, in its tags.
-    calls = []
-    for function in (tool["function"] for tool in forced):
-        properties = {
-            "name": {"const": function["name"]},
-            "arguments": function.get("parameters") or ANY_ARGUMENTS,
-        }
-        call = {"type": "object", "properties": properties}
-        calls.append(call | {"required": [*properties], "additionalProperties": False})
-    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-    tags = json.dumps(f"{start}\n"), json.dumps(f"\n{end}")
     try:
-        Grammar.json_schema(schema := {"anyOf": calls}, "tools")
-        # Models write calls so, and spaces would be counted.
-        source = json.dumps(schema | {"x-guidance": TIGHT})
-        rule = f"start: {tags[0]} call {tags[1]}\ncall: %json {source}"
-        return Grammar("lark", rule)
+        if forced:
+            # A call has no other format: that of answers waits for another turn.
+            return Grammar("lark", f"start: call\n{_calls(forced, tokenizer)}")
+        if grammar.kind != "json_schema":
+            name = grammar_parameter(parameters)
+            message = f"beside tools, {name} is JSON: set tool_choice none"
+            raise ApiError(400, message, param=name)
+        more = "" if parameters.parallel_tool_calls is False else ' ("\\n"? call)*'
+        start = f"start: answer | call{more}\nanswer: %json {grammar.source}"
+        return Grammar("lark", f"{start}\n{_calls(tools, tokenizer)}")
     except UserError as error:
         raise ApiError.from_user_error(error, param="tools") from error
+
+
+def _calls(tools: Sequence[dict], tokenizer: Any) -> str:
+    """Rules of a grammar: `call`, of one of the functions, in its tags.
+
+    Raises:
+        UserError: a keyword of a schema is not supported.
+        ApiError: calls in the format of this model have no grammar.
+    """
+    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
+    if parser != FORCED:
+        message = (
+            "lmx cannot force calls in the format of this model, nor offer them beside "
+            "response_format: use one of both, with auto or none"
+        )
+        raise ApiError(400, message, param="tool_choice")
+    # llguidance takes no token such as <tool_call> for its text.
+    start, end = (
+        f"<[{token}]>" if (token := tokens.get(tag)) is not None else json.dumps(tag)
+        for tokens in [tokenizer.get_vocab()]
+        for tag in (tokenizer.tool_call_start, tokenizer.tool_call_end)
+    )
+    names = " | ".join(f"call{index}" for index in range(len(tools)))
+    rules = [f'call: {start} "\\n" ({names}) "\\n" {end}']
+    for index, function in enumerate(tool["function"] for tool in tools):
+        schema = function.get("parameters") or ANY_ARGUMENTS
+        Grammar.json_schema(schema, f"tools[{index}].function.parameters")
+        # Models write calls so, and spaces would be counted. Each schema has a rule of
+        # its own, as it may refer to its root.
+        name = json.dumps(function["name"], ensure_ascii=False)
+        head = json.dumps(f'{{"name": {name}, "arguments": ')
+        arguments = json.dumps(schema | {"x-guidance": TIGHT})
+        rules.append(f'call{index}: {head} arguments{index} "}}"')
+        rules.append(f"arguments{index}: %json {arguments}")
+    return "\n".join(rules)
