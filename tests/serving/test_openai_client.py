@@ -2,8 +2,10 @@
 
 import json
 from itertools import pairwise
+from typing import Literal
 
 import pytest
+from pydantic import BaseModel
 from tiny_generators import VOCABULARY, byte_tokenizer
 from tiny_server import load
 
@@ -227,6 +229,20 @@ def test_forced_calls_have_tags_of_one_token(calling, streams):
         assert (call.function.name, reason) == ("add", "tool_calls")
         assert json.loads(call.function.arguments).keys() == {"left", "right"}
         assert not message.content
+
+
+def test_parsed_answers_beside_tools(calling):
+    class Sum(BaseModel):
+        value: Literal[4, 5]
+
+    with _client(calling) as client:
+        strict = TOOL | {"function": TOOL["function"] | {"strict": True}}
+        for tools in ([], [strict]):
+            options = {"tools": tools} if tools else {}
+            answer = client.chat.completions.parse(
+                model="tiny", messages=MESSAGES, response_format=Sum, **options
+            )
+            assert answer.choices[0].message.parsed.value in (4, 5)
 
 
 def test_arguments_of_an_earlier_call(calling):
