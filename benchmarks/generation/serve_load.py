@@ -142,7 +142,7 @@ def served(server: str, model: Path, arguments) -> Iterator[tuple[str, str]]:
         _complete(url, name)
         yield url, name
     finally:
-        process.kill()
+        process.terminate()  # `lmx serve` keeps its prefixes then
         process.wait()
 
 
