@@ -3,8 +3,8 @@
     python benchmarks/generation/serve_ttft.py MODEL
 
 Short requests, alone and beside clients that send huge prompts and hang up. Then a long
-prompt, as agents send it, with another question after a restart of the server: without a
-folder of prefixes, and with one (`--prefix-cache-dir`).
+prompt, as agents send it, and another question behind it after a restart of the server
+with `--prefix-cache-dir`.
 """
 
 import argparse
@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20, help="short ones")
     parser.add_argument("--clients", type=int, default=20, help="with huge prompts")
     parser.add_argument("--characters", type=int, default=7_900_000, help="of them")
+    parser.add_argument("--pause", type=float, default=0.5, help="of a client, seconds")
     parser.add_argument("--text", type=Path, help="of the agent's system message")
     parser.add_argument("--words", type=int, default=5_000, help="of that text")
     parser.add_argument(
@@ -42,8 +43,7 @@ def main() -> None:
         show("short requests after", [first(url, n) for n in range(arguments.requests)])
     if arguments.text:
         text = " ".join(arguments.text.read_text().split(" ")[: arguments.words])
-        for is_kept in (False, True):
-            restarts(text, arguments, is_kept=is_kept)
+        restart(text, arguments)
 
 
 def first(url: str, number: int, system: str = "Be brief.", limit: int = 4) -> float:
@@ -80,7 +80,7 @@ def with_clients(url: str, arguments: argparse.Namespace) -> None:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
         head += "Content-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
-        while not end.wait(0.5):
+        while not end.wait(arguments.pause):
             try:
                 with socket.create_connection((address.hostname, address.port)) as peer:
                     peer.sendall(head.encode() + body)
@@ -91,6 +91,7 @@ def with_clients(url: str, arguments: argparse.Namespace) -> None:
     threads = [
         threading.Thread(target=send, args=[n]) for n in range(arguments.clients)
     ]
+    start = time.monotonic()
     for thread in threads:
         thread.start()
     time.sleep(arguments.seconds)
@@ -98,17 +99,17 @@ def with_clients(url: str, arguments: argparse.Namespace) -> None:
     end.set()
     for thread in threads:
         thread.join()
-    show(f"beside {arguments.clients} clients, {len(sent)} prompts", times)
+    rate = len(sent) / (time.monotonic() - start)
+    show(f"beside {arguments.clients} clients, {rate:.1f} prompts/s", times)
 
 
-def restarts(text: str, arguments: argparse.Namespace, *, is_kept: bool) -> None:
+def restart(text: str, arguments: argparse.Namespace) -> None:
     """An agent's first question, and another one after a restart."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments.options = f"--prefix-cache-dir {folder}" if is_kept else ""
-        for number, when in enumerate(("first start", "after a restart")):
+        arguments.options = f"--prefix-cache-dir {folder}"
+        for number, when in enumerate(("no prefixes kept", "after a restart")):
             with served("lmx", arguments.model, arguments) as (url, _):
-                name = f"agent's prompt, {when}{', prefixes kept' if is_kept else ''}"
-                show(name, [first(url, number, text, 1)])
+                show(f"agent's prompt, {when}", [first(url, number, text, 1)])
 
 
 def show(name: str, times: list[float]) -> None:
