@@ -47,7 +47,7 @@ RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer.split
 LAZY = {
     "mlx_lm": {
         *("models/loader.py", "evaluation/lm_eval.py", "convert/exporters/"),
-        "serving/chat_output.py",
+        *("serving/chat_output.py", "cli/verification/speed.py"),
     },
     "lm_eval": {"evaluation/lm_eval.py"},
     "transformers": {

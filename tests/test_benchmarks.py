@@ -1,11 +1,8 @@
 """The benchmark programs, with sizes so small that only the comparisons are tested."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -204,40 +201,3 @@ def test_only_other_tools_may_fail(tmp_path, monkeypatch):
     assert row == {"failed": "no such bits"}
     with pytest.raises(AssertionError):
         ptq_runners.run("lmx", tmp_path, tmp_path / "model", {})
-
-
-def run_gpu_script(folder: Path, **environment: object) -> dict[str, str]:
-    """The short form of gpu.sh; its summary by step."""
-    settings = {"SHORT": 1, "PYTHON": sys.executable, **environment}
-    subprocess.run(
-        [BENCHMARKS / "gpu.sh", folder],
-        env=os.environ | {name: str(value) for name, value in settings.items()},
-        capture_output=True,
-        check=False,
-    )
-    lines = (folder / "summary.txt").read_text().splitlines()
-    return dict(line.split(": ", 1) for line in lines)
-
-
-def test_gpu_script_names_failures_and_measures_a_row_of_each(tmp_path, inputs):
-    tests = tmp_path / "test_two.py"
-    tests.write_text("def test_right(): pass\ndef test_wrong(): assert 1 == 2\n")
-    results = tmp_path / "results"
-    summary = run_gpu_script(results, TESTS=tests, MODEL=inputs / "model")
-    rows = ["gptq", "lora", "qat", "decode"]
-    assert list(summary) == ["doctor", "kernels", "tests", *rows]
-    assert summary.pop("tests").startswith("1 passed, 1 failures")
-    assert all(text.startswith("exit code 0 ") for text in summary.values()), summary
-    (failure,) = (results / "failures.txt").read_text().splitlines()
-    assert failure.endswith("test_two.py::test_wrong")
-    for name in rows:
-        text = (results / f"{name}.txt").read_text()
-        assert re.search(r"^\|? *\w* *lmx ", text, re.MULTILINE), name
-        assert re.search(r"^\|? *\w* *mlx(-lm)? ", text, re.MULTILINE), name
-
-
-def test_gpu_script_ends_itself(tmp_path):
-    summary = run_gpu_script(tmp_path, LIMIT=1)
-    assert re.match("exit code 124 after [12] s", summary.pop("doctor"))
-    assert summary.pop("tests").startswith("0 passed, 0 failures")
-    assert set(summary.values()) == {"no time left"}

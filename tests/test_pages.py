@@ -69,7 +69,7 @@ RUN_ELSEWHERE = re.compile(
     r"|python benchmarks/(train_step|finetune|generate)\.py.*"
 )
 # Programs of other packages; tests/serving runs what they show.
-SERVING = {"pip", "uv", "curl", "nginx", "caddy", "litellm"}
+SERVING = {"pip", "uv", "curl", "nginx", "caddy", "litellm", "lm_eval"}
 EXTERNAL = (
     {"hf", "python", "ollama", "llama-cli", "llama-server", "mlx.distributed_config"}
     | SERVING

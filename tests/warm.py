@@ -7,6 +7,7 @@ Where forking is not safe (macOS), every program starts in a new interpreter.
 """
 
 import atexit
+import fcntl
 import importlib
 import json
 import os
@@ -225,6 +226,7 @@ def hasten() -> None:
     from lmx.pipeline import work
 
     os.fsync = lambda handle: None
+    vars(fcntl).pop("F_FULLFSYNC", None)
     work.CPU_PROBE = (2, 16, 64)
 
 

@@ -1,6 +1,7 @@
 """`lmx doctor` prints versions, hardware and speed, and never the Hub token."""
 
-from types import SimpleNamespace
+import json
+from pathlib import Path
 
 import pytest
 from lmx import __version__, cpu
@@ -20,9 +21,14 @@ def doctor_output(monkeypatch, capsys):
     monkeypatch.setattr(work, "_measure", lambda dtype: speed)
 
     def run():
-        assert doctor.doctor(SimpleNamespace(distributed=False)) == 0
+        assert main(["doctor"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        return {line[:18].strip(): line[18:] for line in lines}
+        output = {line[:18].strip(): line[18:] for line in lines}
+        assert main(["doctor", "--json"]) == 0
+        shared = json.loads(capsys.readouterr().out)
+        assert shared.keys() == output.keys()
+        assert str(Path.home()) not in str(shared)
+        return output
 
     return run
 

@@ -16,7 +16,7 @@ REPORT = {
     "models": {
         "quantized": {
             "tokens": 12345,
-            "exact_match_by_skill": {"adding": [3, 10], "sorting": [9, 10]},
+            "exact_match_by_skill": {"a": {"questions": 8}, "b": {"questions": 12}},
         }
     }
 }

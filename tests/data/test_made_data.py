@@ -48,6 +48,28 @@ def test_commands_are_reproducible_and_held_out(load_script, tmp_path, capsys):
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1_500_000
 
 
+def test_new_wordings_of_commands_are_in_no_training_example(load_script):
+    script = load_script("make_commands")
+    values = [*script.ROOMS, *script.SWITCHED, *script.TENS, *script.HOURS]
+    values += ["half", "quarter", "percent", "o'clock", *script.QUARTERS.values()]
+
+    def wording(row):
+        """The words of a command without rooms, devices, numbers and marks."""
+        words = row["prompt"].lower().replace("'s", "").split()
+        words = [word.strip(",.!?%") for word in words]
+        return " ".join(w for w in words if w not in values and not w[0].isdigit())
+
+    known = {wording(row) for row in read_rows("commands", "train")}
+    rows = read_rows("commands", "valid") + read_rows("commands", "test")
+    share = {}
+    for skill in ("known wording", "new wording"):
+        found = [wording(row) in known for row in rows if row["skill"] == skill]
+        assert len(found) == 320
+        share[skill] = sum(found) / len(found)
+    assert share["new wording"] == 0
+    assert share["known wording"] > 0.6
+
+
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_rejected_answers_differ_from_right_ones(split):
     right = dict(map(_question_and_answer, read_rows("skills", split)))

@@ -22,11 +22,10 @@ def test_exact_match_by_skill():
             ("empty", "", ""),
         ]
     )
-    assert list(result.by_skill.items()) == [
-        ("empty", (1, 1)),
-        ("long", (2, 2)),
-        ("short", (1, 3)),
-    ]
+    rates = {k: (v["rate"], v["questions"]) for k, v in result.by_skill.items()}
+    assert rates == {"empty": (1, 1), "long": (1, 2), "short": (1 / 3, 3)}
+    stderr = result.by_skill["short"]["stderr"]
+    assert stderr == pytest.approx((1 / 3 * 2 / 3 / 3) ** 0.5)
     assert result.correct == [1, 1, 1, 0, 0, 1]
     assert result.overall == pytest.approx(4 / 6)
     assert result.stderr == pytest.approx((4 / 6 * 2 / 6 / 6) ** 0.5)

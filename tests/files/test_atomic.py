@@ -1,6 +1,7 @@
 """Files and folders are complete or absent, whatever interrupts the write."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -77,6 +78,35 @@ def test_write_atomic_keeps_the_old_file_on_disk_errors(
     assert caught.value.hint.startswith(hint)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_drive_of_a_mac_writes_before_a_file_is_renamed(
+    tmp_path, monkeypatch, refused
+):
+    """`fsync` leaves the data in the memory of the drive there."""
+    synced, full = [], 51
+
+    def fcntl_call(handle, operation):
+        assert operation == full
+        if refused:
+            raise OSError(errno.ENOTSUP, "a network disk")
+        synced.append(os.fstat(handle).st_ino)
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", full, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", fcntl_call)
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(-handle))
+    write_atomic(tmp_path / "a", "x")
+    with atomic_folder(tmp_path / "folder") as folder:
+        (folder / "b").write_text("y")
+        (folder / "c").write_text("z")
+    file, new, parent = (
+        path.stat().st_ino for path in (tmp_path / "a", tmp_path / "folder", tmp_path)
+    )
+    # The files of a folder reach the drive, which then writes all at once.
+    kinds = [number if number > 0 else "fsync" for number in synced]
+    expected = [file, parent, "fsync", "fsync", new, parent]
+    assert kinds == ["fsync"] * 6 if refused else expected
 
 
 def test_disk_errors_passes_other_exceptions(tmp_path):

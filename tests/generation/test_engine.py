@@ -358,30 +358,6 @@ def test_logprobs_are_those_of_a_forward_pass(llama, kind, make_proposer):
             assert all(abs(row[i].item() - value) < 1e-4 for i, value in top)
 
 
-def test_wired_limit_is_restored(llama, monkeypatch):
-    limits = [111]
-
-    def set_limit(limit):
-        limits.append(limit)
-        return limits[-2]
-
-    facts = {"max_recommended_working_set_size": 1 << 40}
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda: facts)
-    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
-    engine = Engine(llama)
-    for end in ("abort", "run"):
-        engine.add_request(each := request(1, 2))
-        engine.add_request(request(1, max_tokens=1))
-        engine.step()
-        engine.step()
-        assert limits == [111, 1 << 40]
-        engine.abort(each) if end == "abort" else [*rounds(engine)]
-        [*rounds(engine)]
-        assert limits == [111, 1 << 40, 111]
-        del limits[1:]
-
-
 def test_every_request_of_an_engine_is_drafted_from_its_start():
     """The last token of the request before, which needs no draft, is no reason."""
     model = sharpened("llama")

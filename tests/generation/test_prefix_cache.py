@@ -10,7 +10,7 @@ import pytest
 from lmx.errors import UserError
 from lmx.generation.engine import Engine
 from lmx.generation.generator import Generator
-from lmx.generation.kv_cache import prompt_cache
+from lmx.generation.kv_cache import prefix, prompt_cache
 from lmx.generation.kv_cache.batch import is_batchable
 from lmx.generation.kv_cache.prefix import PrefixCache, PrefixNode
 from lmx.generation.kv_cache.prompt_cache import load_prompt_cache, save_prompt_cache
@@ -213,6 +213,27 @@ def test_prefix_cache_matches_fresh_cache(family):
             expected = read_in_parts(CacheState(model), mx.array([second]))
             assert_close(resumed.forward(suffix)[:, -1], expected[:, -1])
             store(prefixes, model, second[:-1])
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_nodes_have_a_limited_number_of_arrays(family, monkeypatch):
+    """Metal has 499,000 buffers for a process; short prompts take few bytes."""
+    model = tiny(family)
+    store(single := PrefixCache(1 << 30), model, [1, 2, 3])
+    monkeypatch.setattr(prefix, "MAX_ARRAYS", 5 * single.num_arrays)
+    prefixes = PrefixCache(1 << 30)
+    for first in range(1, 20):
+        store(prefixes, model, [first, 2, 3])
+        store(prefixes, model, [first, 2, 4])
+        stored = sum(len(node.arrays) for node in prefixes.nodes())
+        assert prefixes.num_arrays == stored <= prefix.MAX_ARRAYS
+    assert prefixes.match([19, 2, 4]) == 3
+    assert prefixes.match([1, 2, 3]) == 0
+    others = PrefixCache(1 << 30)
+    others.sizes = 1, 1, 7  # arrays of a node, where processes hold other layers
+    store(others, model, [1, 2, 3])
+    store(others, model, [1, 4])
+    assert others.num_arrays == 7 * len([*others.nodes()])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1"])

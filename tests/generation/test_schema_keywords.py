@@ -1,13 +1,14 @@
 """The keywords of JSON schemas: each is enforced or refused."""
 
 import re
+import warnings
 
 import numpy as np
 import pytest
 from lmx.errors import UserError
 from lmx.generation.grammar import Grammar
 from lmx.generation.grammar_matcher import GrammarCompiler
-from lmx.generation.json_schema import ANNOTATIONS, KEYWORDS
+from lmx.generation.json_schema import ANNOTATIONS, KEYWORDS, UNENFORCED
 from tiny_generators import VOCABULARY, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -70,7 +71,33 @@ def test_supported_keywords_are_enforced(schema, good, bad):
 
 def test_every_supported_keyword_is_tested():
     tested = {keyword for schema, _, _ in ENFORCED for keyword in schema}
-    assert tested == KEYWORDS - ANNOTATIONS
+    assert tested == KEYWORDS - ANNOTATIONS - UNENFORCED
+
+
+def test_unique_items_are_accepted_with_a_warning():
+    """As pydantic writes a set; everything beside it is enforced."""
+    items = ARRAY | {"items": {"enum": ["a", "b"]}, "uniqueItems": True}
+    parts = [
+        items,
+        ARRAY | {"prefixItems": [items], "items": False},
+        {"anyOf": [items, TEXT]},
+        {"$ref": "#/$defs/uniqueItems", "$defs": {"uniqueItems": items}},
+        OBJECT | {"additionalProperties": items},
+    ]
+    texts = ['["a"]', '[["a"]]', '["a"]', '["a"]', '{"x":["a"]}']
+    for schema, text in zip(parts, texts, strict=True):
+        # Equal items may come. This is what the warning says.
+        taken = [text, text.replace("a", "c"), text.replace('"a"', '"a","a"')]
+        with pytest.warns(UserWarning, match="uniqueItems is not enforced"):
+            taken = [is_match(schema, each) for each in taken]
+        assert taken == [True, False, True]
+    # A value and a property of this name stay, and need no warning.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert is_match({"const": {"uniqueItems": True}}, '{"uniqueItems":true}')
+        named = OBJECT | {"properties": {"uniqueItems": TEXT}}
+        assert not is_match(named, '{"uniqueItems":1}')
+        assert is_match(ARRAY | {"uniqueItems": False}, "[1,1]")
 
 
 def test_whitespace_is_limited():
@@ -99,7 +126,8 @@ def test_deep_and_long_schemas():
     [
         ({"minLenght": 3}, "at: the keyword 'minLenght'.*\n.*minLength"),
         ({"properties": {"a": {"not": {}}}}, "at.properties.a: the keyword 'not'"),
-        ({"anyOf": [{}, {"uniqueItems": True}]}, r"at.anyOf\[1\]: .*uniqueItems"),
+        ({"anyOf": [{}, {"contains": {}}]}, r"at.anyOf\[1\]: .*contains"),
+        ({"uniqueItems": "yes"}, "uniqueItems must be true or false"),
         ({"items": {"if": {}}}, "at.items: .*'if'"),
         ({"$defs": {"b": {"nullable": True}}}, r"at.\$defs.b: .*nullable"),
         ({"x-guidance": {"lenient": True}}, "x-guidance"),

@@ -24,7 +24,9 @@ START, END = 258, 259
 (NEWLINE,) = TOKENIZER.encode("\n")
 EXPRESSION = "(ab|c[0-9]{2}){1,3}!"
 ANSWER = GrammarCompiler(TOKENIZER).compile(Grammar("regex", EXPRESSION))
-THINKING = Thinking((END,), START, None, (NEWLINE, END), (NEWLINE,))
+EXIT = 256
+OPEN = GrammarCompiler(TOKENIZER).compile(Grammar("regex", EXPRESSION, EXIT))
+THINKING = Thinking((END,), (START,), None, (NEWLINE, END), (NEWLINE,))
 
 
 def matcher(thinking, answer=ANSWER):
@@ -61,7 +63,7 @@ def test_the_grammar_begins_after_the_chain_of_thought():
 
 
 def test_a_budget_closes_the_chain_of_thought():
-    state = matcher(Thinking((END,), None, 3, (NEWLINE, END), (NEWLINE,)))
+    state = matcher(Thinking((END,), (), 3, (NEWLINE, END), (NEWLINE,)))
     for token in (START, 5, 6):
         assert len(allowed(state.masks([], VOCABULARY)[0])) == VOCABULARY - 1
         state.advance(token)
@@ -71,14 +73,14 @@ def test_a_budget_closes_the_chain_of_thought():
     assert NEWLINE in allowed(state.masks([], VOCABULARY)[0])
     assert not state.is_free
     # Without a grammar, the rest is free.
-    state = matcher(Thinking((END,), None, 0, (END,)), None)
+    state = matcher(Thinking((END,), (), 0, (END,)), None)
     assert allowed(state.masks([], VOCABULARY)[0]) == {END}
     state.advance(END)
     assert state.is_free
 
 
-@pytest.mark.parametrize("thinking", [THINKING, Thinking((7, END), None, 4, (7, END))])
-@pytest.mark.parametrize("answer", [ANSWER, None])
+@pytest.mark.parametrize("thinking", [THINKING, Thinking((7, END), (), 4, (7, END))])
+@pytest.mark.parametrize("answer", [ANSWER, OPEN, None])
 def test_masks_along_a_draft_are_those_of_its_tokens_one_by_one(thinking, answer):
     random = Random(1)
     seen = 0
@@ -86,7 +88,7 @@ def test_masks_along_a_draft_are_those_of_its_tokens_one_by_one(thinking, answer
         state, draft = matcher(thinking, answer), []
         expected = [state.masks([], VOCABULARY)[0]]
         for _ in range(12):
-            some = [*allowed(expected[-1]) & {START, END, NEWLINE, 7, *range(60, 70)}]
+            some = [*allowed(expected[-1]) & {START, END, EXIT, NEWLINE, 7, 66}]
             token = random.choice([*some, *allowed(expected[-1])])
             draft.append(token)
             if random.random() < 0.03:
@@ -106,31 +108,36 @@ def test_masks_along_a_draft_are_those_of_its_tokens_one_by_one(thinking, answer
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("answer", [ANSWER, None])
+@pytest.mark.parametrize("answer", [ANSWER, OPEN, None])
 def test_completions_think_within_their_budget_then_match(drafts, answer):
     options = {}
     if drafts:
         index = NGramIndex()
         options["make_proposer"] = lambda _: PromptLookupProposer(index)
         options["draft_length"] = DraftLengthController(fixed=3)
-    thinking = Thinking((END,), None, 9, (NEWLINE, END), (NEWLINE,))
+    thinking = Thinking((END,), (), 9, (NEWLINE, END), (NEWLINE,))
     requests = [
         GenerationRequest(
             [n + 1, 5, 6, 7, 5, 6],
             60,
-            Sampling(temperature=1.0, seed=n),
+            Sampling(temperature=1.0, seed=n, logit_bias=((EXIT, 3.0 * (n % 3)),)),
             frozenset({STOP}),
             grammar=answer,
-            thinking=thinking,
+            thinking=thinking if n % 4 else None,
         )
-        for n in range(6)
+        for n in range(12)
     ]
     found = run(Engine(tiny("llama"), **options), requests)
-    for tokens in found:
-        end = tokens.index(END)
+    exits = 0
+    for request, tokens in zip(requests, found, strict=True):
+        end = tokens.index(END) if request.thinking else -1
         assert end <= 10
         rest = TOKENIZER.decode([t for t in tokens[end + 1 :] if t != STOP]).lstrip()
-        assert not answer or re.fullmatch(EXPRESSION, rest)
+        if answer is OPEN and rest.startswith("<|im_start|>"):
+            exits += not re.search(EXPRESSION, rest)
+        else:
+            assert not answer or re.fullmatch(EXPRESSION, rest)
+    assert (0 < exits < len(found)) == (answer is OPEN)
     plain = run(Engine(tiny("llama")), requests)
     assert found == plain
 
@@ -140,8 +147,8 @@ def test_which_requests_think():
     assert required_thinking(TOKENIZER, begun, has_grammar=False) is None
     assert required_thinking(TOKENIZER, [1, 2], has_grammar=True) is None
     found = required_thinking(TOKENIZER, begun, has_grammar=True)
-    assert found == Thinking((END,), None, None, (NEWLINE, END), (NEWLINE,))
-    assert thinking_of(TOKENIZER, [1, 2], 5).start == START
+    assert found == Thinking((END,), (), None, (NEWLINE, END), (NEWLINE,))
+    assert thinking_of(TOKENIZER, [1, 2], 5).start == (START,)
     other = byte_tokenizer()
     assert required_thinking(other, begun, has_grammar=True) is None
     with pytest.raises(UserError, match="no chain of thought"):

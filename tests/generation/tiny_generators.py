@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 from lmx.generation.generator import Generator
+from lmx.generation.harmony import MARKS
 from mlx.utils import tree_flatten
 
 VOCABULARY = 260  # 256 bytes, then four special tokens
@@ -35,6 +36,13 @@ def thinking_tokenizer(template=None):
     tokenizer = byte_tokenizer(template=template)
     tokenizer._think_start, tokenizer._think_end = "<|end|>", "<|pad|>"
     tokenizer._think_start_tokens, tokenizer._think_end_tokens = (258,), (259,)
+    return tokenizer
+
+
+def harmony_tokenizer(template=None):
+    """A byte tokenizer with the marks of gpt-oss, in a vocabulary of its own size."""
+    tokenizer = byte_tokenizer(eos=("<|im_end|>",), template=template)
+    tokenizer.add_tokens([*MARKS, "<|constrain|>"], special_tokens=True)
     return tokenizer
 
 
@@ -153,6 +161,26 @@ class Scripted:
 
     def make_cache(self):
         return []
+
+
+class Played:
+    """A model that plays tokens back by their position; see `Scripted`."""
+
+    def __init__(self, tokens, vocabulary):
+        self.model, self.args = tiny("llama"), None
+        self.tokens, self.vocabulary = [*tokens, *[0] * 400], vocabulary
+
+    def __call__(self, tokens, cache=None):
+        start = cache[0].offset if cache else 0
+        self.model(tokens % VOCABULARY, cache=cache)
+        following = self.tokens[start + 1 : start + 1 + tokens.shape[1]]
+        row = mx.array(following)[:, None] == mx.arange(self.vocabulary)
+        return mx.broadcast_to(10.0 * row, (len(tokens), *row.shape))
+
+    def make_cache(self):
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self.model)
 
 
 def scripted(text, *, ids=(), **options):

@@ -60,7 +60,9 @@ def requests(kind: str) -> list[GenerationRequest]:
         request.prompt = [*range(7, 70), *request.prompt]
     found[5].prompt = [*range(3, 200)]
     if kind == "grammar":
-        regex = Grammar("regex", "(ab|c[0-9]{2}){1,6}!")
+        regex = Grammar("regex", "(ab|c[0-9]{2}){1,6}!", exit=256)
+        for request in found:
+            request.min_tokens, request.prompt_logprobs = 6, True
         for request in found[::2]:
             request.stop_tokens = frozenset(TOKENIZER.eos_token_ids)
             request.grammar = COMPILER.compile(regex)

@@ -1,8 +1,10 @@
 """Questions of an evaluation: which examples are asked, and their answers."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -70,9 +72,18 @@ class Next:
         return []
 
 
-def answers(records, model=None, tokenizer=None, max_tokens=9, **ranks):
+def answers(
+    records,
+    model=None,
+    tokenizer=None,
+    max_tokens=9,
+    *,
+    thinking_budget=None,
+    **ranks,
+):
     """Answers by prompt of all records as samples, and the work that was counted."""
     questions = Questions.choose(records, len(records), 0, "none")
+    questions.thinking_budget = thinking_budget
     counted = Counter()
     generator = Generator(model or Next(), tokenizer or Letters())
     questions.answer("base", generator, max_tokens, counted.update, **ranks)
@@ -122,6 +133,47 @@ def test_questions_are_asked_as_they_are_trained():
     assert counted == {"tokens": 3, "steps": 5}
     with_template, _ = answers(records, tokenizer=Letters(has_chat_template=True))
     assert with_template == {"A": "DE", "B": "DE", "D": "E"}
+
+
+class Thinker(Letters):
+    """A chain of thought stands between ^ and _; the prompt begins it."""
+
+    has_thinking = True
+    think_start, think_end = "^", "_"
+    think_start_tokens, think_end_tokens = (31,), (32,)
+
+    def encode(self, text, **_):
+        return [ord(c.replace("\n", "@")) - 63 for c in text]
+
+    def rfind_think_start(self, tokens, start=None):
+        return len(tokens) - 1 if tokens and tokens[-1] == 31 else -1
+
+    def apply_chat_template(self, messages, *, tokenize, **options):
+        return f"[{messages[-1]['content']}]" + "^" * options["enable_thinking"]
+
+
+class Ponder(Next):
+    """Thinks ABCDEABCDE... until it is stopped, then answers abc; at once, too."""
+
+    def __call__(self, tokens, cache=None):
+        parts = map(Thinker().encode, ("^ABCDEA", "_abc", "]a"))
+        after = {a: b for part in parts for a, b in pairwise(part)}
+        follows = [[after.get(t, END) for t in row] for row in tokens.tolist()]
+        return mx.array(follows)[..., None] == mx.arange(SIZE)
+
+
+def test_models_think_within_a_budget_before_they_answer():
+    records = [chat("A", "abc"), chat("BB", "abc")]
+    for budget in (None, 0, 3, 12):
+        model, tokenizer = Ponder(), Thinker(has_chat_template=True)
+        found, _ = answers(records, model, tokenizer, 4, thinking_budget=budget)
+        assert found == {"A": "abc", "BB": "abc"}, budget
+
+
+def test_a_model_that_cannot_think_gets_no_budget(tmp_path, base):
+    run = Run(tmp_path, {"evaluate": EVALUATE}, model=base)
+    assert run("stages.evaluate.thinking_budget=8") == 2
+    assert "thinking_budget of evaluate: this model has no chain" in run.log
 
 
 def test_answers_have_a_limit_and_overlong_questions_have_none():
@@ -189,17 +241,32 @@ def test_without_skills_short_answers_and_json_are_questions():
     assert [q.prompt for q in Questions.choose(records, 0, 9, "none").exact] == ["D?"]
 
 
-@pytest.mark.parametrize("kind", ["json", "long"])
-def test_exact_match_of_data_without_skills(tmp_path, base, kind):
-    answer = json.dumps({"device": "lamp", "time": None})
-    row = {"prompt": "On.", "completion": answer if kind == "json" else "on " * 40}
-    run = Run(tmp_path, {"evaluate": EVALUATE | {"latency_tokens": None}}, model=base)
-    (tmp_path / "valid.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+JSON_ANSWER = json.dumps({"device": "lamp", "time": None})
+
+
+@pytest.mark.parametrize(
+    ("answer", "skills", "lines"),
+    [
+        (JSON_ANSWER, [None] * 3, ["device", "time"]),
+        (JSON_ANSWER, ["short", "long", "long"], ["short", "long", "device", "time"]),
+        # One skill is the whole; many are in the report alone.
+        (JSON_ANSWER, ["short"] * 3, ["device", "time"]),
+        (JSON_ANSWER, [*"abcde"], ["device", "time"]),
+        ("on " * 40, [None] * 3, []),
+    ],
+)
+def test_exact_match_by_skill_and_field(tmp_path, base, answer, skills, lines):
+    row = {"prompt": "On.", "completion": answer}
+    rows = [row | ({"skill": skill} if skill else {}) for skill in skills]
+    evaluate = EVALUATE | {"latency_tokens": None, "exact_match": {"samples": 5}}
+    run = Run(tmp_path, {"evaluate": evaluate}, model=base)
+    (tmp_path / "valid.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
     assert run() == 0
     figures = run.json("report.json")["models"]["base"]
-    if kind == "json":
+    shown = re.findall(r"exact match, (\w+) ", run.log)
+    assert sorted(shown) == sorted(lines)
+    if lines:
         assert figures["exact_match"] == 0
-        assert all(f"exact match, {field} " in run.log for field in ("device", "time"))
     else:
         assert "exact_match" not in figures
         assert "exact match is not measured: no answer is JSON or a line" in run.log

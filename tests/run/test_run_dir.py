@@ -1,5 +1,6 @@
 """The run directory: one owner, one recipe, stages complete only if unchanged."""
 
+import errno
 import fcntl
 import json
 import os
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from lmx.errors import UserError
+from lmx.files.artifacts import ArtifactStore
 from lmx.run.run_dir import RunDir
 
 HOLD = """
@@ -113,6 +115,21 @@ def test_open_refuses_a_second_process(path, holder):
     holder.communicate()
     with start(path) as run:
         assert run.crash_note is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_network_disk_without_locks_is_named(path, monkeypatch, number):
+    def refuse(handle, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UserError, match="does not support file locks") as caught:
+        start(path)
+    assert caught.value.hint == "use another folder with output=..."
+    store = ArtifactStore(path / "cache", other_folder="set LMX_CACHE")
+    with pytest.raises(UserError, match="does not support file locks") as caught:
+        store.get_or_make("kind", "key", lambda folder: None)
+    assert caught.value.hint == "set LMX_CACHE"
 
 
 @pytest.fixture

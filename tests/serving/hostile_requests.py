@@ -67,7 +67,7 @@ VALID = [
         },
     ),
     ("/markdown", {"text": "**a** [b](https://c)\n\n- `d`\n\n> ~~e~~"}),
-    (COMPLETIONS, {"prompt": "Once", "max_tokens": 4, "echo": True}),
+    (COMPLETIONS, {"prompt": "Once", "max_tokens": 0, "echo": True, "logprobs": 3}),
     (COMPLETIONS, {"prompt": [[5, 6, 7], [8]], "max_tokens": 4, "logprobs": 2}),
     (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 4, "n": 2, "stream": True}),
 ]
@@ -209,6 +209,9 @@ def extreme_sampling(rng, connection):
         "seed": [0, -1, -(2**63), 2**63, 2**64 - 1, 10**30],
         "priority": [-1000, 1000],
         "logprobs": [0, 20],
+        "min_tokens": [0, 1, 2**31, 2**40],
+        "echo": [True],
+        "max_tokens": [0, 9],
     }
     names = rng.sample(sorted(extremes), rng.randint(1, 5))
     body = {name: rng.choice(extremes[name]) for name in names}

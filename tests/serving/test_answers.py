@@ -103,8 +103,82 @@ def test_echo(server):
     assert whole[0]["text"] == PROMPT + text
     assert whole[1]["text"].startswith("Hi")
     assert joined(server.stream(COMPLETIONS, body)) == whole
-    status, error = server.refused(COMPLETIONS, body | {"logprobs": 1})
-    assert (status, error["param"]) == (400, "echo")
+    # The prompt alone.
+    (choice,) = server.complete("Hi", echo=True, max_tokens=0)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("Hi", "length")
+    status, error = server.refused(COMPLETIONS, {"prompt": "Hi", "max_tokens": 0})
+    assert (status, error["param"]) == (400, "max_tokens")
+
+
+def name_of(tokenizer, token):
+    raw = token_bytes(tokenizer, token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + repr(raw)[2:-1]
+
+
+def check_scores(choice, text, prompt):
+    tokenizer, logprobs = byte_tokenizer(), choice["logprobs"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "length")
+    assert logprobs["tokens"] == [name_of(tokenizer, token) for token in prompt]
+    # Every token is a byte: those of a character begin where it does.
+    places = [n for n, c in enumerate(text) for _ in c.encode()]
+    assert logprobs["text_offset"] == places
+    first, *scores = logprobs["token_logprobs"]
+    none, *tops = logprobs["top_logprobs"]
+    assert first is none is None
+    rows = _reference(prompt)[:-1]
+    for token, score, top, row in zip(prompt[1:], scores, tops, rows, strict=True):
+        assert score == pytest.approx(row[token], abs=1e-4)
+        assert max(top.values()) == pytest.approx(max(row), abs=1e-4)
+        assert top[name_of(tokenizer, token)] == score
+
+
+def test_prompts_are_scored(server):
+    """As lm-eval's local-completions asks, for every form of prompts."""
+    texts, tokenizer = [PROMPT, "Hé ho", "H"], byte_tokenizer()
+    prompts = [tokenizer.encode(text) for text in texts]
+    body = {"echo": True, "logprobs": 2, "max_tokens": 0}
+    together = server.complete(prompts, **body)
+    assert together["usage"]["completion_tokens"] == 0
+    assert server.complete(texts, **body)["choices"] == together["choices"]
+    chunks = server.stream(COMPLETIONS, body | {"prompt": prompts})
+    assert joined(chunks) == together["choices"]
+    for text, prompt, choice in zip(texts, prompts, together["choices"], strict=True):
+        check_scores(choice, text, prompt)
+        for alone in (text, prompt):
+            check_scores(server.complete(alone, **body)["choices"][0], text, prompt)
+    # With tokens of a completion after them.
+    more = {"max_tokens": 3, "ignore_eos": True}
+    (choice,) = server.complete(PROMPT, **body | more)["choices"]
+    bare = server.complete(PROMPT, logprobs=2, **more)["choices"][0]
+    assert choice["text"] == PROMPT + bare["text"]
+    prompt = together["choices"][0]["logprobs"]
+    offsets = bare["logprobs"]["text_offset"]
+    bare["logprobs"]["text_offset"] = [len(PROMPT) + n for n in offsets]
+    for name, values in choice["logprobs"].items():
+        expected = prompt[name] + bare["logprobs"][name]
+        for value, same in zip(values, expected, strict=True):
+            is_close = name.endswith("logprobs")
+            assert value == (pytest.approx(same, abs=1e-4) if is_close else same)
+
+
+def test_too_many_scores_are_refused(server):
+    body = {"prompt": [[1] * 400] * 32, "echo": True, "max_tokens": 0}
+    status, error = server.refused(COMPLETIONS, body | {"logprobs": 20})
+    assert (status, error["param"]) == (400, "logprobs")
+    assert len(server.complete(**body)["choices"]) == 32
+
+
+def test_a_scored_prompt_that_the_model_ends(start):
+    """lm-eval takes the last entry for the token of the completion, always."""
+    server = start(load(lambda: scripted("", ids=[257])[0]))
+    body = {"echo": True, "logprobs": 1, "max_tokens": 1}
+    (choice,) = server.complete("a^", **body)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("a^", "stop")
+    assert choice["logprobs"]["tokens"] == ["a", "^", "<|im_end|>"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
 
 
 # Stop strings
@@ -280,10 +354,17 @@ def test_tokens_of_sentencepiece_keep_their_space(start):
         choice = server.complete(text, **body)["choices"][0]
         assert choice["text"] == " a é"
         logprobs = choice["logprobs"]
-        assert logprobs["tokens"] == [" a", " ", "\ufffd", "\ufffd"]
+        partial = ["bytes:\\xc3", "bytes:\\xa9"]
+        assert logprobs["tokens"] == [" a", " ", *partial]
         assert logprobs["text_offset"] == [0, 2, 3, 3]
         # The token before a text is no part of it.
-        assert server.complete(text, echo=True)["choices"][0]["text"] == "the a é"
+        scored = server.complete(text, echo=True, **body)["choices"][0]
+        assert scored["text"] == "the a é"
+        head = ["<s>", " the"] if text == "the" else [" the"]
+        expected = [*head, " a", " ", *partial, "</s>"]
+        assert scored["logprobs"]["tokens"] == expected
+        places = [*([0] * len(head)), 3, 5, 6, 6, 7]
+        assert scored["logprobs"]["text_offset"] == places
     entries = server.chat("the", logprobs=True, top_logprobs=1)["choices"][0]
     entries = entries["logprobs"]["content"]
     raw = [bytes(entry["bytes"]) for entry in entries]

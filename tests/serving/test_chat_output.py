@@ -5,6 +5,7 @@ import json
 
 import pytest
 from lmx.serving.chat_output import ChatOutputParser
+from lmx.serving.harmony import END
 from lmx.serving.tool_formats import add_tool_format
 from tiny_generators import byte_tokenizer
 
@@ -309,6 +310,60 @@ def test_channels():
     for pieces in _cuts(text):
         message = _message(tokenizer, pieces)
         assert (message["reasoning_content"], message["content"]) == ("\nHm.", "Yes.")
+
+
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
+HARMONY += ("<|return|>", "<|constrain|>")
+HM, YES = "<|channel|>analysis<|message|>Hm. ", "<|channel|>final<|message|>Yes."
+NEXT, COMMENT = "<|end|><|start|>assistant", "<|channel|>commentary"
+TO = "to=functions.weather"
+HEAD, ARGS = f"{COMMENT} {TO}<|message|>", json.dumps(ARGUMENTS)
+
+
+def harmony():
+    tokenizer = _tokenizer(added=HARMONY)
+    add_tool_format(tokenizer)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (HM + NEXT + YES, "Hm. ", "Yes.", 0),
+        (YES + "<|return|>", "", "Yes.", 0),
+        (HM + NEXT + HM + NEXT + YES, "Hm. Hm. ", "Yes.", 0),
+        (f"{HM}{NEXT}{COMMENT}<|message|>So: {NEXT}{YES}", "Hm. ", "So: Yes.", 0),
+        # The function stands after the channel or before it.
+        (f"{COMMENT} {TO} <|constrain|>json<|message|>{ARGS}", "", "", 1),
+        (f"{HM}{NEXT} {TO}{COMMENT} json<|message|>{ARGS}<|call|>", "Hm. ", "", 1),
+        (HEAD + ARGS + NEXT + HEAD + ARGS, "", "", 2),
+        # A function that only the model knows, and a channel that nobody knows.
+        ("<|channel|>analysis to=python code<|message|>1+1", "1+1", "", 0),
+        ("<|channel|>other<|message|>a <b>", "", "a <b>", 0),
+        ("<|message|>Hi", "", "Hi", 0),
+        # No call.
+        (HEAD + "{a<|call|>", "", HEAD + "{a<|call|>", 0),
+        (HEAD + "[1]<|call|>", "", HEAD + "[1]<|call|>", 0),
+    ],
+)
+def test_channels_of_harmony(text, reasoning, content, calls):
+    tokenizer = harmony()
+    for pieces in _cuts(text):
+        message = _message(tokenizer, pieces)
+        assert _calls(message) == [("weather", ARGUMENTS)] * calls, pieces
+        found = message["reasoning_content"], message["content"]
+        assert found == (reasoning, content), pieces
+    # Without tools, a call is text.
+    without = _message(tokenizer, [text], tools=None)["content"]
+    assert without == (ARGS * calls or content.removeprefix(HEAD).replace(END, ""))
+
+
+def test_a_call_of_harmony_that_is_cut_is_text():
+    text = HEAD + ARGS
+    for length in range(len(text)):
+        message = _message(harmony(), [*text[:length], ""], cut=True)
+        assert message["tool_calls"] == []
+        assert message["content"] == (text[:length] if length >= len(HEAD) else "")
 
 
 def test_thoughts_and_calls():

@@ -3,8 +3,10 @@
 import importlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Literal
 
 import jsonschema
+import pydantic
 import pytest
 from lmx.generation.generator import Generator
 from lmx.generation.grammar_matcher import GrammarCompiler
@@ -14,6 +16,7 @@ from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupPro
 from lmx.serving.engine_thread import ServedModel
 from lmx.serving.output_formats import chat_grammar
 from lmx.serving.protocol import ChatCompletionParameters
+from lmx.serving.tool_formats import add_tool_format
 from tiny_generators import thinking_tokenizer, tiny
 from tiny_server import CHAT, COMPLETIONS, TEMPLATE, joined_chat
 
@@ -50,17 +53,22 @@ TOOLS = [
     for name in ("dim", "raise")
 ]
 SHORT = {"max_tokens": 40}
+LLAMA = """{# <|start_header_id|> {"name": n, "parameters": p} #}"""
 THINKING = "{% if add_generation_prompt %}<|end|>\n{% endif %}"
 
 
-def served(parser="json_tools", template=TEMPLATE, *, lookup=False):
-    """A function that loads a random model whose tokenizer has a format of calls."""
+def served(parser="json_tools", template=TEMPLATE, *, lookup=False, mark=None):
+    """A function that loads a random model whose tokenizer has a format of calls.
+
+    Args:
+        mark: a token in place of the mark of a call.
+    """
 
     def load():
         tokenizer = thinking_tokenizer(template)
         module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
         tokenizer._tool_parser = module.parse_tool_call
-        tokenizer._tool_call_start = module.tool_call_start
+        tokenizer._tool_call_start = mark or module.tool_call_start
         tokenizer._tool_call_end = module.tool_call_end
         index = NGramIndex()
         generator = Generator(
@@ -154,65 +162,130 @@ def test_calls_are_forced(server, choice, names):
 def test_forced_calls_have_no_blanks(start):
     """Small models spent all their tokens on them."""
     tokenizer = start(served()).served.generator.tokenizer
+    body = chat(tools=TOOLS, tool_choice="required")
+    grammar = chat_grammar(ChatCompletionParameters.parse(body), tokenizer)
+    compiled = GrammarCompiler(tokenizer).compile(grammar)
 
-    def takes(text, **options):
-        body = chat(tools=TOOLS, **options or {"tool_choice": "required"})
-        grammar = chat_grammar(ChatCompletionParameters.parse(body), tokenizer)
-        matcher = GrammarCompiler(tokenizer).compile(grammar).start({257})
+    def takes(text):
+        matcher = compiled.start({257})
         tokens = tokenizer.encode(f"<tool_call>\n{text}\n</tool_call>")
         return not any(matcher.advance(token) for token in tokens)
 
     call = {"name": "raise", "arguments": {"level": 6}}
     assert takes(json.dumps(call))
-    two = "\n</tool_call>\n<tool_call>\n".join([json.dumps(call)] * 2)
-    assert takes(two, response_format=FORMAT)
-    assert not takes(two, response_format=FORMAT, parallel_tool_calls=False)
-    assert not takes(two)
     assert not takes(json.dumps(call, indent=1))
     assert not takes(json.dumps(call).replace(": 6", ":  6"))
     assert not takes(json.dumps(call).replace("6}", "6 }"))
 
 
-def test_an_answer_follows_its_schema_beside_tools(server):
-    """Agents with an output type send both; a format never refuses the calls."""
-    kinds = set()
-    offered = {"tools": TOOLS, "response_format": FORMAT}
-    for seed in range(2):
-        body = chat(**offered, parallel_tool_calls=False, seed=seed, temperature=20)
-        bias = {str(ord("<")): 9 * (seed % 2), str(ord("{")): 9 * (1 - seed % 2)}
-        message, reason = _answer(server, body | {"logit_bias": bias})
-        kinds.add(reason)
-        if reason == "stop":
-            jsonschema.validate(json.loads(message["content"]), SCHEMA)
-            continue
+def bare():
+    """A model that writes calls as Llama 3 does, without marks."""
+    loaded = served()()
+    tokenizer = loaded.generator.tokenizer
+    tokenizer._tool_call_start = tokenizer._tool_call_end = None
+    tokenizer.chat_template = TEMPLATE + LLAMA
+    add_tool_format(tokenizer)
+    return loaded
+
+
+def test_calls_without_marks(start):
+    """As Llama 3 writes them: forced, and in place of an answer."""
+    server = start(bare, max_tokens=120)
+    options = {"thinking_budget": 5, "tools": TOOLS}
+    for seed in range(3):
+        body = chat(seed=seed, tool_choice="required", **options)
+        message, reason = _answer(server, body)
+        (call,) = message["tool_calls"]
+        parameters = TOOLS[0]["function"]["parameters"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
         assert reason == "tool_calls"
-        (call,) = message["tool_calls"]
-        arguments = json.loads(call["function"]["arguments"])
-        jsonschema.validate(arguments, TOOLS[0]["function"]["parameters"])
-    assert kinds == {"stop", "tool_calls"}
-    # A forced call comes first, and true allows several calls but asks for none.
-    forced = {"tool_choice": "required", "parallel_tool_calls": True}
-    message, _ = _answer(server, chat(**offered | forced))
-    assert len(message["tool_calls"]) == 1
+    # The answer of this schema begins as a call does.
+    answer = {"type": "object", "properties": {"name": {"const": "x"}}}
+    answer |= {"required": ["name"], "additionalProperties": False}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": answer}}
+    kinds = set()
+    for seed in range(8):
+        body = chat(seed=seed, response_format=named, temperature=5, **options)
+        message, _ = _answer(server, body)
+        kinds.add("tool_calls" in message)
+        if "tool_calls" not in message:
+            jsonschema.validate(json.loads(message["content"]), answer)
+    assert kinds == {True, False}
+    body = chat(structured_outputs={"regex": "a"}, **options)
+    assert server.refused(CHAT, body)[1]["param"] == "structured_outputs"
 
 
-def test_schemas_of_forced_calls_refer_to_their_own_definitions(server):
-    """Pydantic writes nested models so."""
-    level = {"$defs": {"Level": {"enum": [1, 2]}}}
-    level |= {"properties": {"a": {"$ref": "#/$defs/Level"}}, "required": ["a"]}
-    level |= {"type": "object", "additionalProperties": False}
-    light = {"type": "function", "function": {"name": "é", "parameters": level}}
-    body = chat(tools=[*TOOLS, light])
-    for choice in ({"type": "function", "function": {"name": "é"}}, "required"):
-        message, _ = _answer(server, body | {"tool_choice": choice})
-        (call,) = message["tool_calls"]
-        if choice != "required":
-            assert call["function"]["name"] == "é"
-            assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
-    light["function"]["parameters"] = {"minLenght": 1}
-    status, error = server.refused(CHAT, body | {"tool_choice": "required"})
-    place = "tools[2].function.parameters"
-    assert (status, error["param"]) == (400, place)
+def test_parameters_with_references_are_forced(server):
+    """As pydantic writes models in models: each function has definitions of its own."""
+    tools = []
+    for name, values in (("é", [1, 2]), ("b", [3, 4])):
+        definitions = {"level": {"enum": values}}
+        schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/level"}}}
+        schema |= {"required": ["n"], "additionalProperties": False}
+        function = {"name": name, "parameters": schema | {"$defs": definitions}}
+        tools.append({"type": "function", "function": function})
+    found = set()
+    for seed in range(8):
+        body = chat(tools=tools, tool_choice="required", seed=seed, temperature=20)
+        message, _ = _answer(server, body)
+        function = message["tool_calls"][0]["function"]
+        found.add(function["name"])
+        values = [1, 2] if function["name"] == "é" else [3, 4]
+        assert json.loads(function["arguments"])["n"] in values
+    assert found == {"é", "b"}
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("parser", ["json_tools", "mistral"])
+def test_an_answer_that_fits_or_a_call(start, parser, lookup):
+    """A model that has tools and a format: the mark of a call, or the format."""
+    mark = "<|im_start|>"
+    server = start(served(parser, lookup=lookup, mark=mark), max_tokens=120)
+    body = chat(tools=TOOLS, response_format=FORMAT, thinking_budget=5)
+    kinds = set()
+    for seed in range(9):
+        bias = {"logit_bias": {"256": seed}} if seed % 3 else {}
+        content = _answer(server, body | bias | {"seed": seed})[0]["content"]
+        kinds.add(content.startswith(mark))
+        if not content.startswith(mark):
+            jsonschema.validate(json.loads(content), SCHEMA)
+    assert kinds == {True, False}
+    # No tools leave no call.
+    none = {"tool_choice": "none", "logit_bias": {"256": 50}, "seed": 1}
+    message, _ = _answer(server, body | none)
+    jsonschema.validate(json.loads(message["content"]), SCHEMA)
+
+
+def test_a_forced_call_leaves_no_answer(server):
+    """And is one call, where OpenAI's default allows several."""
+    options = {"response_format": FORMAT, "parallel_tool_calls": True}
+    body = chat(tools=TOOLS, tool_choice="required", seed=1, **options)
+    assert len(_answer(server, body)[0]["tool_calls"]) == 1
+
+
+def test_choices_without_tools_change_nothing(server):
+    expected = _answer(server, chat(seed=1, **SHORT))
+    for tools in ({}, {"tools": []}, {"tools": None}):
+        for choice in ("none", "auto", None):
+            body = chat(seed=1, tool_choice=choice, **tools, **SHORT)
+            assert _answer(server, body) == expected
+
+
+@pytest.mark.filterwarnings("ignore:uniqueItems is not enforced")
+def test_a_set_of_pydantic_is_a_list_of_its_items(server):
+    class Lamps(pydantic.BaseModel, extra="forbid"):
+        rooms: Annotated[set[Literal["den", "hall"]], pydantic.Field(max_length=4)]
+
+    schema = Lamps.model_json_schema()
+    assert schema["properties"]["rooms"]["uniqueItems"]
+    function = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = {"tools": [function], "tool_choice": "required"}
+    message, _ = _answer(server, chat(**tool, seed=1))
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    message, _ = _answer(server, chat(response_format=named, seed=1))
+    for text in (arguments, message["content"]):
+        assert Lamps.model_validate_json(text).rooms <= {"den", "hall"}
 
 
 def _answer(server, body):
@@ -231,13 +304,9 @@ WRONG = [
         {"response_format": FORMAT, "structured_outputs": {"regex": "a"}},
         "structured_outputs",
     ),
-    (
-        {"structured_outputs": {"regex": "a"}, "tools": TOOLS},
-        "structured_outputs",
-    ),
+    ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
     ({"structured_outputs": {"regex": "a{9"}}, "structured_outputs"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": "auto"}, "tool_choice"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": False, "stream_options": {}}, "stream_options"),
     ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
@@ -295,9 +364,8 @@ def test_a_switch_of_the_template_leaves_the_chain_of_thought_out(start):
 
 def test_other_formats_of_calls_are_not_forced(start):
     server = start(served("pythonic"))
-    for options in ({"tool_choice": "required"}, {"response_format": FORMAT}):
-        body = chat(tools=TOOLS, **options)
-        assert server.refused(CHAT, body)[1]["param"] == "tool_choice"
+    body = chat(tools=TOOLS, tool_choice="required")
+    assert server.refused(CHAT, body)[1]["param"] == "tool_choice"
 
 
 def test_completions_take_formats_of_every_prompt(server):

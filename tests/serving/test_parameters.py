@@ -28,6 +28,7 @@ IGNORED_VALUES = {name: "x" for name in IGNORED} | {
 BOTH = {
     "model": [1],
     "max_tokens": [0, -2, 1.5, "8", True, 2**40],
+    "min_tokens": [-1, "5", 1.5, True, 2**40],
     "temperature": [-0.1, "1", True, 1e999, 101],
     "top_p": [0, 1.1, "1"],
     "top_k": [-2, 1.5, "3"],
@@ -108,6 +109,24 @@ def test_parameters_that_only_tune_change_nothing(server, path):
     assert answer["choices"] == plain
     status, _ = server.refused(path, BODIES[path] | {"metadata": 5})
     assert status == 400
+
+
+def test_min_tokens(server):
+    ends = {"stop_token_ids": [*range(0, 256, 2)], "max_tokens": 12}
+    texts = {least: server.complete(min_tokens=least, **ends) for least in (0, 5, 12)}
+    counts = {n: each["usage"]["completion_tokens"] for n, each in texts.items()}
+    assert counts[0] < 5 < counts[5] <= counts[12] == 12
+    assert texts[12]["choices"][0]["finish_reason"] == "length"
+    # Stop texts, too.
+    stop = server.complete()["choices"][0]["text"][:1]
+    chat = server.chat(min_tokens=12, stop=[stop], **ends)
+    assert chat["usage"]["completion_tokens"] == 12
+    assert server.complete(stop=stop)["choices"][0]["text"] == ""
+    longer = server.complete(stop=stop, min_tokens=3)["choices"][0]["text"]
+    assert longer.startswith(stop)
+    for body in ({"max_tokens": 4}, {"max_tokens": 4, "n": 2}):
+        status, error = server.refused(CHAT, BODIES[CHAT] | body | {"min_tokens": 5})
+        assert (status, error["param"]) == (400, "min_tokens")
 
 
 def _text(server, **body):

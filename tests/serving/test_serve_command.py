@@ -8,6 +8,8 @@ import time
 
 import httpx
 import pytest
+from lmx.errors import UserError
+from lmx.serving.server import ModelServer
 from raw_http import connect, request
 from tiny_generators import Generator, byte_tokenizer, tiny, write_folder
 from tiny_server import COMPLETIONS, TEMPLATE
@@ -205,6 +207,18 @@ def test_a_server_that_does_not_start(folder, options, words):
     assert result.returncode == 2, result
     assert words.replace("{used}", port) in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_two_servers_share_no_port(monkeypatch):
+    """On macOS SO_REUSEADDR lets a second one have it, as SO_REUSEPORT on Linux."""
+    monkeypatch.setattr(socket, "SO_REUSEADDR", socket.SO_REUSEPORT)
+    with socket.socket() as used:
+        used.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        port = used.getsockname()[1]
+        with pytest.raises(UserError, match="address already in use"):
+            ModelServer(None, host="127.0.0.1", port=port, service=None, http=None)
 
 
 def test_a_folder_that_is_no_model(tmp_path):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 import pytest
+from lmx.cpu import memory
 from lmx.data.batching import BucketBatchSampler
 from lmx.errors import Interrupted, UserError
 from lmx.files import artifacts
@@ -293,6 +294,19 @@ def test_resume_refuses_changed_examples(tmp_path):
     trainer.batches = make_batches(seed=9)
     with pytest.raises(UserError, match="examples or rewards have changed"):
         trainer.train()
+
+
+def test_metal_keeps_less_of_freed_arrays_during_the_training(tmp_path, monkeypatch):
+    limits = [999]
+
+    def set_limit(limit):
+        limits.append(limit)
+        return limits[-2]
+
+    monkeypatch.setattr(mx, "device_info", lambda: {memory.WORKING_SET: 8000})
+    monkeypatch.setattr(mx, "set_cache_limit", set_limit)
+    make_trainer(tmp_path / "run", steps=1).train()
+    assert limits == [999, 2000, 999]
 
 
 def test_seed_changes_dropout(tmp_path, expected):

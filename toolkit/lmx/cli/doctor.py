@@ -1,11 +1,13 @@
 """`lmx doctor`: versions, device, BLAS, measured speed, cache and Hub."""
 
 import argparse
+import json
 import os
 import platform
 import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from .. import cpu
 from ..data import cache
@@ -18,30 +20,68 @@ from ..version import __version__
 MATMUL_WIDTH = 1024
 # Bytes: a token of a small model, a prompt, the gradients of a large adapter.
 ALL_REDUCED = (1 << 13, 1 << 20, 1 << 25)
+TF32 = "MLX_ENABLE_TF32"
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is measured."""
     parser.description = "Show hardware, versions and measured speed."
-    parser.add_argument(
-        "--distributed",
-        action="store_true",
-        help="measure the network between the processes that mlx.launch started",
-    )
+    kinds = parser.add_mutually_exclusive_group()
+    for group, flag, meaning in (
+        (kinds, "--distributed", "measure the network between processes of mlx.launch"),
+        (
+            kinds,
+            "--verify",
+            "in minutes: check results against plain operations, and measure the speed "
+            "beside mlx_lm's, with a table and JSON for a report",
+        ),
+        (parser, "--quick", "with --verify: on smaller models, one run of each"),
+        (parser, "--json", "print JSON, for a report"),
+    ):
+        group.add_argument(flag, action="store_true", help=meaning)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print one line per fact; the exit code is 0.
+    """Print one line per fact; the exit code is 0, or 1 if a check fails.
 
     Raises:
-        UserError: there is one process, and its network is asked for.
+        UserError: there is one process, and its network is asked for; or an option
+            that does nothing without another one.
     """
+    if arguments.quick and not arguments.verify:
+        raise UserError("--quick needs --verify")
     if arguments.distributed:
         return _doctor_of_network()
-    import mlx.core as mx
-    from huggingface_hub import constants, get_token
+    if arguments.verify:
+        from .verification import verify
 
-    from ..pipeline.work import rates
+        # Read by MLX at its first product. Rounded products would hide small faults.
+        os.environ.setdefault(TF32, "0")
+        facts = [*_machine(), (TF32, os.environ[TF32])]
+        if not arguments.json:
+            _write(facts)
+        return verify(_shareable(facts), quick=arguments.quick, as_json=arguments.json)
+    facts = [*_machine(), *_measured()]
+    if arguments.json:
+        terminal.write_out(json.dumps(_shareable(facts)) + "\n")
+    else:
+        _write(facts)
+    return 0
+
+
+def _write(facts: list[tuple[str, str]]) -> None:
+    for label, value in facts:
+        terminal.write_out(f"{label:<18}{value}\n")
+
+
+def _shareable(facts: list[tuple[str, str]]) -> dict[str, str]:
+    """Facts by label, without the name of the user in paths."""
+    return {label: value.replace(str(Path.home()), "~") for label, value in facts}
+
+
+def _machine() -> list[tuple[str, str]]:
+    """Versions and hardware, by label."""
+    import mlx.core as mx
 
     status, device = cpu.enable(), mx.default_device()
     info = ", ".join(f"{k} {v}" for k, v in mx.device_info().items())
@@ -51,18 +91,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         "BLAS threads": status.blas.threads,
         "BLAS reason": status.blas.reason,
     }
-    # Speed of matrix products, of memory, and of the work that dry runs count.
-    a, b = mx.random.normal((2, MATMUL_WIDTH, MATMUL_WIDTH), key=mx.random.key(0))
-    flops = 2 * MATMUL_WIDTH**3 / shortest_time(lambda: mx.eval(a @ b))
-    bandwidth = measure_memory_bandwidth()
-    speeds = []
-    for dtype in [mx.float32] if cpu.on_cpu() else [mx.float32, mx.bfloat16]:
-        amounts = asdict(rates(dtype, again=True))
-        solved, name = amounts.pop("solved"), str(dtype).rpartition(".")[2]
-        text = ", ".join(f"{k} {v / 1e9:,.3g} GFLOP/s" for k, v in amounts.items())
-        text += f", solved {solved / 1e6:,.3g} M weights/s ({name})"
-        speeds.append(("dry runs", text))
-    facts = [
+    return [
         ("lmx", __version__),
         ("Python", f"{platform.python_version()} ({sys.executable})"),
         *((name, _version(name)) for name in ("mlx", "mlx-lm")),
@@ -73,6 +102,29 @@ def doctor(arguments: argparse.Namespace) -> int:
         ("BLAS", status.blas.name),
         ("CPU functions", "replaced" if status.fast_functions else "MLX's own"),
         *((label, str(value)) for label, value in blas.items() if value),
+    ]
+
+
+def _measured() -> list[tuple[str, str]]:
+    """Measured speed, the cache and the Hub, by label."""
+    import mlx.core as mx
+    from huggingface_hub import constants, get_token
+
+    from ..pipeline.work import rates
+
+    # Speed of matrix products, of memory, and of the work that dry runs count.
+    a, b = mx.random.normal((2, MATMUL_WIDTH, MATMUL_WIDTH), key=mx.random.key(0))
+    flops = 2 * MATMUL_WIDTH**3 / shortest_time(lambda: mx.eval(a @ b))
+    bandwidth = measure_memory_bandwidth()
+    speeds = []
+    for dtype in [mx.float32] if cpu.on_cpu() else [mx.float32, mx.bfloat16]:
+        amounts = asdict(rates(dtype, again=True))
+        solved, name = amounts.pop("solved"), str(dtype).rpartition(".")[2]
+        text = ", ".join(f"{k} {v / 1e9:,.3g} GFLOP/s" for k, v in amounts.items())
+        text += f", solved {solved / 1e6:,.3g} M weights/s ({name})"
+        label = "dry runs" if dtype == mx.float32 else "dry runs, 16 bits"
+        speeds.append((label, text))
+    return [
         ("matmul", f"{flops / 1e9:,.0f} GFLOP/s (float32, 1024 x 1024)"),
         ("memory bandwidth", f"{bandwidth / 1e9:,.1f} GB/s (reading)"),
         *speeds,
@@ -80,9 +132,6 @@ def doctor(arguments: argparse.Namespace) -> int:
         ("Hub offline", "yes" if constants.HF_HUB_OFFLINE else "no"),
         ("Hub token", "present" if get_token() else "none"),
     ]
-    for label, value in facts:
-        terminal.write_out(f"{label:<18}{value}\n")
-    return 0
 
 
 def _doctor_of_network() -> int:

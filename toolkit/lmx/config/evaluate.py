@@ -51,6 +51,10 @@ class EvaluateConfig(ConfigModel):
     max_tokens: int = Field(48, ge=1)
     """Maximum tokens of a generated answer, of samples too. Answers of GSM8K need about
     256."""
+    thinking_budget: int | None = Field(None, ge=0, examples=[512])
+    """Let models think before they answer, for at most this many tokens, which are none
+    of `max_tokens`. Answers are compared without the chain of thought. None = models
+    with a switch do not think."""
     num_samples: int = Field(4, ge=0)
     """Examples for which the report shows the output of every model."""
     latency_tokens: int | None = Field(None, ge=8, examples=[64])

@@ -17,7 +17,7 @@ class ExactMatch:
     """Exact-match rates between 0 and 1.
 
     Attributes:
-        by_skill: number of correct answers and of questions, by skill.
+        by_skill: rate and stderr of the answers, and number of questions, by skill.
         by_field: rate and stderr of the values, by key of the expected JSON objects;
             without keys of few answers, which are data.
         correct: 1 or 0 for every question, in order.
@@ -25,7 +25,7 @@ class ExactMatch:
 
     overall: float
     stderr: float
-    by_skill: dict[str, tuple[int, int]]
+    by_skill: dict[str, dict[str, float]]
     by_field: dict[str, dict[str, float]]
     correct: list[int]
 
@@ -60,7 +60,10 @@ def measure_exact_match(
             by_field[key].append(int(is_right))
     return ExactMatch(
         *_rate(correct).values(),
-        {key: (sum(each), len(each)) for key, each in sorted(by_skill.items())},
+        {
+            key: _rate(each) | {"questions": len(each)}
+            for key, each in sorted(by_skill.items())
+        },
         {
             key: _rate(each)
             for key, each in by_field.items()

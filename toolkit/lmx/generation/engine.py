@@ -8,7 +8,7 @@ tokens. So a long prompt does not block the others.
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ from .kv_cache.batch import CacheBatch, OneRow, join, padded
 from .kv_cache.eviction import KVLimit
 from .kv_cache.prefix import PrefixCache
 from .kv_cache.sequence import KVBits
-from .logprobs import token_logprobs
+from .logprobs import prompt_logprobs, token_logprobs
 from .model_facts import ModelFacts
 from .prefill import PrefillPass
 from .sampler import sample_rows
@@ -74,7 +74,6 @@ class Engine:
         self._has_warned = False  # of a broken draft model
         self._launch_seconds = 0.0
         self._steps = 0
-        self._wired = ExitStack()
 
     @property
     def idle(self) -> bool:
@@ -143,7 +142,6 @@ class Engine:
         if request.max_tokens < 1:
             return
         if self.idle:
-            self._wired.enter_context(wired_limit())
             self.scheduler.measure_memory()
         self.scheduler.add(request)
 
@@ -232,7 +230,6 @@ class Engine:
 
     def _rest(self) -> None:
         self._rows, self._next_tokens = None, mx.zeros(0, mx.int32)
-        self._wired.close()
 
     # Rows
 
@@ -287,9 +284,14 @@ class Engine:
             if sequence.emitted and sequence.state.length == sequence.prompt_end:
                 sequence.state.end_prompt()
             rows = join(rows, sequence.state)
-        tokens, counts = padded([s.tokens[s.state.length : end] for s, end in pairs])
-        rows.forward(tokens, counts if len(counts) > 1 else None)
+        starts = [sequence.state.length for sequence in prompts.sequences]
+        places = zip(starts, pairs, strict=True)
+        tokens, counts = padded([s.tokens[at:end] for at, (s, end) in places])
+        logits = rows.forward(tokens, counts if len(counts) > 1 else None)
         for row, (sequence, end) in enumerate(pairs):
+            if sequence.scores_prompt:
+                own, start = logits[row : row + 1, : counts[row]], starts[row]
+                sequence.prompt_logprobs += prompt_logprobs(sequence, own, start)
             sequence.state = state = rows.extract(row)
             state.evaluate(wait=prompts.waits)
             is_end = end in (sequence.matched, len(sequence.tokens) - 1)
@@ -490,17 +492,3 @@ class Engine:
 def _padded(rows: Sequence[mx.array], width: int) -> mx.array:
     """Rows of tokens [B, width], padded on the right."""
     return mx.stack([mx.pad(row, (0, width - len(row))) for row in rows])
-
-
-@contextmanager
-def wired_limit() -> Iterator[None]:
-    """Keep the weights resident on Apple GPUs. Decoding is slow when they page out."""
-    if not mx.metal.is_available():
-        yield
-        return
-    previous = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
-    try:
-        yield
-    finally:
-        mx.synchronize()  # the limit must not change while a step is running
-        mx.set_wired_limit(previous)

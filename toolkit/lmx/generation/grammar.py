@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from ..config.messages import nearest
 from ..errors import UserError
-from .json_schema import check_schema
+from .json_schema import check_schema, enforced
 from .lark_grammar import check_lark
 
 MAX_CHARACTERS = 1 << 18
@@ -25,6 +25,8 @@ class Grammar:
 
     Attributes:
         kind: how `source` is written. Lark grammars are those of llguidance.
+        exit: a token that may come first, and what follows it is free; None = there is
+            none.
 
     Raises:
         UserError: it is too long, or a Lark grammar with too long a chain of rules or
@@ -33,6 +35,7 @@ class Grammar:
 
     kind: Literal["json_schema", "regex", "lark"]
     source: str
+    exit: int | None = None
 
     def __post_init__(self):
         if len(self.source) > MAX_CHARACTERS:
@@ -53,7 +56,7 @@ class Grammar:
         try:
             schema = json.loads(schema) if isinstance(schema, str) else schema
             check_schema(schema, place)
-            return cls("json_schema", json.dumps(schema, allow_nan=False))
+            return cls("json_schema", json.dumps(enforced(schema), allow_nan=False))
         except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"not JSON: {error}", place=place) from error
 

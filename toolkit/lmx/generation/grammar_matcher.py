@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import UserError, library_errors
 from .grammar import Grammar
+from .lark_grammar import LOOSE
 
 Matcher = Any
 """llguidance.LLMatcher. The library is imported when the first grammar is compiled."""
@@ -29,8 +30,6 @@ STACK_BYTES = 256 << 20
 overflows ends the process. The longest chain of MAX_CHARACTERS fits."""
 MAX_COMPILED = 64
 """Compiled grammars that are kept."""
-WHITESPACE = r"[ \t\r\n]{1,20}"
-"""Between the tokens of JSON. Small models write spaces forever where they may."""
 LIMITS = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -86,9 +85,8 @@ class GrammarCompiler:
 
         with library_errors(f"{NAMES[kind]} is refused", place="grammar"):
             if kind == "json_schema":
-                options = {"whitespace_pattern": WHITESPACE, "lenient": False}
                 source = LLMatcher.grammar_from_json_schema(
-                    grammar.source, overrides=options
+                    grammar.source, overrides=LOOSE
                 )
             elif kind == "regex":
                 source = LLMatcher.grammar_from_regex(grammar.source)
@@ -186,17 +184,19 @@ class GrammarMatcher:
         is_free: whether any token may follow, until the end.
     """
 
-    is_free = False
-
     def __init__(self, grammar: CompiledGrammar, stop_tokens: Collection[int]):
         self.error: UserError | None = None
+        self.is_free = False
+        self._exit = grammar.grammar.exit  # None after the first token
         self._matcher = grammar.matcher.deep_copy()
         self._eos_tokens = grammar.eos_tokens
         self._stop_tokens = stop_tokens
 
     def advance(self, token: int) -> UserError | None:
         """Append a token to the text; returns the error, if any."""
-        if not self.error and token not in self._stop_tokens:
+        self.is_free = self.is_free or token == self._exit
+        self._exit = None
+        if not (self.is_free or self.error or token in self._stop_tokens):
             try:
                 with _matcher_errors(self._matcher):
                     self._matcher.consume_token(token)
@@ -213,11 +213,17 @@ class GrammarMatcher:
             error and after a stop token.
         """
         everything = np.full(-(-vocab_size // 32), ALL)
+        if self.is_free:
+            return np.stack([everything] * (len(draft) + 1))
         try:
             masks = [self._mask(self._matcher, vocab_size)]
         except UserError as error:
             self.error = error
             return everything[None]
+        if self._exit is not None:
+            set_bit(masks[0], self._exit, True)
+            if len(draft) and draft[0] == self._exit:
+                return np.stack([*masks, *[everything] * len(draft)])
         # An error along the draft must not reach the text, which may go elsewhere.
         matcher = self._matcher.deep_copy() if len(draft) else self._matcher
         for token in draft:

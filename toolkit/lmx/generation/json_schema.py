@@ -4,6 +4,7 @@ llguidance enforces these keywords of draft 2020-12. It ignores a keyword that i
 not know, as the standard says, so a misspelt one would have no effect.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -38,8 +39,12 @@ ANNOTATIONS = {
     # The oneOf next to it says the same.
     "discriminator",
 }
+UNENFORCED = {"uniqueItems"}
+"""Accepted with a warning: clients write it for a set (pydantic), and read a set that
+has an item twice. Only an item that is complete shows that it is one too many."""
 NUMERIC = NUMBERS | {"minimum", "maximum", "multipleOf", "enum", "const"}
-KEYWORDS = SCHEMA_MAPS | SCHEMA_LISTS | SCHEMAS | NUMBERS | ENFORCED | ANNOTATIONS
+KEYWORDS = SCHEMA_MAPS | SCHEMA_LISTS | SCHEMAS | NUMBERS
+KEYWORDS |= ENFORCED | ANNOTATIONS | UNENFORCED
 
 
 def check_schema(schema: Any, place: str) -> None:
@@ -77,6 +82,25 @@ def check_schema(schema: Any, place: str) -> None:
         below[id(schema)] = [id(each) for each, _, _ in inner]
         waiting += inner
     require_short_chain(id(root), below, top)
+
+
+def enforced(schema: Any) -> Any:
+    """A checked schema as llguidance takes it: without `UNENFORCED`, with a warning."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {k: value for k, value in schema.items() if k not in UNENFORCED}
+    for keyword in schema.keys() & UNENFORCED:
+        if schema[keyword]:
+            message = f"{keyword} is not enforced: items may come twice"
+            warnings.warn(message, stacklevel=2)
+    for keyword, value in kept.items():
+        if keyword in SCHEMA_MAPS:
+            kept[keyword] = {name: enforced(each) for name, each in value.items()}
+        elif keyword in SCHEMA_LISTS and isinstance(value, list):
+            kept[keyword] = [*map(enforced, value)]
+        elif keyword in SCHEMAS:
+            kept[keyword] = enforced(value)
+    return kept
 
 
 def require_short_chain(
@@ -135,6 +159,8 @@ def _check_keyword(keyword: str, value: Any, place: str) -> None:
             place=place,
             hint=nearest(keyword, sorted(KEYWORDS - ANNOTATIONS)),
         )
+    if keyword in UNENFORCED and not isinstance(value, bool):
+        raise UserError(f"{keyword} must be true or false", place=place)
     if keyword in NUMBERS and isinstance(value, bool):
         raise UserError(f"{keyword} must be a number", place=place)
     if keyword in NUMERIC and any(abs(x) > MAX_NUMBER for x in _numbers(value)):

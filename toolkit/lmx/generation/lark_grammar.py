@@ -9,7 +9,10 @@ from .json_schema import check_schema, require_short_chain
 TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 SCHEMA = re.compile(r"%json\s*(?={)")
 DEFINITION = re.compile(r"^[ \t?!]*([A-Za-z_]\w*)[^\n:|]*:", re.MULTILINE)
-# An option of llguidance: JSON as json.dumps writes it, without other spaces.
+WHITESPACE = r"[ \t\r\n]{1,20}"
+"""Between the tokens of JSON. Small models write spaces forever where they may."""
+# Options of llguidance: JSON as it may be, and as json.dumps writes it.
+LOOSE = {"whitespace_pattern": WHITESPACE, "lenient": False}
 TIGHT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -29,7 +32,7 @@ def check_lark(source: str, place: str) -> None:
             schema, at = decoder.raw_decode(source, at)
         except (ValueError, RecursionError):
             continue
-        if schema.get("x-guidance") == TIGHT:
+        if schema.get("x-guidance") in (LOOSE, TIGHT):
             del schema["x-guidance"]
         check_schema(schema, f"{place}.%json")
     rules = TEXTS.sub(" ", " ".join([*parts, source[at:]]))

@@ -9,6 +9,9 @@ from ..models.top_k import top_k_indices
 from .sampling import filter_logits
 from .sequence import NO_LOGPROBS, RunningSequence, TokenLogprobs
 
+SCORED = 64
+"""Positions of a prompt whose float32 logits are in memory at once."""
+
 
 @dataclass(frozen=True)
 class BatchLogprobs:
@@ -66,14 +69,38 @@ def token_logprobs(
         return None
     if "processed" in kinds:
         logits = _processed(sequences, logits, allowed, counts)
-    logits = logits.astype(mx.float32)
-    norms = mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1) - norms
-    arrays = [chosen[..., 0]]
     wanted = tuple(
         None if s.request.logprobs is None else s.request.top_logprobs
         for s in sequences
     )
+    return _of_tokens(logits, tokens, wanted)
+
+
+def prompt_logprobs(
+    sequence: RunningSequence, logits: mx.array, start: int
+) -> list[TokenLogprobs]:
+    """Log-probabilities of the n tokens of a prompt after a position.
+
+    Args:
+        logits: [1, n, V] of the model, from this position.
+    """
+    scores = []
+    for first in range(0, logits.shape[1], SCORED):
+        part = logits[:, first : first + SCORED]
+        at = start + first + 1
+        tokens = mx.array([sequence.tokens[at : at + part.shape[1]]], mx.int32)
+        (row,) = _of_tokens(part, tokens, (sequence.request.top_logprobs,)).read()
+        scores += row
+    return scores
+
+
+def _of_tokens(
+    logits: mx.array, tokens: mx.array, wanted: tuple[int | None, ...]
+) -> BatchLogprobs:
+    logits = logits.astype(mx.float32)
+    norms = mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1) - norms
+    arrays = [chosen[..., 0]]
     if most := max(count or 0 for count in wanted):
         best = top_k_indices(logits, most)
         arrays += [best, mx.take_along_axis(logits, best, axis=-1) - norms]

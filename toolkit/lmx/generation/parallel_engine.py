@@ -9,7 +9,7 @@ a checksum of the tokens so far.
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from math import inf
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..models.pipeline_parallel import is_divided_by_layers, own_layers
 from .engine import Engine
 from .grammar import Grammar
 from .grammar_matcher import CompiledGrammar
-from .kv_cache.prefix import PrefixCache
+from .kv_cache.prefix import PrefixCache, PrefixNode
 from .kv_cache.sequence import KVBits
 from .sampling import Sampling
 from .sequence import GenerationRequest, TokenOutput
@@ -80,16 +80,18 @@ class ParallelEngine(Engine):
         # not on one of them later. Ranks with different layers agree on what fits.
         cache = self.new_cache()
         memory = available_memory() if kv_memory is None else kv_memory
-        own = memory, prefixes.max_bytes, cache.snapshot_bytes
-        of_ranks = ranks.gather_objects([*own, *cache.bytes_by_capacity().items()])
-        memories, max_bytes, snapshots = zip(
-            *(each[:3] for each in of_ranks), strict=True
+        sizes = cache.bytes_by_capacity()
+        node = PrefixNode(np.zeros(1), cache.positions(0, 1), snapshot=cache.snapshot())
+        own = memory, prefixes.max_bytes, cache.snapshot_bytes, len(node.arrays)
+        of_ranks = ranks.gather_objects([*own, *sizes.items()])
+        memories, max_bytes, snapshots, arrays = zip(
+            *(each[:4] for each in of_ranks), strict=True
         )
         self.scheduler.kv_memory, prefixes.max_bytes = min(memories), min(max_bytes)
-        self._facts.capacities = capacities = [dict(each[3:]) for each in of_ranks]
+        self._facts.capacities = capacities = [dict(each[4:]) for each in of_ranks]
         if is_divided_by_layers(model):
             per_token = max(int(sizes.get(inf, 0)) for sizes in capacities)
-            prefixes.sizes = per_token, max(snapshots)
+            prefixes.sizes = per_token, max(snapshots), max(arrays)
 
     @property
     def idle(self) -> bool:
@@ -199,6 +201,6 @@ def _encoded(request: GenerationRequest) -> dict:
         "prompt": [*map(int, request.prompt)],
         "sampling": asdict(request.sampling),
         "stop_tokens": sorted(map(int, request.stop_tokens)),
-        "grammar": grammar and [grammar.kind, grammar.source],
+        "grammar": grammar and [*astuple(grammar)],
         "thinking": request.thinking and asdict(request.thinking),
     }

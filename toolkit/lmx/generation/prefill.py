@@ -69,6 +69,8 @@ class PrefillGroup:
         """
         if self.prefix_cache is None or not self.pending or sequence.state:
             return False
+        if sequence.scores_prompt:
+            return False
         tokens, adapter = sequence.tokens, sequence.adapter
         end = self.prefix_cache.match(tokens, adapter) + PASS_TOKENS + 1
         return len(tokens) >= end and any(

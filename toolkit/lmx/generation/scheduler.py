@@ -262,7 +262,9 @@ class Scheduler:
                 count = self.facts.kv_limit.reusable(len(sequence.request.prompt))
                 tokens = tokens[:count]
                 sequence.selected_at = sequence.prompt_end if sequence.emitted else 0
-            if self.prefix_cache:
+            if sequence.scores_prompt:
+                sequence.state = self.facts.new_cache(sequence.adapter)
+            elif self.prefix_cache:
                 sequence.state, matched = self.prefix_cache.fetch(
                     tokens, partial(self.facts.new_cache, sequence.adapter)
                 )

@@ -11,6 +11,7 @@ from ..errors import UserError
 from ..models.lora.multi_lora import BASE
 from .grammar_matcher import CompiledGrammar, GrammarMatcher
 from .kv_cache.sequence import CacheState
+from .min_tokens import MinTokensMatcher
 from .sampler import Sampler
 from .sampling import Sampling
 from .speculative.proposer import Proposer
@@ -27,9 +28,13 @@ class GenerationRequest:
         logprobs: which log-probabilities of its tokens are wanted: "raw" under the
             distribution of the model, "processed" under the one that is sampled.
         top_logprobs: of so many most likely tokens they are wanted too.
+        prompt_logprobs: "raw" ones of the tokens of the prompt are wanted, too. Its
+            first token has none.
         priority: requests with a smaller number start first.
         adapter: the name of one of the engine's adapters; None = the model itself.
         grammar: the completion has to match it, from `GrammarCompiler.compile`.
+        min_tokens: no stop token comes before so many others, unless the grammar
+            allows nothing else.
         thinking: the chain of thought before what has to match the grammar; None = the
             completion has none, or it is not limited.
 
@@ -43,10 +48,12 @@ class GenerationRequest:
     stop_tokens: Collection[int] = frozenset()
     logprobs: Literal["raw", "processed"] | None = None
     top_logprobs: int = 0
+    prompt_logprobs: bool = False
     priority: int = 0
     adapter: str | None = None
     grammar: CompiledGrammar | None = None
     thinking: Thinking | None = None
+    min_tokens: int = 0
 
     def __post_init__(self):
         if self.grammar and not self.stop_tokens:
@@ -82,6 +89,8 @@ class TokenOutput:
     Attributes:
         is_draft: whether it is an accepted draft token.
         cached_tokens: tokens of the prompt that the prefix cache had.
+        prompt_logprobs: of the tokens of the prompt after the first one, if they are
+            wanted, with the first token of the completion.
     """
 
     request: GenerationRequest
@@ -91,6 +100,7 @@ class TokenOutput:
     is_draft: bool = False
     cached_tokens: int = 0
     error: UserError | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
     @property
     def logprob(self) -> float | None:
@@ -111,6 +121,7 @@ class RunningSequence:
         selected_at: `prompt_end`, if keys are selected there and more tokens have to be
             processed after it; else 0.
         cached_tokens: tokens of the prompt that the prefix cache gave.
+        prompt_logprobs: of the tokens of the prompt so far, if they are wanted.
         tokens: of the prompt and the completion so far.
         sampler: None before the first step.
         grammar: how far its completion has come in the grammar of the request.
@@ -127,9 +138,10 @@ class RunningSequence:
     matched: int = 0
     selected_at: int = 0
     cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     proposer: Proposer | None = None
     sampler: Sampler | None = None
-    grammar: GrammarMatcher | ThinkingMatcher | None = None
+    grammar: GrammarMatcher | ThinkingMatcher | MinTokensMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     launched: int = 0
     draft: mx.array | None = None
@@ -144,6 +156,9 @@ class RunningSequence:
             self.grammar = request.grammar.start(request.stop_tokens)
         if request.thinking:
             self.grammar = request.thinking.begin(self.grammar, request.stop_tokens)
+        if request.min_tokens:
+            stop_tokens, count = request.stop_tokens, request.min_tokens
+            self.grammar = MinTokensMatcher(self.grammar, stop_tokens, count)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -156,6 +171,12 @@ class RunningSequence:
         return len(self.request.prompt) - 1
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are missing: no cache has them."""
+        is_whole = len(self.prompt_logprobs) == self.prompt_end
+        return self.request.prompt_logprobs and not is_whole
+
+    @property
     def emitted(self) -> int:
         """Tokens of the completion so far."""
         return len(self.tokens) - len(self.request.prompt)
@@ -166,7 +187,10 @@ class RunningSequence:
         return self.request.max_tokens - self.emitted
 
     def has_prompt_of(self, other: "RunningSequence") -> bool:
-        """Whether another request has the same tokens and the same adapter."""
+        """Whether another request has the same tokens and the same adapter, and its
+        cache is all that this one needs."""
+        if self.scores_prompt or other.scores_prompt:
+            return False
         is_alike = self.tokens == other.tokens and self.adapter == other.adapter
         return is_alike and self.prompt_end == other.prompt_end
 
@@ -201,11 +225,18 @@ class RunningSequence:
             return self.fail(error)
         if self.grammar and self.grammar.is_free:
             self.grammar = self.masks = None
+        prompt_logprobs = () if self.emitted else self.prompt_logprobs
         self.tokens.append(token)
         is_stop = token in self.request.stop_tokens
         self.finished = is_stop or not self.remaining
         return TokenOutput(
-            self.request, token, self.finished, logprobs, is_draft, self.cached_tokens
+            self.request,
+            token,
+            self.finished,
+            logprobs,
+            is_draft,
+            self.cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def fail(self, error: UserError) -> TokenOutput:

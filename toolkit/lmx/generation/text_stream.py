@@ -25,7 +25,8 @@ class TextStream:
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
         request: its stop tokens end the completion; they produce no text.
-        stop: strings that end the completion; they are not part of the text.
+        stop: strings that end the completion; they are not part of the text. Those that
+            end before its `min_tokens` do not.
 
     Attributes:
         finish_reason: why the completion has ended; None = it goes on.
@@ -38,6 +39,7 @@ class TextStream:
         assert all(stop), "an empty stop string would end every completion"
         self._tokenizer, self._stop = tokenizer, stop
         self._stop_tokens = request.stop_tokens
+        self._unstopped = request.min_tokens  # tokens to come whose text ends nothing
         self._tokens = self._context(request.prompt)
         # The text of tokens[_start:_end] is out, and gives the tokens after it context.
         self._start, self._end = 0, len(self._tokens)
@@ -54,7 +56,10 @@ class TextStream:
             self._tokens.append(output.token)
         is_last = is_stop or output.is_last
         text = self._held + self._new_text(last=is_last)
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = []
+        if self._unstopped <= 0:
+            found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        self._unstopped -= 1
         if found:
             text, self._held = text[: min(found)], ""
         else:

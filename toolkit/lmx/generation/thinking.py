@@ -7,7 +7,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import UserError
+from . import harmony
 from .grammar_matcher import ALL, GrammarMatcher, allows, set_bit
+from .harmony import is_harmony
 
 # Tokens before the end of a prompt among which the start of a chain of thought is.
 MAX_START = 64
@@ -22,17 +24,22 @@ class Thinking:
 
     Attributes:
         end: tokens that end it.
-        start: the token that begins it; None = the prompt has begun it.
+        start: tokens that begin it; none = the prompt has begun it.
         budget: the most tokens of it; then `closing` follows. None = no limit.
         closing: tokens that end with `end`.
         spaces: tokens of white space, which may follow it.
     """
 
     end: tuple[int, ...]
-    start: int | None = None
+    start: tuple[int, ...] = ()
     budget: int | None = None
     closing: tuple[int, ...] = ()
     spaces: tuple[int, ...] = ()
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens before the answer, with a budget."""
+        return len(self.start) + self.budget + len(self.closing) + MAX_SPACES
 
     def begin(
         self, answer: GrammarMatcher | None, stop_tokens: Collection[int]
@@ -46,7 +53,11 @@ class Thinking:
 
 
 def thinking_of(
-    tokenizer: Any, prompt: Sequence[int], budget: int | None = None
+    tokenizer: Any,
+    prompt: Sequence[int],
+    budget: int | None = None,
+    *,
+    has_grammar: bool = False,
 ) -> Thinking | None:
     """How a completion of a prompt thinks; None if the model has no chain of thought
     that lmx knows.
@@ -54,14 +65,14 @@ def thinking_of(
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
         budget: see `Thinking`.
+        has_grammar: the answer has to match one.
     """
+    if is_harmony(tokenizer):
+        return _harmony(tokenizer, budget, has_grammar=has_grammar)
     if not tokenizer.has_thinking:
         return None
-    start = None
-    if not opens_reasoning(tokenizer, prompt):
-        start, *others = tokenizer.think_start_tokens
-        if others:
-            return None
+    is_open = opens_reasoning(tokenizer, prompt)
+    start = () if is_open else tuple(tokenizer.think_start_tokens)
     lines = [
         tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n")
     ]
@@ -73,6 +84,24 @@ def thinking_of(
         closing=(*lines[0], *end),
         spaces=tuple(line[0] for line in lines if len(line) == 1),
     )
+
+
+def _harmony(tokenizer: Any, budget: int | None, *, has_grammar: bool) -> Thinking:
+    """The analysis of Harmony: with a grammar, all until the final message, which has
+    a header of its own."""
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    start = encode(harmony.ANALYSIS)
+    if not has_grammar:
+        end = encode(harmony.CLOSING)
+        return Thinking(end, start, budget, closing=end)
+    final = encode(harmony.FINAL)
+    if not budget:
+        return Thinking(final, budget=budget, closing=final)
+    closing = encode(harmony.CLOSING + harmony.NEXT) + final
+    return Thinking(final, budget=budget + len(start), closing=closing)
 
 
 def thinks(grammar: Any, budget: int | None) -> bool:
@@ -91,17 +120,25 @@ def required_thinking(
     """The chain of thought that a request has to know of.
 
     A grammar without a budget begins at once, unless the prompt begins a chain of
-    thought.
+    thought, or answers have channels.
 
     Raises:
         UserError: there is a budget, and no chain of thought that lmx knows.
     """
-    if budget is None and not (has_grammar and opens_reasoning(tokenizer, prompt)):
-        return None
-    thinking = thinking_of(tokenizer, prompt, budget)
+    if budget is None:
+        is_before = opens_reasoning(tokenizer, prompt) or is_harmony(tokenizer)
+        if not (has_grammar and is_before):
+            return None
+    thinking = thinking_of(tokenizer, prompt, budget, has_grammar=has_grammar)
     if thinking is None:
         raise UserError(NO_THINKING)
     return thinking
+
+
+def without_thinking(tokenizer: Any, text: str) -> str:
+    """The answer in the text of a completion, after its chain of thought."""
+    end = harmony.FINAL if is_harmony(tokenizer) else tokenizer.think_end
+    return text.rpartition(end)[2].lstrip()
 
 
 def opens_reasoning(tokenizer: Any, tokens: Sequence[int]) -> bool:
@@ -148,8 +185,7 @@ class ThinkingMatcher:
     ):
         self._thinking, self._answer = thinking, answer
         self._stop_tokens = stop_tokens
-        phase = "inside" if thinking.start is None else "before"
-        self._place = _Place(phase)
+        self._place = _Place("before" if thinking.start else "inside")
 
     @property
     def error(self) -> UserError | None:
@@ -159,7 +195,8 @@ class ThinkingMatcher:
     @property
     def is_free(self) -> bool:
         """Whether any token may follow, until the end."""
-        return self._answer is None and self._place.phase in ("spaces", "answer")
+        is_over = self._place.phase in ("spaces", "answer")
+        return is_over and (self._answer is None or self._answer.is_free)
 
     def advance(self, token: int) -> UserError | None:
         """Append a token to the text; returns the error, if any."""
@@ -187,8 +224,9 @@ class ThinkingMatcher:
 
     def _next(self, place: _Place, token: int) -> _Place:
         thinking = self._thinking
-        if place.phase == "before" and token == thinking.start:
-            return _Place("inside")
+        if place.phase == "before" and token == thinking.start[place.count]:
+            is_whole = place.count + 1 == len(thinking.start)
+            return _Place("inside") if is_whole else _Place("before", place.count + 1)
         if place.phase == "inside":
             last = (*place.last, token)[-len(thinking.end) :]
             if last == thinking.end:
@@ -205,7 +243,12 @@ class ThinkingMatcher:
         if place.phase == "inside":
             mask = _all(vocab_size)
             over = -1 if thinking.budget is None else place.count - thinking.budget
-            if over >= 0:
+            *begun, last = thinking.end
+            if self._answer and begun and [*place.last][-len(begun) :] == begun:
+                # A channel could be said to have a format first.
+                mask[:] = 0
+                set_bit(mask, last, True)
+            elif over >= 0:
                 mask[:] = 0
                 set_bit(mask, thinking.closing[over], True)
             elif self._answer:
@@ -215,7 +258,9 @@ class ThinkingMatcher:
             return mask
         mask = self._answer_masks([], vocab_size)[0].copy()
         if place.phase == "before":
-            set_bit(mask, thinking.start, True)
+            if place.count and self._answer:
+                mask[:] = 0
+            set_bit(mask, thinking.start[place.count], True)
         elif place.count < MAX_SPACES:
             for token in thinking.spaces:
                 set_bit(mask, token, True)

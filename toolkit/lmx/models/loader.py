@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 
 from .. import cpu
 from ..config.quant_spec import KV_CACHE_BITS
+from ..cpu.memory import keep_resident
 from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
 from ..files.json_files import object_in
@@ -121,6 +122,7 @@ def load(
         UserError: no such model, not a model, an unknown architecture, damaged files,
             an adapter of another model, or a model that the group cannot divide.
     """
+    keep_resident()
     path = checkpoint_folder(
         source, revision=revision, trust_remote_code=trust_remote_code
     )
@@ -472,10 +474,23 @@ def make_rope(head_dim: int, config: dict) -> nn.Module:
 
 @contextmanager
 def _mlx_lm():
-    """mlx_lm.utils, imported without its lowering of the limit on open files."""
-    setrlimit, resource.setrlimit = resource.setrlimit, lambda *_: None
+    """mlx_lm.utils, imported so that it only raises the limit on open files."""
+    setrlimit, resource.setrlimit = resource.setrlimit, _raise_limit(resource.setrlimit)
     try:
         utils = importlib.import_module("mlx_lm.utils")
     finally:
         resource.setrlimit = setrlimit
     yield utils
+
+
+def _raise_limit(setrlimit: Callable[[int, tuple], None]) -> Callable:
+    """`setrlimit` that gives what is asked for at most, as far as it is allowed."""
+
+    def set_limit(kind: int, wanted: tuple[int, int]) -> None:
+        soft, hard = resource.getrlimit(kind)
+        unlimited = resource.RLIM_INFINITY
+        most = max(wanted) if hard == unlimited else min(hard, max(wanted))
+        if soft != unlimited and soft < most:
+            setrlimit(kind, (most, hard))
+
+    return set_limit

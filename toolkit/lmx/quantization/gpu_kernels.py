@@ -231,7 +231,14 @@ def on_gpu_by(name: str, **settings: Any) -> Callable:
 
     Args:
         settings: keyword arguments of the function of this module alone.
+
+    Returns:
+        The decorator; `kernel` of the decorated function is the function of this
+        module, and `__wrapped__` the plain one.
     """
+
+    def kernel(*arguments: Any) -> Any:
+        return globals()[name](*arguments, **settings)
 
     def decorate(plain: Callable) -> Callable:
         @wraps(plain)
@@ -241,13 +248,11 @@ def on_gpu_by(name: str, **settings: Any) -> Callable:
             # What the source of the kernel depends on.
             kinds = (a for a in arguments[1:] if not isinstance(a, mx.array))
             key = name, arguments[0].shape[0], *map(repr, kinds)
-            kernel = globals()[name]
             if key not in _is_right:
-                _is_right[key] = _check(name, plain, kernel, arguments, settings)
-            if _is_right[key]:
-                return kernel(*arguments, **settings)
-            return plain(*arguments)
+                _is_right[key] = _check(name, plain, kernel, arguments)
+            return (kernel if _is_right[key] else plain)(*arguments)
 
+        call.kernel = kernel
         return call
 
     return decorate
@@ -257,15 +262,15 @@ def on_gpu_by(name: str, **settings: Any) -> Callable:
 _is_right: dict[tuple, bool] = {}
 
 
-def _check(name, plain, kernel, arguments: tuple, settings: dict) -> bool:
+def _check(name: str, plain: Callable, kernel: Callable, arguments: tuple) -> bool:
     """Whether a kernel runs and agrees with the plain operations; else warn."""
     try:
-        found = kernel(*arguments, **settings)
+        found = kernel(*arguments)
         mx.eval(found)
     except (RuntimeError, ValueError) as error:
         reason = f"it fails with: {error}"
     else:
-        share = _share_of_differences(plain(*arguments), found)
+        share = share_of_differences(plain(*arguments), found)
         if share <= SHARE:
             return True
         reason = f"{share:.0%} of its values are wrong"
@@ -277,8 +282,9 @@ def _check(name, plain, kernel, arguments: tuple, settings: dict) -> bool:
     return False
 
 
-def _share_of_differences(expected, found) -> float:
-    """The share of wrong values in the output that has most."""
+def share_of_differences(expected: Any, found: Any) -> float:
+    """The share of wrong values in the output that has most: of a right kernel, at most
+    `SHARE`."""
     outputs = (x if isinstance(x, tuple) else (x,) for x in (expected, found))
     shares = []
     for right, other in zip(*outputs, strict=True):

@@ -295,7 +295,7 @@ def _lock_file(path: Path) -> int:
             place=str(path),
             hint="wait until it ends, or use another folder with output=...",
         ) from error
-    except UserError:
+    except (UserError, OSError):
         os.close(handle)
         raise
     return handle

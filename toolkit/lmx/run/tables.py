@@ -74,7 +74,10 @@ class Metric:
 
 DECODED = "decode_tokens_per_second"
 KL_WEIGHTS_ONLY = "KL, activations not quantized"
-CHANGE, FIELDS = "exact_match_change", "exact_match_by_field"
+CHANGE = "exact_match_change"
+SKILLS, FIELDS = "exact_match_by_skill", "exact_match_by_field"
+# More skills have their rates in report.json alone.
+MAX_SKILL_ROWS = 4
 METRICS = (
     # Of the runs of a sweep.
     Metric("validation loss", "validation_loss", ".4f"),
@@ -97,13 +100,17 @@ METRICS = (
 def metrics_of(models: Iterable[dict]) -> list[Metric]:
     """The measured metrics: standard, of the evaluated tasks, and the caller's own."""
     models, found = [*models], dict[Metric, None]()
-    # Where the last model has all answers right, its fields say nothing more.
+    # Where the last model has all answers right, skills and fields say nothing more.
     last = {} if not models or models[-1].get("exact_match") == 1 else models[-1]
+    parts = {key: last.get(key, {}) for key in (SKILLS, FIELDS)}
+    if not 1 < len(parts[SKILLS]) <= MAX_SKILL_ROWS:
+        del parts[SKILLS]
     for metric in METRICS:
         found[metric] = None
-        for field in last.get(FIELDS, {}) if metric.key == CHANGE else ():
-            label, block = f"exact match, {field}", (FIELDS, field)
-            found[Metric(label, "rate", ".1%", "stderr", block)] = None
+        for key, rates in parts.items() if metric.key == CHANGE else ():
+            for name in rates:
+                label = f"exact match, {name}"
+                found[Metric(label, "rate", ".1%", "stderr", (key, name))] = None
     for figures in models:
         for task, scores in figures.get("tasks", {}).items():
             for key in scores:

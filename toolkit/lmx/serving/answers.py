@@ -113,14 +113,28 @@ class Answer:
         """
         entries = [entry for piece in pieces for entry in piece.logprobs]
         return {
-            "tokens": [entry["token"] for entry in entries],
+            "tokens": [_name(entry) for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [
-                {t["token"]: t["logprob"] for t in (*entry["top_logprobs"], entry)}
-                for entry in entries
-            ],
+            "top_logprobs": [_top(entry) for entry in entries],
             "text_offset": [at for piece in pieces for at in piece.text_offsets],
         }
+
+
+def _top(entry: dict) -> dict | None:
+    """The likely tokens and the one that came; the first of a prompt has none."""
+    if entry["logprob"] is None:
+        return None
+    return {_name(t): t["logprob"] for t in (*entry["top_logprobs"], entry)}
+
+
+def _name(entry: dict) -> str:
+    """The key of a token: OpenAI's for bytes that are no character, so that no two
+    tokens share one."""
+    raw = bytes(entry["bytes"])
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 class ChatAnswer(Answer):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserError, library_errors
+from ..generation.harmony import is_harmony
+from .harmony import TRANSITIONS, HarmonyMachine
 from .tool_arguments import TEXT_FORMATS, texts_only, typed
 
 FIELDS = {"normal": "content", "reasoning": "reasoning_content"}
@@ -29,12 +31,16 @@ class ChatOutputParser:
     def __init__(
         self, tokenizer: Any, tools: Sequence[dict] | None, *, in_reasoning: bool
     ):
-        from mlx_lm.generate import make_text_state_machine
+        from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
         self._tokenizer, self._tools = tokenizer, tools
-        marked = tokenizer if tools else _WithoutTools(tokenizer)
         initial = "reasoning" if in_reasoning else "normal"
-        self._machine = make_text_state_machine(marked)
+        if is_harmony(tokenizer):
+            machine = TextStateMachine(TRANSITIONS)
+            self._machine = HarmonyMachine(machine, has_tools=bool(tools))
+        else:
+            marked = tokenizer if tools else _WithoutTools(tokenizer)
+            self._machine = make_text_state_machine(marked)
         self._state = self._machine.make_state(
             tokenizer.response_initial_state or initial
         )

@@ -9,6 +9,7 @@ from ..data.token_bytes import token_bytes
 from ..generation.sequence import GenerationRequest, TokenLogprobs, TokenOutput
 from ..generation.text_stream import TextStream
 from .chat_output import ChatOutputParser
+from .prompts import EncodedPrompt
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Choice:
         prompt_index: the number of its prompt.
         parser: of a chat; None = the text is the completion.
         single_call: it ends after the first tool call.
+        prompt: its text and log-probabilities come first, if it is echoed.
+        prompt_only: nothing else does.
 
     Attributes:
         finish_reason: None = it goes on.
@@ -53,6 +56,8 @@ class Choice:
     stop: Sequence[str] = ()
     parser: ChatOutputParser | None = None
     single_call: bool = False
+    prompt: EncodedPrompt | None = None
+    prompt_only: bool = False
     finish_reason: str | None = None
     tokens: int = 0
     accepted_tokens: int = 0
@@ -64,6 +69,7 @@ class Choice:
 
     def __post_init__(self):
         self._text = TextStream(self.tokenizer, self.request, self.stop)
+        self._names: dict[int, tuple[str, list[int]]] = {}  # and bytes, by token
 
     def add_outputs(self, outputs: Sequence[TokenOutput]) -> Piece:
         """Append the tokens of a step; those after the end do not count."""
@@ -71,6 +77,12 @@ class Choice:
         logprobs: list[dict] = []
         offsets: list[int] = []
         now = time.monotonic()
+        echo = self.prompt.echo if self.prompt else None
+        start = len(echo or "")
+        if echo is not None and not self.first:
+            fields.append({"text": echo})
+            logprobs += self._prompt_logprobs(outputs[0].prompt_logprobs)
+            offsets += self.prompt.offsets
         if self.first:
             self.intervals += [(now - self.last) / len(outputs)] * len(outputs)
         self.first, self.last = self.first or now, now
@@ -78,13 +90,17 @@ class Choice:
             if self.finish_reason:
                 break
             self.cached_tokens = output.cached_tokens
+            if self.prompt_only:
+                self.finish_reason = "length"
+                break
             self.tokens += 1
             self.accepted_tokens += output.is_draft
-            begin = self._text.length
+            begin = start + self._text.length
             response = self._text.add(output)
             text, reason = response.text, response.finish_reason
             is_stop = output.token in self.request.stop_tokens
-            if output.logprob is not None and not is_stop:
+            # A prompt is scored with an entry for every token, the last one too.
+            if output.logprob is not None and (echo is not None or not is_stop):
                 logprobs.append(self._logprobs(output.token, output.logprobs))
                 offsets.append(begin)
             self.finish_reason = reason
@@ -101,13 +117,24 @@ class Choice:
             fields += read
         return Piece(self, fields, logprobs, self.finish_reason, offsets)
 
+    def _prompt_logprobs(self, scores: Sequence[TokenLogprobs]) -> list[dict]:
+        """Log-probabilities of all tokens of the prompt; the first one has none."""
+        if self.request.logprobs is None:
+            return []
+        first, *others = self.request.prompt
+        entries = map(self._logprobs, others, scores)
+        head = self._named(first, 0.0)
+        return [head | {"logprob": None}, *entries]
+
     def _logprobs(self, token: int, logprobs: TokenLogprobs) -> dict:
         """Log-probabilities of a token in OpenAI's form."""
         top = [self._named(*pair) for pair in logprobs.top]
         return self._named(token, logprobs.chosen) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict:
-        raw = token_bytes(self.tokenizer, token)
-        text = raw.decode(errors="replace")
+        if token not in self._names:
+            raw = token_bytes(self.tokenizer, token)
+            self._names[token] = raw.decode(errors="replace"), [*raw]
+        text, raw = self._names[token]
         # JSON has no infinity; OpenAI gives this number for a token that cannot come.
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": [*raw]}
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}

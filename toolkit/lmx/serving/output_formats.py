@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import UserError
 from ..generation.grammar import Grammar, parse_response_format
-from ..generation.lark_grammar import TIGHT
+from ..generation.lark_grammar import LOOSE, TIGHT
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, GenerationParameters
+from .tool_formats import BARE
 
 ANY_ARGUMENTS = {"type": "object"}
 FORCED = "json_tools"
@@ -46,10 +48,73 @@ def grammar_parameter(parameters: GenerationParameters) -> str:
     return next(given, "tool_choice")
 
 
+def _call_rules(tokenizer: Any, tools: Sequence[dict]) -> str | None:
+    """Rules of a Lark grammar for a call of one of the functions; None = the model
+    writes calls in another format than JSON.
+
+    Raises:
+        UserError: the parameters of a function are refused.
+    """
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
+    key, before, after = "arguments", "", ""
+    if start == BARE:
+        key = "parameters"
+    elif parser == FORCED:
+        before, after = f'{_mark(tokenizer, start)} "\\n"', _mark(tokenizer, end)
+        after = f'"\\n" {after}'
+    else:
+        return None
+    rules = [f"call: {' | '.join(f'call{n}' for n in range(len(tools)))}"]
+    for number, function in enumerate(tool["function"] for tool in tools):
+        name, parameters = function["name"], function.get("parameters")
+        # Each schema has a root of its own, to which its references lead.
+        grammar = Grammar.json_schema(parameters or ANY_ARGUMENTS, f"tools.{name}")
+        # Models write calls so, and spaces would be counted.
+        source = json.dumps(json.loads(grammar.source) | {"x-guidance": TIGHT})
+        head = _text(f'{{"name": {_text(name)}, "{key}": ')
+        call = f'{before} {head} args{number} "}}" {after}'
+        rules += [f"call{number}: {call}", f"args{number}: %json {source}"]
+    return "\n".join(rules)
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _mark(tokenizer: Any, text: str) -> str:
+    """The term of a mark: llguidance takes no token such as <tool_call> for its text."""
+    token = tokenizer.get_vocab().get(text)
+    return _text(text) if token is None else f"<[{token}]>"
+
+
+def _or_call(
+    grammar: Grammar, parameters: ChatCompletionParameters, tokenizer: Any
+) -> Grammar:
+    """The grammar of an answer, or the mark of a call and any text.
+
+    Raises:
+        ApiError: the mark is no token of its own, so an answer may begin like it.
+        UserError: the parameters of a function are refused.
+    """
+    start = tokenizer.tool_call_start
+    if start == BARE and grammar.kind == "json_schema":
+        rules = _call_rules(tokenizer, parameters.tools)
+        source = json.dumps(json.loads(grammar.source) | {"x-guidance": LOOSE})
+        text = f"start: answer | call\nanswer: %json {source}\n{rules}"
+        return Grammar("lark", text)
+    mark = start and tokenizer.convert_tokens_to_ids(start)
+    if mark not in tokenizer.added_tokens_decoder:
+        name = grammar_parameter(parameters)
+        message = f"{name} goes with no tools in the format of this model"
+        raise ApiError(400, f"{message}: set tool_choice none", param=name)
+    return replace(grammar, exit=mark)
+
+
 def chat_grammar(
     parameters: ChatCompletionParameters, tokenizer: Any
 ) -> Grammar | None:
-    """The grammar of a chat's answer: a format, a forced tool call, or one of both.
+    """The grammar of a chat's answer, that of a forced tool call too.
 
     Raises:
         ApiError: a format or a choice is wrong, or they do not go together.
@@ -58,9 +123,9 @@ def chat_grammar(
     choice, tools = parameters.tool_choice, parameters.tools or []
     # The functions of which one must be called; None = none must.
     forced: Sequence[dict] | None = None
-    if choice not in (None, "none") and not tools:
-        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
     if choice not in (None, "none", "auto"):
+        if not tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         function = choice.get("function") if isinstance(choice, dict) else None
         has_name = isinstance(function, dict) and choice.get("type") == "function"
         name = function.get("name") if has_name else None
@@ -75,53 +140,14 @@ def chat_grammar(
                 'as {"type": "function", "function": {"name": ...}}'
             )
             raise ApiError(400, message, param="tool_choice")
-    if choice == "none" or not (forced or (grammar and tools)):
+    if forced is None and not (grammar and tools and choice != "none"):
         return grammar
     try:
-        if forced:
-            # A call has no other format: that of answers waits for another turn.
-            return Grammar("lark", f"start: call\n{_calls(forced, tokenizer)}")
-        if grammar.kind != "json_schema":
-            name = grammar_parameter(parameters)
-            message = f"beside tools, {name} is JSON: set tool_choice none"
-            raise ApiError(400, message, param=name)
-        more = "" if parameters.parallel_tool_calls is False else ' ("\\n"? call)*'
-        start = f"start: answer | call{more}\nanswer: %json {grammar.source}"
-        return Grammar("lark", f"{start}\n{_calls(tools, tokenizer)}")
+        if forced is None:
+            return _or_call(grammar, parameters, tokenizer)
+        if rules := _call_rules(tokenizer, forced):
+            return Grammar("lark", f"start: call\n{rules}")
     except UserError as error:
         raise ApiError.from_user_error(error, param="tools") from error
-
-
-def _calls(tools: Sequence[dict], tokenizer: Any) -> str:
-    """Rules of a grammar: `call`, of one of the functions, in its tags.
-
-    Raises:
-        UserError: a keyword of a schema is not supported.
-        ApiError: calls in the format of this model have no grammar.
-    """
-    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
-    if parser != FORCED:
-        message = (
-            "lmx cannot force calls in the format of this model, nor offer them beside "
-            "response_format: use one of both, with auto or none"
-        )
-        raise ApiError(400, message, param="tool_choice")
-    # llguidance takes no token such as <tool_call> for its text.
-    start, end = (
-        f"<[{token}]>" if (token := tokens.get(tag)) is not None else json.dumps(tag)
-        for tokens in [tokenizer.get_vocab()]
-        for tag in (tokenizer.tool_call_start, tokenizer.tool_call_end)
-    )
-    names = " | ".join(f"call{index}" for index in range(len(tools)))
-    rules = [f'call: {start} "\\n" ({names}) "\\n" {end}']
-    for index, function in enumerate(tool["function"] for tool in tools):
-        schema = function.get("parameters") or ANY_ARGUMENTS
-        Grammar.json_schema(schema, f"tools[{index}].function.parameters")
-        # Models write calls so, and spaces would be counted. Each schema has a rule of
-        # its own, as it may refer to its root.
-        name = json.dumps(function["name"], ensure_ascii=False)
-        head = json.dumps(f'{{"name": {name}, "arguments": ')
-        arguments = json.dumps(schema | {"x-guidance": TIGHT})
-        rules.append(f'call{index}: {head} arguments{index} "}}"')
-        rules.append(f"arguments{index}: %json {arguments}")
-    return "\n".join(rules)
+    message = "lmx cannot force calls in the format of this model: use auto or none"
+    raise ApiError(400, message, param="tool_choice")

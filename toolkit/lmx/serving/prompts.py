@@ -8,6 +8,8 @@ from ..data.chat.messages import KEYS, BadRecord, parse_turn, require_text
 from ..data.chat.rendering import ChatTemplate
 from ..errors import UserError
 from ..generation.prompt import SystemMessages, encode_chat, encode_text
+from ..generation.sequence import GenerationRequest, TokenOutput
+from ..generation.text_stream import TextStream
 from ..generation.thinking import opens_reasoning
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, CompletionParameters
@@ -32,11 +34,15 @@ class EncodedPrompt:
     Attributes:
         in_reasoning: whether it ends inside the chain of thought.
         thinks: whether it asks for a chain of thought, if the model has one.
+        echo: its text, if the answer begins with it.
+        offsets: where each token begins in this text, if they are scored.
     """
 
     tokens: list[int]
     in_reasoning: bool = False
     thinks: bool = True
+    echo: str | None = None
+    offsets: Sequence[int] = ()
 
 
 def require_length(
@@ -133,13 +139,35 @@ def encode_prompts(
     """
     prompts = []
     for prompt in parameters.prompts:
+        tokens, text = prompt, prompt
         if isinstance(prompt, str):
             try:
-                prompt = encode_text(tokenizer, prompt)
+                tokens = encode_text(tokenizer, prompt)
             except UserError as error:
                 raise ApiError.from_user_error(error, param="prompt") from error
-        prompts.append(EncodedPrompt(prompt))
+        elif parameters.echo:
+            text = tokenizer.decode(prompt)
+        if not parameters.echo:
+            prompts.append(EncodedPrompt(tokens))
+            continue
+        offsets = ()
+        if parameters.logprobs is not None:
+            offsets = _offsets(tokenizer, tokens, text)
+        prompts.append(EncodedPrompt(tokens, echo=text, offsets=offsets))
     return prompts
+
+
+def _offsets(tokenizer: Any, tokens: Sequence[int], text: str) -> list[int]:
+    """Where each token begins in its text. Tokens before a text are no part of it."""
+    added = 0
+    if tokens[0] == tokenizer.bos_token_id:
+        added = not text.startswith(tokenizer.bos_token)
+    request = GenerationRequest([])
+    stream, offsets = TextStream(tokenizer, request), [0] * added
+    for token in tokens[added:]:
+        offsets.append(min(stream.length, len(text)))
+        stream.add(TokenOutput(request, token, False))
+    return offsets
 
 
 def _with_effort(template: ChatTemplate, options: dict, effort: str) -> dict:

@@ -100,6 +100,7 @@ class GenerationParameters(Parameters):
 
     model: str | None = None
     max_tokens: Count | Literal[-1] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -158,6 +159,10 @@ class GenerationParameters(Parameters):
         if parameters.stream_options and not parameters.stream:
             message = "stream_options needs stream"
             raise ApiError(400, message, param="stream_options")
+        least, most = parameters.min_tokens or 0, parameters.max_new_tokens
+        if most is not None and least > most:
+            message = f"min_tokens is {least}, and max_tokens is {most}"
+            raise ApiError(400, message, param="min_tokens")
         return parameters
 
     @property
@@ -233,9 +238,22 @@ class CompletionParameters(GenerationParameters):
     PROMPT = "prompt"
 
     prompt: str | Tokens | Texts | TokenLists
+    max_tokens: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None
+
+    @classmethod
+    def parse(cls, body: Any) -> Self:
+        """The parameters of a JSON body.
+
+        Raises:
+            ApiError: a parameter is unknown, or has a wrong value.
+        """
+        parameters = super().parse(body)
+        if parameters.max_tokens == 0 and not parameters.echo:
+            raise ApiError(400, "max_tokens 0 needs echo", param="max_tokens")
+        return parameters
 
     @property
     def prompts(self) -> list[str | list[int]]:

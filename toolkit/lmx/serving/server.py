@@ -1,6 +1,7 @@
 """The process: a socket, signals, and the engine beside the event loop."""
 
 import asyncio
+import errno
 import ipaddress
 import os
 import signal
@@ -27,6 +28,8 @@ DRAIN_SECONDS = 1.0
 BACKLOG = 64
 """Connections that wait, and that asyncio takes before it goes on with the others: more
 let clients that only connect, send and leave keep all others waiting."""
+PROBE_SECONDS = 1.0
+"""In which another server on the same port must answer."""
 
 
 class HTTPProtocol(H11Protocol):
@@ -106,6 +109,15 @@ class HTTPServer(uvicorn.Server):
         self.should_exit = True
 
 
+def _require_free(family: int, address: tuple) -> None:
+    """Raise OSError if a server answers: macOS gives its port to a second one, if one
+    of both has all addresses of the machine."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_SECONDS)
+        if address[1] and probe.connect_ex(address) == 0:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
 class ModelServer:
     """A model behind a socket.
 
@@ -128,7 +140,9 @@ class ModelServer:
     ):
         # Before the model is loaded, which takes longer.
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            family = found[0]
+            _require_free(family, found[4])
             # asyncio sends small packets at once only if it knows that this is TCP.
             kind = socket.SOCK_STREAM, socket.IPPROTO_TCP
             self._socket = socket.socket(family, *kind)

@@ -42,6 +42,8 @@ from .tool_formats import add_tool_format
 
 KEEP_ALIVE_SECONDS = 15.0
 """A stream without a token for so long says that it lives; proxies close it else."""
+MAX_SCORES = 1 << 17
+"""Log-probabilities of the prompts of a request: half a second of the event loop."""
 LONG_TEXT = 20_000
 """Characters from which a text takes long to encode, some 30 ms."""
 
@@ -218,15 +220,16 @@ class CompletionService:
         """
         arrival = time.monotonic()
         parameters = CompletionParameters.parse(body)
-        if parameters.echo and parameters.logprobs is not None:
-            message = "lmx gives no log-probabilities of prompts: echo without logprobs"
-            raise ApiError(400, message, param="echo")
         model, adapter = self._require_model(parameters.model)
         size = require_length(parameters, self._max_characters)
         async with self._prepares(len(parameters.prompts) * parameters.choices):
             encode = partial(encode_prompts, self._tokenizer, parameters)
             prompts = await self._encode(encode, size)
             compiled = await self._compile(answer_grammar(parameters), parameters)
+        scored = parameters.choices * sum(len(prompt.offsets) for prompt in prompts)
+        if scored * (1 + (parameters.logprobs or 0)) > MAX_SCORES:
+            message = f"{scored:,} tokens of prompts are too many for their logprobs"
+            raise ApiError(400, message, param="logprobs")
         choices = self._choices(
             parameters,
             prompts,
@@ -303,13 +306,6 @@ class CompletionService:
         self._require_room(len(by_request))
         subscription = self.thread.submit([*by_request])
         try:
-            if getattr(job.parameters, "echo", None):
-                for choice in job.choices:
-                    text = job.parameters.prompts[choice.prompt_index]
-                    # Encoded text may have begun with a token that is not in it.
-                    if not isinstance(text, str):
-                        text = self._tokenizer.decode(text)
-                    yield Piece(choice, [{"text": text}], [], None)
             while by_request:
                 outputs = await self._next(subscription.outputs, job.deadline)
                 if outputs is None:
@@ -401,7 +397,9 @@ class CompletionService:
             budget = self.settings.thinking_budget
         if not prompt.thinks or (budget is None and not has_grammar):
             return None
-        thinking = thinking_of(self._tokenizer, prompt.tokens, budget)
+        thinking = thinking_of(
+            self._tokenizer, prompt.tokens, budget, has_grammar=has_grammar
+        )
         if thinking is None and parameters.thinking_budget is not None:
             raise ApiError(400, NO_THINKING, param="thinking_budget")
         return thinking
@@ -485,7 +483,9 @@ class CompletionService:
         seed = parameters.seed
         seed = secrets.randbits(63) if seed is None else seed
         positions = self._generator.max_positions
-        limit = parameters.max_new_tokens or self.settings.max_tokens
+        limit = parameters.max_new_tokens
+        prompt_only = limit == 0
+        limit = self.settings.max_tokens if limit is None else max(1, limit)
         stop_tokens = self._generator.resolve_stop_tokens(
             frozenset() if parameters.ignore_eos else None
         )
@@ -516,10 +516,12 @@ class CompletionService:
                         stop_tokens,
                         logprobs=None if top_logprobs is None else "raw",
                         top_logprobs=top_logprobs or 0,
+                        prompt_logprobs=bool(prompt.offsets),
                         priority=parameters.priority or 0,
                         adapter=adapter,
                         grammar=grammar,
                         thinking=thinking,
+                        min_tokens=parameters.min_tokens or 0,
                     )
                 except UserError as error:
                     raise ApiError.from_user_error(error) from error
@@ -532,6 +534,8 @@ class CompletionService:
                         stop=parameters.stop_strings,
                         parser=parser() if parser else None,
                         single_call=single_call,
+                        prompt=prompt,
+                        prompt_only=prompt_only,
                     )
                 )
         return choices

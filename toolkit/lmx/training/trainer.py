@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..cpu import on_cpu
+from ..cpu.memory import limited_cache
 from ..data.batching import Batch, BucketBatchSampler
 from ..errors import FAILED, Interrupted, UserError
 from ..files.atomic import write_atomic
@@ -117,6 +118,7 @@ class Trainer:
         # when that is launched.
         self._rate_tokens, self._rate_seconds = 0, 0.0
 
+    @limited_cache()
     def train(self, stopping: Callable[[], bool] = lambda: False) -> float:
         """Train to the end, from the newest checkpoint if there is one.
 

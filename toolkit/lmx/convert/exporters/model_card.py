@@ -134,7 +134,7 @@ def write_card(folder: Path, facts: CardFacts, form: FormatCard) -> None:
         models=columns[1:],
         rows=rows,
         tokens=f"{last.get('tokens', 0):,}",
-        questions=sum(count for _, count in by_skill.values()),
+        questions=sum(each["questions"] for each in by_skill.values()),
         measured=MEASURED_FILES if form.library == "mlx" else MEASURED_MODEL,
         language=form.language,
         usage=usage,

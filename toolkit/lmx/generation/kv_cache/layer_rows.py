@@ -35,12 +35,12 @@ class LengthClass:
         """The row after the last one."""
         return self.start + len(self.lengths)
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """The largest length."""
         return max(self.lengths)
 
-    @property
+    @cached_property
     def common(self) -> int | None:
         """The length of all rows; None = they differ."""
         return self.lengths[0] if len({*self.lengths}) == 1 else None

@@ -13,6 +13,9 @@ from ...models.lora.multi_lora import BASE
 from .prefix_disk import PrefixDisk, Run, RunFacts
 from .sequence import CacheState, RecordedStates
 
+MAX_ARRAYS = 250_000
+"""Half of the buffers that Metal gives to a process."""
+
 
 @dataclass(eq=False)
 class PrefixNode:
@@ -89,14 +92,16 @@ class PrefixCache:
         disk: keeps what leaves the memory. None = it is dropped.
 
     Attributes:
-        sizes: bytes that a token and a snapshot count as; None = those of their arrays.
-            Processes that hold different layers must drop the same prefixes.
+        num_arrays: stored arrays; Metal has a limited number of buffers.
+        sizes: bytes that a token and a snapshot count as, and arrays of a node; None =
+            as they are. Processes that hold different layers must drop the same
+            prefixes.
     """
 
     def __init__(self, max_bytes: int | None = None, disk: PrefixDisk | None = None):
         self.max_bytes = available_memory() // 8 if max_bytes is None else max_bytes
-        self.nbytes = 0
-        self.sizes: tuple[int, int] | None = None
+        self.nbytes = self.num_arrays = 0
+        self.sizes: tuple[int, int, int] | None = None
         # By adapter: another one gives other keys and values.
         self.roots: dict[int, PrefixNode] = {}
         # All nodes in memory but the roots by last use. A node is used after those that
@@ -132,7 +137,7 @@ class PrefixCache:
         if path[-1].snapshot is None and len(new):
             self._store(path[-1], "snapshot", cache.snapshot())
         mx.async_eval(path[-1].arrays)
-        while self.nbytes > self.max_bytes:
+        while self.nbytes > self.max_bytes or self.num_arrays > MAX_ARRAYS:
             oldest = next(iter(self._by_use))
             if self._write(oldest):
                 self._forget(oldest)
@@ -200,7 +205,7 @@ class PrefixCache:
         """Add a new end to the tree."""
         node.parent = parent
         parent.children[int(node.tokens[0])] = node
-        self.nbytes += self._size(node)
+        self._count(node)
         self._use(node)
 
     def _walk(
@@ -258,7 +263,7 @@ class PrefixCache:
                         self._remove(node)
                         break
                     node.state = state
-                    self.nbytes += self._size(node)
+                    self._count(node)
                     self._use(node)
             else:
                 return path, matched, in_last
@@ -309,7 +314,8 @@ class PrefixCache:
     def _split(self, node: PrefixNode, at: int) -> PrefixNode:
         """Cut a node in two; returns the upper one."""
         self._erase(node)
-        before, parent, size = self._size(node), node.parent, len(node.tokens)
+        self._count(node, -1)
+        parent, size = node.parent, len(node.tokens)
         positions, hidden = node.part(0, at)
         upper = PrefixNode(node.tokens[:at], positions, parent, hidden, node.layer_ids)
         parent.children[int(upper.tokens[0])] = upper
@@ -317,7 +323,8 @@ class PrefixCache:
         node.tokens, node.parent = node.tokens[at:], upper
         upper.children[int(node.tokens[0])] = node
         mx.async_eval(upper.arrays, node.arrays)
-        self.nbytes += self._size(upper) + self._size(node) - before
+        self._count(upper)
+        self._count(node)
         return upper
 
     def _keep_hidden(self, path: Sequence[PrefixNode], cache: CacheState) -> None:
@@ -346,22 +353,27 @@ class PrefixCache:
     def _forget(self, node: PrefixNode) -> None:
         """Count a node no more, which has left the memory."""
         del self._by_use[node]
-        self.nbytes -= self._size(node)
+        self._count(node, -1)
+
+    def _count(self, node: PrefixNode, sign: int = 1) -> None:
+        """Count what a node holds, or with -1 no more."""
+        self.nbytes += sign * self._size(node)
+        self.num_arrays += sign * (self.sizes[2] if self.sizes else len(node.arrays))
 
     def _size(self, node: PrefixNode) -> int:
         """Bytes that a node counts as."""
         if self.sizes is None:
             return node.nbytes
-        per_token, per_snapshot = self.sizes
+        per_token, per_snapshot, _ = self.sizes
         has_snapshot = node.snapshot is not None
         return len(node.tokens) * per_token + has_snapshot * per_snapshot
 
     def _store(self, node: PrefixNode, name: str, states: list | mx.array) -> None:
         """Let a node hold these states, and count them."""
         self._erase(node)
-        self.nbytes -= self._size(node)
+        self._count(node, -1)
         setattr(node, name, states)
-        self.nbytes += self._size(node)
+        self._count(node)
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from ...errors import FAILED, UserError
 from ...evaluation import lm_eval
 from ...evaluation.perplexity import eval_batch_tokens
 from ...generation.kv_cache.eviction import kv_limit
+from ...generation.thinking import NO_THINKING, thinking_of
 from ...models.loader import LoadedModel
 from ...run.tables import metrics_table
 from ..context import StageContext
@@ -63,6 +64,7 @@ class Evaluator:
             config.exact_match.samples,
             config.exact_match.filter,
         )
+        self.questions.thinking_budget = config.thinking_budget
         self._last = Path()
 
     @property
@@ -247,8 +249,15 @@ class Evaluator:
         return chosen
 
     def _check_questions(self, model: Measured) -> None:
-        """Say why there are no questions, or warn of those that are too long."""
+        """Say why there are no questions, or warn of those that are too long.
+
+        Raises:
+            UserError: the models cannot think as they should.
+        """
         generator, exact = model.generator(), self.questions.exact
+        has_budget = self.config.thinking_budget is not None
+        if has_budget and thinking_of(generator.tokenizer, []) is None:
+            raise UserError(NO_THINKING, place="thinking_budget of evaluate")
         if self.config.exact_match.samples and not exact:
             needed = NEEDED[self.config.exact_match.filter]
             self.context.logger.info(f"exact match is not measured: no {needed}")

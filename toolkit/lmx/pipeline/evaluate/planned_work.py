@@ -48,7 +48,7 @@ class PlannedWork:
         prompts = questions.fitting(generator)
         share = [*prompts][::ranks]
         rows = batch_rows(generator, len(share))
-        limit = config.max_tokens
+        limit, thought = config.max_tokens, config.thinking_budget or 0
         # With the token that ends an answer.
         lengths = [len(generator.tokenizer.encode(q.expected or "")) + 1 for q in share]
         self._steps: dict[str, int] = {}
@@ -58,7 +58,8 @@ class PlannedWork:
                 # A model that was not trained on such answers seldom ends as they do,
                 # and of some questions no answer is expected.
                 known = name != BASE and length > 1
-                steps.add_tokens(min(limit, length) if known else limit, is_last=True)
+                tokens = min(limit, length) if known else limit
+                steps.add_tokens(thought + tokens, is_last=True)
             self._steps[name] = steps.count
         count = len(names)
         self._pass = sum(batch.tokens.size for batch in batches)

@@ -14,6 +14,8 @@ from ...generation.generator import Generator
 from ...generation.kv_cache.batch import is_batchable
 from ...generation.kv_cache.prefix import common_length
 from ...generation.outputs import GenerationResponse
+from ...generation.sequence import GenerationRequest
+from ...generation.thinking import thinking_of, without_thinking
 from ...interfaces import SINGLE_PROCESS, Communicator
 
 # Words of a text that the models continue.
@@ -22,7 +24,7 @@ OPENING_WORDS = 24
 
 @dataclass(eq=False)
 class Question:
-    """An example, and each model's greedy answer without a chain of thought.
+    """An example, and each model's greedy answer, without its chain of thought.
 
     Attributes:
         answers: by model; none of a prompt that is longer than the model's context.
@@ -55,7 +57,7 @@ class Question:
     def skill(self) -> str:
         return self.record.skill or "answers"
 
-    def encode(self, generator: Generator) -> list[int]:
+    def encode(self, generator: Generator, *, thinking: bool) -> list[int]:
         """The tokens of the prompt, as such examples are trained."""
         record = self.record
         messages = [*(record.messages or ())][:-1]
@@ -65,7 +67,7 @@ class Question:
             return generator.encode_text(self.prompt)
         return generator.encode_chat(
             messages,
-            thinking=False,
+            thinking=thinking,
             tools=record.tools,
             template_kwargs=record.chat_template_kwargs,
         )
@@ -86,10 +88,12 @@ class Questions:
     Attributes:
         samples: shown in the report.
         exact: with exactly one correct answer. A question may be in both.
+        thinking_budget: tokens of a chain of thought before each answer; None = none.
     """
 
     samples: list[Question]
     exact: list[Question]
+    thinking_budget: int | None = None
     _encoded: tuple[Any, dict[Question, list[int]]] | None = None
 
     @classmethod
@@ -123,7 +127,8 @@ class Questions:
     def prompts(self, generator: Generator) -> dict[Question, list[int]]:
         """The tokens of every prompt, made once for a model's tokenizer."""
         if self._encoded is None or self._encoded[0] is not generator.tokenizer:
-            prompts = {question: question.encode(generator) for question in self}
+            thinking = self.thinking_budget is not None
+            prompts = {q: q.encode(generator, thinking=thinking) for q in self}
             self._encoded = generator.tokenizer, prompts
         return self._encoded[1]
 
@@ -155,7 +160,7 @@ class Questions:
 
         def complete(share: Iterable[Question]) -> Iterator[str]:
             requests = [
-                generator.request(fitting[question], max_tokens=max_tokens)
+                self._request(generator, fitting[question], max_tokens)
                 for question in share
             ]
             steps = DecodingSteps(batch_rows(generator, len(requests)))
@@ -172,11 +177,25 @@ class Questions:
                     advance({"tokens": tokens, "steps": steps.count - before})
 
             results = generator.generate_all(requests, on_token=count)
-            return (result.text for result in results)
+            return (self._answer(generator, result.text) for result in results)
 
         answers = ranks.divide(questions, complete)
         for question, answer in zip(questions, answers, strict=True):
             question.answers[name] = answer
+
+    def _request(
+        self, generator: Generator, prompt: list[int], max_tokens: int
+    ) -> GenerationRequest:
+        budget = self.thinking_budget
+        if budget is not None:
+            thinking = thinking_of(generator.tokenizer, prompt, budget)
+            max_tokens += thinking.max_tokens
+        return generator.request(prompt, max_tokens=max_tokens, thinking_budget=budget)
+
+    def _answer(self, generator: Generator, text: str) -> str:
+        if self.thinking_budget is None:
+            return text
+        return without_thinking(generator.tokenizer, text)
 
 
 class DecodingSteps:

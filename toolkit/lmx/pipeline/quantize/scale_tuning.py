@@ -16,6 +16,7 @@ import numpy as np
 
 from ...config.quantize import ScaleTuningConfig
 from ...config.train import TeacherConfig
+from ...cpu.memory import limited_cache
 from ...data.batching import Batch
 from ...files.artifacts import ArtifactStore
 from ...interfaces import Logger
@@ -129,6 +130,7 @@ class ScaleTuner:
             key.update(memoryview(value.astype(mx.float32)))
         self._folder = store.root / KIND / key.hexdigest()
 
+    @limited_cache()
     def run(self) -> dict[str, mx.array]:
         """Tune and keep the best scales and biases on held-out tokens.
 

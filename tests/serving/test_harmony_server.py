@@ -1,0 +1,101 @@
+"""gpt-oss over HTTP: a model that plays Harmony back, whole and streamed."""
+
+import json
+
+import pytest
+from lmx.generation.generator import Generator
+from lmx.generation.speculative.draft_length import DraftLengthController
+from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
+from lmx.serving.engine_thread import ServedModel
+from tiny_generators import Played, harmony_tokenizer
+from tiny_server import CHAT, joined_chat
+
+pytestmark = pytest.mark.fused
+
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
+    "{% endfor %}{% if tools %}{{ tools|length }}{% endif %}<|start|>assistant"
+)
+ANALYSIS = "<|channel|>analysis<|message|>Hm, hm, hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>Yes, it is.<|return|>"
+CALL = (
+    "<|channel|>commentary to=functions.dim <|constrain|>json<|message|>"
+    '{"level": 3}<|call|>'
+)
+TOOLS = [{"type": "function", "function": {"name": "dim", "parameters": {}}}]
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+SCHEMA["additionalProperties"] = False
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def played(text, *, tools=False, lookup=False):
+    """A function that loads a model whose answer to the chat is a text."""
+
+    def load():
+        tokenizer = harmony_tokenizer(TEMPLATE)
+        count = "1" if tools else ""
+        prompt = f"<|start|>user<|message|>Hi<|end|>{count}<|start|>assistant"
+        tokens = tokenizer.encode(prompt + text, add_special_tokens=False)
+        index = NGramIndex()
+        generator = Generator(
+            Played(tokens, len(tokenizer)),
+            tokenizer,
+            make_proposer=(lambda _: PromptLookupProposer(index)) if lookup else None,
+            draft_length=DraftLengthController(fixed=3),
+        )
+        return ServedModel(generator)
+
+    return load
+
+
+def answers(server, **body):
+    """The answer whole, and as its stream makes it."""
+    body = {"messages": MESSAGES, "max_tokens": 200, "temperature": 0} | body
+    (choice,) = server.post(CHAT, body).json()["choices"]
+    (streamed,) = joined_chat(server.stream(CHAT, body))
+    for each in (choice, streamed):
+        for call in each["message"].get("tool_calls", ()):
+            call.pop("id")
+            call.pop("index", None)
+    for name, value in streamed["message"].items():
+        assert (choice["message"][name] or "") == value
+    assert streamed["finish_reason"] == choice["finish_reason"]
+    return choice["message"], choice["finish_reason"]
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_channels(start, lookup):
+    server = start(played(ANALYSIS + FINAL, lookup=lookup), max_tokens=200)
+    message, reason = answers(server)
+    assert message["reasoning_content"] == "Hm, hm, hm."
+    assert (message["content"], reason) == ("Yes, it is.", "stop")
+    usage = server.chat("Hi", temperature=0)["usage"]
+    thought = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert thought == pytest.approx(len("Hm, hm, hm."), abs=1)
+    # A budget ends the analysis; what follows has its own place in the script.
+    message, _ = answers(server, thinking_budget=4)
+    assert message["reasoning_content"] == "Hm, "
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_calls(start, lookup):
+    server = start(played(ANALYSIS + CALL, tools=True, lookup=lookup))
+    message, reason = answers(server, tools=TOOLS)
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "dim", "arguments": '{"level": 3}'}
+    assert message["reasoning_content"] == "Hm, hm, hm."
+    assert (message["content"], reason) == (None, "tool_calls")
+    for options in ({"tool_choice": "required"}, {"response_format": FORMAT}):
+        body = {"messages": MESSAGES, "tools": TOOLS} | options
+        status, error = server.refused(CHAT, body)
+        assert (status, error["param"]) == (400, next(iter(options)))
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_format_is_that_of_the_final_message(start, lookup):
+    server = start(played(ANALYSIS + FINAL, lookup=lookup))
+    message, reason = answers(server, response_format=FORMAT)
+    assert message["reasoning_content"] == "Hm, hm, hm."
+    assert json.loads(message["content"])["n"] in (1, 2)
+    assert reason == "stop"

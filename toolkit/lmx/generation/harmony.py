@@ -1,0 +1,19 @@
+"""Harmony, the format of gpt-oss: messages in channels, each with a header.
+
+An answer is `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final
+<|message|>...<|return|>`, and a call has its function in the header and ends with
+`<|call|>` (https://cookbook.openai.com/articles/openai-harmony).
+"""
+
+from typing import Any
+
+MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final<|message|>"
+CLOSING = "<|end|>"
+NEXT = "<|start|>assistant"
+
+
+def is_harmony(tokenizer: Any) -> bool:
+    """Whether a tokenizer has the marks of Harmony."""
+    return {*MARKS} <= {str(t) for t in tokenizer.added_tokens_decoder.values()}
