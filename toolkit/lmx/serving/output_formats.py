@@ -83,7 +83,7 @@ def _text(value: str) -> str:
 
 
 def _mark(tokenizer: Any, text: str) -> str:
-    """The term of a mark: llguidance takes no token such as <tool_call> for its text."""
+    """The term of a mark. llguidance takes no token such as <tool_call> for text."""
     token = tokenizer.get_vocab().get(text)
     return _text(text) if token is None else f"<[{token}]>"
 
