@@ -364,6 +364,9 @@ def test_requests_are_logged_on_word(start, capfd):
     body = {"prompt": "Hello", "logprobs": 2, "temperature": 0, "max_tokens": 6}
     whole = server.complete(**body)["choices"]
     server.stream(COMPLETIONS, body)
-    server.until_idle()
-    logged = json.loads(capfd.readouterr().err.splitlines()[-1])["answer"]["choices"]
+    # The client has the whole stream before it is logged.
+    text, end = "", time.monotonic() + 20
+    while not text.endswith("}\n") and time.monotonic() < end:
+        text += capfd.readouterr().err
+    logged = json.loads(text.splitlines()[-1])["answer"]["choices"]
     assert logged == whole
