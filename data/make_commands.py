@@ -17,6 +17,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from zlib import crc32
 
 SEED = 20240302
 SIZES = {"train": 6400, "valid": 320, "test": 320}
@@ -139,10 +140,9 @@ def say_case(words: str, r: random.Random) -> str:
         words += r.choice(["", "", "", ".", "!"])
     elif r.random() < 0.2:
         words = words[:-1]
-    kind = r.random()
-    if kind < 0.15:
-        return words.upper()
-    return words.lower() if kind < 0.45 else words[0].upper() + words[1:]
+    if len(words.split()) <= 8 and r.random() < 0.25:
+        return words.upper()  # who shouts is short
+    return words.lower() if r.random() < 0.3 else words[0].upper() + words[1:]
 
 
 def sentence(kind: str, time: str, r: random.Random, *, is_new: bool) -> str:
@@ -191,9 +191,15 @@ def command(r: random.Random, *, is_new: bool = False) -> tuple[str, dict]:
     return say_case(text, r), call
 
 
+def split_of(answer: str) -> str:
+    """The file of a tool call: one in ten is in `valid`, and one in `test`."""
+    return {0: "valid", 1: "test"}.get(crc32(answer.encode()) % 10, "train")
+
+
 def make() -> dict[str, list[dict]]:
-    """All examples by split; a tool call occurs once."""
-    r, seen = random.Random(SEED), {json.dumps(call) for call in HELD_OUT}
+    """All examples by split; a command occurs once."""
+    r, seen = random.Random(SEED), set()
+    held_out = {json.dumps(call) for call in HELD_OUT}
     splits: dict[str, list[dict]] = {}
     for split, size in SIZES.items():
         rows = splits[split] = []
@@ -201,9 +207,9 @@ def make() -> dict[str, list[dict]]:
             is_new = split != "train" and len(rows) % 2 == 1
             words, call = command(r, is_new=is_new)
             answer = json.dumps(call)
-            if answer in seen:
+            if words in seen or answer in held_out or split_of(answer) != split:
                 continue
-            seen.add(answer)
+            seen.add(words)
             row = {"prompt": words, "completion": answer}
             if split != "train":
                 row["skill"] = "new wording" if is_new else "known wording"
@@ -218,7 +224,8 @@ def main(folder: Path) -> None:
     with (folder / "tickets.csv").open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["ticket", "answer_json"])
-        few = splits["train"][:TABLE_ROWS]
+        few = [row for row in splits["train"] if " \"at\"" not in row["completion"]]
+        few = few[:TABLE_ROWS]
         table.writerows([row["prompt"], row["completion"]] for row in few)
     for split, rows in splits.items():
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]

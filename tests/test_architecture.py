@@ -28,7 +28,7 @@ LINES, FUNCTION_LINES = 800, 100
 # A module imports its own package and the layers below it, not the packages beside its
 # own. The lowest layer comes first.
 LAYERS = [
-    "errors version",
+    "errors version installation",
     "interfaces launcher",
     "config",
     "files cpu",

@@ -71,7 +71,16 @@ RUN_ELSEWHERE = re.compile(
 # Programs of other packages; tests/serving runs what they show.
 SERVING = {"pip", "uv", "curl", "nginx", "caddy", "litellm", "lm_eval"}
 EXTERNAL = (
-    {"hf", "python", "ollama", "llama-cli", "llama-server", "mlx.distributed_config"}
+    {
+        "hf",
+        "git",
+        "python",
+        "python3",
+        "ollama",
+        "llama-cli",
+        "llama-server",
+        "mlx.distributed_config",
+    }
     | SERVING
     | {f"mlx_lm.{name}" for name in ("evaluate", "generate", "perplexity", "server")}
 )
@@ -171,8 +180,8 @@ def commands(*, marked: bool) -> list[str]:
 
 
 def without_installation(command: str) -> str:
-    """The last command of a line, without the path of the environment."""
-    return command.split(" && ")[-1].removeprefix(".venv/bin/")
+    """The last command of a line."""
+    return command.split(" && ")[-1]
 
 
 SHOWN = sorted({without_installation(command) for command in commands(marked=False)})
@@ -233,6 +242,28 @@ def test_shown_command_runs(command, workspace):
     process = run(command, workspace)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository to clone")
+def test_installation_leaves_an_active_environment_in_the_checkout(tmp_path):
+    [shown] = [text for page, mark, text in blocks("bash") if mark == "install"]
+    # What pip installs is in the tests' own environment.
+    script = f'pip() {{ echo "$PWD: pip $*"; }}\n{shown}\necho "$VIRTUAL_ENV"'
+    script = script.replace("clone REPOSITORY", f"clone -q --depth 1 file://{ROOT}")
+    done = subprocess.run(
+        ["bash", "-ec", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folder = tmp_path / "lmx"
+    assert done.stdout.splitlines() == [
+        f"{folder}: pip install -e .",
+        f"{folder}/.venv",
+    ]
+    assert (folder / "pyproject.toml").is_file()
 
 
 @pytest.mark.slow

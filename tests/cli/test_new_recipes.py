@@ -73,7 +73,9 @@ def test_recipes_and_init_never_overwrite(elsewhere, capsys):
     assert (elsewhere / "mine/lora.yaml").is_file()
     (elsewhere / "a.yaml").write_text("mine")
     assert main.main(["recipes", "copy", "lora", "a.yaml"]) == 2
-    assert "a.yaml: the file exists" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "a.yaml: the file exists" in error
+    assert "--output FILE" in error
     arguments = ["--model", "a/b", "--data", "c/d", "--output", "a.yaml"]
     assert main.main(["init", *arguments]) == 2
     assert (elsewhere / "a.yaml").read_text() == "mine"
@@ -186,6 +188,12 @@ USUAL_COLUMNS = [
     ("prompt,completion", None),
     ("instruction,output", None),
     ("text,title", None),
+    ("message,label", {"prompt": "message", "completion": "label"}),
+    ("title,body,label", {"prompt": "body", "completion": "label"}),
+    # Of two columns one is the answer to the other.
+    ("reply,email", {"prompt": "email", "completion": "reply"}),
+    ("sentence,mood", {"prompt": "sentence", "completion": "mood"}),
+    ("frage,antwort", {"prompt": "frage", "completion": "antwort"}),
 ]
 
 
@@ -198,7 +206,7 @@ def test_init_recognizes_the_usual_columns(header, columns, elsewhere, capsys):
     shown = capsys.readouterr().out
     if columns:
         pairs = ", ".join(f"{name}: {column}" for name, column in columns.items())
-        assert f"Columns of the data, as far as their names tell: {pairs}" in shown
+        assert f"Columns of the data, guessed from names and order: {pairs}" in shown
     else:
         assert "Columns" not in shown
 
@@ -209,6 +217,7 @@ def test_numbers_are_no_answers_that_init_guesses(elsewhere):
 
 
 COLUMNS = ["--columns", "prompt=ticket,completion=answer_json"]
+THREE, NAMED = "nummer,frage,antwort", ["--columns", "prompt=frage,completion=antwort"]
 
 
 @pytest.mark.parametrize("task", [t for t in recipes.TASKS if t != "quantize"])
@@ -241,12 +250,12 @@ def test_init_trains_less_after_the_first_training(elsewhere):
 
 
 def test_init_asks_for_columns_at_a_terminal(elsewhere, capsys, monkeypatch):
-    write_table("rows.csv", "ticket,answer_json", *[f"Lamp on.,{ANSWER}"] * 20)
-    stdin = io.StringIO("tickett\nticket\nanswer_json\n")
+    write_table("rows.csv", THREE, *[f"3,Lamp on.,{ANSWER}"] * 20)
+    stdin = io.StringIO("fragge\nfrage\nantwort\n")
     monkeypatch.setattr(stdin, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", stdin)
     data = written("--model", "a/b", "--data", "rows.csv")
-    assert data["data"]["columns"] == {"prompt": "ticket", "completion": "answer_json"}
+    assert data["data"]["columns"] == {"prompt": "frage", "completion": "antwort"}
     shown = capsys.readouterr().out
     assert shown.count("which one is the prompt? ") == 2
     # The end of the input is no answer.
@@ -256,16 +265,16 @@ def test_init_asks_for_columns_at_a_terminal(elsewhere, capsys, monkeypatch):
 FAULTS = {
     (): "--columns prompt=<your column>,completion=<your column>",
     ("--columns", "prompt"): "--columns prompt: not a list of NAME=COLUMN",
-    ("--columns", "prompt=tickett,completion=answer_json"): "did you mean 'ticket'?",
-    ("--columns", "promt=ticket"): "no dataset format has a column 'promt'",
-    (*COLUMNS, "stages.train.stepz=3"): "unknown key 'stepz'",
-    (*COLUMNS, "stages.train={steps: 3}"): "this block has several lines",
+    ("--columns", "prompt=fragge,completion=antwort"): "did you mean 'frage'?",
+    ("--columns", "promt=frage"): "no dataset format has a column 'promt'",
+    (*NAMED, "stages.train.stepz=3"): "unknown key 'stepz'",
+    (*NAMED, "stages.train={steps: 3}"): "this block has several lines",
 }
 
 
 @pytest.mark.parametrize(("options", "message"), FAULTS.items())
 def test_init_says_what_is_wrong_with_columns(options, message, elsewhere, capsys):
-    write_table("rows.csv", "ticket,answer_json", *[f"Lamp on.,{ANSWER}"] * 20)
+    write_table("rows.csv", THREE, *[f"3,Lamp on.,{ANSWER}"] * 20)
     assert main.main(["init", "--model", "a/b", "--data", "rows.csv", *options]) == 2
     assert message in capsys.readouterr().err
     assert not list(elsewhere.glob("*.yaml"))

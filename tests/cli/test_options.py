@@ -53,6 +53,18 @@ def test_options_of_quantize_are_keywords_of_python(
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.parametrize("kind", ["quantize", "train"])
+def test_options_recognize_the_columns_of_the_data(kind, checkpoint, tmp_path, capsys):
+    rows = "".join(f"Is {n} even?,yes\n" for n in range(16))
+    (tmp_path / "rows.csv").write_text(f"frage,antwort\n{rows}")
+    words = [kind, "--model", str(checkpoint), "--data", "rows.csv"]
+    data = recipe_of_words(words, tmp_path, capsys).config.data
+    assert data.columns == {"prompt": "frage", "completion": "antwort"}
+    named = "data.columns={prompt: antwort, completion: frage}"
+    data = recipe_of_words([*words, named], tmp_path, capsys).config.data
+    assert data.columns == {"prompt": "antwort", "completion": "frage"}
+
+
 FAST = {"method": "gptq", "effort": "fast"}
 
 

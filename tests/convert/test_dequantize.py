@@ -61,6 +61,16 @@ def test_dequantize_expands_a_gguf_file(make_gguf, tmp_path):  # noqa: F811
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
+def test_dense_model_gets_another_dtype(make_checkpoint, tmp_path):
+    """The copy from which an adapter is fused without rounding."""
+    base, target = make_checkpoint(), tmp_path / "wide"
+    assert main.main(["convert", str(base), str(target), "--dtype", "float32"]) == 0
+    wide, before = weights_of(target), weights_of(base)
+    assert {value.dtype for value in before.values()} == {mx.float16}
+    assert {value.dtype for value in wide.values()} == {mx.float32}
+    assert all(mx.array_equal(wide[name], value) for name, value in before.items())
+
+
 def test_dequantize_refuses_a_dense_model(make_checkpoint, tmp_path, capsys):
     target = tmp_path / "dense"
     code = main.main(["convert", str(make_checkpoint()), str(target), "--dequantize"])

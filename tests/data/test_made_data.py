@@ -31,8 +31,8 @@ def test_commands_are_reproducible_and_held_out(load_script, tmp_path, capsys):
     script = load_script("make_commands")
     script.main(tmp_path)
     assert capsys.readouterr().out.count("examples") == 3
-    # The commands of the documentation are in no file.
-    calls = [json.dumps(call) for call in script.HELD_OUT]
+    # The commands of the documentation are in no file, and no call is in two.
+    seen = {json.dumps(call) for call in script.HELD_OUT}
     prompts = []
     table = tmp_path / "tickets.csv"
     assert table.read_bytes() == (DATA / "commands" / table.name).read_bytes()
@@ -41,9 +41,12 @@ def test_commands_are_reproducible_and_held_out(load_script, tmp_path, capsys):
         assert made.read_bytes() == (DATA / "commands" / made.name).read_bytes()
         rows = [json.loads(line) for line in made.read_text().splitlines()]
         assert len(rows) == size
-        calls += [row["completion"] for row in rows]
+        calls = {row["completion"] for row in rows}
+        assert not calls & seen
+        seen |= calls
+        has_time = sum("at" in json.loads(call) for call in calls) / len(calls)
+        assert 0.5 < has_time < 0.9, "commands with and without a time"
         prompts += [row["prompt"] for row in rows]
-    assert len(set(calls)) == len(calls)
     assert len(set(prompts)) == len(prompts)
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1_500_000
 

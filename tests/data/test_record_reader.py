@@ -324,7 +324,11 @@ def test_records_can_be_read_again_and_in_part(write):
         ),
         ({"conversation": []}, "{messages: conversation}"),
         ({"content": "x"}, "{text: content}"),
-        ({"problem": "?", "score": 1}, "{prompt: problem, completion: <your column>}"),
+        ({"problem": "?", "mark": "1"}, "{prompt: problem, completion: mark}"),
+        (
+            {"problem": "?", "mark": 1, "id": 1},
+            "{prompt: problem, completion: <your column>}",
+        ),
     ],
 )
 def test_unknown_format_suggests_a_columns_block(write, record, mapping):

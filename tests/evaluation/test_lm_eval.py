@@ -11,6 +11,7 @@ from lmx.cli import main
 from lmx.config.evaluate import EvaluateConfig
 from lmx.errors import UserError
 from lmx.evaluation import lm_eval
+from lmx.installation import install_command
 from lmx.models.loader import load
 from lmx.pipeline.evaluate.stage import EvaluateStage
 from lmx.run.tables import metrics_table
@@ -124,7 +125,7 @@ def test_missing_extra_or_task_file_is_a_recipe_error(tmp_path, monkeypatch, cap
     assert main.train(["r.yaml", "--dry-run"]) == 2
     message = capsys.readouterr().err
     assert "r.yaml:3:22: lm-evaluation-harness is not installed" in message
-    assert "pip install 'lmx-toolkit[eval]'" in message
+    assert install_command("eval") in message
     assert "no such file or folder: 'mine.yaml'" in message
 
 

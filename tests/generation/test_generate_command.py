@@ -41,7 +41,7 @@ def lmx(*words):
 
 def test_generate_streams_text_and_reports_on_stderr(generator, run_folder, capsys):
     expected = generator.chat("hello", max_tokens=12)
-    assert lmx(run_folder, "--prompt", "hello", "--max-tokens", 12) == 0
+    assert lmx(run_folder, "-p", "hello", "--max-tokens", 12) == 0
     out, err = capsys.readouterr()
     assert out == printable(expected.text) + "\n"
     assert f"{expected.prompt_tokens} prompt tokens, TTFT " in err

@@ -22,6 +22,7 @@ from lmx.generation.sequence import GenerationRequest
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import draft_model_proposer
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
+from lmx.installation import install_command
 from tiny_generators import VOCABULARY, byte_tokenizer, tiny
 from tiny_requests import run
 
@@ -411,7 +412,7 @@ def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match="llguidance") as caught:
         GrammarCompiler(TOKENIZER).compile(GRAMMARS[0])
-    assert "lmx-toolkit[serve]" in caught.value.hint
+    assert install_command("serve") == caught.value.hint
 
 
 @pytest.mark.parametrize(

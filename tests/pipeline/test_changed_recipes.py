@@ -135,6 +135,16 @@ def interrupted(tmp_path, base, *stages):
     return run
 
 
+def test_change_behind_an_unfinished_training_continues_it(tmp_path, base):
+    run = interrupted(tmp_path / "changed", base)
+    run.stages.append({"evaluate": METRICS_ONLY})
+    run.write()
+    assert run() == 0
+    _, [note] = stages_of_last_run(run)
+    assert note.endswith(": continues 1-train at step 3; to run: 2-evaluate")
+    assert "resuming after step 3" in run.log
+
+
 def test_changed_unfinished_training_starts_anew(tmp_path, base):
     run = interrupted(tmp_path / "changed", base)
     change = "stages.1.train.learning_rate=1e-3"

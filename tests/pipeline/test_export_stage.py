@@ -13,7 +13,7 @@ from lmx.convert.exporters import hf
 from lmx.convert.importers import load_model as load
 from lmx.errors import UserError
 from lmx.pipeline.context import ModelArtifact
-from tiny_runs import EVALUATE, TRAIN, Run
+from tiny_runs import EVALUATE, METRICS_ONLY, TRAIN, Run
 
 LORA = {"adapter": {"rank": 4}, "steps": 4, "learning_rate": 1e-2}
 FORMATS = ["mlx", "hf", "peft", "gguf"]
@@ -77,14 +77,21 @@ def test_run_ends_with_a_command_for_the_new_model(published, full_run, tmp_path
     assert tried(published.log) == [command] * 2
     assert tried(published.log[before:]) == [command]
     lines = published.log.splitlines()
-    assert "done: " in lines[-2]
-    assert "try it: " in lines[-1]
+    for line, start in zip(lines[-3:], ("done", "try it", "serve it"), strict=True):
+        assert f" {start}: " in line
+    assert lines[-1].endswith(f"lmx serve {published.output}/model")
     hf = {"export": {"formats": ["hf"]}}
     for stages, name in ((["export", hf], "model"), ([hf], "hf")):
         (tmp_path / name).mkdir()
         run = Run(tmp_path / name, *stages, model=base)
         assert run() == 0
         assert tried(run.log) == [f'lmx generate {run.output}/{name} --prompt "..."']
+    # Else with the first question of the evaluation.
+    (tmp_path / "asked").mkdir()
+    evaluate = {"evaluate": METRICS_ONLY | {"num_samples": 1, "max_tokens": 4}}
+    run = Run(tmp_path / "asked", evaluate, "export", model=base)
+    assert run() == 0
+    assert tried(run.log)[0].endswith("/model --prompt 'Add 100 and 2.'")
 
 
 def test_result_of_a_run_is_its_newest_model(tmp_path):

@@ -19,7 +19,7 @@ def test_report_page_has_every_section(full_run):
     measured = [name for name in sections(html) if name != "speculative_decoding"]
     assert measured == [*shown, "commands", "recipe", "versions_and_hashes"]
     assert ["Status", "done"] in rows(html)
-    assert f"{full_run.output}/report.html" in full_run.log.splitlines()[-2]
+    assert f"{full_run.output}/report.html" in full_run.log.splitlines()[-3]
     models = full_run.json("report.json")["models"]
     assert f"{models['quantized']['perplexity']:.3f}" in html
 

@@ -232,7 +232,7 @@ def test_run_resumes_after_signal_in_evaluate(tmp_path, base, monkeypatch, capsy
     [
         "lmx.run.run_dir.RunDir.write_page",
         "lmx.pipeline.quantize.stage.QuantizeStage.run",
-        "lmx.pipeline.runner._generate_command",
+        "lmx.pipeline.runner._next_commands",
     ],
 )
 def test_sigterm_is_an_interruption(tmp_path, base, monkeypatch, place):

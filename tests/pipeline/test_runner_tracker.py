@@ -6,9 +6,20 @@ from pathlib import Path
 import pytest
 import warm
 import yaml
+from lmx.installation import install_command
 from tiny_runs import EVALUATE, TRAIN, Run
 
 PROGRAM = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
+# The same, and fails if a module of wandb was imported.
+WITHOUT_WANDB = """
+import sys
+import lmx
+from lmx.cli.main import train
+
+code = train(sys.argv[1:])
+imported = [name for name in sys.modules if name.partition(".")[0] == "wandb"]
+sys.exit(f"imported: {imported}" if imported else code)
+"""
 # A wandb module that fails at the call FAILS_AT.
 BROKEN = """
 import os
@@ -136,6 +147,14 @@ def test_several_trackers_get_the_same_run(make, expected):
         assert name in events.read_bytes()
 
 
+def test_nothing_imports_wandb_before_a_recipe_names_it(make):
+    run = make({"train": TRAIN}, {"evaluate": EVALUATE}, "export")
+    done = warm.run(WITHOUT_WANDB, *run.arguments())
+    assert done.returncode == 0, done.stderr
+    named = run.arguments("tracker=wandb", f"output={run.folder / 'named'}")
+    assert "imported: ['wandb" in warm.run(WITHOUT_WANDB, *named).stderr
+
+
 def test_missing_tracker_is_refused_before_the_run(make, monkeypatch, capsys):
     """With the command that installs it."""
     run = make({"train": TRAIN}, type="wandb")
@@ -144,7 +163,7 @@ def test_missing_tracker_is_refused_before_the_run(make, monkeypatch, capsys):
         assert run("tracker=[wandb, trackio]", *flags) == 2
         error = capsys.readouterr().err
         assert "trackio is not installed" in error
-        assert "pip install 'lmx-toolkit[trackio]'" in error
+        assert install_command("trackio") in error
     assert run("tracker={project: lmx}") == 2
     assert "type" in capsys.readouterr().err
     assert not run.output.exists()

@@ -1,6 +1,8 @@
 """Runs of all stages from the command line: reports, artifacts, loading in mlx-lm."""
 
 import math
+import re
+from collections import defaultdict
 from functools import cache
 
 import mlx.core as mx
@@ -8,6 +10,7 @@ import pytest
 from lmx.files.hashes import hash_folder
 from lmx.generation.generator import Generator
 from lmx.models.loader import load
+from lmx.models.lora import lora_model
 from mlx.utils import tree_flatten
 from page_data import rows, sections
 from test_report_of_runs import page
@@ -15,6 +18,7 @@ from tiny_checkpoints import QWEN3_MOE
 from tiny_runs import EVALUATE, TRAIN, Run
 
 LORA = {"type": "lora", "rank": 8}
+BARS = "(?:training|validation|quantization|evaluating)"
 GRID = {"bits": 4, "group_size": 32}
 NAMES = ["1-train", "2-quantize", "3-evaluate", "4-export"]
 REQUIRED_KEYS = {
@@ -261,10 +265,38 @@ def test_run_of_other_architectures(tmp_path, make_checkpoint, base):
     check_report(run.json("report.json"), ["base", "fine-tuned", "quantized"])
 
 
-def test_small_updates_that_fusing_rounds_are_reported(tmp_path, base, finished):
-    """Float16 holds few of the changes of a training at a low rate."""
-    train = TRAIN | {"adapter": LORA, "learning_rate": 1e-6, "steps": 2}
-    run = Run(tmp_path, {"train": train}, model=base)
+def test_fusing_that_loses_what_was_learned_is_reported(
+    tmp_path, base, finished, monkeypatch
+):
+    """With a way out; rounding that does not move the loss is no warning."""
+    small = TRAIN | {"adapter": LORA, "learning_rate": 1e-6, "steps": 2}
+    for name, train in (("small", small), ("lost", KINDS["lora"])):
+        (tmp_path / name).mkdir()
+        run = Run(tmp_path / name, {"train": TRAIN | train}, model=base)
+        with monkeypatch.context() as patch:
+            if name == "lost":
+                # As of weights whose steps are larger than all updates.
+                patch.setattr(lora_model, "fuse", lambda model, base, *_: dict(base))
+            assert run() == 0
+        assert ("warning: fusing rounds to float16" in run.log) == (name == "lost")
+    assert f": lmx convert {base} {base.name}-float32 --dtype float32, then" in run.log
+    assert f"lmx generate {base} --adapter-path {run.output / 'adapters'}" in run.log
+    assert "fusing rounds" not in finished("lora").log
+
+
+def test_progress_of_a_run_never_goes_back(tmp_path, base, monkeypatch):
+    """Every amount has a name, and those of a name never fall in a stage."""
+    monkeypatch.setattr("lmx.run.logger.HEARTBEAT_SECONDS", 0.2)
+    quantize = {"quantize": GRID | {"method": "gptq", "effort": "fast"}}
+    stages = {"train": TRAIN | {"adapter": LORA}}, quantize
+    run = Run(tmp_path, *stages, {"evaluate": EVALUATE}, "export", model=base)
     assert run() == 0
-    assert "warning: float16 rounds the fused weights by" in run.log
-    assert "rounds the fused weights" not in finished("lora").log
+    shown, stage = defaultdict(list), ""
+    for line in run.log.splitlines():
+        text = line[20:]
+        stage = text if re.fullmatch(r"stage \d-\w+", text) else stage
+        for part in text.split("; "):
+            if match := re.match(rf"({BARS}.*?) (\d+)(%|/\d+)(  |$)", part):
+                shown[stage, match[1]].append(int(match[2]))
+    assert len(shown) > 4
+    assert {k: sorted(v) for k, v in shown.items()} == shown

@@ -60,7 +60,7 @@ def start(run, monkeypatch, capfd, *arguments, recipe=None) -> tuple[str, list]:
     def track(config, **settings):
         return Tracked(received, config, **settings)
 
-    tracker = SimpleNamespace(start=track, PACKAGE="wandb", INSTALL="")
+    tracker = SimpleNamespace(start=track, PACKAGE="wandb", EXTRA="")
     monkeypatch.setitem(TRACKERS, "wandb", tracker)
     recipe = str(recipe or run.recipe)
     assert main.train([recipe, f"output={run.output}", *arguments]) == 0

@@ -1,10 +1,13 @@
 """The time of work, at rates that are measured once per machine."""
 
+import re
+
 import mlx.core as mx
 import pytest
 from lmx.cli import main
-from lmx.pipeline import work
-from lmx.pipeline.work import Work, rates
+from lmx.pipeline import resources, work
+from lmx.pipeline.work import Work, correct_rates, rates, rates_age
+from tiny_runs import TRAIN, Run
 
 SOME = Work(1.0, 2.0, 4.0, 8.0, 16.0)
 
@@ -23,6 +26,7 @@ def test_rates_are_measured_once_per_machine_and_dtype(measured, tmp_path, monke
         assert rates(dtype) == SOME
     assert measured == [mx.float32, mx.bfloat16]
     assert rates(mx.float32, again=True) == SOME
+    assert 0 <= rates_age(mx.float32) < 60
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "another"})
     rates(mx.float32)
     *_, file = sorted(
@@ -33,6 +37,53 @@ def test_rates_are_measured_once_per_machine_and_dtype(measured, tmp_path, monke
         file.write_text(damage)
         assert rates(mx.float32) == SOME
     assert len(measured) == 7
+
+
+def test_best_of_several_measurements_is_kept(measured, monkeypatch):
+    """Other programs only make a measurement slower."""
+    assert rates_age(mx.float32) is None
+    rates(mx.float32)
+    for speeds in (Work(9.0, 1.0, 4.0, 1.0, 1.0), Work(1.0, 1.0, 8.0, 1.0, 1.0)):
+        monkeypatch.setattr(work, "_measure", lambda dtype, speeds=speeds: speeds)
+        rates(mx.float32, again=True)
+    assert rates(mx.float32) == Work(9.0, 2.0, 8.0, 8.0, 16.0)
+
+
+def test_training_that_was_faster_corrects_a_rate_measured_under_load(
+    measured, monkeypatch
+):
+    done = Work(trained=100.0)
+    # A run does not wait for a measurement.
+    assert correct_rates(mx.float32, done, 1.0) is None
+    assert not measured
+    rates(mx.float32)
+    assert correct_rates(mx.float32, done, 90.0) is None
+    assert rates(mx.float32) == SOME
+    idle = Work(3.0, 70.0, 140.0, 280.0, 560.0)
+    monkeypatch.setattr(work, "_measure", lambda dtype: idle)
+    assert correct_rates(mx.float32, done, 20.0) == 5
+    assert rates(mx.float32) == Work(5.0, 70.0, 140.0, 280.0, 560.0)
+    assert correct_rates(mx.float32, done, 20.0) is None
+
+
+def test_finished_training_corrects_the_dry_run(
+    measured, make_checkpoint, tmp_path, capsys, monkeypatch
+):
+    """One measurement under load no longer makes every later dry run too long."""
+    rates(mx.float32)
+    run = Run(tmp_path, {"train": TRAIN}, model=make_checkpoint())
+    assert run("--dry-run") == 0
+    first = capsys.readouterr().out
+    assert "at the speed measured just now; `lmx doctor` measures it again" in first
+    assert re.search(r"1-train: roughly .* (h|days) for 12 steps", first)
+    assert run() == 0
+    assert "times as fast as the measured speed" in run.log
+    capsys.readouterr()
+    monkeypatch.setattr(resources, "rates_age", lambda dtype: 3 * 86400.0)
+    assert run("--dry-run", f"output={tmp_path / 'other'}") == 0
+    second = capsys.readouterr().out
+    assert re.search(r"1-train: roughly [0-9]+ s for 12 steps", second)
+    assert "at the speed measured 3 days ago;" in second
 
 
 def test_rates_need_no_cache(measured, tmp_path, monkeypatch):

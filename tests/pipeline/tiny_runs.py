@@ -31,7 +31,7 @@ TRAIN = {
 EVALUATE = {"num_tokens": 500, "exact_match": {"samples": 4}, "latency_tokens": 8}
 # Evaluation without generation.
 METRICS_ONLY = {"num_tokens": 500, "exact_match": {"samples": 0}, "num_samples": 0}
-TIMING_KEYS = ("seconds", "tokens_per_second", "peak_memory_gb")
+TIMING_KEYS = ("seconds", "trained_tokens_per_second", "peak_memory_gb")
 
 # A program that signals its own process in the n-th call of a function.
 SIGNAL_AT_CALL = """

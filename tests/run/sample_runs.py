@@ -81,7 +81,7 @@ RECORDS = [
     {"stage": "1-train", "kind": "valid", "step": 0, "loss": 3.0},
     *(
         {"stage": "1-train", "kind": "train", "step": step, "loss": 3.0 - step}
-        | {"tokens_per_second": 1500.0 + step, **STEP}
+        | {"trained_tokens_per_second": 1500.0 + step, **STEP}
         for step in (1, 2)
     ),
 ]

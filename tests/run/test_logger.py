@@ -182,11 +182,14 @@ def test_silence_is_broken_by_the_progress_with_the_time_left(
             logger.break_silence()
         return capsys.readouterr().out.splitlines()
 
-    logger.info("stage 1-quantize")
+    logger.info("stage 1-train")
     capsys.readouterr()
     assert beats(8) == []
     (line,) = beats(1)
-    assert line.startswith("running for ")
+    assert line.startswith("stage 1-train: ")
+    assert line.endswith(" since the start")
+    with logger.activity("writing"), logger.activity("reading weights"):
+        assert beats(9) == ["reading weights for 9 s"]
     with logger.progress(4e9, "quantizing", percent=True) as bar:
         bar.advance(0, "block 1 of 4")
         clock[0] += 5
@@ -196,7 +199,11 @@ def test_silence_is_broken_by_the_progress_with_the_time_left(
         with logger.progress(2, "inner") as inner:
             clock[0] += 8
             inner.advance()
-            assert beats(1) == ["inner 1/2  about 7 s left"]
+            outer = "quantizing 25%  block 2 of 4  about 10 s left"
+            assert beats(1) == [f"{outer}; inner 1/2  about 7 s left"]
+            inner.advance()
+            with logger.activity("saving"):
+                assert beats(9)[0].endswith("; inner 2/2; saving for 9 s")
         bar.advance(9e9)
         assert beats(9) == ["quantizing 100%  block 2 of 4"]
     assert len(beats(30)) == 3
@@ -246,7 +253,7 @@ def test_heartbeat_breaks_silence_and_calls_back(logger, capsys, monkeypatch):
             time.sleep(0.05)
             logger.info("a line")
     assert len(lines) >= 2
-    assert all(line.startswith("running for") for line in lines)
+    assert all(line.endswith(" since the start") for line in lines)
     # Also while lines are logged.
     assert silent + 2 <= len(calls) <= 10
     capsys.readouterr()
@@ -267,6 +274,60 @@ def test_heartbeat_on_a_terminal_writes_to_the_log_file(logger, monkeypatch):
     assert "evaluating 2/4  about 10 s left" in logged(logger)
 
 
+def test_heartbeat_repeats_no_old_values(tmp_path, capsys, monkeypatch):
+    """It has the step and the time left."""
+    clock, logger = set_clock(monkeypatch), RunLogger(tmp_path)
+    with logger.progress(40, "training") as bar:
+        bar.advance(0, "first step")
+        clock[0] += 9
+        logger.break_silence()
+        bar.skip(1)
+        bar.advance(0, "")
+        clock[0] += 1
+        bar.update(2, loss=2.5)
+        clock[0] += 9
+        bar.advance(9)
+        logger.break_silence()
+    assert capsys.readouterr().out.splitlines() == [
+        "training 0/40  first step",
+        "training 2/40  loss 2.5  about 38 s left",
+        "training 11/40  about 29 s left",
+    ]
+
+
+def test_heartbeat_says_that_kernels_are_compiled(tmp_path, capsys, monkeypatch):
+    clock = set_clock(monkeypatch)
+    monkeypatch.setattr("lmx.cpu.kernel_cache.kernel_cache", lambda: tmp_path)
+    logger = RunLogger(tmp_path)
+    with logger.progress(4, "training"):
+        for number in range(9):
+            (tmp_path / f"kernel{number}.so").touch()
+            clock[0] += 1
+            logger.break_silence()
+        for seconds in (9, 20):
+            clock[0] += seconds
+            logger.break_silence()
+    compiling = "training 0/4; compiling kernels, 9 so far"
+    assert capsys.readouterr().out.splitlines() == [
+        *(compiling, compiling, "training 0/4")
+    ]
+
+
+def test_share_never_falls(logger, monkeypatch):
+    """Not even if more work is found, or if other work turns out to be slow."""
+    clock = set_clock(monkeypatch)
+    kinds = {"tokens": KindOfWork(100), "steps": KindOfWork(100, 0.1)}
+    shares = []
+    with logger.progress(kinds, "evaluating", percent=True) as bar:
+        for tokens, steps, found in [(20, 0, 0), (0, 50, 400), (80, 0, 0), (0, 450, 0)]:
+            clock[0] += 1 + steps
+            bar.advance({"tokens": tokens, "steps": steps})
+            kinds["steps"].total += found
+            shares.append(int(re.search(r"(\d+)%", bar.line())[1]))
+    assert shares == sorted(shares)
+    assert shares[-1] == 100
+
+
 def test_progress_on_terminal_is_a_bar_and_the_log_file_is_plain(logger, monkeypatch):
     terminal = open_terminal(monkeypatch)
     with logger.progress(40, "training") as bar:
@@ -274,13 +335,16 @@ def test_progress_on_terminal_is_a_bar_and_the_log_file_is_plain(logger, monkeyp
         logger.info("a line [with] brackets")
         with logger.progress(2, "inner") as inner:
             inner.update(1)
+            logger.bar.refresh()
         bar.update(40, loss=1.5)
     screen = terminal.getvalue()
     assert "\x1b[" in screen
     assert "40/40" in screen
     assert "loss 1.5" in screen
     assert "a line [with] brackets" in screen
-    assert "inner 1/2" in screen
+    assert "10/40" in screen
+    # As a line, and beside the bar.
+    assert screen.count("inner 1/2") == 2
     assert "\x1b" not in logged(logger)
     assert "training 10/40  loss 2.5" in logged(logger)
     before = len(terminal.getvalue())
@@ -291,7 +355,7 @@ def test_progress_on_terminal_is_a_bar_and_the_log_file_is_plain(logger, monkeyp
 METRICS = {
     "loss": 2.51234,
     "learning_rate": 1.2345e-4,
-    "tokens_per_second": 1234.5,
+    "trained_tokens_per_second": 1234.5,
     "peak_memory_gb": 0.4321,
     "gradient_norm": 1.234,
 }
@@ -309,14 +373,14 @@ def screen_lines(terminal):
         (20, "training 1238/4000"),
         (40, r"training 1238/4000 23 min left loss 2\.5.*|training.*left"),
         (
-            80,
+            90,
             "training 1238/4000 [━╸╺ ]+ 23 min left loss 2.512 lr 0.00012 "
-            "1,234 tok/s 0.4 GB",
+            "1,234 trained tok/s 0.4 GB",
         ),
         (
             120,
             "training 1238/4000 [━╸╺ ]{20,} 23 min left loss 2.512 lr 0.00012 "
-            "1,234 tok/s 0.4 GB gradient norm 1.234",
+            "1,234 trained tok/s 0.4 GB gradient norm 1.234",
         ),
     ],
 )
@@ -359,5 +423,5 @@ def test_numbers_and_durations_are_short():
     numbers |= {2.51234: "2.512", 0.00002: "2e-05", float("inf"): "inf"}
     assert {value: format_number(value) for value in numbers} == numbers
     assert (format_number(0.0), format_number(float("nan"))) == ("0", "nan")
-    durations = {45: "45 s", 720: "12 min", 12600: "3.5 h"}
+    durations = {45: "45 s", 720: "12 min", 12600: "3.5 h", 800000: "9 days"}
     assert {value: format_duration(value) for value in durations} == durations

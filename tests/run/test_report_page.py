@@ -200,7 +200,9 @@ def test_page_with_any_value_missing(tmp_path):
 
 
 def test_page_with_few_values(tmp_path):
-    records = [row | {"loss": None, "tokens_per_second": 0.0} for row in RECORDS[1:]]
+    records = [
+        row | {"loss": None, "trained_tokens_per_second": 0.0} for row in RECORDS[1:]
+    ]
     folder = make_run(tmp_path / "try", records=records)
     (folder / "model").rmdir()
     html = page(folder)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from lmx.cli import main
+from lmx.pipeline.plan import load
 from lmx.run.compare import groups_table
 from lmx.run.report import Record
 from page_data import charts, rows
@@ -38,6 +39,21 @@ def test_compare_prints_metrics_and_recipe_differences(runs, capsys):
     assert row(text, "stages.1.train.steps").split() == ["3", "9"]
     assert row(text, "stages.1.train.new").split() == ["-", "1"]
     assert "output" not in text
+
+
+def test_compare_hides_the_defaults_of_blocks_that_one_run_has(tmp_path, capsys):
+    runs = []
+    for name in ("qat_4bit", "ptq_4bit"):
+        runs.append(str(make_run(tmp_path / name)))
+        text = load(f"recipes/{name}.yaml").resolved
+        (tmp_path / name / "resolved.yaml").write_text(text)
+    assert main.main(["compare", *runs]) == 0
+    text = capsys.readouterr().out
+    assert row(text, "stages.1.train.steps").split() == ["140", "-"]
+    assert row(text, "stages.1.quantize.method").split() == ["-", '"gptq"']
+    assert row(text, "stages.2.evaluate.thresholds.max_kl").split() == ["0.05", "0.1"]
+    assert "beta1" not in text
+    assert text.count("stages.") < 20
 
 
 def test_compare_json_has_all_metrics_and_differences(runs, capsys):

@@ -1,4 +1,4 @@
-"""docs/serving.md says what the server does."""
+"""docs/serving.md and the table of differences say what the server does."""
 
 import argparse
 import re
@@ -19,12 +19,14 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks/generation"))
 
 import compare_servers
 
-PAGE = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/serving.md").read_text()
+RESULTS = (ROOT / "benchmarks/results/generation.md").read_text()
 
 
-def rows(section: str) -> list[list[str]]:
+def rows(section: str, page: str = PAGE) -> list[list[str]]:
     """The cells of the tables below a heading, without their heads."""
-    text = re.search(rf"^##+ {section}\n(.*?)^##", PAGE, re.DOTALL | re.MULTILINE)[1]
+    text = re.search(rf"^##+ {section}\n(.*?)^##", page, re.DOTALL | re.MULTILINE)[1]
     tables = re.findall(r"^\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
     lines = [line for table in tables for line in table.splitlines()]
     return [[cell.strip() for cell in line.split(" | ")] for line in lines]
@@ -81,7 +83,7 @@ def test_every_metric_is_described(server):
 
 PROBES = {probe.name: probe for probe in compare_servers.PROBES}
 DIFFERENCES = {
-    row[0].strip("|` "): row[1] for row in rows("Differences to other servers")
+    row[0].strip("|` "): row[1] for row in rows("Differences to other servers", RESULTS)
 }
 
 
@@ -103,6 +105,7 @@ def test_answers_are_those_of_the_table(server):
 def test_the_table_names_requests():
     assert len(PROBES) == len(compare_servers.PROBES) == 40
     assert DIFFERENCES.keys() <= PROBES.keys()
+    assert f"answer {len(DIFFERENCES)} in another way" in PAGE
 
 
 def test_compare_prints_its_tables(server):

@@ -295,6 +295,12 @@ class Logger:
         yield Progress()
 
     @contextmanager
+    def activity(self, text: str) -> Iterator[None]:
+        """What happens in the context, such as "reading weights"; its amount is
+        unknown. The heartbeat says it."""
+        yield
+
+    @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Log the progress inside the context whenever nothing else is logged."""
+        """Log what happens inside the context whenever nothing else is logged."""
         yield

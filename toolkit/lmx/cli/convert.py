@@ -13,7 +13,8 @@ DTYPES = ("exact", "float16", "bfloat16", "float32")
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx convert`."""
     parser.description = (
-        "Convert a GPTQ, AWQ, GGUF or peft checkpoint to MLX, or expand codes."
+        "Convert a GPTQ, AWQ, GGUF or peft checkpoint to MLX, expand codes, or store "
+        "a dense MLX model in another dtype."
     )
     add = parser.add_argument
     add("source", metavar="SOURCE", help="folder, Hub id, GGUF file or peft adapter")
@@ -35,6 +36,7 @@ def convert(args: argparse.Namespace) -> int:
     from ..convert.importers import fetch_checkpoint, find_importable, load_model, peft
     from ..convert.importers.convert import convert_checkpoint
     from ..files.atomic import atomic_folder
+    from ..files.json_files import object_in
     from ..models.checkpoint import checkpoint_size
     from ..models.dtypes import DTYPES as MLX_DTYPES
 
@@ -44,19 +46,22 @@ def convert(args: argparse.Namespace) -> int:
     source = None if is_adapter else find_importable(path)
     if is_adapter and args.dequantize:
         raise UserError("an adapter has no codes to expand", place=args.source)
-    if source is None and not (is_adapter or args.dequantize):
+    is_dense = source is None and "quantization" not in object_in(path / "config.json")
+    casts = is_dense and dtype is not None
+    if source is None and not (is_adapter or args.dequantize or casts):
         raise UserError(
             "the folder has no supported format: gptq, awq, compressed-tensors "
             "(pack-quantized) or GGUF",
             place=args.source,
-            hint="--dequantize expands a quantized MLX folder",
+            hint="--dequantize expands a quantized MLX folder, and --dtype stores a "
+            "dense one in another dtype",
         )
     if target.exists():
         raise UserError("the target exists", place=str(target))
     with atomic_folder(target) as partial:
         if is_adapter:
             peft.convert_adapter(path, partial)
-        elif args.dequantize:
+        elif args.dequantize or casts:
             loaded = load_model(path, compute="stored", lazy=True)
             dequantize_checkpoint(loaded, partial, dtype)
         else:

@@ -4,6 +4,8 @@ import argparse
 import os
 import shlex
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..config.redaction import redact
@@ -99,13 +101,17 @@ def given_options(arguments: argparse.Namespace, kind: str) -> dict[str, str]:
 def recipe_of(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
     """The recipe that the options stand for, as plain data.
 
+    Without `data.columns` it has the usual names of columns that the data has.
+
     Raises:
-        UserError: --model or --data is missing.
+        UserError: --model or --data is missing, or the data cannot be read.
     """
     # Loads PyYAML, which `--help` does not need.
+    from ..config.loader import find
     from ..config.overrides import merge
     from ..config.yaml_io import read
 
+    overrides = arguments.overrides
     needed = ["--model"] + ["--data"] * (kind == "train")
     given = given_options(arguments, kind)
     if missing := [flag for flag in needed if flag not in given]:
@@ -125,13 +131,19 @@ def recipe_of(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
             value = document.data
         values.append((OPTIONS[kind][flag][0], value))
     merge(data, values)
+    if "--data" in given and not any(o.startswith("data.columns") for o in overrides):
+        from .own_data import inspect
+
+        own = inspect(given["--data"], {}, partial(find, root=Path.cwd()))
+        if own and own.columns:
+            data["data"]["columns"] = own.columns
     for keys, value in DEFAULTS.items() if kind == "train" else ():
         if not stage.keys() & {*keys}:
             stage[keys[-1]] = value
     if kind == "quantize":
         from ..api.jobs import quantize_stages
 
-        for override in arguments.overrides:
+        for override in overrides:
             key, _, value = override.partition("=")
             if key in METHOD:
                 # It does not get the keys of the default method.

@@ -58,7 +58,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     folder = {"metavar": "FOLDER", "type": lambda path: Path(os.path.expanduser(path))}
     add("model", metavar="MODEL", help="model folder, run directory or Hub id")
     source = parser.add_mutually_exclusive_group(required=True).add_argument
-    source("--prompt", metavar="TEXT", help="the prompt")
+    source("-p", "--prompt", metavar="TEXT", help="the prompt")
     source("--prompt-file", metavar="FILE", help="- = standard input")
     source("--chat", **switch, help="one turn per line of standard input")
     source(

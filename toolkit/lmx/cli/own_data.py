@@ -9,9 +9,8 @@ from pathlib import Path
 from ..data import builtin
 from ..data.answer_filters import has_one_form
 from ..data.dataset import RecordReader, UnknownFormat
-from ..data.record_formats import nearest
+from ..data.record_formats import CHARACTERS_PER_TOKEN, nearest
 from ..errors import UserError
-from ..pipeline.dry_run import CHARACTERS_PER_TOKEN
 from ..pipeline.evaluate.questions import Question
 from ..run import terminal
 

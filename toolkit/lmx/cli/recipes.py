@@ -111,7 +111,8 @@ def write_recipe(target: Path, text: str) -> None:
 
 def _require_new(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        message, hint = "the file exists, and is not overwritten", "give another name"
+        message = "the file exists, and is not overwritten"
+        hint = "give another name; for lmx init: --output FILE"
         raise UserError(message, place=str(target), hint=hint)
 
 
@@ -188,7 +189,7 @@ def init(arguments: argparse.Namespace) -> int:
     lines = [str(target)]
     if own and own.is_guessed:
         pairs = ", ".join(f"{name}: {column}" for name, column in columns.items())
-        lines.append(f"Columns of the data, as far as their names tell: {pairs}")
+        lines.append(f"Columns of the data, guessed from names and order: {pairs}")
     if "thresholds:" in text:
         lines.append("A model that misses a threshold is not published: adapt them.")
     lines.append(f"Then: lmx-train {shlex.quote(str(target))} --dry-run")

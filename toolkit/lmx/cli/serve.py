@@ -144,10 +144,10 @@ def serve(args: argparse.Namespace) -> int:
         from ..serving.server import ModelServer
         from ..serving.service import ServiceSettings
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"{error.name} is not installed",
-            hint="pip install 'lmx-toolkit[serve]'",
-        ) from error
+        from ..installation import install_command
+
+        message, hint = f"{error.name} is not installed", install_command("serve")
+        raise UserError(message, hint=hint) from error
     ranks = join_processes(args, "adapter", "allow_adapter_loading", "prefix_cache_dir")
     if not ranks.is_first:
         with ranks.ends_together():

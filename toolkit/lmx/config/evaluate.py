@@ -68,8 +68,8 @@ class EvaluateConfig(ConfigModel):
     """Which tokens these are. window (the default): the first 4 and the last ones.
     snapkv: those that the end of the prompt attends to most."""
     tasks: list[str] = Field([], examples=[["arc_easy", "gsm8k"]])
-    """lm-evaluation-harness tasks: task names or .yaml files. Needs `pip install
-    lmx-toolkit[eval]`."""
+    """lm-evaluation-harness tasks: task names or .yaml files. Needs the extra
+    `eval`."""
     task_limit: int | None = Field(None, ge=1)
     """Maximum documents per task."""
 

@@ -64,12 +64,7 @@ class LoadedRecipe:
     @cached_property
     def resolved(self) -> str:
         """YAML with all values, which loads to the same recipe."""
-        values = self.recipe.model_dump(mode="json", exclude={"stages"})
-        stages = [
-            {s.kind: s.config.model_dump(mode="json", by_alias=True)}
-            for s in self.recipe.stages
-        ]
-        return yaml_io.write(redact_values(values | {"stages": stages}))
+        return yaml_io.write(redact_values(self.recipe.values()))
 
     @cached_property
     def secrets(self) -> tuple[str, ...]:

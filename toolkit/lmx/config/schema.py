@@ -1,6 +1,6 @@
 """The recipe schema: the top level and the stages."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -128,6 +128,15 @@ class RecipeConfig(ConfigModel):
                     "whole model in every process: use parallel.data"
                 )
         return self
+
+    def values(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
+        """All values as plain data, which is the same recipe; or those that are not
+        the defaults."""
+        options = {"mode": "json", "exclude_defaults": exclude_defaults}
+        stages = [
+            {s.kind: s.config.model_dump(by_alias=True, **options)} for s in self.stages
+        ]
+        return self.model_dump(exclude={"stages"}, **options) | {"stages": stages}
 
     @field_validator("output")
     @classmethod

@@ -14,7 +14,8 @@ OWN_KEYS = {"mode": "wandb", "space_id": "trackio", "tracking_uri": "mlflow"}
 class TrackerConfig(ConfigModel):
     """Log metrics to Weights & Biases, TensorBoard, Trackio or MLflow.
 
-    All but wandb need `pip install lmx-toolkit[<type>]`.
+    All but wandb need the extra of this name. Nothing is sent before a recipe names a
+    tracker, and wandb is not imported.
     """
 
     type: TrackerName

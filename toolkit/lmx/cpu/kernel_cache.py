@@ -69,6 +69,18 @@ def use_private_folder() -> Path | None:
     return folder
 
 
+def count_kernels() -> int:
+    """Kernels on the disk: what MLX compiles in this process adds to them."""
+    folders = [(kernel_cache(), ".so")]
+    if folder := os.environ.get("MLX_PTX_CACHE_DIR"):
+        folders.append((Path(folder), ".ptx"))
+    count = 0
+    for place, suffix in folders:
+        with suppress(OSError):
+            count += sum(name.endswith(suffix) for name in os.listdir(place))
+    return count
+
+
 def keep_cuda_kernels() -> Path | None:
     """Let MLX keep its CUDA kernels in a folder of this user, for the next processes.
 

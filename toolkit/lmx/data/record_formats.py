@@ -29,6 +29,8 @@ ALIASES |= {"kto_tag": "label", "desirable": "label"}
 SCHEMA_ALIASES = {"input_schema": "parameters", "inputSchema": "parameters"}
 # Booleans, numbers and words as text.
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+# Of a text whose tokenizer is unknown, few rather than many.
+CHARACTERS_PER_TOKEN = 3
 # Arguments of a chat template that come from lmx or from other columns.
 RESERVED = {
     *("messages", "conversation", "tools", "chat_template", "tokenize", "padding"),
@@ -153,7 +155,7 @@ def _preferred(record: dict, name: str) -> dict:
     if isinstance(completion, list):
         turns = parse_turns(completion, "assistant")
         if turns and turns[0]["role"] != "assistant":
-            # A conversation with a prompt of its own. Many datasets repeat theirs so.
+            # A conversation with a prompt of its own, which many datasets repeat.
             before = parse_turns(prompt, "user") if prompt else []
             known, texts = (
                 [(m["role"], m["content"].strip()) for m in part]
@@ -355,8 +357,10 @@ COLUMNS |= ALIASES.keys()
 
 SYNONYMS = {
     "messages": "dialog dialogue conversation turns chat history",
-    "prompt": "question query problem input request user q text context source",
-    "completion": "answer response output solution target reply assistant a label",
+    "prompt": "question query problem input request user q text context source message "
+    "ticket email review comment sentence body",
+    "completion": "answer response output solution target reply assistant a label "
+    "category class intent topic sentiment rating",
     "text": "content document body code article passage sentence",
 }
 
@@ -407,7 +411,11 @@ def check_columns(columns: dict[str, str]) -> None:
 
 
 def nearest(keys: list[str]) -> tuple[str, dict[str, str | None]]:
-    """The format closest to a record's keys, and the column for each of its keys."""
+    """The format closest to a record's keys, and the column for each of its keys.
+
+    Of two unknown columns, the first one is the prompt and the other one the
+    completion; beside a text, the other one may be anything.
+    """
     best, renaming, score = "completion", dict[str, str | None](), -1.0
     for name in ("completion", "chat", "text"):
         columns = {}
@@ -418,6 +426,11 @@ def nearest(keys: list[str]) -> tuple[str, dict[str, str | None]]:
             free = (own for own in similar if own not in columns.values())
             columns[key] = next(free, None)
         share = sum(value is not None for value in columns.values()) / len(columns)
+        if name == "completion" and len(keys) == 2 and "text" not in keys:
+            free_keys = [own for own in keys if own not in columns.values()]
+            # One that is known leaves no doubt about the other.
+            share = share and 1.0
+            columns = {k: v or free_keys.pop(0) for k, v in columns.items()}
         if share > score:
             best, renaming, score = name, columns, share
     return best, renaming

@@ -1,6 +1,6 @@
 """Tasks of EleutherAI's lm-evaluation-harness, through mlx-lm's wrapper of a model.
 
-The harness is an extra: pip install 'lmx-toolkit[eval]'.
+The harness is the extra `eval`.
 """
 
 from collections.abc import Iterable, Sequence

@@ -18,12 +18,12 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import UserError, library_errors
+from ..installation import install_command
 from .grammar import Grammar
 from .lark_grammar import LOOSE
 
 Matcher = Any
 """llguidance.LLMatcher. The library is imported when the first grammar is compiled."""
-INSTALL = "pip install 'lmx-toolkit[serve]'"
 T = TypeVar("T")
 STACK_BYTES = 256 << 20
 """llguidance follows what a grammar refers to by recursion, and a native stack that
@@ -105,7 +105,7 @@ class GrammarCompiler:
         except ModuleNotFoundError as error:
             raise UserError(
                 "completions that follow a grammar need the package llguidance",
-                hint=INSTALL,
+                hint=install_command("serve"),
             ) from error
         if not hasattr(self._tokenizer, "backend_tokenizer"):
             raise UserError("grammars need a tokenizer with a tokenizer.json")

@@ -39,7 +39,7 @@ class Place:
 
 
 def can_divide_by_layers(model: nn.Module) -> bool:
-    """Whether mlx-lm divides a model by layers, and only so."""
+    """Whether mlx-lm divides a model by layers only."""
     trunk = getattr(model, "model", None)
     return not hasattr(model, "shard") and hasattr(trunk, "pipeline")
 

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -219,7 +220,10 @@ class StageContext:
         trust = self.source.trust_remote_code
         group = self.parallel.tensor if sharded else SINGLE_PROCESS
         options = {"compute": compute, "lazy": lazy, "group": group}
-        return load(path, trust_remote_code=trust, **options)
+        # The first import takes seconds from a slow disk.
+        first = "" if "mlx_lm" in sys.modules else "importing mlx-lm, "
+        with self.logger.activity(f"{first}reading the weights of {path}"):
+            return load(path, trust_remote_code=trust, **options)
 
     def resolve(self, name: str) -> Path:
         """The MLX folder of another model that the recipe names: see importers."""

@@ -10,7 +10,7 @@ from ..config.loader import LoadedRecipe
 from ..convert.importers import find_importable, gguf
 from ..data import builtin
 from ..data.dataset import RecordReader
-from ..data.record_formats import DataRecord
+from ..data.record_formats import CHARACTERS_PER_TOKEN, DataRecord
 from ..data.tokenization import encode_all, render_mask, template_messages
 from ..models.rope_parameters import check_length
 from ..models.tensor_parallel import shard_share
@@ -25,7 +25,6 @@ from .resources import ResourceCheck, model_shape
 SAMPLE_CHARACTERS = 500_000  # tokenized in half a second
 MAX_NAMES = 5
 MAX_EXAMPLE_CHARACTERS = 600
-CHARACTERS_PER_TOKEN = 3
 MARKS = ", trained tokens between ⟦ and ⟧"
 
 Line = tuple[str, str]

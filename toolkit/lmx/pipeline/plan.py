@@ -22,6 +22,7 @@ from ..data.cache import file_hash, key_of
 from ..data.dataset import has_split, source_fingerprint
 from ..data.hub_datasets import HubDataset
 from ..errors import UserError
+from ..installation import install_command
 from ..models.checkpoint import read_config, weights_digest
 from ..run import manifest
 from ..run.earlier_run import EarlierRun
@@ -347,4 +348,4 @@ def _check_trackers(value: Any) -> Iterator[Problem]:
         name = entry.get("type") if isinstance(entry, dict) else entry
         if isinstance(name, str) and name in TRACKERS and not is_installed(name):
             message = f"{TRACKERS[name].PACKAGE} is not installed"
-            yield Problem(path, message, TRACKERS[name].INSTALL)
+            yield Problem(path, message, install_command(TRACKERS[name].EXTRA))

@@ -13,9 +13,12 @@ from ..models.loader import check_loadable
 from ..run.progress import format_duration, readable_size
 from .estimate import Estimate, ModelShape, Workload
 from .plan import RunPlan
+from .work import rates_age
 
 # A fine-tuned model seldom gains from more passes over its data.
 MANY_EPOCHS = 5
+# Seconds after which the age of a measurement is worth its number.
+JUST_NOW = 120
 
 
 class ResourceCheck:
@@ -82,6 +85,11 @@ class ResourceCheck:
                 yield "warning", f"{name}: {text}; 3 are usual"
             if needs.disk:
                 yield "disk", f"{name}: {readable_size(needs.disk)}"
+        dtypes = {needs.dtype for needs in self.stages.values() if needs.seconds}
+        if age := max(filter(None, map(rates_age, dtypes)), default=None):
+            when = f"{format_duration(age)} ago" if age > JUST_NOW else "just now"
+            text = f"at the speed measured {when}; `lmx doctor` measures it again"
+            yield "time", text
         disk, free = map(readable_size, (self.disk, self.free))
         yield "disk", f"needs {disk}, free {free}"
 

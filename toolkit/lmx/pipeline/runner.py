@@ -34,6 +34,9 @@ from .extensions import Extensions
 from .plan import RunPlan
 from .stage import Stage
 
+# Characters of a prompt in a command that a run shows.
+LONGEST_PROMPT = 160
+
 
 def run(
     loaded: LoadedRecipe,
@@ -84,7 +87,7 @@ def run(
         _log_start(loaded, run_dir, logger, ranks)
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
-            with tracking, ranks.ends_together():
+            with tracking, ranks.ends_together(), logger.heartbeat():
                 context = make_context(
                     loaded, run_dir.path, logger, parallel, extensions
                 )
@@ -103,26 +106,33 @@ def run(
             raise UserError(text, place=place, code=FAILED) from error
         run_dir.set_status("done")
         logger.info(f"done: {run_dir.path / PAGE}")
-        if command := _generate_command(last, run_dir.path, loaded.recipe):
-            logger.info(f"try it: {command}")
+        for purpose, words in _next_commands(last, run_dir.path, loaded.recipe).items():
+            logger.info(f"{purpose}: {words}")
 
 
-def _generate_command(
+def _next_commands(
     last: ModelArtifact, output: Path, recipe: RecipeConfig
-) -> str | None:
-    """The command that generates with the run's new model; None if it made none.
+) -> dict[str, str]:
+    """By purpose, what to do with the run's new model; empty if it made none.
 
-    It has the first prompt that the recipe shows answers of.
+    The prompt is the first one that the recipe or the evaluation shows answers of.
     """
     model = last.result_in(output)
     if model is None and last.draft is None:
-        return None
-    words = ["lmx", "generate", str(model or last.model)]
+        return {}
+    words = [str(model or last.model)]
     if last.draft:
         words += ["--draft-model", str(last.draft)]
-    shown = (stage.train.sample_prompts for stage in recipe.stages if stage.train)
+    shown = [stage.train.sample_prompts for stage in recipe.stages if stage.train]
+    samples = read_report(output / REPORT).get("samples", [])
+    asked = (sample["prompt"] for sample in samples)
+    shown.append([p for p in asked if "\n" not in p and len(p) <= LONGEST_PROMPT])
     prompt = next((shlex.quote(prompts[0]) for prompts in shown if prompts), '"..."')
-    return f"{shlex.join(words)} --prompt {prompt}"
+    model_words = shlex.join(words)
+    return {
+        "try it": f"lmx generate {model_words} --prompt {prompt}",
+        "serve it": f"lmx serve {model_words}",
+    }
 
 
 def _log_start(
@@ -219,7 +229,8 @@ def _run_stages(
     callbacks = context.extensions.callbacks
     names = [planned.name for planned in plan.stages]
     for position, name in enumerate(names):
-        record = run_dir.completed_stage(name, logger.warning)
+        with logger.activity(f"checking what stage {name} left"):
+            record = run_dir.completed_stage(name, logger.warning)
         if record is None:
             run_dir.discard_stages(names[position + 1 :])
         record = ranks.broadcast_object(record)
@@ -230,13 +241,13 @@ def _run_stages(
             logger.info(f"stage {name}")
             stage = plan.stages[position].stage
             is_shared = stage.runs_on_all_ranks and ranks.size > 1
-            inputs = plan.inputs(name) if is_shared or ranks.is_first else {}
+            with logger.activity("hashing the models and the data"):
+                inputs = plan.inputs(name) if is_shared or ranks.is_first else {}
             if is_shared:
                 _require_same_inputs(inputs, context)
             run_dir.start_stage(name, inputs)
             ranks.wait_for_all()
-            with logger.heartbeat():
-                record = _run_stage(stage, context, run_dir)
+            record = _run_stage(stage, context, run_dir)
             callbacks.call("stage_end", stage=name, metrics=_models(context.output))
             is_stopped = ranks.broadcast_object(callbacks.is_stopped)
             if is_stopped and name != names[-1]:
@@ -265,8 +276,12 @@ def _run_stage(
         artifact = stage.run(context) if ranks.is_first else None
     record = None
     if ranks.is_first:
-        record = artifact.to_json(run_dir.path)
-        run_dir.complete_stage(stage.name, record, artifact.folders_in(run_dir.path))
+        record, folders = (
+            artifact.to_json(run_dir.path),
+            artifact.folders_in(run_dir.path),
+        )
+        with context.logger.activity("hashing the new files"):
+            run_dir.complete_stage(stage.name, record, folders)
     return ranks.broadcast_object(record)
 
 

@@ -2,10 +2,14 @@
 
 The rates are measured on a small Llama with the code of a run, so that they include
 attention, norms, the optimizer and the cost of launching operations. They are kept in
-the cache; `lmx doctor` measures them again.
+the cache. Other programs only make a measurement slower: `lmx doctor` and a training
+that was faster than its rate measure again, and the best of all is kept.
 """
 
+import time
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +32,8 @@ RATES = "rates"
 CPU_PROBE, GPU_PROBE = (4, 64, 512), (16, 128, 2048)
 # Sequences that are generated together.
 TOGETHER = 16
+# A training that is so many times as fast as its rate says that the rate is wrong.
+FASTER = 1.25
 
 
 @dataclass(frozen=True)
@@ -62,22 +68,74 @@ class Work:
         return sum(a / speed for a, speed in zip(amounts, speeds, strict=True))
 
 
+class KeptRates(NamedTuple):
+    """Rates, and when they were measured, in seconds since the epoch."""
+
+    rates: Work
+    time: float
+
+
 def rates(dtype: mx.Dtype, *, again: bool = False) -> Work:
     """This machine's rates, measured in a few seconds unless the cache has them.
 
     Args:
-        again: measure them, whatever the cache has.
+        again: measure them also if the cache has them, and keep the best ones.
     """
+    known = _find(dtype)
+    if known and not again:
+        return known.rates
+    measured = _measure(dtype)
+    return _keep(dtype, _best(measured, known.rates) if known else measured)
+
+
+def rates_age(dtype: mx.Dtype) -> float | None:
+    """Seconds since the rates were measured; None = the cache has none."""
+    known = _find(dtype)
+    return known and max(0.0, time.time() - known.time)
+
+
+def correct_rates(dtype: mx.Dtype, work: Work, seconds: float) -> float | None:
+    """Measure again if work took less time than the rates say, and raise them to it.
+
+    Args:
+        work: what a training has done.
+        seconds: the time it took.
+
+    Returns:
+        How many times as fast it was; None = the rates are right, or unknown.
+    """
+    known = _find(dtype)
+    if known is None or work.seconds(dtype) < FASTER * seconds:
+        return None
+    factor = work.seconds(dtype) / seconds
+    best = rates(dtype, again=True)
+    _keep(dtype, _best(best, Work(trained=work.trained / seconds)))
+    return factor
+
+
+def _find(dtype: mx.Dtype) -> KeptRates | None:
+    with suppress(UserError):  # No folder for the cache.
+        if found := cache.store(lambda text: None).find(RATES, _key(dtype)):
+            return KeptRates(Work(**found.facts["rates"]), found.facts["time"])
+    return None
+
+
+def _keep(dtype: mx.Dtype, kept: Work) -> Work:
+    facts = {"rates": asdict(kept), "time": time.time()}
+    with suppress(UserError):  # No folder for the cache, or a full disk.
+        cache.store(lambda text: None).put(RATES, _key(dtype), lambda folder: facts)
+    return kept
+
+
+def _key(dtype: mx.Dtype) -> str:
     blas = cpu.enable().blas
     device = sorted(mx.device_info().items())
     facts = [str(device), blas.name, blas.threads, mx.__version__, str(dtype)]
-    key = cache.key_of([*facts, *asdict(Work())])
-    try:
-        store = cache.store(lambda text: None)
-        find = store.put if again else store.get_or_make
-        return Work(**find(RATES, key, lambda folder: asdict(_measure(dtype))).facts)
-    except UserError:  # No folder for the cache, or a full disk.
-        return _measure(dtype)
+    return cache.key_of([*facts, *asdict(Work()), *KeptRates._fields])
+
+
+def _best(one: Work, other: Work) -> Work:
+    return Work(*map(max, astuple(one), astuple(other)))
 
 
 def _measure(dtype: mx.Dtype) -> Work:

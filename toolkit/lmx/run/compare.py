@@ -5,13 +5,18 @@ import math
 from pathlib import Path
 from statistics import fmean, stdev
 
+from pydantic import ValidationError
+
 from ..config import yaml_io
+from ..config.schema import RecipeConfig
 from ..errors import UserError
 from . import tables
 from .report import REPORT, Record
 from .tables import ABSENT, Metric, TableCells, metrics_of, one_line, recipe_values
 
 SEED = "seed"
+# The keys of a block that say what it is.
+KINDS = (".type", ".method")
 SWEEP = "means ± standard errors over the seeds of finished runs"
 
 
@@ -60,9 +65,29 @@ def comparison_table(runs: dict[str, Record]) -> TableCells:
 
 
 def recipe_table(runs: dict[str, Record]) -> TableCells:
-    """The values that differ between the known recipes."""
-    known = {n: recipe_values(run.resolved) for n, run in runs.items() if run.resolved}
-    return ["key", *known], _differing([*known.values()], [ABSENT] * len(known))
+    """The values that differ between the known recipes.
+
+    Of a block that only some of them have, it has the kind and what is not a default.
+    """
+    known = {n: run.resolved for n, run in runs.items() if run.resolved}
+    given = {key for resolved in known.values() for key in _given(resolved)}
+    recipes = [recipe_values(resolved) for resolved in known.values()]
+    rows = _differing(recipes, [ABSENT] * len(known))
+    shown = [
+        row
+        for row in rows
+        if ABSENT not in row or row[0] in given or row[0].endswith(KINDS)
+    ]
+    return ["key", *known], shown
+
+
+def _given(resolved: dict) -> dict:
+    """The values of a recipe that are not the defaults of their keys."""
+    try:
+        recipe = RecipeConfig.model_validate(resolved)
+    except ValidationError:  # Of another version of lmx.
+        return recipe_values(resolved)
+    return recipe_values(recipe.values(exclude_defaults=True))
 
 
 def difference(old: str, new: str) -> str:

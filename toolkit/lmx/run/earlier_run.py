@@ -10,6 +10,8 @@ from .manifest import INPUTS, STAGES, StageInputs, changed_inputs
 
 # Changed values that the note about an earlier run names.
 MAX_CHANGES = 3
+# In the folder of a training's checkpoints; the name of the folder above is its step.
+CHECKPOINTS = "*/*/content"
 
 
 class EarlierRun:
@@ -113,7 +115,7 @@ class EarlierRun:
             folder = self.path / STAGES / name
             checkpoints = folder / "checkpoints"
             is_finished = name in self._finished
-            if not is_finished and any(checkpoints.glob("*/*/content")):
+            if not is_finished and any(checkpoints.glob(CHECKPOINTS)):
                 target = old_name(folder)
                 os.rename(folder, target)
                 notes.append(
@@ -132,16 +134,27 @@ class EarlierRun:
         shown = ", ".join(lines[:MAX_CHANGES])
         if more := len(lines) - MAX_CHANGES:
             shown += f" and {more} more" if more > 0 else ""
-        will_run = [name for name in self._plan if name not in self.records]
-        parts = [
-            f"kept: {', '.join(self.records) or 'nothing'}",
-            f"to run: {', '.join(will_run) or 'nothing'}",
-            *set_aside,
-        ]
+        steps = self._steps
+        will_run = [n for n in self._plan if n not in self.records and n not in steps]
+        parts = [f"continues {name} at step {step}" for name, step in steps.items()]
+        for heading, names in (("kept", self.records), ("to run", will_run)):
+            if names or not steps:
+                parts.append(f"{heading}: {', '.join(names) or 'nothing'}")
+        parts += set_aside
         if published := self._outdated():
             names = ", ".join(published)
             parts.append(f"of the earlier recipe until a stage replaces it: {names}")
         return f"{what} changed ({shown}): {'; '.join(parts)}"
+
+    @property
+    def _steps(self) -> dict[str, int]:
+        """The step of the newest checkpoint of every unfinished stage that is kept."""
+        steps = {}
+        for name in (name for name in self.kept if name not in self._finished):
+            saved = (self.path / STAGES / name / "checkpoints").glob(CHECKPOINTS)
+            if numbers := [int(path.parent.name) for path in saved]:
+                steps[name] = max(numbers)
+        return steps
 
     def _outdated(self) -> list[str]:
         """Published folders that only stages wrote which are not kept."""

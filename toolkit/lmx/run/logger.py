@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..config.redaction import redact, redact_values
+from ..cpu.kernel_cache import count_kernels
 from ..errors import UserError
 from ..files.atomic import disk_errors, require_held
 from ..files.json_files import filter_jsonl, read_jsonl
 from ..interfaces import Logger
 from . import terminal
-from .progress import ProgressBar, format_duration
+from .progress import Activity, ProgressBar, format_duration
 from .tables import aligned
 from .trackers import TrackerThread
 from .work_rate import KindOfWork
@@ -46,8 +47,12 @@ class RunLogger(Logger):
         self.on_heartbeat: Callable[[], None] = lambda: None
         # What a terminal shows: `rich.live.Live`, or nothing.
         self.bar = None
-        self._running: list[ProgressBar] = []
-        self._stage_start = self._last_line = time.monotonic()
+        # What happens, from the outermost operation to the innermost one.
+        self._running: list[ProgressBar | Activity] = []
+        self._start = self._last_line = time.monotonic()
+        # Kernels on the disk before the run, and when last counted; when that grew.
+        self._first_kernels = self._kernels = count_kernels()
+        self._compiled_at = -math.inf
 
     def info(self, text: str) -> None:
         """Log a line."""
@@ -115,9 +120,12 @@ class RunLogger(Logger):
         from rich.live import Live
 
         console = _console()
-        self.bar = Live(
-            console=console, get_renderable=lambda: _drawn(progress, console.width)
-        )
+
+        def drawn():
+            inside = self._what_happens(after=progress)
+            return _drawn(progress, console.width, inside)
+
+        self.bar = Live(console=console, get_renderable=drawn)
         self.bar.start()
 
     def close_progress(self, progress: ProgressBar) -> None:
@@ -125,15 +133,25 @@ class RunLogger(Logger):
         self._running.remove(progress)
 
     @contextmanager
+    def activity(self, text: str) -> Iterator[None]:
+        """What happens in the context, for the heartbeat and the bar of a terminal."""
+        activity = Activity(text)
+        self._running.append(activity)
+        try:
+            yield
+        finally:
+            self._running.remove(activity)
+
+    @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Log the progress inside the context whenever nothing else is logged.
+        """Log what happens inside the context whenever nothing else is logged.
 
         Calls `on_heartbeat`, too.
         """
-        self._stage_start, stopped = time.monotonic(), threading.Event()
+        stopped = threading.Event()
 
         def beat() -> None:
-            last = self._stage_start
+            last = time.monotonic()
             while not stopped.wait(HEARTBEAT_SECONDS / 10):
                 self.break_silence()
                 if time.monotonic() - last >= HEARTBEAT_SECONDS:
@@ -149,23 +167,39 @@ class RunLogger(Logger):
             thread.join()
 
     def break_silence(self) -> None:
-        """Log the progress if the last line is `HEARTBEAT_SECONDS` old."""
-        now = time.monotonic()
+        """Log what happens if the last line is `HEARTBEAT_SECONDS` old."""
+        kernels, now = count_kernels(), time.monotonic()
+        if kernels > self._kernels:
+            self._kernels, self._compiled_at = kernels, now
         if now - self._last_line < 0.9 * HEARTBEAT_SECONDS:
             return
-        # A copy, as the other thread may end a progress meanwhile.
-        progress = next(iter(self._running[-1:]), None)
-        if progress is None:
-            line = f"running for {format_duration(now - self._stage_start)}"
-        else:
-            line = progress.line()
+        elapsed = format_duration(now - self._start)
+        line = self._what_happens() or f"stage {self.stage}: {elapsed} since the start"
         try:
-            if progress is not None and progress.is_on_screen:
+            if self.bar is not None:
                 self.debug(line)
             else:
                 self.info(line)
         except UserError:
             pass  # A full disk ends the stage where it writes its results.
+
+    def _what_happens(self, *, after: ProgressBar | None = None) -> str:
+        """All open progresses, and the innermost activity.
+
+        Args:
+            after: leave out this progress, and those around it.
+        """
+        # A copy, as the other thread may end a progress meanwhile.
+        running = [*self._running]
+        if after in running:
+            running = running[running.index(after) + 1 :]
+        innermost = running[-1:]
+        lines = [each.line() for each in running if isinstance(each, ProgressBar)]
+        lines += [each.line() for each in innermost if isinstance(each, Activity)]
+        if time.monotonic() - self._compiled_at < HEARTBEAT_SECONDS:
+            count = self._kernels - self._first_kernels
+            lines.append(f"compiling kernels, {count} so far")
+        return "; ".join(lines)
 
     def _is_kept(self, record: dict, step: int) -> bool:
         done = record.get("step", 0)
@@ -220,13 +254,13 @@ def _console():
     return Console(file=terminal.StyledOutput())
 
 
-def _drawn(progress: ProgressBar, width: int):
-    """A progress as one line of a terminal with `width` columns."""
+def _drawn(progress: ProgressBar, width: int, inner: str):
+    """A progress, and the text of what runs inside, on a terminal's last line."""
     from rich.progress_bar import ProgressBar as Bar
     from rich.table import Table
     from rich.text import Text
 
-    before, share, bar, after = progress.on_screen(width)
+    before, share, bar, after = progress.on_screen(width, inner)
     line = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
     cells = [Text(terminal.printable(before), no_wrap=True)]
     if bar:

@@ -10,7 +10,7 @@ from ..files.atomic import write_atomic
 from .tables import recipe_values
 
 PACKAGE = "mlflow"
-INSTALL = "pip install 'lmx-toolkit[mlflow]'"
+EXTRA = "mlflow"
 # MLflow's own limits of a request, and of a parameter's characters.
 MAX_PARAMS, MAX_CHARACTERS = 100, 6000
 

@@ -1,6 +1,7 @@
 """Progress of long work: a bar on a terminal, else lines with the time left."""
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -14,10 +15,12 @@ ONE = ""
 # Short names of values, for a bar on a terminal.
 ON_BAR = {
     "learning_rate": "lr {:.2g}",
-    "tokens_per_second": "{:,.0f} tok/s",
+    "trained_tokens_per_second": "{:,.0f} trained tok/s",
     "peak_memory_gb": "{:.1f} GB",
 }
 MIN_BAR, MAX_BAR = 5, 20
+# Seconds that a time left is shown from.
+SHORTEST = 0.5
 
 
 class ProgressOutput(Protocol):
@@ -39,7 +42,8 @@ class ProgressBar(Progress):
     """Progress of a long operation; made by `RunLogger.progress`.
 
     `update` writes a line. `advance` writes none, so that an inner loop can call it:
-    the heartbeat of the logger writes one whenever the log is silent for too long.
+    the heartbeat of the logger writes one whenever the log is silent for too long. The
+    share that is shown never falls, also where later work turns out to be longer.
 
     Args:
         total: amount of work in any unit, or work of several kinds.
@@ -59,9 +63,10 @@ class ProgressBar(Progress):
         self._rate = WorkRate(kinds)
         self._description = description
         self._percent = percent
-        self._text = ""
-        # The text in parts, each short enough for a terminal.
+        # What comes next, and the values of the last update for a terminal.
+        self._note = ""
         self._parts: list[str] = []
+        self._shown = 0.0
         # A terminal shows one bar at a time; nested operations log lines.
         self.is_on_screen = (
             terminal.output_is_terminal() and not logger.quiet and logger.bar is None
@@ -76,14 +81,14 @@ class ProgressBar(Progress):
             name: f"{name.replace('_', ' ')} {format_number(value)}"
             for name, value in values.items()
         }
-        self._text = "  ".join(long.values())
         self._parts = [
             ON_BAR.get(name, long[name]).format(value) for name, value in values.items()
         ]
+        line = self.line(*long.values())
         if self.is_on_screen:
-            self._logger.debug(self.line())
+            self._logger.debug(line)
         else:
-            self._logger.info(self.line())
+            self._logger.info(line)
 
     def advance(
         self, amount: float | Mapping[str, float] = 1, note: str | None = None
@@ -99,7 +104,7 @@ class ProgressBar(Progress):
         elif amount > 0:
             self._rate.count({ONE: amount})
         if note is not None:
-            self._text, self._parts = note, [note]
+            self._note = note
 
     def skip(self, amount: float) -> None:
         """Count work that says nothing about the time left, e.g. of an earlier run."""
@@ -121,16 +126,16 @@ class ProgressBar(Progress):
             yield item
             self.advance()
 
-    def line(self) -> str:
-        """The progress and the time left as text."""
-        parts = (f"{self._description} {self._amount()}", self._text, self._remaining())
-        return "  ".join(filter(None, parts))
+    def line(self, *values: str) -> str:
+        """The progress, values, what comes next and the time left as text."""
+        start = f"{self._description} {self._amount()}"
+        return "  ".join(filter(None, (start, *values, self._note, self._remaining())))
 
-    def on_screen(self, width: int) -> tuple[str, float, int, str]:
+    def on_screen(self, width: int, inner: str = "") -> tuple[str, float, int, str]:
         """The progress for a terminal line of `width` characters.
 
-        The time left comes first, then the values in their order, then a bar: what does
-        not fit is left out.
+        The time left comes first, then the text of what runs inside, then the values in
+        their order, then a bar: what does not fit is left out.
 
         Returns:
             Text before the bar, the share that is done, characters of the bar (0 = no
@@ -140,13 +145,13 @@ class ProgressBar(Progress):
         after: list[str] = []
         room = width - len(start)
         remaining = self._remaining().removeprefix("about ")
-        for part in filter(None, (remaining, *self._parts)):
+        for part in filter(None, (remaining, self._note, inner, *self._parts)):
             if len(part) + 1 > room:
                 break
             after.append(part)
             room -= len(part) + 1
         bar = min(MAX_BAR, room - 1)
-        return start, self._rate.share, bar if bar >= MIN_BAR else 0, " ".join(after)
+        return start, self._share(), bar if bar >= MIN_BAR else 0, " ".join(after)
 
     def close(self) -> None:
         """Stop the bar; a terminal keeps its last state."""
@@ -157,13 +162,31 @@ class ProgressBar(Progress):
 
     def _amount(self) -> str:
         if self._percent:
-            return f"{self._rate.share:.0%}"
+            # Rounded down: 100 % is the end.
+            return f"{int(100 * self._share())}%"
         return f"{self._work.done}/{self._work.total}"
+
+    def _share(self) -> float:
+        self._shown = max(self._shown, self._rate.share)
+        return self._shown
 
     def _remaining(self) -> str:
         seconds = self._rate.seconds_left()
         # A last part that takes longer than expected has no known end.
-        return f"about {format_duration(seconds)} left" if seconds else ""
+        is_known = seconds is not None and seconds >= SHORTEST
+        return f"about {format_duration(seconds)} left" if is_known else ""
+
+
+class Activity:
+    """Work whose amount is unknown, and since when it runs; made by
+    `RunLogger.activity`."""
+
+    def __init__(self, text: str):
+        self._text, self._start = text, time.monotonic()
+
+    def line(self) -> str:
+        """What happens, and for how long."""
+        return f"{self._text} for {format_duration(time.monotonic() - self._start)}"
 
 
 def format_number(value: float) -> str:
@@ -176,10 +199,13 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration such as 45 s, 12 min or 3.5 h."""
+    """A duration such as 45 s, 12 min, 3.5 h or 9 days."""
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    hours = seconds / 3600
+    return f"{hours:.1f} h" if hours < 72 else f"{hours / 24:.0f} days"
 
 
 def readable_size(count: float) -> str:

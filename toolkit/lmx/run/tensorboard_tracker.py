@@ -10,7 +10,7 @@ from ..config.trackers import TrackerConfig
 from .tables import recipe_values
 
 PACKAGE = "tensorboardX"
-INSTALL = "pip install 'lmx-toolkit[tensorboard]'"
+EXTRA = "tensorboard"
 
 
 def start(

@@ -5,7 +5,8 @@ A tracker is a module with:
 - `start(config, folder=, name=, recipe=)`: starts a run of the tracker, or resumes that
   of this run directory, and returns an object with `log(stage, step, values)` and
   `finish(summary, code)`. `folder` is the run directory, `recipe` the resolved recipe.
-- `PACKAGE`, which it imports, and `INSTALL`, the command that installs it.
+- `PACKAGE`, which it imports, and `EXTRA`, the extra of lmx that has it; "" = lmx
+  itself needs it.
 """
 
 import time

@@ -7,7 +7,7 @@ from ..config.trackers import TrackerConfig
 from ..files.atomic import stored_id
 
 PACKAGE = "trackio"
-INSTALL = "pip install 'lmx-toolkit[trackio]'"
+EXTRA = "trackio"
 
 
 def start(

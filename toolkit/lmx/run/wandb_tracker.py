@@ -7,7 +7,7 @@ from ..config.trackers import TrackerConfig
 from ..files.atomic import stored_id
 
 PACKAGE = "wandb"
-INSTALL = "pip install wandb"
+EXTRA = ""
 # Seconds to reach the server, and to send the remaining data at the end.
 TIMEOUT = 30
 # Settings that keep facts about the machine and its user out of the run.

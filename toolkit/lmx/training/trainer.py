@@ -11,7 +11,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ..cpu import on_cpu
 from ..cpu.memory import limited_cache
 from ..data.batching import Batch, BucketBatchSampler
 from ..errors import FAILED, Interrupted, UserError
@@ -139,6 +138,7 @@ class Trainer:
         intervals = config.eval_steps, config.save_steps, config.steps
         with self.logger.progress(config.steps, "training") as bar:
             bar.skip(self.progress.step)
+            bar.advance(0, "first step")
             self._last_time = time.perf_counter()
             for step in range(self.progress.step, config.steps):
                 patience = config.early_stopping_patience
@@ -190,6 +190,7 @@ class Trainer:
         # The first step says nothing about the time left: it compiles kernels.
         count = bar.advance if self._has_finished_step else bar.skip
         count(1)
+        bar.advance(0, "")
         self._has_finished_step = True
         progress.step = running.number + 1
         progress.loss_since += loss_sum
@@ -266,11 +267,6 @@ class Trainer:
             self.progress = TrainingProgress(examples=digest)
             # A run that died before its first checkpoint may have left metrics.
             self.logger.truncate(-1)
-            if on_cpu():
-                self.logger.info(
-                    "compiling kernels: on a new machine the first evaluation and the "
-                    "first step take up to a minute longer"
-                )
             self._evaluate()
             if self._is_new_best():
                 self._save()
@@ -280,7 +276,8 @@ class Trainer:
         if self.evaluate:
             output = self.evaluate()
         else:
-            with self.logger.progress(len(self.eval_batches), "validation") as bar:
+            name = f"validation at step {step}"
+            with self.logger.progress(len(self.eval_batches), name) as bar:
                 output = self.step.evaluate(bar.track(self.eval_batches))
         loss = output.loss_sum / output.loss_count
         record = {"kind": "valid", "step": step, "loss": loss}
@@ -298,20 +295,22 @@ class Trainer:
 
     def _save(self) -> Path | None:
         """The path of the new checkpoint on the rank that writes it."""
-        return checkpoint.save(
-            self.config.checkpoint_dir,
-            self.step,
-            self.progress,
-            save_total_limit=self.config.save_total_limit,
-            best_step=self.progress.best_step if self.config.load_best_at_end else None,
-        )
+        config, best = self.config, self.progress.best_step
+        with self.logger.activity("saving a checkpoint"):
+            return checkpoint.save(
+                config.checkpoint_dir,
+                self.step,
+                self.progress,
+                save_total_limit=config.save_total_limit,
+                best_step=best if config.load_best_at_end else None,
+            )
 
     def _log(self, learning_rate: float, norm: float, bar) -> None:
         progress = self.progress
         metrics = {
             "loss": progress.loss_since / progress.loss_count_since,
             "learning_rate": learning_rate,
-            "tokens_per_second": self._rate_tokens / self._rate_seconds,
+            "trained_tokens_per_second": self._rate_tokens / self._rate_seconds,
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
             "gradient_norm": norm,
         }

@@ -156,7 +156,7 @@ def verify_roundtrip(folder: Path, expected: dict[str, mx.array], config: dict) 
 def dequantize_checkpoint(
     loaded: LoadedModel, target: Path, dtype: mx.Dtype | None = None
 ) -> None:
-    """Write a quantized model as an MLX checkpoint of dense weights.
+    """Write a model as an MLX checkpoint of dense weights.
 
     Args:
         loaded: the model, its weights unread, in the dtype they are stored in.
@@ -165,9 +165,11 @@ def dequantize_checkpoint(
             the weights that were quantized.
 
     Raises:
-        UserError: the model is not quantized.
+        UserError: the model is not quantized, and there is no dtype.
     """
-    if not any(map(quantized_layers.is_quantized, loaded.model.modules())):
+    if dtype is None and not any(
+        map(quantized_layers.is_quantized, loaded.model.modules())
+    ):
         raise UserError("this model is not quantized", place=str(loaded.path))
     weights = dequantized_weights(loaded.model, dtype or loaded.dtype)
     if dtype:

@@ -1,6 +1,5 @@
 """Attach low-rank adapters to a model, and fuse them into its weights."""
 
-import math
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -224,28 +223,3 @@ def fuse(
         name = f"{path}.weight"
         weights[name] = layer.merge(weights[name], trained)
     return {k: v.astype(dtypes[k]) for k, v in weights.items()}
-
-
-def fusing_error(
-    model: nn.Module, base: dict[str, mx.array], parameters: dict[str, mx.array]
-) -> float:
-    """What rounding to the stored dtype changes, relative to what the adapter changes.
-
-    The root mean square over all dense adapted weights; 0 if there are none. Small
-    updates of large weights are lost in 16 bits.
-
-    Args:
-        base, parameters: as those of `fuse`.
-    """
-    lost = updated = mx.array(0.0)
-    for path, layer in adapted_layers(model).items():
-        if is_quantized(layer.base_layer):
-            continue
-        weight = base[f"{path}.weight"]
-        trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINABLE}
-        exact = layer.merge(weight, trained).astype(mx.float32)
-        rounded = exact.astype(weight.dtype).astype(mx.float32)
-        lost = lost + mx.square(rounded - exact).sum()
-        updated = updated + mx.square(exact - weight.astype(mx.float32)).sum()
-        mx.eval(lost, updated)
-    return math.sqrt(lost.item() / updated.item()) if updated.item() else 0.0

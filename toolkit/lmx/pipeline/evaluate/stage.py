@@ -7,6 +7,7 @@ from ...config.evaluate import EvaluateConfig
 from ...config.messages import Problem
 from ...errors import UserError
 from ...evaluation import lm_eval
+from ...installation import install_command
 from ...interfaces import Communicator
 from ...models.tensor_parallel import shard_share
 from ..context import ModelArtifact, StageContext
@@ -41,8 +42,10 @@ class EvaluateStage(Stage):
             yield Problem(raw.path, "nothing to evaluate on", hint, of="key")
         tasks = raw.block.get("tasks")
         if isinstance(tasks, list) and tasks and not lm_eval.is_installed():
-            hint = "pip install 'lmx-toolkit[eval]'"
-            message = "lm-evaluation-harness is not installed"
+            hint, message = (
+                install_command("eval"),
+                "lm-evaluation-harness is not installed",
+            )
             yield Problem((*raw.path, "tasks"), message, hint, "key")
         for path, task in raw.items("tasks"):
             if lm_eval.is_file(task) and raw.find(task) is None:

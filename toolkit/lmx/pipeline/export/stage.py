@@ -109,7 +109,8 @@ class ExportStage(Stage):
         with ExitStack() as together:
             for name, target in targets.items():
                 partial = together.enter_context(atomic_folder(target))
-                FORMATS[name].export(partial, source)
+                with context.logger.activity(f"writing and checking {name}"):
+                    FORMATS[name].export(partial, source)
                 card, described = FORMATS[name].CARD, facts
                 if card.is_adapter and config.adapter_path:
                     # The adapter itself may name its base.

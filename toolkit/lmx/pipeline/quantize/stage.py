@@ -127,7 +127,8 @@ class QuantizeStage(Stage):
         if ranks.is_first:
             # Lazy, referenced nowhere else, so that each is freed once written.
             weights = dict(tree_flatten(loaded.reread().parameters()))
-            write_model(target, loaded, weights, selection, tensors)
+            with context.logger.activity("writing the quantized model"):
+                write_model(target, loaded, weights, selection, tensors)
         ranks.wait_for_all()
         if config.kv_cache:
             measured["kv_cache"] = quantize_kv_cache(

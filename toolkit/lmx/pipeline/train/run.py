@@ -28,8 +28,10 @@ from ...training.schedules import learning_rate_at
 from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
 from ..context import ModelArtifact, StageContext, write_model
-from ..estimate import training_dtype
+from ..estimate import BatchShape, ModelShape, training_dtype
+from ..work import correct_rates
 from .batches import document_caches, loss_model, training_batches, validation_batches
+from .estimate import training_cost
 from .objective import Objective, PolicyObjective
 from .preference import PreferenceObjective
 from .qat import QATModel, prepare, require_steps
@@ -37,8 +39,10 @@ from .teacher import DistillationObjective
 
 # Share of changed codes below which a training has practically no effect.
 MIN_CHANGED_CODES = 1e-5
-# Rounding of fused weights, relative to the adapter's changes, that is worth a warning.
-MAX_FUSING_ERROR = 0.1
+# Share of the gain in validation loss that fusing may lose, and what is never a loss.
+MAX_LOST_GAIN, MIN_LOST = 0.05, 1e-3
+# Batches whose mean size is that of a training.
+TIMED_BATCHES = 16
 # Tokens of an answer to a sample prompt.
 SAMPLE_TOKENS = 48
 
@@ -90,7 +94,8 @@ class TrainRun:
             self.objective.close()
         if self.config.teacher or self.config.loss or self.context.extensions.loss:
             # The trainer's loss is another one.
-            self.eval_loss = self._cross_entropy(self.step.materialize())
+            trained = self.step.materialize()
+            self.eval_loss = self._cross_entropy(trained, "the trained model")
         self.parameters = self.step.parameters
         if self.step.sharding:
             self.parameters = self.step.gather_parameters()
@@ -98,13 +103,36 @@ class TrainRun:
     def finish(self) -> ModelArtifact:
         """Write on rank 0 what was trained, and measure it; all ranks call this."""
         context, ranks = self.context, self.context.ranks
-        artifact = self._write() if ranks.is_first else context.current
+        with context.logger.activity("writing the trained model"):
+            artifact = self._write() if ranks.is_first else context.current
         trained = Path(ranks.broadcast_object(str(artifact and artifact.model)))
         if ranks.is_first:
             improvement = self._improvement(context.require_visible(trained))
             facts = artifact.facts | {"improvement": improvement}
             artifact = replace(artifact, facts=facts)
         return artifact
+
+    def correct_rates(self) -> None:
+        """Correct the speed that dry runs assume, if this training was faster."""
+        config, progress = self.config, self.trainer.progress
+        # Others have more work than that of the steps, or wait for other processes.
+        losses = config.teacher, config.loss, self.context.extensions.loss
+        if any(losses) or self.context.ranks.size > 1 or not progress.seconds:
+            return
+        if "model_file" in self.loaded.config:  # Its shape is known to its own code.
+            return
+        batches = [self.trainer.batches(index) for index in range(TIMED_BATCHES)]
+        sizes = [batch.tokens.size for batch in batches]
+        longest = max(batch.tokens.shape[1] for batch in batches)
+        shape = ModelShape.of_folder(self.initial, self.loaded.config)
+        dtype = training_dtype(config.compute_dtype, self.loaded.dtype)
+        batch = BatchShape(longest, max(sizes), sum(sizes) / len(sizes))
+        work = training_cost(shape, config, batch, dtype.size).work * progress.step
+        if factor := correct_rates(dtype, work, progress.seconds):
+            self.context.logger.info(
+                f"the training was {factor:.1f} times as fast as the measured speed of "
+                "this machine, which was measured again for the next dry run"
+            )
 
     def _write(self) -> ModelArtifact:
         """Write the trained checkpoint, its full-precision reference, the adapter."""
@@ -116,8 +144,6 @@ class TrainRun:
         )
         packed = fake_quant.export_tensors(parameters) if fake_quant else {}
         codes = self._count_changed_codes(packed)
-        if self.config.adapter and not fake_quant:
-            self._warn_of_rounding()
         # A weight that no other file needs is freed once it is written.
         unquantized = dict(weights) if fake_quant else weights
         reference = model = self._write_reference(unquantized, packed)
@@ -163,18 +189,22 @@ class TrainRun:
             logger.info(f"training has changed {text}")
         return {"changed_codes": changed, "codes": total}
 
-    def _warn_of_rounding(self) -> None:
-        """Warn if the stored dtype cannot hold what the adapter changes."""
-        error = lora_model.fusing_error(
-            self.loaded.model, self.base_weights, self.step.parameters
-        )
-        if error > MAX_FUSING_ERROR:
-            name = str(self.loaded.dtype).removeprefix("mlx.core.")
-            self.context.logger.warning(
-                f"{name} rounds the fused weights by {error:.0%} of what the adapter "
-                "changes; the adapter itself is exact (lmx generate --adapter-path), "
-                "and so is a base model that is converted to float32 before"
-            )
+    def _warn_of_rounding(self, before: float, fused: float) -> None:
+        """Warn if fusing loses what the adapter learned: small updates of large weights
+        are rounded away in 16 bits."""
+        gain, lost = before - self.eval_loss, fused - self.eval_loss
+        if lost < MIN_LOST or lost < MAX_LOST_GAIN * gain:
+            return
+        context, dtype = self.context, self.loaded.dtype
+        name, base = str(dtype).removeprefix("mlx.core."), context.source.path
+        text = f"fusing rounds to {name}: the validation loss is {fused:.4f}, and "
+        text += f"{self.eval_loss:.4f} with the adapter beside the model"
+        if base and self.initial == context.base:
+            wide = f"{Path(base).name}-float32"
+            text += f". Train from a wider copy: lmx convert {base} {wide} --dtype "
+            text += f"float32, then model={wide}; or use the adapter: lmx generate "
+            text += f"{base} --adapter-path {context.output / 'adapters'}"
+        context.logger.warning(text)
 
     def _write_reference(
         self, weights: dict[str, mx.array], packed: dict[str, mx.array]
@@ -371,10 +401,13 @@ class TrainRun:
 
     def _improvement(self, model: Path) -> dict:
         """Decrease of the validation loss: in training, and of the reloaded files."""
+        folders = {"the model before": self.initial, "the new model": model}
         base, exported = (
-            self._cross_entropy(self.context.load(folder, sharded=True).model)
-            for folder in (self.initial, model)
+            self._cross_entropy(self.context.load(folder, sharded=True).model, name)
+            for name, folder in folders.items()
         )
+        if self.config.adapter and not self.fake_quant:
+            self._warn_of_rounding(base, exported)
         self.context.logger.info(
             f"validation loss {base:.4f} before, {self.eval_loss:.4f} in training, "
             f"{exported:.4f} reloaded from disk"
@@ -384,7 +417,7 @@ class TrainRun:
             "exported": base - exported,
         }
 
-    def _cross_entropy(self, model: nn.Module) -> float:
-        batches = self.cross_entropy_batches
-        with self.context.logger.progress(len(batches), "cross-entropy") as bar:
+    def _cross_entropy(self, model: nn.Module, name: str) -> float:
+        batches, logger = self.cross_entropy_batches, self.context.logger
+        with logger.progress(len(batches), f"validation loss of {name}") as bar:
             return measure_perplexity(model, bar.track(batches)).loss

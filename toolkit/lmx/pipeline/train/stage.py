@@ -167,6 +167,7 @@ class TrainStage(Stage):
             baseline = FullPrecisionBaseline(config, context)
         training = TrainRun(config, context)
         training.run()
+        training.correct_rates()
         artifact = training.finish()
         if baseline is None:
             return artifact

@@ -22,7 +22,7 @@ def load(folder: Path, stream: str, shard: int) -> dict[str, mx.array]:
 
 
 def drop(folder: Path, streams: str, shard: int) -> None:
-    """Delete one shard of the streams whose names begin so."""
+    """Delete one shard of the streams whose names begin with this."""
     for file in folder.glob(f"stream-{streams}*-{shard:04d}.safetensors"):
         file.unlink()
 

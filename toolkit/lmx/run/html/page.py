@@ -30,7 +30,7 @@ CURVES = (
     ),
     ("learning_rate", "Learning rate", "per step", TRAINING),
     ("gradient_norm", "Gradient norm", "before clipping", TRAINING),
-    ("tokens_per_second", "Speed", "trained tokens per second", TRAINING),
+    ("trained_tokens_per_second", "Speed", "trained tokens per second", TRAINING),
     ("peak_memory_gb", "Peak memory", "GB", TRAINING),
 )
 SPECULATION = (
