@@ -100,6 +100,14 @@ PRINTED = {
         "--model {0}/model --text prose={0}/text.txt --bits 4 --length 32",
         [r"\| 4 \| mlx-lm \|", r"\| 4 \| lmx \|"],
     ),
+    "serve_ttft.py": (
+        "{0}/model --requests 2 --clients 2 --characters 200000 --seconds 1 "
+        "--text {0}/text.txt --words 50",
+        [
+            r"beside 2 clients, \d+\.\d prompts/s",
+            r"after a restart +TTFT",
+        ],
+    ),
     "max_kv_size.py": (
         "--model {0}/model --gsm8k {0}/test.jsonl --text {0}/text.txt --records "
         "{0}/kv.jsonl --prompts 2 --shots 6 --length 160 --continued 8 --needles 1 "

@@ -28,7 +28,7 @@ from lmx.evaluation.server_load import COLUMNS, LoadPlan, cells, measure_load
 
 MLX_LM = "from lmx import cpu; cpu.enable(); from mlx_lm.server import main; main()"
 LMX = "import sys; from lmx.cli.main import main; sys.exit(main(sys.argv[1:]))"
-SECONDS_TO_START = 180
+SECONDS_TO_START = 600
 CLIENTS = 16
 ROW = "{:10}{:>12}{:>9}{:>7}{:>26}{:>26}{:>12}{:>10}{:>9}{:>13}"
 
@@ -142,7 +142,7 @@ def served(server: str, model: Path, arguments) -> Iterator[tuple[str, str]]:
         _complete(url, name)
         yield url, name
     finally:
-        process.kill()
+        process.terminate()  # `lmx serve` keeps its prefixes then
         process.wait()
 
 

@@ -420,7 +420,7 @@ REFUSED = [
     ("target_hidden_size must be hidden_size", {"target_hidden_size": 64}),
     ("bias: expected False", {"bias": True}),
     ("hidden_size: must be at least 1, got 0", {"hidden_size": 0}),
-    ("hidden_size: must be less than 2.14748e", {"hidden_size": 10**30}),
+    ("hidden_size: must be less than 2,147,48", {"hidden_size": 10**30}),
     ("num_attention_heads: must be at least 1, got 0", {"num_attention_heads": 0}),
     ("num_attention_heads: expected a whole number", {"num_attention_heads": 2.0}),
     ("heads do not fit", {"num_key_value_heads": 3}),

@@ -54,6 +54,19 @@ VALID = [
             },
         },
     ),
+    (
+        CHAT,
+        {
+            "messages": [USER],
+            "max_tokens": 6,
+            "parallel_tool_calls": True,
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {}}}
+            ],
+            "response_format": {"type": "json_object"},
+        },
+    ),
+    ("/markdown", {"text": "**a** [b](https://c)\n\n- `d`\n\n> ~~e~~"}),
     (COMPLETIONS, {"prompt": "Once", "max_tokens": 0, "echo": True, "logprobs": 3}),
     (COMPLETIONS, {"prompt": [[5, 6, 7], [8]], "max_tokens": 4, "logprobs": 2}),
     (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 4, "n": 2, "stream": True}),
@@ -285,6 +298,26 @@ def grammar_bombs(rng, connection):
     return post(connection, CHAT, body)
 
 
+def markdown_bombs(rng, connection):
+    units = [
+        "[",
+        "![",
+        "**a ",
+        "**",
+        "> ",
+        "- ",
+        "|a",
+        "`a",
+        "<!--",
+        "[a](",
+        "\t",
+        "~~a",
+    ]
+    text = rng.choice(units) * rng.choice([1000, 20_000, 50_000])
+    text = text[: rng.choice([1000, 50_000, 50_001])]
+    return post(connection, "/markdown", {"text": text})
+
+
 def chain(count, keyword):
     """A schema whose definitions each refer to the next."""
     schemas = {f"d{count}": {"type": "null"}}
@@ -474,6 +507,7 @@ CASES: dict[Case, int] = {
     extreme_sampling: 5,
     chats: 5,
     grammar_bombs: 5,
+    markdown_bombs: 1,
     good_requests: 3,
     chunked_lies: 4,
     wrong_lengths: 4,

@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from lmx.serving import app
 from lmx.serving import server as server_module
@@ -189,6 +190,31 @@ def test_connections_without_a_whole_request_are_closed(start, monkeypatch):
             assert 0.2 < time.monotonic() - begin < 5
 
 
+def test_clients_that_only_send_and_leave_do_not_fill_the_server(start):
+    """2,000 connections were taken before the event loop went on with the first."""
+    server = start()
+    connections = server.server._server.server_state.connections
+    data, most, end = request(COMPLETIONS, {"prompt": "a" * 200_000}), [], [False]
+
+    def flood():
+        while not end[0]:
+            with suppress(OSError), connect(server.port) as connection:
+                connection.setblocking(False)
+                connection.send(data)
+
+    with ThreadPoolExecutor(3) as pool:
+        floods = [pool.submit(flood) for _ in range(3)]
+        try:
+            for _ in range(5):
+                assert server.client.get("/health").status_code == 200
+                most.append(len(connections))
+        finally:
+            end[0] = True
+    assert not any(future.exception() for future in floods)
+    # Those that wait, in each step from a connection to its end.
+    assert max(most) < 256
+
+
 def test_clients_that_do_not_read_are_closed(start, monkeypatch):
     """They kept their connections, and a server that was to end did not."""
     monkeypatch.setattr(server_module, "STALL_SECONDS", 0.3)
@@ -338,6 +364,9 @@ def test_requests_are_logged_on_word(start, capfd):
     body = {"prompt": "Hello", "logprobs": 2, "temperature": 0, "max_tokens": 6}
     whole = server.complete(**body)["choices"]
     server.stream(COMPLETIONS, body)
-    server.until_idle()
-    logged = json.loads(capfd.readouterr().err.splitlines()[-1])["answer"]["choices"]
+    # The client has the whole stream before it is logged.
+    text, end = "", time.monotonic() + 20
+    while not text.endswith("}\n") and time.monotonic() < end:
+        text += capfd.readouterr().err
+    logged = json.loads(text.splitlines()[-1])["answer"]["choices"]
     assert logged == whole

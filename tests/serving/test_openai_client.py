@@ -2,8 +2,10 @@
 
 import json
 from itertools import pairwise
+from typing import Literal
 
 import pytest
+from pydantic import BaseModel
 from tiny_generators import VOCABULARY, byte_tokenizer
 from tiny_server import load
 
@@ -19,6 +21,7 @@ TOOL = {
             "type": "object",
             "properties": {"left": {"type": "integer"}, "right": {"type": "integer"}},
             "required": ["left", "right"],
+            "additionalProperties": False,
         },
     },
 }
@@ -132,7 +135,8 @@ class Follows:
     def __call__(self, tokens, cache=None):
         import mlx.core as mx
 
-        return self._table[tokens][..., None] == mx.arange(self._size)
+        follows = self._table[tokens][..., None] == mx.arange(self._size)
+        return follows.astype(mx.float32)
 
     def make_cache(self):
         return []
@@ -212,6 +216,33 @@ def test_tools_in_two_rounds(calling, streams):
         message, reason = _answer(client, streams, **options)
         assert (message.content, reason) == ("The sum is 5.", "stop")
         assert not message.tool_calls
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_forced_calls_have_tags_of_one_token(calling, streams):
+    """As Qwen's; llguidance does not take their tokens for text."""
+    with _client(calling) as client:
+        options = {"model": "tiny", "tools": [TOOL], "messages": MESSAGES}
+        options |= {"tool_choice": "required", "max_tokens": 200}
+        message, reason = _answer(client, streams, **options)
+        (call,) = message.tool_calls
+        assert (call.function.name, reason) == ("add", "tool_calls")
+        assert json.loads(call.function.arguments).keys() == {"left", "right"}
+        assert not message.content
+
+
+def test_parsed_answers_beside_tools(calling):
+    class Sum(BaseModel):
+        value: Literal[4, 5]
+
+    with _client(calling) as client:
+        strict = TOOL | {"function": TOOL["function"] | {"strict": True}}
+        for tools in ([], [strict]):
+            options = {"tools": tools} if tools else {}
+            answer = client.chat.completions.parse(
+                model="tiny", messages=MESSAGES, response_format=Sum, **options
+            )
+            assert answer.choices[0].message.parsed.value in (4, 5)
 
 
 def test_arguments_of_an_earlier_call(calling):

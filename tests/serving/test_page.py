@@ -1,25 +1,16 @@
 """The web page of the server, in a browser.
 
-A server of the test sends canned answers, so that each token, error and end of a
-connection comes when the test says so. Chromium is driven by playwright; without one of
-them the tests are skipped.
+Chromium is driven by playwright; without one of them the tests are skipped. The page's
+script without a browser: test_page_script.py.
 """
 
-import asyncio
-import json
 import os
 import re
 import shutil
-import socket
-import threading
 import time
 
 import pytest
-import uvicorn
-from lmx.serving.page import page_response
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from starlette.routing import Route
+from canned_server import ANSWER, HOSTILE, CannedServer
 
 playwright = pytest.importorskip("playwright.sync_api")
 BROWSER = next(
@@ -27,127 +18,6 @@ BROWSER = next(
     None,
 )
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
-
-HOSTILE = "<img src=x onerror=\"document.title='hacked'\"><script>alert(1)</script>"
-ANSWER = [
-    ("reasoning_content", "I count.", 0),
-    ("content", HOSTILE, 0),
-    ("content", " two", 1),
-    ("content", " three", 2),
-    ("content", " end", 2),
-]
-METRICS = """\
-# TYPE lmx:generation_tokens_total counter
-lmx:generation_tokens_total{{model_name="a"}} {tokens}
-lmx:num_requests_running{{model_name="a"}} 3.0
-lmx:num_requests_waiting{{model_name="a"}} 2.0
-lmx:kv_cache_bytes{{model_name="a"}} 2.5e+09
-lmx:prefix_cache_queries_total{{model_name="a"}} {tokens}
-lmx:prefix_cache_hits_total{{model_name="a"}} {half}
-lmx:spec_decode_num_draft_tokens_total{{model_name="a"}} 0.0
-lmx:spec_decode_num_accepted_tokens_total{{model_name="a"}} 0.0
-lmx:time_to_first_token_seconds_bucket{{le="0.1",model_name="a"}} {tokens}
-lmx:time_to_first_token_seconds_bucket{{le="+Inf",model_name="a"}} {tokens}
-"""
-
-
-class CannedServer:
-    """A server whose answers the test sets.
-
-    Attributes:
-        bodies: of the chats that were asked for.
-        polls: of the metrics.
-        waits: answers stop before their last token, until the client leaves.
-        refusal: status, headers and message of the answer to the next chat.
-        is_cut: the connection ends before the answer.
-        gone: set when a client has left an answer.
-        logged: errors of the page.
-    """
-
-    def __init__(self, api_key=None):
-        self.api_key, self.bodies, self.polls = api_key, [], 0
-        self.waits, self.refusal, self.is_cut = False, None, False
-        self.gone, self.logged = threading.Event(), []
-        routes = [
-            Route("/", lambda request: page_response()),
-            Route("/v1/models", self._models),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/metrics", self._metrics),
-        ]
-        opened = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{opened.getsockname()[1]}/"
-        options = {"log_config": None, "lifespan": "off", "ws": "none"}
-        config = uvicorn.Config(Starlette(routes=routes), **options)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [opened]}
-        )
-        self._thread.start()
-
-    def stop(self):
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    def _refuses(self, request):
-        given = request.headers.get("authorization")
-        if self.api_key and given != f"Bearer {self.api_key}":
-            return _error(401, "Incorrect API key provided")
-        return None
-
-    async def _models(self, request):
-        models = [{"id": "base", "parent": None}, {"id": "poet", "parent": "base"}]
-        return self._refuses(request) or JSONResponse({"data": models})
-
-    async def _metrics(self, request):
-        self.polls += 1
-        tokens = 100 * self.polls
-        text = METRICS.format(tokens=tokens, half=tokens / 2)
-        return PlainTextResponse(text)
-
-    async def _chat(self, request):
-        if refused := self._refuses(request):
-            return refused
-        self.bodies.append(await request.json())
-        if self.refusal:
-            refusal, self.refusal = self.refusal, None
-            return _error(*refusal)
-        return StreamingResponse(self._events(), media_type="text/event-stream")
-
-    async def _events(self):
-        yield ": keep-alive\n\n" + _event(_chunk({"role": "assistant", "content": ""}))
-        try:
-            for number, (name, text, accepted) in enumerate(ANSWER, 1):
-                is_last = number == len(ANSWER)
-                if is_last and self.is_cut:
-                    return
-                while is_last and self.waits:
-                    await asyncio.sleep(0.01)
-                reason = "length" if is_last else None
-                yield _event(_chunk({name: text}, reason) | _usage(number, accepted))
-                await asyncio.sleep(0.02)
-        except asyncio.CancelledError:
-            self.gone.set()
-            raise
-        yield _event({"choices": []} | _usage(len(ANSWER), 2)) + "data: [DONE]\n\n"
-
-
-def _event(value):
-    return f"data: {json.dumps(value)}\n\n"
-
-
-def _chunk(delta, reason=None):
-    return {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
-
-
-def _usage(tokens, accepted):
-    details = {"accepted_prediction_tokens": accepted}
-    counts = {"completion_tokens": tokens, "completion_tokens_details": details}
-    return {"usage": counts}
-
-
-def _error(status, message, headers=None):
-    return JSONResponse({"error": {"message": message}}, status, headers)
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +118,7 @@ def test_answer_is_text_with_its_counts(open_page):
     answered(page)
     article = page.locator("article")
     assert page.inner_text(".user") == HOSTILE
-    assert article.locator("> .text").text_content() == f"{HOSTILE} two three end"
-    assert article.locator("span").all_text_contents() == [" two three"]
+    assert article.locator("> .content").text_content() == f"{HOSTILE} two three end"
     details = article.locator("details")
     assert details.get_attribute("open") is None
     assert details.locator(".text").text_content() == "I count."
@@ -258,9 +127,106 @@ def test_answer_is_text_with_its_counts(open_page):
     note = article.locator(".note").inner_text()
     pattern = (
         r"5 tokens · [\d.]+ tokens/s · first token after [\d.]+ s · "
-        r"2 accepted draft tokens \(underlined\) · cut at the limit of tokens"
+        r"2 accepted draft tokens · cut at the limit of tokens"
     )
     assert re.fullmatch(pattern, note)
+
+
+MARKDOWN = """\
+# Title
+
+A **bold** word, `a < b`, [a link](https://example.org/), [a trap](javascript:alert(1)).
+Next line.
+
+- one
+- two
+
+| long | row |
+|---|---|
+| a_____________________________________________________________________________b | 1 |
+
+```python
+print("<b>")
+```
+"""
+
+
+def test_markdown_is_shown_copied_and_made_again(open_page):
+    page, server = open_page()
+    server.answer = [("content", MARKDOWN[i : i + 9], 0) for i in range(0, 270, 9)]
+    ask(page)
+    answered(page)
+    page.wait_for_selector(".markdown .code")
+    shown = page.locator(".markdown")
+    assert shown.locator("h1").inner_text() == "Title"
+    assert shown.locator("li").all_inner_texts() == ["one", "two"]
+    assert shown.locator("p code").inner_text() == "a < b"
+    link = shown.locator("a")
+    names = ("href", "target", "rel")
+    assert [link.get_attribute(name) for name in names] == [
+        *("https://example.org/", "_blank", "noopener noreferrer")
+    ]
+    assert "[a trap](javascript:alert(1)).\nNext" in shown.inner_text()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    for button, text in (
+        (".code button", 'print("<b>")\n'),
+        (".row > .small", MARKDOWN),
+    ):
+        page.locator("article").locator(button).first.click()
+        page.get_by_text("Copied").wait_for()
+        assert page.evaluate("navigator.clipboard.readText()") == text
+        page.get_by_text("Copied").wait_for(state="detached")
+    page.get_by_role("button", name="Again").click()
+    page.wait_for_selector("article[aria-busy=true]")
+    answered(page)
+    assert page.locator("#log > *").count() == 2
+    first, second = server.bodies
+    assert first == second
+
+
+def test_marks_of_draft_tokens(open_page):
+    page, _ = open_page()
+    page.check("#marks")
+    ask(page)
+    answered(page)
+    assert page.locator("article .marked span").all_text_contents() == [" two three"]
+    assert "2 accepted draft tokens (underlined)" in page.inner_text("article .note")
+
+
+def test_chat_outlives_a_reload(open_page):
+    page, server = open_page()
+    server.answer = [("reasoning_content", "I think.", 0), ("content", MARKDOWN, 0)]
+    page.select_option("#model", "poet")
+    page.fill("#system", "Be brief.")
+    page.check("#marks")
+    ask(page, HOSTILE)
+    answered(page)
+    server.waits, server.answer = True, [("content", "Half", 0), ("content", "-", 0)]
+    ask(page, "More")
+    page.get_by_text("Half").wait_for()
+    for _ in range(2):
+        page.reload()
+        page.wait_for_selector("#model option", state="attached")
+    assert page.locator(".user").all_inner_texts() == [HOSTILE, "More"]
+    page.wait_for_selector(".markdown .code")
+    assert page.locator("details .text").text_content() == "I think."
+    assert page.locator("article").nth(1).locator(".content").inner_text() == "Half"
+    assert page.is_checked("#marks")
+    server.waits = False
+    ask(page, "Now")
+    answered(page, 3)
+    body = server.bodies[-1]
+    assert body["model"] == "poet"
+    contents = ["Be brief.", HOSTILE, MARKDOWN, "More", "Half", "Now"]
+    assert [m["content"] for m in body["messages"]] == contents
+    page.click("#new")
+    page.reload()
+    assert page.locator("#log > *").count() == 0
+    assert page.input_value("#system") == "Be brief."
+    # What is no chat of ours does no harm.
+    page.evaluate("localStorage['lmx-chat'] = '[1'")
+    page.reload()
+    page.wait_for_selector("#model option", state="attached")
 
 
 def test_injected_script_does_not_run(open_page):
@@ -324,7 +290,8 @@ def test_errors_in_words(open_page):
     page.press("#input", "Enter")
     answered(page, 4)
     assert "does not answer" in bad.nth(2).inner_text()
-    assert page.inner_text("#status") == bad.nth(2).inner_text()
+    # Said once.
+    assert page.inner_text("#status") == "The answer failed."
 
 
 def test_key_is_asked_for_and_forgotten(open_page):
@@ -338,8 +305,9 @@ def test_key_is_asked_for_and_forgotten(open_page):
     ask(page)
     answered(page)
     assert len(server.bodies) == 1
-    stored = page.evaluate("[Object.values(sessionStorage), localStorage.length]")
-    assert stored == [["right"], 0]
+    stored = page.evaluate("[Object.values(sessionStorage), {...localStorage}]")
+    assert stored[0] == ["right"]
+    assert "right" not in str(stored[1])
     assert page.evaluate("document.cookie") == ""
 
 
@@ -350,8 +318,8 @@ def test_real_server(browser, server):
     ask(page)
     answered(page)
     [message] = server.chat("Hello", max_tokens=5, temperature=0)["choices"]
-    shown = page.locator("article > .text").text_content()
-    assert shown == message["message"]["content"]
+    kept = page.evaluate("JSON.parse(localStorage['lmx-chat']).turns.at(-1).content")
+    assert kept == message["message"]["content"]
     assert page.locator("article .note").inner_text().startswith("5 tokens · ")
     page.fill("#max_tokens", "")
     page.fill("#system", "x" * 10)
@@ -389,11 +357,13 @@ def test_metrics(open_page):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1200])
+@pytest.mark.parametrize("width", [390, 1280])
 def test_layout_and_contrast(open_page, width, scheme):
-    page, _ = open_page(width=width, color_scheme=scheme)
+    page, server = open_page(width=width, color_scheme=scheme)
+    server.answer = [("content", MARKDOWN + "y" * 500, 0)]
     ask(page, "x" * 500)
     answered(page)
+    page.wait_for_selector(".markdown table")
     for name in ("settings", "server"):
         if page.get_attribute(f"#{name}", "open") is None:
             assert width < 960
@@ -406,7 +376,7 @@ def test_layout_and_contrast(open_page, width, scheme):
         ".map(e => e.outerHTML)"
     )
     assert not names
-    for selector in (".user", "article > .text", "article span", ".note", "#send"):
+    for selector in (".user", "article > .content", ".note", ".small", "#send"):
         assert contrast(page.locator(selector).first) >= 4.5, selector
 
 

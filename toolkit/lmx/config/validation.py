@@ -30,12 +30,13 @@ EXPECTED = {
     "callable_type": "a function",
 }
 LIMITS = {
-    "greater_than": "must be more than {gt:g}, got {got}",
-    "greater_than_equal": "must be at least {ge:g}, got {got}",
-    "less_than": "must be less than {lt:g}, got {got}",
-    "less_than_equal": "must be at most {le:g}, got {got}",
+    "greater_than": "must be more than {gt}, got {got}",
+    "greater_than_equal": "must be at least {ge}, got {got}",
+    "less_than": "must be less than {lt}, got {got}",
+    "less_than_equal": "must be at most {le}, got {got}",
     "too_short": "needs at least one entry",
-    "too_long": "has {actual_length:,} entries, at most {max_length} are allowed",
+    "too_long": "has {actual_length} entries, at most {max_length} are allowed",
+    "string_too_long": "must have at most {max_length} characters",
 }
 
 
@@ -81,7 +82,12 @@ def describe(error: dict) -> str:
     if kind == "value_error":
         return str(context["error"])
     if kind in LIMITS:
-        return LIMITS[kind].format(**context, got=got)
+        limits = {
+            name: f"{value:,}" if isinstance(value, int) else f"{value:g}"
+            for name, value in context.items()
+            if isinstance(value, int | float)
+        }
+        return LIMITS[kind].format(**limits, got=got)
     if expected := EXPECTED.get(kind) or context.get("expected"):
         return f"expected {expected}, got {got}"
     return f"{error['msg'][0].lower()}{error['msg'][1:]}, got {got}"

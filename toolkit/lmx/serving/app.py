@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +28,10 @@ from ..version import __version__
 from .choice import Piece
 from .engine_thread import EngineThread
 from .errors import SERVER, ApiError, no_model
+from .markdown import markdown_nodes
 from .metrics import CONTENT_TYPE, Metrics
 from .page import page_response
-from .protocol import AdapterParameters, parse_body
+from .protocol import AdapterParameters, MarkdownParameters, parse_body
 from .service import CompletionService, Job
 
 T = TypeVar("T")
@@ -83,6 +85,7 @@ class Endpoint:
         self._service, self._thread = service, thread
         self._metrics, self._settings = metrics, settings
         self._created = int(time.time())
+        self._markdown_reader = ThreadPoolExecutor(1, "markdown")
 
     def app(self) -> Starlette:
         """The application."""
@@ -105,6 +108,7 @@ class Endpoint:
         routes += [
             post("/tokenize", self._tokenize),
             post("/detokenize", self._detokenize),
+            post("/markdown", self._markdown),
             Route("/version", self._version),
             Route("/health", self._health),
             Route("/metrics", self._prometheus),
@@ -291,6 +295,14 @@ class Endpoint:
 
     async def _page(self, request: Request) -> Response:
         return page_response()
+
+    async def _markdown(self, request: Request) -> Response:
+        """Elements of a text, for the page. One text at a time takes Python's lock."""
+        self._authorize(request)
+        text = MarkdownParameters.parse(await self._body(request)).text
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._markdown_reader, markdown_nodes, text)
+        return JSONResponse({"nodes": await self._while_asked(request, work)})
 
     # Errors
 

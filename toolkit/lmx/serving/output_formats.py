@@ -57,11 +57,12 @@ def _call_rules(tokenizer: Any, tools: Sequence[dict]) -> str | None:
     """
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
-    key = "arguments"
+    key, before, after = "arguments", "", ""
     if start == BARE:
-        start, end, key = "", "", "parameters"
+        key = "parameters"
     elif parser == FORCED:
-        start, end = f"{start}\n", f"\n{end}"
+        before, after = f'{_mark(tokenizer, start)} "\\n"', _mark(tokenizer, end)
+        after = f'"\\n" {after}'
     else:
         return None
     rules = [f"call: {' | '.join(f'call{n}' for n in range(len(tools)))}"]
@@ -71,14 +72,20 @@ def _call_rules(tokenizer: Any, tools: Sequence[dict]) -> str | None:
         grammar = Grammar.json_schema(parameters or ANY_ARGUMENTS, f"tools.{name}")
         # Models write calls so, and spaces would be counted.
         source = json.dumps(json.loads(grammar.source) | {"x-guidance": TIGHT})
-        head = f'{start}{{"name": {_text(name)}, "{key}": '
-        call = f"{_text(head)} args{number} {_text('}' + end)}"
+        head = _text(f'{{"name": {_text(name)}, "{key}": ')
+        call = f'{before} {head} args{number} "}}" {after}'
         rules += [f"call{number}: {call}", f"args{number}: %json {source}"]
     return "\n".join(rules)
 
 
 def _text(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def _mark(tokenizer: Any, text: str) -> str:
+    """The term of a mark. llguidance takes no token such as <tool_call> for text."""
+    token = tokenizer.get_vocab().get(text)
+    return _text(text) if token is None else f"<[{token}]>"
 
 
 def _or_call(
@@ -138,9 +145,6 @@ def chat_grammar(
     try:
         if forced is None:
             return _or_call(grammar, parameters, tokenizer)
-        if parameters.parallel_tool_calls:
-            message = "a forced call is one call: set parallel_tool_calls to false"
-            raise ApiError(400, message, param="parallel_tool_calls")
         if rules := _call_rules(tokenizer, forced):
             return Grammar("lark", f"start: call\n{rules}")
     except UserError as error:

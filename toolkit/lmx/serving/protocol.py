@@ -13,6 +13,7 @@ from ..config.validation import describe, path_of
 from ..errors import shorten
 from ..generation.sampling import Sampling
 from .errors import ApiError
+from .markdown import MAX_CHARACTERS
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -285,6 +286,12 @@ class DetokenizeParameters(Parameters):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], FAIL_FAST]
+
+
+class MarkdownParameters(Parameters):
+    """The body of `/markdown`."""
+
+    text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
 
 
 OLD_NAMES = {"functions": "tools", "function_call": "tool_choice"}

@@ -25,6 +25,9 @@ STALL_SECONDS = 30.0
 """In which the head of a request must come, and an answer must be read."""
 DRAIN_SECONDS = 1.0
 """In which the rest of a request must come when the server ends."""
+BACKLOG = 64
+"""Connections that wait, and that asyncio takes before it goes on with the others: more
+let clients that only connect, send and leave keep all others waiting."""
 PROBE_SECONDS = 1.0
 """In which another server on the same port must answer."""
 
@@ -145,7 +148,7 @@ class ModelServer:
             self._socket = socket.socket(family, *kind)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
-            self._socket.listen(2048)
+            self._socket.listen(BACKLOG)
         except (OSError, OverflowError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise UserError(
@@ -167,6 +170,7 @@ class ModelServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            backlog=BACKLOG,
         )
         self._server = HTTPServer(config)
         shown = f"[{address}]" if ":" in address else address
