@@ -87,7 +87,7 @@ def run(
         _log_start(loaded, run_dir, logger, ranks)
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
-            with tracking, ranks.ends_together(), logger.heartbeat():
+            with tracking, ranks.ends_together():
                 context = make_context(
                     loaded, run_dir.path, logger, parallel, extensions
                 )
@@ -229,7 +229,7 @@ def _run_stages(
     callbacks = context.extensions.callbacks
     names = [planned.name for planned in plan.stages]
     for position, name in enumerate(names):
-        with logger.activity(f"checking what stage {name} left"):
+        with logger.heartbeat(), logger.activity(f"checking what stage {name} left"):
             record = run_dir.completed_stage(name, logger.warning)
         if record is None:
             run_dir.discard_stages(names[position + 1 :])
@@ -241,13 +241,14 @@ def _run_stages(
             logger.info(f"stage {name}")
             stage = plan.stages[position].stage
             is_shared = stage.runs_on_all_ranks and ranks.size > 1
-            with logger.activity("hashing the models and the data"):
+            with logger.heartbeat(), logger.activity("hashing models and data"):
                 inputs = plan.inputs(name) if is_shared or ranks.is_first else {}
             if is_shared:
                 _require_same_inputs(inputs, context)
             run_dir.start_stage(name, inputs)
             ranks.wait_for_all()
-            record = _run_stage(stage, context, run_dir)
+            with logger.heartbeat():
+                record = _run_stage(stage, context, run_dir)
             callbacks.call("stage_end", stage=name, metrics=_models(context.output))
             is_stopped = ranks.broadcast_object(callbacks.is_stopped)
             if is_stopped and name != names[-1]:
