@@ -298,5 +298,5 @@ def test_progress_of_a_run_never_goes_back(tmp_path, base, monkeypatch):
         for part in text.split("; "):
             if match := re.match(rf"({BARS}.*?) (\d+)(%|/\d+)(  |$)", part):
                 shown[stage, match[1]].append(int(match[2]))
-    assert len(shown) > 4
+    assert len(shown) > 2
     assert {k: sorted(v) for k, v in shown.items()} == shown
