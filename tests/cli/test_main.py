@@ -376,6 +376,9 @@ def test_unknown_recipe_hints_at_the_nearest(recipe_folder, capsys):
     assert capsys.readouterr().err == (
         "no such recipe: 'qat_4bits'\n    hint: did you mean 'qat_4bit'?\n"
     )
+    Path("orders.yaml").write_text("{}")
+    assert main.train(["orders.yml"]) == 2
+    assert "did you mean 'orders.yaml'?" in capsys.readouterr().err
     assert main.train(["."]) == 2
     assert "this is a folder" in capsys.readouterr().err
 

@@ -165,6 +165,18 @@ def test_init_writes_a_valid_recipe(task, bits, model, elsewhere):
         assert values["batch_size"] in (4, 16, 64)
 
 
+def test_init_knows_the_included_model_by_any_path(elsewhere):
+    texts = set()
+    included = bundled.bundled_data(Path("data/tiny-base"))
+    for number, model in enumerate(("data/tiny-base/", str(included))):
+        options = ["--data", "owner/set", "--output", f"{number}.yaml"]
+        assert main.main(["init", model, "--task", "qat", *options]) == 0
+        text = (elsewhere / f"{number}.yaml").read_text()
+        texts.add("".join(x for x in text.splitlines(True) if model not in x))
+    assert len(texts) == 1
+    assert "batch_size: 4" in text
+
+
 def test_init_without_options_of_bits_and_data(elsewhere):
     data = written("--task", "quantize", "--model", "owner/name")
     assert data["data"] == {"valid": "builtin:stdlib", "max_seq_length": 256}

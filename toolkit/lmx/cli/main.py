@@ -28,7 +28,7 @@ EXAMPLES = """\
 examples:
   lmx-train qat_4bit                        a bundled recipe
   lmx-train my.yaml --dry-run               all checks that need no training
-  lmx-train my.yaml seed=1 stages.train.steps=50 output=exports/try
+  lmx-train my.yaml seed=1 stages.train.learning_rate=1e-4 output=exports/try
   lmx-train --model MODEL --data my.jsonl --lora-rank 16 --bits 4 --steps 100
 The same command resumes an interrupted run and skips completed stages.
 exit codes: 0 done, 1 the run failed or missed a threshold, 2 recipe or usage,
@@ -165,7 +165,7 @@ def _train(argv: list[str]) -> int:
             f"a recipe and {options[0]}: give one of them",
             place=arguments.recipe,
             hint="override values of a recipe with key=value, such as "
-            "stages.train.steps=50",
+            "stages.train.learning_rate=1e-4",
         )
     return execute(arguments, "train")
 

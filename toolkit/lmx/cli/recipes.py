@@ -14,6 +14,7 @@ import yaml
 
 from ..config.bundled import (
     SCHEMA_LINE,
+    bundled_data,
     bundled_recipes,
     locate,
     schema_file,
@@ -223,9 +224,16 @@ def recipe_text(
     text = set_value(text, ("model",), model)
     is_own = data != read(text).data["data"].get("train")
     text = _with_data(text, task, data)
-    if model != INCLUDED_MODEL:
+    if not _is_included(model):
         text = _for_other_model(text, task)
     return _for_other_data(text, task, own) if data and is_own else text
+
+
+def _is_included(model: str) -> bool:
+    """Whether it is the included model, whatever its path is written like."""
+    path, included = Path(model).expanduser(), bundled_data(Path(INCLUDED_MODEL))
+    is_same = included and path.exists() and path.samefile(included)
+    return path == Path(INCLUDED_MODEL) or bool(is_same)
 
 
 def _quantization(task: str, model: str, bits: int | None) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ yaml-language-server (VS Code, Neovim, Helix, Zed and others).
 """
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..errors import UserError
@@ -68,4 +69,7 @@ def locate(name: str) -> Path:
         return known.get(name, bundled)
     from .messages import nearest
 
-    raise UserError(f"no such recipe: '{name}'", hint=nearest(path.stem, known))
+    beside = [file.name for file in path.parent.glob("*.yaml")]
+    close = get_close_matches(path.name, beside, n=1)
+    hint = nearest(path.name, close) if close else nearest(path.stem, known)
+    raise UserError(f"no such recipe: '{name}'", hint=hint)

@@ -70,7 +70,9 @@ def _unknown_key(path: KeyPath, data: Any) -> Problem:
         ]
         # lmx itself writes the block `python`.
         homes.sort(key=lambda home: (home == "python", bool(home), home.count(".")))
-        hint = f"'{key}' belongs to {homes[0] or 'the top level'}" if homes else None
+        # `train` is a stage and a key of data.
+        homes = [h or "the top level" for h in homes if h in (homes[0], "stages")]
+        hint = f"'{key}' belongs to {' or '.join(homes)}" if homes else None
     word = "stage kind" if address == "stages" else "key"
     message = f"unknown {word} '{key}'"
     return Problem(path, message, hint or nearest(key, names), of="key")

@@ -184,10 +184,11 @@ class TrainConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check(self):
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give either steps or epochs")
-        if (self.batch_size is None) == (self.batch_tokens is None):
-            raise ValueError("give either batch_size or batch_tokens")
+        for names in (("steps", "epochs"), ("batch_size", "batch_tokens")):
+            given = sum(getattr(self, name) is not None for name in names)
+            if given != 1:
+                way = ": set one of them to null" if given else ""
+                raise ValueError(f"give either {' or '.join(names)}{way}")
         if self.adapter and self.qat:
             if self.adapter.dropout:
                 raise ValueError(

@@ -10,7 +10,7 @@ from ..generation.grammar import Grammar, parse_response_format
 from ..generation.lark_grammar import LOOSE, TIGHT
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, GenerationParameters
-from .tool_formats import BARE
+from .tool_formats import BARE, NO_TOOL_FORMAT
 
 ANY_ARGUMENTS = {"type": "object"}
 FORCED = "json_tools"
@@ -150,4 +150,6 @@ def chat_grammar(
     except UserError as error:
         raise ApiError.from_user_error(error, param="tools") from error
     message = "lmx cannot force calls in the format of this model: use auto or none"
+    if not tokenizer.has_tool_calling:
+        message = NO_TOOL_FORMAT
     raise ApiError(400, message, param="tool_choice")

@@ -13,6 +13,7 @@ from ..generation.text_stream import TextStream
 from ..generation.thinking import opens_reasoning
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, CompletionParameters
+from .tool_formats import NO_TOOL_FORMAT
 
 ECHOED = {"refusal", "annotations", "audio"}
 """Keys of OpenAI's answers, which clients send back empty with the next turn."""
@@ -106,8 +107,7 @@ def encode_messages(
         except BadRecord as error:
             raise ApiError(400, str(error), param=place) from None
     if tools and not tokenizer.has_tool_calling:
-        message = "this model has no format of tool calls that lmx knows"
-        raise ApiError(400, message, param="tools")
+        raise ApiError(400, NO_TOOL_FORMAT, param="tools")
     options = dict(parameters.chat_template_kwargs or {})
     if parameters.reasoning_effort is not None:
         options = _with_effort(template, options, parameters.reasoning_effort)

@@ -15,6 +15,10 @@ from . import harmony
 
 BARE = '{"'
 """The start of a call without marks."""
+NO_TOOL_FORMAT = (
+    "the chat template of this model has no tool calls that lmx knows; models such as "
+    "Qwen3, Llama 3.1 and Granite have"
+)
 
 
 def add_tool_format(tokenizer: Any) -> None:
