@@ -144,6 +144,7 @@ def test_a_failed_check_is_named_and_the_exit_code_is_one(capsys, monkeypatch):
     ("options", "words"),
     [
         (["--quick"], "--quick needs --verify"),
+        (["--distributed", "--json"], "--distributed has no --json"),
         (["--verify", "--distributed"], "not allowed with"),
     ],
 )

@@ -50,6 +50,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     """
     if arguments.quick and not arguments.verify:
         raise UserError("--quick needs --verify")
+    if arguments.json and arguments.distributed:
+        raise UserError("--distributed has no --json")
     if arguments.distributed:
         return _doctor_of_network()
     if arguments.verify:
