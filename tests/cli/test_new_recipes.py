@@ -162,7 +162,7 @@ def test_init_writes_a_valid_recipe(task, bits, model, elsewhere):
         assert task != "finetune" or values["learning_rate"] == 1e-4
         assert "sample_prompts" not in values
     elif task in ("qat", "finetune"):
-        assert values["batch_size"] in (16, 64)
+        assert values["batch_size"] in (4, 16, 64)
 
 
 def test_init_without_options_of_bits_and_data(elsewhere):
@@ -237,8 +237,8 @@ def test_init_fits_a_recipe_to_the_data(task, model, elsewhere, capsys):
     for stage in (s["train"] for s in data["stages"] if "train" in s):
         assert stage["epochs"] == 3
         assert "steps" not in stage
-        # About 8 examples, whatever the model.
-        assert stage.get("batch_size") == (8 if "tiny" in model else None)
+        # At most about 8 examples, whatever the model.
+        assert stage.get("batch_size") in ((4, 8) if "tiny" in model else (None,))
         if "tiny" not in model:
             assert 8 * 50 < stage["batch_tokens"] < 8 * 100
 

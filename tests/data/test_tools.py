@@ -212,7 +212,7 @@ def test_prompts_of_drafts_and_evaluations_have_tools(write, tokenizer):
             return encode_chat(wrapper, messages, **options)
 
     record = read(write([CHAT | {"skill": "weather"}]))
-    prompt = Question(record).encode(Generator())
+    prompt = Question(record).encode(Generator(), thinking=False)
     for tokens in (prompt, prompt_from_record(record, wrapper)):
         assert "Name of a city" in tokenizer.decode(tokens)
 

@@ -251,11 +251,13 @@ def test_importing_mlx_lm_only_raises_the_limit_on_open_files(soft, hard, expect
     """macOS starts processes with 256 open files."""
     code = f"""
 import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+limits = [({soft}, {hard})]
+resource.getrlimit = lambda kind: limits[-1]
+resource.setrlimit = lambda kind, wanted: limits.append(wanted)
 from lmx.models.loader import model_classes
 from pathlib import Path
 model_classes({{"model_type": "llama"}})
 assert "mlx_lm.utils" in __import__("sys").modules
-assert resource.getrlimit(resource.RLIMIT_NOFILE) == ({expected}, {hard})
+assert limits[-1] == ({expected}, {hard})
 """
     subprocess.run([sys.executable, "-c", code], check=True)

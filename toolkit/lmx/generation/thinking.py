@@ -125,10 +125,10 @@ def required_thinking(
     Raises:
         UserError: there is a budget, and no chain of thought that lmx knows.
     """
-    if budget is None:
-        is_before = opens_reasoning(tokenizer, prompt) or is_harmony(tokenizer)
-        if not (has_grammar and is_before):
-            return None
+    if budget is None and not (
+        has_grammar and (opens_reasoning(tokenizer, prompt) or is_harmony(tokenizer))
+    ):
+        return None
     thinking = thinking_of(tokenizer, prompt, budget, has_grammar=has_grammar)
     if thinking is None:
         raise UserError(NO_THINKING)
