@@ -112,3 +112,11 @@ def test_doctor_measures_the_network(tmp_path):
 def test_doctor_measures_no_network_of_one_process(capsys):
     assert main(["doctor", "--distributed"]) == 2
     assert "mlx.launch -n 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("home", "shown"), [("/home/ada", "~/x"), ("/", "/home/ada/x")]
+)
+def test_paths_for_a_report_have_no_home(monkeypatch, home, shown):
+    monkeypatch.setenv("HOME", home)
+    assert doctor._shareable([("cache", "/home/ada/x")]) == {"cache": shown}

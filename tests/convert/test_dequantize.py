@@ -64,7 +64,10 @@ def test_dequantize_expands_a_gguf_file(make_gguf, tmp_path):  # noqa: F811
 def test_dense_model_gets_another_dtype(make_checkpoint, tmp_path):
     """The copy from which an adapter is fused without rounding."""
     base, target = make_checkpoint(), tmp_path / "wide"
+    config = json.loads((base / "config.json").read_text()) | {"dtype": "float16"}
+    (base / "config.json").write_text(json.dumps(config))
     assert main.main(["convert", str(base), str(target), "--dtype", "float32"]) == 0
+    assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
     wide, before = weights_of(target), weights_of(base)
     assert {value.dtype for value in before.values()} == {mx.float16}
     assert {value.dtype for value in wide.values()} == {mx.float32}

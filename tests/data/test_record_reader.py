@@ -7,6 +7,7 @@ import tracemalloc
 
 import pytest
 from lmx.data import dataset, hub_datasets
+from lmx.data.record_formats import nearest
 from lmx.errors import UserError
 from reading import skip_reason
 
@@ -421,3 +422,11 @@ def test_hub_errors_are_translated(hub, monkeypatch):
 def test_closed_port_is_offline(monkeypatch):
     monkeypatch.setattr(hub_datasets, "getproxies", dict)
     assert not hub_datasets._online("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("known", ["email", "answer"])
+@pytest.mark.parametrize("name", ["id", "UUID", "timestamp"])
+def test_the_name_of_a_record_is_no_prompt_and_no_answer(known, name):
+    format_name, columns = nearest([name, known])
+    assert format_name == "completion"
+    assert sorted(columns.values(), key=str) == [None, known]

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from lmx.cli import main
 from lmx.pipeline import resources, work
+from lmx.pipeline.train import run as train_run
 from lmx.pipeline.work import Work, correct_rates, rates, rates_age
 from tiny_runs import TRAIN, Run
 
@@ -84,6 +85,21 @@ def test_finished_training_corrects_the_dry_run(
     second = capsys.readouterr().out
     assert re.search(r"1-train: roughly [0-9]+ s for 12 steps", second)
     assert "at the speed measured 3 days ago;" in second
+
+
+def test_the_work_of_a_baseline_is_not_that_of_its_training(
+    make_checkpoint, tmp_path, monkeypatch
+):
+    counted, qat = [], {"qat": {"bits": 4, "group_size": 32}}
+    monkeypatch.setattr(
+        train_run, "correct_rates", lambda dtype, done, seconds: counted.append(done)
+    )
+    model = make_checkpoint()
+    for compares in (False, True):
+        train = TRAIN | qat | {"compare_full_precision": compares}
+        run = Run(tmp_path, {"train": train}, model=model)
+        assert run("--ignore-limits", f"output={tmp_path / str(compares)}") == 0
+    assert counted[0] == counted[1]
 
 
 def test_rates_need_no_cache(measured, tmp_path, monkeypatch):

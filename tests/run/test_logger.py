@@ -352,6 +352,13 @@ def test_progress_on_terminal_is_a_bar_and_the_log_file_is_plain(logger, monkeyp
     assert terminal.getvalue()[before:] == "after\n"
 
 
+def test_the_last_state_of_a_bar_is_its_own(logger, monkeypatch):
+    terminal = open_terminal(monkeypatch)
+    with logger.activity("writing files"), logger.progress(2, "inner") as bar:
+        bar.update(2)
+    assert "writing files" not in terminal.getvalue()
+
+
 METRICS = {
     "loss": 2.51234,
     "learning_rate": 1.2345e-4,

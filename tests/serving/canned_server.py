@@ -48,12 +48,13 @@ class CannedServer:
         is_cut: the connection ends before the answer.
         gone: set when a client has left an answer.
         logged: errors of the page.
+        longest: characters of the longest Markdown that the page asked for.
     """
 
     def __init__(self, api_key=None):
         self.api_key, self.bodies, self.polls = api_key, [], 0
         self.answer, self.waits, self.refusal, self.is_cut = ANSWER, False, None, False
-        self.gone, self.logged = threading.Event(), []
+        self.gone, self.logged, self.longest = threading.Event(), [], 0
         routes = [
             Route("/", lambda request: page_response()),
             Route("/v1/models", self._models),
@@ -88,6 +89,7 @@ class CannedServer:
 
     async def _markdown(self, request):
         text = (await request.json())["text"]
+        self.longest = max(self.longest, len(text))
         return self._refuses(request) or JSONResponse({"nodes": markdown_nodes(text)})
 
     async def _metrics(self, request):

@@ -108,6 +108,9 @@ def test_echo(server):
     assert (choice["text"], choice["finish_reason"]) == ("Hi", "length")
     status, error = server.refused(COMPLETIONS, {"prompt": "Hi", "max_tokens": 0})
     assert (status, error["param"]) == (400, "max_tokens")
+    body = {"prompt": "", "echo": True, "logprobs": 1}
+    status, error = server.refused(COMPLETIONS, body)
+    assert (status, error["param"]) == (400, "prompt")
 
 
 def name_of(tokenizer, token):

@@ -64,6 +64,14 @@ def answers(server, **body):
     return choice["message"], choice["finish_reason"]
 
 
+def test_an_answer_without_channels_is_content(start):
+    message, reason = answers(start(played("Yes, it is.<|return|>")))
+    assert (message["content"], reason) == ("Yes, it is.", "stop")
+    # A header that is cut is none.
+    message, _ = answers(start(played(FINAL)), max_tokens=4)
+    assert message["content"] == ""
+
+
 @pytest.mark.parametrize("lookup", [False, True])
 def test_channels(start, lookup):
     server = start(played(ANALYSIS + FINAL, lookup=lookup), max_tokens=200)

@@ -14,6 +14,7 @@ from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
 from lmx.serving.engine_thread import ServedModel
+from lmx.serving.errors import ApiError
 from lmx.serving.output_formats import chat_grammar
 from lmx.serving.protocol import ChatCompletionParameters
 from lmx.serving.tool_formats import add_tool_format
@@ -321,6 +322,17 @@ WRONG = [
     ({"response_format": FORMAT, "ignore_eos": True}, None),
     ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools[0]"),
 ]
+
+
+def test_a_mark_of_several_tokens_is_not_the_unknown_token():
+    tokenizer = thinking_tokenizer()
+    tokenizer.add_special_tokens({"unk_token": "<unk>"})
+    tokenizer._tool_call_start = "<call>"
+    parameters = ChatCompletionParameters.parse(
+        chat(tools=TOOLS, response_format=FORMAT)
+    )
+    with pytest.raises(ApiError, match="goes with no tools"):
+        chat_grammar(parameters, tokenizer)
 
 
 def test_wrong_formats_are_refused(server):

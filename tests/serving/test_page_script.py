@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from canned_server import HOSTILE, CannedServer
-from lmx.serving.markdown import MAX_DEPTH, markdown_nodes
+from lmx.serving.markdown import MAX_CHARACTERS, MAX_DEPTH, markdown_nodes
 from page_data import NODE, needs_node
 
 MARKDOWN = f"""\
@@ -48,6 +48,29 @@ def test_chat_again_and_reload():
     first, again, second = server.bodies
     assert first == again
     assert [m["content"] for m in second["messages"]] == expected[:3]
+
+
+@needs_node
+def test_markdown_that_is_too_long_is_not_sent():
+    server = CannedServer()
+    long = "a" * (MAX_CHARACTERS - 5)
+    server.answer = [("content", text, 0) for text in (long, *[" b"] * 30)]
+    script = Path(__file__).with_name("page_dom.js").read_text()
+    run = """(async () => {
+      const page = await open();
+      page.input.value = "Hello";
+      page.composer.fire("submit");
+      await until(() => page.log.find("again").length);
+      process.exit();
+    })();"""
+    try:
+        script = script[: script.index("(async () =>")] + run
+        command = [NODE, "-e", script, "page", server.url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finally:
+        server.stop()
+    assert done.returncode == 0, done.stderr
+    assert len(long) <= server.longest <= MAX_CHARACTERS
 
 
 def test_markdown_has_bounded_depth():

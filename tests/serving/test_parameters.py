@@ -127,6 +127,10 @@ def test_min_tokens(server):
     for body in ({"max_tokens": 4}, {"max_tokens": 4, "n": 2}):
         status, error = server.refused(CHAT, BODIES[CHAT] | body | {"min_tokens": 5})
         assert (status, error["param"]) == (400, "min_tokens")
+    # More than the server gives, or than there is room for.
+    for body in ({"min_tokens": 17}, {"min_tokens": 399, "max_tokens": 399}):
+        status, error = server.refused(COMPLETIONS, {"prompt": "Hello"} | body)
+        assert (status, error["param"]) == (400, "min_tokens")
 
 
 def _text(server, **body):

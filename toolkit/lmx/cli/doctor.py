@@ -7,7 +7,6 @@ import platform
 import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from .. import cpu
 from ..data import cache
@@ -50,6 +49,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     """
     if arguments.quick and not arguments.verify:
         raise UserError("--quick needs --verify")
+    if arguments.json and arguments.distributed:
+        raise UserError("--distributed has no --json")
     if arguments.distributed:
         return _doctor_of_network()
     if arguments.verify:
@@ -76,7 +77,9 @@ def _write(facts: list[tuple[str, str]]) -> None:
 
 def _shareable(facts: list[tuple[str, str]]) -> dict[str, str]:
     """Facts by label, without the name of the user in paths."""
-    return {label: value.replace(str(Path.home()), "~") for label, value in facts}
+    # In containers it is /, or there is none.
+    home = os.path.expanduser("~").rstrip("/") or "~"
+    return {label: value.replace(home, "~") for label, value in facts}
 
 
 def _machine() -> list[tuple[str, str]]:

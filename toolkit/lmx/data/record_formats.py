@@ -363,6 +363,8 @@ SYNONYMS = {
     "category class intent topic sentiment rating",
     "text": "content document body code article passage sentence",
 }
+# Columns that name a record: nobody trains on them unasked.
+IDS = {"id", "uuid", "guid", "index", "idx", "url", "date", "time", "timestamp"}
 
 
 def apply_columns(record: object, columns: dict[str, str]) -> tuple[object, str | None]:
@@ -414,7 +416,7 @@ def nearest(keys: list[str]) -> tuple[str, dict[str, str | None]]:
     """The format closest to a record's keys, and the column for each of its keys.
 
     Of two unknown columns, the first one is the prompt and the other one the
-    completion; beside a text, the other one may be anything.
+    completion, unless it is one of `IDS`; beside a text, the other one may be anything.
     """
     best, renaming, score = "completion", dict[str, str | None](), -1.0
     for name in ("completion", "chat", "text"):
@@ -426,7 +428,8 @@ def nearest(keys: list[str]) -> tuple[str, dict[str, str | None]]:
             free = (own for own in similar if own not in columns.values())
             columns[key] = next(free, None)
         share = sum(value is not None for value in columns.values()) / len(columns)
-        if name == "completion" and len(keys) == 2 and "text" not in keys:
+        unclear = {key.lower() for key in keys} & {"text", *IDS}
+        if name == "completion" and len(keys) == 2 and not unclear:
             free_keys = [own for own in keys if own not in columns.values()]
             # One that is known leaves no doubt about the other.
             share = share and 1.0

@@ -155,10 +155,10 @@ class ProgressBar(Progress):
 
     def close(self) -> None:
         """Stop the bar; a terminal keeps its last state."""
-        self._logger.close_progress(self)
         if self.is_on_screen:
             self._logger.bar.stop()
             self._logger.bar = None
+        self._logger.close_progress(self)
 
     def _amount(self) -> str:
         if self._percent:

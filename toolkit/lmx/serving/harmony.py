@@ -52,9 +52,15 @@ class HarmonyMachine:
         return (name, inner, header), segments
 
     def flush(self, state: tuple) -> tuple[tuple, str, str]:
-        """The last text, which might have been the beginning of a mark."""
+        """The last text, which might have been the beginning of a mark.
+
+        A header without marks is content: the model, or its prompt, has no channels.
+        """
         name, inner, header = state
         inner, rest, _ = self._machine.flush(inner)
+        text = header + rest
+        if name == HEADER and "<|" not in text and text != "<":
+            return (name, inner, ""), text, "normal"
         return (name, inner, header), rest, name
 
     def _channel(self, header: str) -> tuple[str, str]:

@@ -103,7 +103,8 @@ def _or_call(
         source = json.dumps(json.loads(grammar.source) | {"x-guidance": LOOSE})
         text = f"start: answer | call\nanswer: %json {source}\n{rules}"
         return Grammar("lark", text)
-    mark = start and tokenizer.convert_tokens_to_ids(start)
+    # Not `convert_tokens_to_ids`: a text that is no token is the unknown token there.
+    mark = tokenizer.get_vocab().get(start)
     if mark not in tokenizer.added_tokens_decoder:
         name = grammar_parameter(parameters)
         message = f"{name} goes with no tools in the format of this model"

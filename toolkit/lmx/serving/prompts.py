@@ -160,7 +160,7 @@ def encode_prompts(
 def _offsets(tokenizer: Any, tokens: Sequence[int], text: str) -> list[int]:
     """Where each token begins in its text. Tokens before a text are no part of it."""
     added = 0
-    if tokens[0] == tokenizer.bos_token_id:
+    if [*tokens[:1]] == [tokenizer.bos_token_id]:
         added = not text.startswith(tokenizer.bos_token)
     request = GenerationRequest([])
     stream, offsets = TextStream(tokenizer, request), [0] * added

@@ -159,10 +159,6 @@ class GenerationParameters(Parameters):
         if parameters.stream_options and not parameters.stream:
             message = "stream_options needs stream"
             raise ApiError(400, message, param="stream_options")
-        least, most = parameters.min_tokens or 0, parameters.max_new_tokens
-        if most is not None and least > most:
-            message = f"min_tokens is {least}, and max_tokens is {most}"
-            raise ApiError(400, message, param="min_tokens")
         return parameters
 
     @property

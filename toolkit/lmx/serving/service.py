@@ -506,6 +506,10 @@ class CompletionService:
             except UserError as error:
                 place = parameters.PROMPT
                 raise ApiError.from_user_error(error, param=place) from error
+            most, least = 0 if prompt_only else count, parameters.min_tokens or 0
+            if least > most:
+                message = f"min_tokens is {least}, and a completion has at most {most}"
+                raise ApiError(400, f"{message} here", param="min_tokens")
             for _ in range(parameters.choices):
                 sampling = parameters.sampling(self._sampling, seed + len(choices))
                 try:
@@ -521,7 +525,7 @@ class CompletionService:
                         adapter=adapter,
                         grammar=grammar,
                         thinking=thinking,
-                        min_tokens=parameters.min_tokens or 0,
+                        min_tokens=least,
                     )
                 except UserError as error:
                     raise ApiError.from_user_error(error) from error

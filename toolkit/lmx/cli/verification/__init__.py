@@ -17,8 +17,10 @@ from ...errors import FAILED, UserError
 from ...run import terminal
 
 CHECK_ROW = "{:<44}{:>10}{:>10}  {}\n"
-# MLX raises the first two, for example where a kernel does not compile.
+# MLX raises the first two, as where a kernel does not compile; the others come from
+# another version of mlx_lm.
 FAULTS = (RuntimeError, ValueError, UserError)
+FAULTS += (TypeError, AttributeError, ImportError, LookupError)
 SPEED_ROW = "{:<44}{:>12}{:>12}{:>8}\n"
 
 

@@ -44,6 +44,8 @@ EXPERTS = re.compile(r"(.*)\.switch_mlp\.(\w+)\.weight")
 # Mixtral's names of the expert layers, in blocks of this name.
 MIXTRAL_LAYERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 MIXTRAL_BLOCK = "block_sparse_moe"
+# Of a config, as older and newer versions of transformers write it.
+DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
 def check_supported(config: dict) -> None:
@@ -172,10 +174,12 @@ def dequantize_checkpoint(
     ):
         raise UserError("this model is not quantized", place=str(loaded.path))
     weights = dequantized_weights(loaded.model, dtype or loaded.dtype)
+    config = loaded.config
     if dtype:
+        # Other tools load the weights in this one.
+        name = str(dtype).rpartition(".")[2]
+        config = {k: name if k in DTYPE_KEYS else v for k, v in config.items()}
         is_float = {n: mx.issubdtype(v.dtype, mx.floating) for n, v in weights.items()}
         weights = {n: v.astype(dtype) if is_float[n] else v for n, v in weights.items()}
-    checkpoint_writer.write_checkpoint(
-        target, weights, loaded.config, companions=loaded.path
-    )
+    checkpoint_writer.write_checkpoint(target, weights, config, companions=loaded.path)
     copy_mtp(loaded.path, target, loaded.config)

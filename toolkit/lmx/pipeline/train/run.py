@@ -127,7 +127,9 @@ class TrainRun:
         shape = ModelShape.of_folder(self.initial, self.loaded.config)
         dtype = training_dtype(config.compute_dtype, self.loaded.dtype)
         batch = BatchShape(longest, max(sizes), sum(sizes) / len(sizes))
-        work = training_cost(shape, config, batch, dtype.size).work * progress.step
+        cost = training_cost(shape, config, batch, dtype.size)
+        # Of one training: the seconds of a baseline are not among these.
+        work = cost.work * (progress.step / config.num_trainings)
         if factor := correct_rates(dtype, work, progress.seconds):
             self.context.logger.info(
                 f"the training was {factor:.1f} times as fast as the measured speed of "
