@@ -113,7 +113,7 @@ CASES = [
 @pytest.fixture
 def dense_float32(monkeypatch):
     monkeypatch.setattr(
-        blocks, "from_dense", lambda v: ("F32", np.array(v.astype(mx.float32)))
+        blocks, "from_dense", lambda v, *_: ("F32", np.array(v.astype(mx.float32)))
     )
 
 

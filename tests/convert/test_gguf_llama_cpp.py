@@ -70,7 +70,7 @@ def relative_error(source, file):
 @pytest.fixture
 def dense_float32(monkeypatch):
     monkeypatch.setattr(
-        blocks, "from_dense", lambda v: ("F32", np.array(v.astype(mx.float32)))
+        blocks, "from_dense", lambda v, *_: ("F32", np.array(v.astype(mx.float32)))
     )
 
 
