@@ -6,7 +6,12 @@ import tracemalloc
 import pytest
 from lmx.data import cache, splits
 from lmx.data.record_formats import DataRecord
-from lmx.data.splits import EVAL_SHARE, choose_eval_records, random_u64
+from lmx.data.splits import (
+    EVAL_SHARE,
+    choose_eval_records,
+    num_held_out,
+    random_u64,
+)
 from lmx.errors import UserError
 
 
@@ -120,3 +125,9 @@ def test_records_survive_the_cache(cache_folder):
         "test", "k", lambda f: splits.write_eval_split(f, split)
     )
     assert splits.read_eval_split(entry) == split
+
+
+@pytest.mark.parametrize("count", [2, 8, 200, 700, 3000, 60000])
+def test_a_dry_run_knows_how_many_are_held_out(count):
+    held = len(choose_eval_records(records(count), 0).records)
+    assert held == pytest.approx(num_held_out(count), rel=0.15, abs=1)

@@ -94,6 +94,12 @@ def choose_eval_records(
     return EvalSplit([record for _, _, record in in_order], threshold)
 
 
+def num_held_out(count: float) -> float:
+    """About how many of so many records `choose_eval_records` holds out."""
+    share = EVAL_SHARE * count
+    return min(EVAL_MAX_EXAMPLES, max(share, min(EVAL_MIN_EXAMPLES, 2 * share)))
+
+
 def write_eval_split(folder: Path, held: EvalSplit) -> dict:
     """Write the records into a cache folder; returns the other facts."""
     with (folder / EVAL_FILE).open("w", encoding="utf-8") as stream:

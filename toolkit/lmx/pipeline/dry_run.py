@@ -9,8 +9,9 @@ from .. import launcher
 from ..config.loader import LoadedRecipe
 from ..convert.importers import find_importable, gguf
 from ..data import builtin
-from ..data.dataset import RecordReader
+from ..data.dataset import RecordReader, has_split
 from ..data.record_formats import CHARACTERS_PER_TOKEN, DataRecord
+from ..data.splits import num_held_out
 from ..data.tokenization import encode_all, render_mask, template_messages
 from ..models.rope_parameters import check_length
 from ..models.tensor_parallel import shard_share
@@ -103,7 +104,10 @@ class DryRun:
             # The run itself checks whether the token may write to the Hub.
             for text in planned.stage.offline_checks():
                 yield "plan", f"{name}: {text}"
-        share = sample.total / max(1, len(sample.rows))
+        held = _num_held_out(loaded, sample.total)
+        if held:
+            yield "valid", f"about {held:,.0f} examples are held out from train"
+        share = (sample.total - held) / max(1, len(sample.rows))
         if shape:
             check_length(shape.config, max(lengths, default=0))
             self.resources = ResourceCheck(loaded, plan, shape, lengths, share)
@@ -209,6 +213,14 @@ def _model(
     # The weights stay unread. Their shapes are compared with the config.
     checkpoint = load(place, compute="stored", lazy=True)
     return shape, checkpoint.tokenizer, lines
+
+
+def _num_held_out(loaded: LoadedRecipe, count: int) -> float:
+    """About how many of the local training examples are held out for validation."""
+    data, local = loaded.recipe.data, lambda name: loaded.find(name) or Path(name)
+    sources = [s for s in data.train if loaded.find(s) or s.startswith(builtin.PREFIX)]
+    has_valid = data.valid or any(has_split(s, "valid", find=local) for s in sources)
+    return 0 if has_valid else num_held_out(count)
 
 
 def _split(
