@@ -21,7 +21,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from inputs import SETTINGS, call_runner, prepare
-from lmx.convert.gguf.architectures import ATTENTION, MLP
 from programs import DATA
 
 # llama.cpp's file type for each mode; `pure` leaves no layer with another type.
@@ -34,7 +33,9 @@ FILE_TYPES = {
     "q8_0": "Q8_0",
 }
 # llama.cpp's names by mlx-lm's.
-LINEAR = {path: name for name, path in (ATTENTION | MLP).items()}
+LINEAR = {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"}
+LINEAR |= {"self_attn.o_proj": "attn_output"}
+LINEAR |= {f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")}
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 OUTER = {
     "token_embd": "model.embed_tokens",
