@@ -49,7 +49,7 @@ def test_compare_hides_the_defaults_of_blocks_that_one_run_has(tmp_path, capsys)
         (tmp_path / name / "resolved.yaml").write_text(text)
     assert main.main(["compare", *runs]) == 0
     text = capsys.readouterr().out
-    assert row(text, "stages.1.train.steps").split() == ["720", "-"]
+    assert row(text, "stages.1.train.steps").split() == ["600", "-"]
     assert row(text, "stages.1.quantize.method").split() == ["-", '"gptq"']
     assert row(text, "stages.2.evaluate.thresholds.max_kl").split() == ["0.05", "0.1"]
     assert "beta1" not in text
