@@ -2,7 +2,7 @@
 
 import heapq
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -13,7 +13,14 @@ from ..config.data import DataConfig
 from ..errors import UserError
 from ..files.artifacts import Artifact
 from . import cache, fingerprint
-from .dataset import ReadStats, RecordReader, has_split, source_fingerprint, source_size
+from .dataset import (
+    Find,
+    ReadStats,
+    RecordReader,
+    has_split,
+    source_fingerprint,
+    source_size,
+)
 from .record_formats import DataRecord
 
 T = TypeVar("T")
@@ -92,6 +99,15 @@ def choose_eval_records(
     threshold = -held[0][0]
     in_order = sorted(held, key=lambda entry: entry[1])
     return EvalSplit([record for _, _, record in in_order], threshold)
+
+
+def validation_sources(
+    valid: Sequence[str], train: Sequence[str], find: Find
+) -> Sequence[str]:
+    """The sources of validation records: those given, or those of `train` that have
+    some; none = a share of every training source is held out."""
+    given = dict.fromkeys(train)
+    return valid or [s for s in given if has_split(s, "valid", find=find)]
 
 
 def num_held_out(count: float) -> float:
@@ -244,11 +260,8 @@ class Splits:
         return sum(source_size(s, "train", find=self.find) for s in self.data.train)
 
     @cached_property
-    def _valid_sources(self) -> list[str]:
-        if self.data.valid:
-            return self.data.valid
-        train = dict.fromkeys(self.data.train)
-        return [s for s in train if has_split(s, "valid", find=self.find)]
+    def _valid_sources(self) -> Sequence[str]:
+        return validation_sources(self.data.valid, self.data.train, self.find)
 
     @cached_property
     def _contents(self) -> dict[str, list]:

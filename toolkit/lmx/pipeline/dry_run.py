@@ -9,9 +9,9 @@ from .. import launcher
 from ..config.loader import LoadedRecipe
 from ..convert.importers import find_importable, gguf
 from ..data import builtin
-from ..data.dataset import RecordReader, has_split
+from ..data.dataset import RecordReader
 from ..data.record_formats import CHARACTERS_PER_TOKEN, DataRecord
-from ..data.splits import num_held_out
+from ..data.splits import num_held_out, validation_sources
 from ..data.tokenization import encode_all, render_mask, template_messages
 from ..models.rope_parameters import check_length
 from ..models.tensor_parallel import shard_share
@@ -217,10 +217,9 @@ def _model(
 
 def _num_held_out(loaded: LoadedRecipe, count: int) -> float:
     """About how many of the local training examples are held out for validation."""
-    data, local = loaded.recipe.data, lambda name: loaded.find(name) or Path(name)
-    sources = [s for s in data.train if loaded.find(s) or s.startswith(builtin.PREFIX)]
-    has_valid = data.valid or any(has_split(s, "valid", find=local) for s in sources)
-    return 0 if has_valid else num_held_out(count)
+    data, find = loaded.recipe.data, lambda name: loaded.find(name) or Path(name)
+    local = [s for s in data.train if loaded.find(s) or s.startswith(builtin.PREFIX)]
+    return 0 if validation_sources(data.valid, local, find) else num_held_out(count)
 
 
 def _split(

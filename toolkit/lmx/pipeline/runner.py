@@ -277,10 +277,8 @@ def _run_stage(
         artifact = stage.run(context) if ranks.is_first else None
     record = None
     if ranks.is_first:
-        record, folders = (
-            artifact.to_json(run_dir.path),
-            artifact.folders_in(run_dir.path),
-        )
+        record = artifact.to_json(run_dir.path)
+        folders = artifact.folders_in(run_dir.path)
         with context.logger.activity("hashing the new files"):
             run_dir.complete_stage(stage.name, record, folders)
     return ranks.broadcast_object(record)
