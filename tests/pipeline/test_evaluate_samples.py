@@ -145,6 +145,9 @@ class Thinker(Letters):
     def encode(self, text, **_):
         return [ord(c.replace("\n", "@")) - 63 for c in text]
 
+    def convert_tokens_to_ids(self, texts):
+        return [None] * len(texts)  # it has no other marks, and no unknown token
+
     def rfind_think_start(self, tokens, start=None):
         return len(tokens) - 1 if tokens and tokens[-1] == 31 else -1
 
