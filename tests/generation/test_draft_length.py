@@ -2,7 +2,10 @@
 
 import numpy as np
 import pytest
-from lmx.generation.speculative.draft_length import DraftLengthController
+from lmx.generation.speculative.draft_length import (
+    DraftLengthController,
+    SpeculativeStats,
+)
 
 # Seconds to verify 1 to 9 tokens, relative to a standard step.
 FLAT = [1 + 0.02 * num_tokens for num_tokens in range(9)]
@@ -86,5 +89,14 @@ def test_a_fixed_length_in_a_batch_rests_where_it_does_not_pay(costs, rate):
     assert simulate(controller, costs, 0.1, rate, tokens=20_000) < 1.06
     # It goes on where it pays.
     controller = DraftLengthController(fixed=4).like()
-    simulate(controller, FLAT, 0.05, 0.9, tokens=5000)
+    assert simulate(controller, FLAT, 0.05, 0.9, tokens=5000) < 0.5
     assert controller.next_length() == 4
+
+
+def test_counts_of_a_round_end_with_the_first_rejected_token():
+    stats = SpeculativeStats()
+    for drafted, accepted in (3, 1), (2, 2), (3, 0):
+        stats.add_round(drafted, accepted)
+    assert (stats.proposed, stats.accepted) == ([3, 2, 0], [2, 1, 0])
+    assert stats.acceptance_rate_by_position == [2 / 3, 0.5, 0.0]
+    assert (stats.acceptance_rate, stats.accepted_length) == (3 / 5, 2.0)

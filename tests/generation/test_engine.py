@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from lmx.generation import scheduler
 from lmx.generation.engine import Engine
 from lmx.generation.kv_cache.prefix import PrefixCache
 from lmx.generation.kv_cache.rotation import CALIBRATION_TOKENS
@@ -108,6 +109,19 @@ def test_requests_start_in_order_and_by_priority(llama):
         assert len({output.request for output in outputs}) <= 2
         firsts += [o.request for o in outputs if o.request not in firsts]
     assert [requests.index(each) for each in firsts] == [4, 6, 0, 1, 2, 5, 3]
+
+
+def test_the_request_with_the_highest_rank_is_preempted(llama, monkeypatch):
+    monkeypatch.setattr(scheduler, "HEADROOM", 4)
+    monkeypatch.setattr(scheduler, "MIN_HEADROOM", 1)
+    requests = [request(n + 1, max_tokens=24, priority=n % 2) for n in range(3)]
+    per_token = sum(Engine(llama).new_cache().bytes_by_capacity().values())
+    engine = Engine(llama, kv_memory=int(30 * per_token))
+    for each in requests:
+        engine.add_request(each)
+    while not engine.preemptions:
+        engine.step()
+    assert [s.request for s in engine.scheduler.waiting] == [requests[1]]
 
 
 def test_equal_prompts_are_prefilled_once(llama):

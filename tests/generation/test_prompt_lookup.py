@@ -4,6 +4,10 @@ import pytest
 from lmx.generation.speculative import prompt_lookup
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
 
+# After equal texts: 40 and 41 twice, and 80 after three other tokens.
+LONG = [*range(1, 17)]
+ENDS = ((40, 41, 90), (40, 41, 91), (50, 80, 92), (60, 80, 93), (70, 80, 94))
+
 
 def propose(lookup, context, count=3):
     return lookup.propose(context, count, None).tolist()
@@ -24,6 +28,8 @@ def propose(lookup, context, count=3):
         # The most frequent one, and among equally frequent ones the latest.
         ([7, 1, 2, 40, 7, 1, 2, 50, 7, 1, 2, 40, 7, 1, 2, 60, 7, 1, 2], 1, [40]),
         ([1, 2, 3, 40, 1, 2, 3, 50, 1, 2, 3], 1, [50]),
+        # What follows 40, and not what is more frequent after all matches.
+        ([token for end in ENDS for token in (*LONG, *end)] + LONG, 2, [40, 41]),
         # A longer match predicts better than two shorter ones, but not than six.
         ([7, 1, 2, 3, 40, *[8, 1, 2, 3, 50] * 2, 7, 1, 2, 3], 1, [40]),
         ([7, 1, 2, 3, 40, *[8, 1, 2, 3, 50] * 6, 7, 1, 2, 3], 1, [50]),

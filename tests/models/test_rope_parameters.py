@@ -1,6 +1,7 @@
 """Configs as transformers 5 writes them load as what they mean."""
 
 import json
+import math
 import shutil
 
 import lmx
@@ -303,6 +304,21 @@ def test_longrope_uses_the_short_factors(make_checkpoint):
     short = logits(longrope(make_checkpoint, short_factor=[5.0] * 8))
     assert mx.array_equal(long, expected)
     assert mx.abs(short - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale"),
+    [
+        ({}, math.sqrt(1 + math.log(64 / 32) / math.log(32))),
+        ({"factor": 8.0}, math.sqrt(1 + math.log(8) / math.log(32))),
+        ({"attention_factor": 1.25}, 1.25),
+        ({"attention_factor": 1.25, "short_mscale": 1.5}, 1.5),
+    ],
+)
+def test_longrope_scales_its_inputs_as_transformers(make_checkpoint, changes, scale):
+    modules = load(longrope(make_checkpoint, **changes)).model.modules()
+    scales = {m._scale for m in modules if type(m).__name__ == "ShortRoPE"}
+    assert [*scales] == [pytest.approx(scale)]
 
 
 def test_longrope_beyond_the_original_length_is_refused(make_checkpoint, tmp_path):

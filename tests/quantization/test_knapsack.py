@@ -49,6 +49,14 @@ def test_solve_finds_the_best_choice(seed):
         assert cost == pytest.approx(best, rel=1e-9)
 
 
+def test_the_best_choice_may_fill_the_budget():
+    """The greedy solution takes the first item's large option, and no other fits."""
+    options = [([0, 3], [5.0, 0.0]), *[([0, 2], [3.0, 0.0])] * 2]
+    items = [(np.array(sizes), np.array(costs)) for sizes, costs in options]
+    assert greedy(items, 4) == [1, 0, 0]
+    assert solve(items, 4) == [0, 1, 1]
+
+
 def test_greedy_misses_the_best_choice():
     """Negative control: the greedy solution can be worse."""
     items = [items_of(seed, items=4, options=4) for seed in range(20)]

@@ -1,5 +1,7 @@
 """The mesh of processes: sizes are checked, and a ring has one dimension."""
 
+from types import SimpleNamespace
+
 import pytest
 from lmx.config.parallel import ParallelConfig
 from lmx.config.schema import RecipeConfig
@@ -62,6 +64,16 @@ def test_a_ring_has_one_dimension(tmp_path):
         "[(1, 2), (0, 1), (1, 2)]",
         "[(1, 2), (1, 2), (0, 1)]",
     ], results[1].stderr
+
+
+def test_processes_of_a_tensor_group_follow_each_other():
+    """Of four: 0 and 1 hold a model, 2 and 3 the same one for other examples."""
+    colors = []
+    for rank in range(4):
+        world = SimpleNamespace(rank=rank, size=4, split=lambda color: color)
+        mesh = ParallelDims.build(ParallelConfig(tensor=2), world)
+        colors.append((mesh.data, mesh.tensor))
+    assert colors == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 @pytest.mark.slow

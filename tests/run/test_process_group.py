@@ -3,7 +3,9 @@
 import json
 import sys
 
+import mlx.core as mx
 import pytest
+from lmx.run.distributed import ProcessGroup
 from processes import in_ring
 
 PROGRAM = """
@@ -60,3 +62,11 @@ def test_ranks_divide_gather_compare_and_sleep_while_one_works(tmp_path):
         assert slept == (None if rank else 7)
         assert seconds < 0.5
         assert waited < 0.05 or sys.platform != "linux"
+
+
+def test_sums_of_float64_keep_its_digits():
+    with mx.stream(mx.cpu):
+        value = mx.array([1, 1 + 2.0**-40], mx.float64)
+        halves = [value, value.astype(mx.float32)]
+        totals = [ProcessGroup(mx.distributed.init()).all_sum([h])[0] for h in halves]
+    assert [mx.array_equal(t, value).item() for t in totals] == [True, False]

@@ -390,6 +390,9 @@ def test_cached_tokens(start):
     metrics = server.metrics()
     assert metrics["lmx:prefix_cache_hits_total{}"] == cached
     assert metrics["lmx:prompt_tokens_total{}"] == 600
+    # Completions of one prompt share it, so it counts once.
+    several = server.complete([65] * 200, n=3)["usage"]
+    assert several["prompt_tokens_details"]["cached_tokens"] == cached
 
 
 def test_the_reason_of_the_end(start):

@@ -139,6 +139,7 @@ TYPED = [
     ({"allOf": [{"$ref": "#/$defs/count"}]}, "12", 12),
     ({"enum": ["1", "2"]}, "2", "2"),
     ({"enum": [1, 2]}, "2", 2),
+    ({"enum": [1, 2]}, "True", "True"),
     ({"const": True}, "True", True),
     ({"type": "integer"}, "3.0", 3),
     ({"type": "integer"}, "9" * 400, int("9" * 400)),
@@ -332,6 +333,8 @@ def harmony():
         (HM + NEXT + YES, "Hm. ", "Yes.", 0),
         (YES + "<|return|>", "", "Yes.", 0),
         (HM + NEXT + HM + NEXT + YES, "Hm. Hm. ", "Yes.", 0),
+        # The last channel of a header counts.
+        (f"<|channel|>analysis{YES}", "", "Yes.", 0),
         (f"{HM}{NEXT}{COMMENT}<|message|>So: {NEXT}{YES}", "Hm. ", "So: Yes.", 0),
         # The function stands after the channel or before it.
         (f"{COMMENT} {TO} <|constrain|>json<|message|>{ARGS}", "", "", 1),

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import pytest
 from lmx.serving import app
 from lmx.serving import server as server_module
 from raw_http import connect, head, read_all, request
@@ -111,6 +112,11 @@ def test_metrics_count(start):
     assert metrics["lmx:time_to_first_token_seconds_count{}"] == 2
     assert metrics["lmx:inter_token_latency_seconds_count{}"] == 8
     assert metrics["lmx:num_requests_running{}"] == 0
+    # From the request to the last token: to the first one, and between them.
+    names = ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+    first, between, whole = (metrics[f"lmx:{n}_seconds_sum{{}}"] for n in names)
+    assert first > 0
+    assert whole == pytest.approx(first + between)
 
 
 def test_web_pages_of_other_origins(start):

@@ -8,9 +8,13 @@ import pytest
 from lmx.config.train import TeacherConfig
 from lmx.models.cross_entropy import cross_entropy_sum
 from lmx.training.chunked_loss import ChunkedLossModel
-from lmx.training.distillation import DistillationLoss, OnlineTeacher
+from lmx.training.distillation import (
+    DistillationLoss,
+    OnlineTeacher,
+    divergence_sum,
+)
 from lmx.training.document_mask import DocumentCaches
-from lmx.training.teacher_targets import compress_targets
+from lmx.training.teacher_targets import compress_targets, full_targets
 from test_document_mask import documents_of, packed, separate_batches
 from tiny_llamas import VOCABULARY, llama, tokens_of
 from tiny_steps import Tiny, loss_and_gradients, make_step, random_batch
@@ -119,6 +123,16 @@ def test_ce_weight_mixes_the_losses():
     ).item()
     mixed = gradients(distillation_loss(teacher, ce_weight=0.25), batch)[0]
     assert mixed == pytest.approx(0.75 * pure + 0.25 * plain, rel=1e-5)
+
+
+def test_the_squared_temperature_keeps_the_size_of_the_gradients():
+    batch, teacher = tokens_of(), teacher_model()
+    found = gradients(distillation_loss(teacher, temperature=3.0), batch)[0]
+    model, _ = llama()
+    logits, target = (m(batch.tokens[:, :-1]) for m in (model, teacher))
+    target = full_targets(target, 3.0)
+    divergence = divergence_sum(logits, target, batch.mask, temperature=3.0)
+    assert found == pytest.approx(9 * divergence.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("chunk", "cached"), [(None, False), (5, True)])
