@@ -91,9 +91,7 @@ def thinking_of(
     )
 
 
-def _harmony(
-    tokenizer: Any, budget: int | None, grammar: Grammar | None
-) -> Thinking:
+def _harmony(tokenizer: Any, budget: int | None, grammar: Grammar | None) -> Thinking:
     """The analysis of Harmony: with the grammar of an answer, all until the final
     message, which has a header of its own."""
 

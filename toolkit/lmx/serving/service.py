@@ -395,9 +395,7 @@ class CompletionService:
             budget = self.settings.thinking_budget
         if not prompt.thinks or (budget is None and not grammar):
             return None
-        thinking = thinking_of(
-            self._tokenizer, prompt.tokens, budget, grammar=grammar
-        )
+        thinking = thinking_of(self._tokenizer, prompt.tokens, budget, grammar=grammar)
         if thinking is None and parameters.thinking_budget is not None:
             raise ApiError(400, NO_THINKING, param="thinking_budget")
         return thinking
