@@ -25,8 +25,8 @@ class CalibrationConfig(ConfigModel):
     """A file, folder, Hub id or `builtin:<name>`, or a list of them. Default: the
     recipe's training data, or builtin:stdlib if it has none."""
     num_tokens: int | None = Field(None, ge=1)
-    """Calibration tokens of each dataset. Default: 8 times the width of the widest
-    layer, at least 32768."""
+    """Calibration tokens, in equal parts from all datasets. Default: 8 times the width
+    of the widest layer, at least 32768."""
     max_seq_length: int = Field(512, ge=8)
     """Tokens per calibration sequence."""
     loss_on: Literal["all", "completions"] = "all"

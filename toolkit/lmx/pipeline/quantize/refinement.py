@@ -73,21 +73,17 @@ class CalibrationData:
         self._rows = _splits(sources, context) if sources else context.rows
 
     def train_sequences(self, tokens: int) -> CalibrationBatch:
-        """Sequences of this many tokens of each dataset, or all that it has.
+        """Sequences of this many tokens, or all that there are.
 
         Raises:
             TooFewTokens: no dataset fills one sequence.
         """
         skipped = self._num_eval_sequences if self.holds_out else 0
-        datasets = self._rows.train.sources
-        per_dataset = -(-skipped // len(datasets))
         sequences = self._train_sequences(
-            tokens + per_dataset * self.calibration.max_seq_length
+            tokens + skipped * self.calibration.max_seq_length
         )
-        sequences = sequences[skipped:]
-        self.context.logger.info(
-            f"calibrating on {sequences.size:,} tokens of {', '.join(datasets)}"
-        )
+        sequences, names = sequences[skipped:], ", ".join(self._rows.train.sources)
+        self.context.logger.info(f"calibrating on {sequences.size:,} tokens of {names}")
         return sequences
 
     @cached_property
@@ -127,15 +123,18 @@ class CalibrationData:
     def _train_sequences(self, tokens: int) -> CalibrationBatch:
         """Sequences of the datasets in turn, without validation examples.
 
+        Every dataset has the same share of the tokens, however long its examples are.
+
         Raises:
             TooFewTokens: no dataset fills one sequence.
         """
         held_out = {row.as_text() for row in self._eval_rows} if self.holds_out else ()
         train, batches, errors = self._rows.train, [], {}
+        share = -(-tokens // len(train.sources))
         for name in train.sources:
             rows = (r for r in train.records(name) if r.as_text() not in held_out)
             try:
-                batches.append(self._sequences(rows, tokens))
+                batches.append(self._sequences(rows, share))
             except TooFewTokens as error:
                 errors[name] = error
         if not batches:
