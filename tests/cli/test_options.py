@@ -102,6 +102,7 @@ def test_quantize_measures_and_takes_gptq(
     [
         ([], {"epochs": 1, "batch_tokens": 2048}),
         (["--epochs=2", "--batch-size=4"], {"epochs": 2, "batch_size": 4}),
+        (["--budget=3h"], {"budget": "3h", "batch_tokens": 2048}),
         (["--steps=3", "--batch-tokens=64"], {"steps": 3, "batch_tokens": 64}),
         (
             ["--lora-rank=4", "--bits=4", "--learning-rate=2e-4"],

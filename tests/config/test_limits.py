@@ -49,7 +49,7 @@ def error_of(tmp_path, text: str) -> str:
         (GOOD.replace("steps: 2", "epochs: .inf"), "expected a finite number"),
         (GOOD + f"  - draft: {{budget: {400 * '9'}}}", "a number is at most 4,294,9"),
         (GOOD + f"  - draft: {{budget: {400 * '9'}h}}", "budget is a time such as"),
-        (GOOD + "  - draft: {budget: 3٣h}", "5:5: budget is a time such as"),
+        (GOOD + "  - draft: {budget: 3٣h}", "5:13: budget is a time such as"),
         (GOOD + "  - draft: {budget: ٣h}", "budget is a time such as"),
         (GOOD + f"  - draft: {{budget: {800_000 * '9'}x}}", "budget is a time such as"),
         (GOOD.replace("size: 2", "size: 99999999999999"), "at most 4,294,967,295"),

@@ -55,6 +55,18 @@ def test_per_example_sequences_equal_training_examples(tokenizer):
         assert not counted.all()
 
 
+def test_batches_in_turn_are_padded_to_one_length():
+    shapes = ((2, 3), (1, 5), (3, 2))
+    batches = [
+        CalibrationBatch(np.full(shape, 10 + n), np.ones(shape, bool))
+        for n, shape in enumerate(shapes)
+    ]
+    joined = CalibrationBatch.in_turn(batches)
+    assert joined.tokens[:, 0].tolist() == [10, 11, 12, 10, 12, 12]
+    assert joined.counted.sum(axis=1).tolist() == [3, 5, 2, 3, 2, 2]
+    assert joined.tokens.shape == joined.counted.shape == (6, 5)
+
+
 def test_per_example_sequences_with_loss_on_all(tokenizer):
     records = make_records(5)
     settings = SETTINGS | {"loss_on": "all"}

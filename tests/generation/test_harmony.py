@@ -12,7 +12,8 @@ from tiny_generators import byte_tokenizer, harmony_tokenizer
 TOKENIZER = harmony_tokenizer()
 SIZE = len(TOKENIZER)
 (STOP,) = TOKENIZER.eos_token_ids
-ANSWER = GrammarCompiler(TOKENIZER).compile(Grammar("regex", "(yes|no)!"))
+ANSWER = Grammar("regex", "(yes|no)!")
+COMPILED = GrammarCompiler(TOKENIZER).compile(ANSWER)
 
 
 def encode(text):
@@ -36,11 +37,11 @@ def completion(thinking, answer, seed, bias=""):
 
 @pytest.mark.parametrize("budget", [0, 1, 20])
 def test_a_grammar_is_that_of_the_final_message(budget):
-    thinking = thinking_of(TOKENIZER, [1], budget, has_grammar=True)
+    thinking = thinking_of(TOKENIZER, [1], budget, grammar=ANSWER)
     head = encode(ANALYSIS) if budget else []
     closing = encode("<|end|><|start|>assistant") if budget else []
     for seed in range(20):
-        tokens = completion(thinking, ANSWER, seed, ANALYSIS if budget else "")
+        tokens = completion(thinking, COMPILED, seed, ANALYSIS if budget else "")
         # The header of the analysis is not counted.
         rest = tokens[len(head) + budget :]
         assert tokens[: len(head)] == head
@@ -50,9 +51,9 @@ def test_a_grammar_is_that_of_the_final_message(budget):
 
 def test_a_final_message_with_a_format_in_its_header():
     """gpt-oss writes it so where JSON is wanted."""
-    thinking = thinking_of(TOKENIZER, [1], has_grammar=True)
+    thinking = thinking_of(TOKENIZER, [1], grammar=ANSWER)
     head = "<|channel|>final <|constrain|>json<|message|>"
-    tokens = completion(thinking, ANSWER, 1, head)
+    tokens = completion(thinking, COMPILED, 1, head)
     assert TOKENIZER.decode(tokens).startswith(FINAL)
 
 
@@ -69,6 +70,6 @@ def test_a_budget_ends_the_analysis_alone():
 def test_which_requests_have_channels():
     assert is_harmony(TOKENIZER)
     assert not is_harmony(byte_tokenizer())
-    assert required_thinking(TOKENIZER, [1], has_grammar=False) is None
-    expected = thinking_of(TOKENIZER, [1], has_grammar=True)
-    assert required_thinking(TOKENIZER, [1], has_grammar=True) == expected
+    assert required_thinking(TOKENIZER, [1]) is None
+    expected = thinking_of(TOKENIZER, [1], grammar=ANSWER)
+    assert required_thinking(TOKENIZER, [1], grammar=ANSWER) == expected

@@ -23,7 +23,8 @@ START, END = 258, 259
 (STOP,) = TOKENIZER.eos_token_ids
 (NEWLINE,) = TOKENIZER.encode("\n")
 EXPRESSION = "(ab|c[0-9]{2}){1,3}!"
-ANSWER = GrammarCompiler(TOKENIZER).compile(Grammar("regex", EXPRESSION))
+WORDS = Grammar("regex", EXPRESSION)
+ANSWER = GrammarCompiler(TOKENIZER).compile(WORDS)
 EXIT = 256
 OPEN = GrammarCompiler(TOKENIZER).compile(Grammar("regex", EXPRESSION, EXIT))
 THINKING = Thinking((END,), (START,), None, (NEWLINE, END), (NEWLINE,))
@@ -144,15 +145,15 @@ def test_completions_think_within_their_budget_then_match(drafts, answer):
 
 def test_which_requests_think():
     begun = [1, START, NEWLINE]
-    assert required_thinking(TOKENIZER, begun, has_grammar=False) is None
-    assert required_thinking(TOKENIZER, [1, 2], has_grammar=True) is None
-    found = required_thinking(TOKENIZER, begun, has_grammar=True)
+    assert required_thinking(TOKENIZER, begun) is None
+    assert required_thinking(TOKENIZER, [1, 2], grammar=WORDS) is None
+    found = required_thinking(TOKENIZER, begun, grammar=WORDS)
     assert found == Thinking((END,), (), None, (NEWLINE, END), (NEWLINE,))
     assert thinking_of(TOKENIZER, [1, 2], 5).start == (START,)
     other = byte_tokenizer()
-    assert required_thinking(other, begun, has_grammar=True) is None
+    assert required_thinking(other, begun, grammar=WORDS) is None
     with pytest.raises(UserError, match="no chain of thought"):
-        required_thinking(other, begun, 5, has_grammar=False)
+        required_thinking(other, begun, 5)
     generator = Generator(tiny("llama"), TOKENIZER)
     result = generator.generate(begun, max_tokens=40, thinking_budget=4)
     assert result.tokens.index(END) <= 5

@@ -72,8 +72,10 @@ def test_columns_are_mapped(problems):
 
 
 @pytest.mark.parametrize("name", ["empty.jsonl", "colours.jsonl", "none.jsonl"])
-def test_unusable_calibration_data(problems, name):
-    calibration = {"calibration": {"dataset": name}}
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_unusable_calibration_data(problems, name, is_listed):
+    dataset = ["chats.jsonl", name, "builtin:stdlib"] if is_listed else name
+    calibration = {"calibration": {"dataset": dataset}}
     error = problems({"train": "chats.jsonl"}, {"quantize": {"bits": 4} | calibration})
     assert name in error
     assert error.endswith("1 problem; nothing was run.")

@@ -9,11 +9,10 @@ import pytest
 from lmx.api.model import Model
 from lmx.config.quantize import CalibrationConfig
 from lmx.data.batching import BucketBatchSampler
-from lmx.data.calibration import CalibrationBatch
+from lmx.data.calibration import CalibrationBatch, TooFewTokens
 from lmx.data.dataset import RecordReader
 from lmx.data.record_formats import DataRecord
 from lmx.data.tokenization import encode_all
-from lmx.errors import UserError
 from lmx.evaluation.gap_recovery import measure_per_sequence
 from lmx.models.loader import load
 from lmx.pipeline.quantize import refinement
@@ -98,13 +97,13 @@ def test_kv_bits_are_in_the_checkpoint_and_reach_the_caches(tmp_path, base):
     assert "KV cache: selected by layer" in run.log
 
 
-def make_calibration_data(monkeypatch, train, valid):
+def make_calibration_data(monkeypatch, train, valid, warnings):
     """Calibration data of one-token sequences: the token is the record's number."""
 
     def windows(records, tokenizer, *, length, tokens, seed):
         numbers = [int(record.text) for record in records][:tokens]
         if not numbers:
-            raise UserError("too few")
+            raise TooFewTokens("too few")
         tokens = np.array(numbers, np.int32)[:, None]
         return CalibrationBatch(tokens, np.ones(tokens.shape, bool))
 
@@ -112,27 +111,42 @@ def make_calibration_data(monkeypatch, train, valid):
         "lmx.pipeline.quantize.refinement.concatenated_sequences", windows
     )
     records = {
-        split: [DataRecord(str(n), text=str(n)) for n in numbers]
-        for split, numbers in (("train", train), ("valid", valid))
+        name: [DataRecord(str(n), text=str(n)) for n in numbers]
+        for name, numbers in (train | {"valid": valid}).items()
     }
+    rows = SimpleNamespace(sources=[*train], records=records.get)
     context = SimpleNamespace(
-        rows=SimpleNamespace(**records),
+        rows=SimpleNamespace(train=rows, valid=records["valid"]),
         data=SimpleNamespace(train=["a"], valid=["b"] if valid else []),
-        logger=SimpleNamespace(info=lambda _: None),
+        logger=SimpleNamespace(info=lambda _: None, warning=warnings.append),
         seed=0,
     )
     calibration = CalibrationConfig.model_construct(
-        dataset=None, max_seq_length=1, num_eval_tokens=3
+        dataset=[], max_seq_length=1, num_eval_tokens=3
     )
     return CalibrationData(calibration, context, None, holds_out=True)
 
 
 @pytest.mark.parametrize("valid", [[], [100, 101], [2, 3, 4]])
 def test_calibration_and_evaluation_tokens_are_disjoint(monkeypatch, valid):
-    data = make_calibration_data(monkeypatch, range(20), valid)
+    data = make_calibration_data(monkeypatch, {"a": range(20)}, valid, [])
     train_tokens = set(data.train_sequences(8).tokens.flatten().tolist())
     assert len(train_tokens) == 8
     eval_tokens = set(data.eval_sequences.tokens.flatten().tolist())
     assert eval_tokens
     assert not train_tokens & eval_tokens
     assert eval_tokens == set(valid) if valid else eval_tokens == {0, 1, 2}
+
+
+def test_all_datasets_have_the_same_share_of_the_tokens(monkeypatch):
+    warnings = []
+    datasets = {"a": range(50), "short": [60, 61], "b": range(70, 90), "none": []}
+    data = make_calibration_data(monkeypatch, datasets, [100, 101, 102], warnings)
+    tokens = data.train_sequences(16).tokens.flatten().tolist()
+    assert tokens == [0, 60, 70, 1, 61, 71, 2, 72, 3, 73]
+    assert warnings == ["not calibrating on none: too few"]
+    # Without validation data, the first sequences of all datasets are held out.
+    data = make_calibration_data(monkeypatch, datasets, [], warnings)
+    assert data.eval_sequences.tokens.flatten().tolist() == [0, 60]
+    tokens = data.train_sequences(13).tokens.flatten().tolist()
+    assert tokens == [70, 1, 61, 71, 2, 72, 3, 73]

@@ -29,12 +29,12 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-def played(text, *, tools=False, lookup=False):
+def played(text, *, tools=0, lookup=False):
     """A function that loads a model whose answer to the chat is a text."""
 
     def load():
         tokenizer = harmony_tokenizer(TEMPLATE)
-        count = "1" if tools else ""
+        count = tools or ""
         prompt = f"<|start|>user<|message|>Hi<|end|>{count}<|start|>assistant"
         tokens = tokenizer.encode(prompt + text, add_special_tokens=False)
         index = NGramIndex()
@@ -88,16 +88,67 @@ def test_channels(start, lookup):
 
 @pytest.mark.parametrize("lookup", [False, True])
 def test_calls(start, lookup):
-    server = start(played(ANALYSIS + CALL, tools=True, lookup=lookup))
+    server = start(played(ANALYSIS + CALL, tools=1, lookup=lookup))
     message, reason = answers(server, tools=TOOLS)
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "dim", "arguments": '{"level": 3}'}
     assert message["reasoning_content"] == "Hm, hm, hm."
     assert (message["content"], reason) == (None, "tool_calls")
-    for options in ({"tool_choice": "required"}, {"response_format": FORMAT}):
-        body = {"messages": MESSAGES, "tools": TOOLS} | options
-        status, error = server.refused(CHAT, body)
-        assert (status, error["param"]) == (400, next(iter(options)))
+
+
+LEVEL = {"type": "object", "properties": {"level": {"enum": [1, 2]}}}
+LEVEL |= {"required": ["level"], "additionalProperties": False}
+FORCED = [
+    {"type": "function", "function": {"name": name, "parameters": parameters}}
+    for name, parameters in (("dim", LEVEL), ("stop", {}))
+]
+DIM = {"type": "function", "function": {"name": "dim"}}
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        ANALYSIS + CALL,
+        ANALYSIS + FINAL,
+        ANALYSIS + CALL.replace("dim", "off"),
+    ],
+)
+@pytest.mark.parametrize("choice", ["required", DIM])
+def test_forced_calls(start, text, choice, lookup):
+    server = start(played(text, tools=2, lookup=lookup))
+    message, reason = answers(server, tools=FORCED, tool_choice=choice)
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "dim"
+    assert json.loads(call["function"]["arguments"])["level"] in (1, 2)
+    assert message["reasoning_content"]
+    assert (message["content"], reason) == (None, "tool_calls")
+
+
+@pytest.mark.parametrize("budget", [0, 4])
+def test_forced_calls_after_a_budget(start, budget):
+    server = start(played(ANALYSIS + CALL, tools=2))
+    options = {"tools": FORCED, "tool_choice": DIM, "thinking_budget": budget}
+    message, _ = answers(server, **options)
+    assert message.get("reasoning_content", "") == "Hm, "[:budget]
+    assert len(message["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_format_with_tools(start, lookup):
+    """The final message has the format, or there is a call."""
+    options = {"tools": TOOLS, "response_format": FORMAT}
+    message, reason = answers(
+        start(played(ANALYSIS + CALL, tools=1, lookup=lookup)), **options
+    )
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "dim", "arguments": '{"level": 3}'}
+    assert (message["content"], reason) == (None, "tool_calls")
+    message, reason = answers(
+        start(played(ANALYSIS + FINAL, tools=1, lookup=lookup)), **options
+    )
+    assert json.loads(message["content"])["n"] in (1, 2)
+    assert (message.get("tool_calls"), reason) == (None, "stop")
 
 
 @pytest.mark.parametrize("lookup", [False, True])

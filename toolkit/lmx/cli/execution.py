@@ -24,8 +24,8 @@ ALLOW_PYTHON = {
 }
 # They are part of the command that resumes a run.
 KEPT_FLAGS = ("--ignore-limits", *ALLOW_PYTHON)
-# Of training without --batch-size, --steps and --epochs.
-DEFAULTS = {("steps", "epochs"): 1, ("batch_size", "batch_tokens"): 2048}
+# Of training without --batch-size, --steps, --epochs and --budget.
+DEFAULTS = {("steps", "budget", "epochs"): 1, ("batch_size", "batch_tokens"): 2048}
 # Addresses of the method of `lmx quantize`.
 METHOD = ("stages.quantize.method", "stages.1.quantize.method")
 MODEL_FLAGS = ["-m", "--model"]
@@ -44,6 +44,7 @@ OPTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "--bits": ("stages.train.qat.bits", "QAT: bits of the new model"),
         "--steps": ("stages.train.steps", "optimizer steps"),
         "--epochs": ("stages.train.epochs", "passes over the data"),
+        "--budget": ("stages.train.budget", "time such as 3h, or tokens"),
         "--batch-size": ("stages.train.batch_size", "examples per batch"),
         "--batch-tokens": ("stages.train.batch_tokens", "tokens per batch"),
         "--learning-rate": ("stages.train.learning_rate", "peak learning rate"),

@@ -1,11 +1,11 @@
 """The `draft` block: train a draft model for speculative decoding."""
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from .base import ConfigModel
+from .budget import Budget
 from .quantize import QuantizeConfig
 
 Count = Annotated[int, Field(ge=1)]
@@ -15,7 +15,6 @@ MAX_DRAFT_TOKENS = 32
 # Keys of `DrafterConfig` that only one architecture reads.
 DRAFTER_KEYS = {"draft_vocab_size": "eagle3"}
 DEFAULT_STEPS = 1000
-SECONDS = {"min": 60.0, "h": 3600.0}
 Architecture = Literal["model", "eagle3", "dflash"]
 
 
@@ -127,7 +126,7 @@ class DraftConfig(ConfigModel):
     the weight 1 - ce_weight."""
     steps: int | None = Field(None, ge=1)
     """Optimizer steps. Default: those of the budget, or 1000."""
-    budget: str | int | None = None
+    budget: Budget | None = None
     """In place of steps: time such as 45min or 3h, or a number of tokens. The time is
     that of the steps alone: the first ones are timed, without effect, and the log has
     how many follow."""
@@ -165,28 +164,13 @@ class DraftConfig(ConfigModel):
             value = getattr(self.drafter, name)
             if value is not None and self.architecture != owner:
                 raise ValueError(f"drafter.{name} needs architecture: {owner}")
-        if self.budget is None:
-            return self
-        if self.steps:
+        if self.budget is not None and self.steps:
             raise ValueError("steps and budget exclude each other")
-        if isinstance(self.budget, str):
-            is_time = re.fullmatch(r"([0-9]{0,9}\.)?[0-9]{1,9}(min|h)", self.budget)
-            is_valid = is_time and self.budget_seconds > 0
-        else:
-            is_valid = self.budget > 0
-        if not is_valid:
-            raise ValueError("budget is a time such as 45min or 3h, or tokens > 0")
         return self
 
     @property
     def num_steps(self) -> int | None:
-        """Optimizer steps; None = as many as take `budget_seconds`."""
+        """Optimizer steps; None = as many as the budget has time for."""
         if isinstance(self.budget, int):
             return max(1, self.budget // self.batch_tokens)
         return None if self.budget else self.steps or DEFAULT_STEPS
-
-    @property
-    def budget_seconds(self) -> float:
-        """A budget of time."""
-        unit = self.budget.lstrip("0123456789.")
-        return float(self.budget.removesuffix(unit)) * SECONDS[unit]

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from .base import ConfigModel
+from .data import DataSources
 from .quant_spec import Bits, KVCacheBits, QuantizationConfig
 
 SMOOTHING_STRENGTH = 0.5
@@ -18,12 +19,14 @@ METHOD_IS_REQUIRED: dict[str, Any] = {"required": ["method"]}
 class CalibrationConfig(ConfigModel):
     """The calibration data: tokens on which activations are captured."""
 
-    dataset: str | None = Field(None, examples=["builtin:stdlib"])
-    """A file, folder, Hub id or `builtin:<name>`. Default: the recipe's training data,
-    or builtin:stdlib if it has none."""
+    dataset: DataSources = Field(
+        [], examples=["builtin:stdlib", ["chats.jsonl", "builtin:stdlib"]]
+    )
+    """A file, folder, Hub id or `builtin:<name>`, or a list of them. Default: the
+    recipe's training data, or builtin:stdlib if it has none."""
     num_tokens: int | None = Field(None, ge=1)
-    """Calibration tokens. Default: 8 times the width of the widest layer, at least
-    32768."""
+    """Calibration tokens, in equal parts from all datasets. Default: 8 times the width
+    of the widest layer, at least 32768."""
     max_seq_length: int = Field(512, ge=8)
     """Tokens per calibration sequence."""
     loss_on: Literal["all", "completions"] = "all"

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from .base import ConfigModel
+from .budget import Budget
 from .grpo import GRPOLossConfig, RolloutConfig
 from .lora import LoRAConfig
 from .preference import PreferenceLossConfig
@@ -107,9 +108,13 @@ class TrainConfig(ConfigModel):
     their rewards, with a teacher on its predictions for them (on-policy
     distillation, arXiv 2306.13649)."""
     steps: int | None = Field(None, ge=1)
-    """Optimizer steps. Give steps or epochs."""
+    """Optimizer steps. Give steps, epochs or budget."""
     epochs: float | None = Field(None, gt=0)
-    """Passes over the training data. Give steps or epochs."""
+    """Passes over the training data. Give steps, epochs or budget."""
+    budget: Budget | None = None
+    """In place of steps: time such as 45min or 3h, or a number of tokens. The time is
+    that of the steps alone: the first ones are timed, without effect, and the log has
+    how many follow. Give steps, epochs or budget."""
     batch_size: int | None = Field(None, ge=1)
     """Examples per batch. Give batch_size or batch_tokens. An example of preference
     data has two sequences, and one with rollouts num_generations."""
@@ -184,11 +189,13 @@ class TrainConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check(self):
-        for names in (("steps", "epochs"), ("batch_size", "batch_tokens")):
+        lengths = "steps", "epochs", "budget"
+        for names in (lengths, ("batch_size", "batch_tokens")):
             given = sum(getattr(self, name) is not None for name in names)
             if given != 1:
-                way = ": set one of them to null" if given else ""
-                raise ValueError(f"give either {' or '.join(names)}{way}")
+                *first, last = names
+                way = ": set the others to null" if given else ""
+                raise ValueError(f"give one of {', '.join(first)} and {last}{way}")
         if self.adapter and self.qat:
             if self.adapter.dropout:
                 raise ValueError(
@@ -206,6 +213,8 @@ class TrainConfig(ConfigModel):
                     "fake_quant_after_n_steps does not work with load_best_at_end or "
                     "early_stopping_patience: earlier validations have other bits"
                 )
+            if self.budget:
+                raise ValueError("fake_quant_after_n_steps needs steps or epochs")
             if self.steps and self.steps <= start:
                 raise ValueError("fake_quant_after_n_steps must be below steps")
         if self.compare_full_precision and not self.qat:
@@ -253,6 +262,8 @@ class TrainConfig(ConfigModel):
             raise ValueError("rollouts needs a loss such as grpo, or a teacher")
         if self.batch_size is None:
             raise ValueError("rollouts needs batch_size, the prompts of a batch")
+        if self.budget is not None:
+            raise ValueError("rollouts needs steps or epochs")
         for key in ("packing", "fsdp", "compare_full_precision"):
             if getattr(self, key):
                 raise ValueError(f"{key} does not work with rollouts")
@@ -294,8 +305,17 @@ class TrainConfig(ConfigModel):
         teacher = self.teacher
         return bool(teacher and not teacher.model and not teacher.ce_weight)
 
-    def num_steps(self, per_epoch: float) -> int:
-        """Optimizer steps, for so many in one pass over the examples."""
+    def num_steps(self, per_epoch: float, tokens: float) -> int | None:
+        """Optimizer steps; None = as many as the budget has time for.
+
+        Args:
+            per_epoch: steps in one pass over the examples.
+            tokens: tokens per step.
+        """
+        if isinstance(self.budget, str):
+            return None
+        if self.budget:
+            return max(1, round(self.budget / tokens))
         return self.steps or max(1, round(self.epochs * per_epoch))
 
     def sequences_per_batch(self, max_seq_length: int) -> int:

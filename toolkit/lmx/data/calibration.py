@@ -1,7 +1,7 @@
 """Calibration sequences: concatenated documents, or single training examples."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -9,10 +9,15 @@ import numpy as np
 
 from ..errors import UserError
 from .record_formats import DataRecord
+from .splits import in_turn
 from .tokenization import Example, LossOn, encode_block
 
 # Records to sample from, the first of the source, and records per encoded block.
 MAX_CANDIDATES, BLOCK = 20_000, 100
+
+
+class TooFewTokens(UserError):
+    """The records of a dataset do not make one sequence."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,20 @@ class CalibrationBatch:
 
     def __getitem__(self, index: slice | np.ndarray) -> "CalibrationBatch":
         return CalibrationBatch(self.tokens[index], self.counted[index])
+
+    @classmethod
+    def in_turn(cls, batches: Sequence["CalibrationBatch"]) -> "CalibrationBatch":
+        """The sequences of several batches in turn, padded to one length."""
+        length = max(batch.tokens.shape[1] for batch in batches)
+
+        def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
+            widened = (np.pad(a, ((0, 0), (0, length - a.shape[1]))) for a in arrays)
+            return np.stack([*in_turn(widened)])
+
+        return cls(
+            joined(batch.tokens for batch in batches),
+            joined(batch.counted for batch in batches),
+        )
 
     @property
     def seen(self) -> np.ndarray:
@@ -75,7 +94,7 @@ def concatenated_sequences(
             have fewer.
 
     Raises:
-        UserError: the records do not fill one sequence.
+        TooFewTokens: the records do not fill one sequence.
     """
     wanted, documents, size = max(1, tokens // length) * length, [], 0
     # A length above that of any document, so that no document is split.
@@ -88,7 +107,7 @@ def concatenated_sequences(
             break
     count = min(size, wanted) // length
     if count == 0:
-        raise UserError(
+        raise TooFewTokens(
             f"the calibration data has {size} tokens, fewer than one sequence of "
             f"{length}",
             hint="set calibration.dataset, or a smaller calibration.max_seq_length",
@@ -114,7 +133,7 @@ def per_example_sequences(
         loss_on: see `encode_all`.
 
     Raises:
-        UserError: no example has a trained token.
+        TooFewTokens: no example has a trained token.
     """
     selected: list[Example] = []
     for examples in _blocks(
@@ -126,7 +145,7 @@ def per_example_sequences(
             if tokens <= 0:
                 return _pad(selected)
     if not selected:
-        raise UserError(
+        raise TooFewTokens(
             f"no calibration example has a completion within {length} tokens",
             hint="set calibration.dataset, or a larger calibration.max_seq_length",
         )

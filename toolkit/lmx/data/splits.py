@@ -180,10 +180,12 @@ class TrainDataset:
         self._seed = seed
 
     def __iter__(self) -> Iterator[DataRecord]:
+        return in_turn(map(self.records, self.sources))
+
+    def records(self, source: str) -> Iterator[DataRecord]:
+        """The records of one of the sources."""
         held = self._held() if self._held else {}
-        return in_turn(
-            self._records(source, held.get(source)) for source in self.sources
-        )
+        return self._records(source, held.get(source))
 
     def _records(self, source: str, split: EvalSplit | None) -> Iterator[DataRecord]:
         records = self._read(source)

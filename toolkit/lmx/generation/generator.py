@@ -100,7 +100,7 @@ class Generator:
         kind = "raw" if logprobs else None
         compiled = grammar and self.grammars.compile(grammar)
         thinking = required_thinking(
-            self.tokenizer, prompt, thinking_budget, has_grammar=grammar is not None
+            self.tokenizer, prompt, thinking_budget, grammar=grammar
         )
         return GenerationRequest(
             prompt,

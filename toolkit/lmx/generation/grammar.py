@@ -27,6 +27,9 @@ class Grammar:
         kind: how `source` is written. Lark grammars are those of llguidance.
         exit: a token that may come first, and what follows it is free; None = there is
             none.
+        message: what a completion has to be where answers and calls have channels
+            (Harmony): a grammar of calls begins with the header, one of answers
+            matches the final message.
 
     Raises:
         UserError: it is too long, or a Lark grammar with too long a chain of rules or
@@ -36,6 +39,7 @@ class Grammar:
     kind: Literal["json_schema", "regex", "lark"]
     source: str
     exit: int | None = None
+    message: Literal["answer", "call", "either"] = "answer"
 
     def __post_init__(self):
         if len(self.source) > MAX_CHARACTERS:

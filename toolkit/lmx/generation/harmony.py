@@ -11,6 +11,7 @@ MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|re
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|channel|>final<|message|>"
 CLOSING = "<|end|>"
+CALL = "<|call|>"
 NEXT = "<|start|>assistant"
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..errors import UserError
 from . import harmony
+from .grammar import Grammar
 from .grammar_matcher import ALL, GrammarMatcher, allows, set_bit
 from .harmony import is_harmony
 
@@ -28,6 +29,8 @@ class Thinking:
         budget: the most tokens of it; then `closing` follows. None = no limit.
         closing: tokens that end with `end`.
         spaces: tokens of white space, which may follow it.
+        required: an answer has to begin with it.
+        calls: tokens that may end the completion inside it, by a call.
     """
 
     end: tuple[int, ...]
@@ -35,6 +38,8 @@ class Thinking:
     budget: int | None = None
     closing: tuple[int, ...] = ()
     spaces: tuple[int, ...] = ()
+    required: bool = False
+    calls: tuple[int, ...] = ()
 
     @property
     def max_tokens(self) -> int:
@@ -57,7 +62,7 @@ def thinking_of(
     prompt: Sequence[int],
     budget: int | None = None,
     *,
-    has_grammar: bool = False,
+    grammar: Grammar | None = None,
 ) -> Thinking | None:
     """How a completion of a prompt thinks; None if the model has no chain of thought
     that lmx knows.
@@ -65,10 +70,10 @@ def thinking_of(
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
         budget: see `Thinking`.
-        has_grammar: the answer has to match one.
+        grammar: what the answer has to match.
     """
     if is_harmony(tokenizer):
-        return _harmony(tokenizer, budget, has_grammar=has_grammar)
+        return _harmony(tokenizer, budget, grammar)
     if not tokenizer.has_thinking:
         return None
     is_open = opens_reasoning(tokenizer, prompt)
@@ -86,22 +91,23 @@ def thinking_of(
     )
 
 
-def _harmony(tokenizer: Any, budget: int | None, *, has_grammar: bool) -> Thinking:
-    """The analysis of Harmony: with a grammar, all until the final message, which has
-    a header of its own."""
+def _harmony(tokenizer: Any, budget: int | None, grammar: Grammar | None) -> Thinking:
+    """The analysis of Harmony: with the grammar of an answer, all until the final
+    message, which has a header of its own."""
 
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
     start = encode(harmony.ANALYSIS)
-    if not has_grammar:
-        end = encode(harmony.CLOSING)
-        return Thinking(end, start, budget, closing=end)
-    final = encode(harmony.FINAL)
-    if not budget:
-        return Thinking(final, budget=budget, closing=final)
-    closing = encode(harmony.CLOSING + harmony.NEXT) + final
-    return Thinking(final, budget=budget + len(start), closing=closing)
+    if grammar is None or grammar.message == "call":
+        end, required = encode(harmony.CLOSING), grammar is not None
+        return Thinking(end, start, budget, closing=end, required=required)
+    closing = final = encode(harmony.FINAL)
+    if budget:
+        closing = encode(harmony.CLOSING + harmony.NEXT) + final
+        budget += len(start)
+    calls = encode(harmony.CALL) if grammar.message == "either" else ()
+    return Thinking(final, budget=budget, closing=closing, calls=calls)
 
 
 def thinks(grammar: Any, budget: int | None) -> bool:
@@ -115,7 +121,7 @@ def required_thinking(
     prompt: Sequence[int],
     budget: int | None = None,
     *,
-    has_grammar: bool,
+    grammar: Grammar | None = None,
 ) -> Thinking | None:
     """The chain of thought that a request has to know of.
 
@@ -126,10 +132,10 @@ def required_thinking(
         UserError: there is a budget, and no chain of thought that lmx knows.
     """
     if budget is None and not (
-        has_grammar and (opens_reasoning(tokenizer, prompt) or is_harmony(tokenizer))
+        grammar and (opens_reasoning(tokenizer, prompt) or is_harmony(tokenizer))
     ):
         return None
-    thinking = thinking_of(tokenizer, prompt, budget, has_grammar=has_grammar)
+    thinking = thinking_of(tokenizer, prompt, budget, grammar=grammar)
     if thinking is None:
         raise UserError(NO_THINKING)
     return thinking
@@ -254,11 +260,11 @@ class ThinkingMatcher:
             elif self._answer:
                 # The answer has to come.
                 for token in self._stop_tokens:
-                    set_bit(mask, token, False)
+                    set_bit(mask, token, token in thinking.calls)
             return mask
         mask = self._answer_masks([], vocab_size)[0].copy()
         if place.phase == "before":
-            if place.count and self._answer:
+            if self._answer and (place.count or thinking.required):
                 mask[:] = 0
             set_bit(mask, thinking.start[place.count], True)
         elif place.count < MAX_SPACES:

@@ -23,16 +23,18 @@ def check_datasets(block: Any, find: Find) -> tuple[list[Problem], Formats]:
     except UserError as error:
         problems.append(Problem(("data", "columns"), error.message, error.hint))
     for split, names in formats.items():
-        value = block.get(split)
-        listed = enumerate(value) if isinstance(value, list) else ()
-        sources = [(("data", split, i), source) for i, source in listed]
-        for path, source in sources or [(("data", split), value)]:
-            if not isinstance(source, str):
-                continue
+        for path, source in named_sources(("data", split), block.get(split)):
             problem, name = check_source(path, source, split, find, columns)
             problems += [problem] if problem else []
             names.append(name)
     return problems, formats
+
+
+def named_sources(path: KeyPath, value: Any) -> list[tuple[KeyPath, str]]:
+    """The places and names of the sources in a raw value: a name, or a list."""
+    is_list = isinstance(value, list)
+    listed = [((*path, i), v) for i, v in enumerate(value)] if is_list else []
+    return [(p, name) for p, name in listed or [(path, value)] if isinstance(name, str)]
 
 
 def check_source(

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..errors import UserError
 from ..generation.grammar import Grammar, parse_response_format
+from ..generation.harmony import is_harmony
 from ..generation.lark_grammar import LOOSE, TIGHT
 from .errors import ApiError
 from .protocol import ChatCompletionParameters, GenerationParameters
@@ -55,27 +57,38 @@ def _call_rules(tokenizer: Any, tools: Sequence[dict]) -> str | None:
     Raises:
         UserError: the parameters of a function are refused.
     """
-    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
-    key, before, after = "arguments", "", ""
-    if start == BARE:
-        key = "parameters"
-    elif parser == FORCED:
-        before, after = f'{_mark(tokenizer, start)} "\\n"', _mark(tokenizer, end)
-        after = f'"\\n" {after}'
-    else:
-        return None
     rules = [f"call: {' | '.join(f'call{n}' for n in range(len(tools)))}"]
     for number, function in enumerate(tool["function"] for tool in tools):
         name, parameters = function["name"], function.get("parameters")
         # Each schema has a root of its own, to which its references lead.
         grammar = Grammar.json_schema(parameters or ANY_ARGUMENTS, f"tools.{name}")
+        around = _around_arguments(tokenizer, name)
+        if around is None:
+            return None
         # Models write calls so, and spaces would be counted.
         source = json.dumps(json.loads(grammar.source) | {"x-guidance": TIGHT})
-        head = _text(f'{{"name": {_text(name)}, "{key}": ')
-        call = f'{before} {head} args{number} "}}" {after}'
-        rules += [f"call{number}: {call}", f"args{number}: %json {source}"]
+        before, after = around
+        rules.append(f"call{number}: {before} args{number} {after}")
+        rules.append(f"args{number}: %json {source}")
     return "\n".join(rules)
+
+
+def _around_arguments(tokenizer: Any, name: str) -> tuple[str, str] | None:
+    """Terms before and after the arguments of a call; None = they are not JSON."""
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    mark = partial(_mark, tokenizer)
+    if is_harmony(tokenizer):
+        header = f"{mark('<|channel|>')} {_text(f'commentary to=functions.{name} ')}"
+        body = f"{mark('<|constrain|>')} {_text('json')} {mark('<|message|>')}"
+        return f"{mark('<|start|>')} {_text('assistant')} {header} {body}", ""
+    key = "parameters" if start == BARE else "arguments"
+    before = _text(f'{{"name": {_text(name)}, "{key}": ')
+    if start == BARE:
+        return before, '"}"'
+    parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
+    if parser == FORCED:
+        return f'{mark(start)} "\\n" {before}', f'"}}" "\\n" {mark(end)}'
+    return None
 
 
 def _text(value: str) -> str:
@@ -97,6 +110,8 @@ def _or_call(
         ApiError: the mark is no token of its own, so an answer may begin like it.
         UserError: the parameters of a function are refused.
     """
+    if is_harmony(tokenizer):
+        return replace(grammar, message="either")
     start = tokenizer.tool_call_start
     if start == BARE and grammar.kind == "json_schema":
         rules = _call_rules(tokenizer, parameters.tools)
@@ -147,7 +162,7 @@ def chat_grammar(
         if forced is None:
             return _or_call(grammar, parameters, tokenizer)
         if rules := _call_rules(tokenizer, forced):
-            return Grammar("lark", f"start: call\n{rules}")
+            return Grammar("lark", f"start: call\n{rules}", message="call")
     except UserError as error:
         raise ApiError.from_user_error(error, param="tools") from error
     message = "lmx cannot force calls in the format of this model: use auto or none"

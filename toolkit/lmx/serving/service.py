@@ -188,8 +188,7 @@ class CompletionService:
             grammar = chat_grammar(parameters, self._tokenizer)
             encode = partial(self._encode_chat, parameters, tools)
             prompt = await self._encode(encode, size)
-            has_grammar = grammar is not None
-            thinking = self._thinking(parameters, prompt, has_grammar=has_grammar)
+            thinking = self._thinking(parameters, prompt, grammar)
             compiled = await self._compile(grammar, parameters)
 
         def parser() -> ChatOutputParser:
@@ -388,18 +387,15 @@ class CompletionService:
         self,
         parameters: ChatCompletionParameters,
         prompt: EncodedPrompt,
-        *,
-        has_grammar: bool,
+        grammar: Grammar | None,
     ) -> Thinking | None:
         """The chain of thought that a budget or a grammar has to know of."""
         budget = parameters.thinking_budget
         if budget is None:
             budget = self.settings.thinking_budget
-        if not prompt.thinks or (budget is None and not has_grammar):
+        if not prompt.thinks or (budget is None and not grammar):
             return None
-        thinking = thinking_of(
-            self._tokenizer, prompt.tokens, budget, has_grammar=has_grammar
-        )
+        thinking = thinking_of(self._tokenizer, prompt.tokens, budget, grammar=grammar)
         if thinking is None and parameters.thinking_budget is not None:
             raise ApiError(400, NO_THINKING, param="thinking_budget")
         return thinking

@@ -1,9 +1,8 @@
 """What the distillation of a draft model and of a drafter have in common."""
 
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import mlx.core as mx
@@ -11,27 +10,25 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ...config.budget import budget_seconds
 from ...config.draft import DraftConfig
 from ...data.batching import Batch
 from ...draft.acceptance import ReferenceCompletion, predict_accepted_lengths
 from ...draft.candidates import Candidate, all_acceptance_probs
 from ...draft.cost_model import SpeculationCosts
 from ...draft.text_first import Batches, TextFirst
-from ...files.artifacts import ArtifactStore
-from ...files.hashes import key_of
 from ...models.checkpoint import weights_digest
 from ...models.dtypes import set_compute_dtype
 from ...training.optimizers import OptimizerConfig
 from ...training.schedules import learning_rate_at
 from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
+from ..budget import seconds_per_step, steps_within
 from ..context import ModelArtifact, StageContext
 from ..estimate import training_dtype
 from .setup import DraftData
 
 WARMUP_RATIO, MIN_LR_RATIO = 0.05, 0.1
-# Of a budget of time. The first steps compile kernels.
-UNTIMED_STEPS, TIMED_STEPS = 2, 5
 # The target's completions by decoding mode.
 References = dict[str, list[ReferenceCompletion]]
 
@@ -142,8 +139,13 @@ class DraftDistillation(ABC):
         config, context = self.config, self.context
         logger, steps = context.logger, config.num_steps
         if not steps:
-            seconds = config.budget_seconds
-            steps = steps_within(seconds, make_step, parts, context.artifacts)
+            seconds = budget_seconds(config.budget)
+            steps = steps_within(
+                seconds,
+                lambda: seconds_per_step(make_step(), parts),
+                context.artifacts,
+                [batches.digest for batches in parts],
+            )
             logger.info(f"{steps:,} steps fit into {config.budget}")
         step, (*text, batches) = make_step(), parts
         ranks = step.ranks
@@ -209,40 +211,3 @@ class DraftDistillation(ABC):
             f"{predicted['accepted_length'][length - 1]:.2f}, speed-up "
             f"{predicted['predicted_speedup']:.2f}x"
         )
-
-
-def steps_within(
-    seconds: float,
-    make_step: Callable[[], TrainStep],
-    parts: Sequence[Batches],
-    store: ArtifactStore,
-) -> int:
-    """How many steps take so long. A resumed training gets the number of the first.
-
-    Some steps are timed, and their weights thrown away. All ranks call this.
-
-    Args:
-        make_step: makes a step with the weights of its model.
-        parts: batches, each of an equal share of the steps.
-        store: keeps the number.
-    """
-    ranks = store.ranks
-    key = key_of([seconds, *(batches.digest for batches in parts)])
-    if known := store.find_on_first("budget", key):
-        return known.facts["steps"]
-    # The model keeps its weights.
-    step = make_step()
-    weights, total = step.model.trainable_parameters(), 0.0
-    for batches in parts:
-        for number in range(UNTIMED_STEPS + TIMED_STEPS):
-            if number == UNTIMED_STEPS:
-                start = time.perf_counter()
-            output = step(batches(number), learning_rate=0.0, seed=0)
-            mx.eval(output, step.parameters, step.optimizer.state)
-        total += time.perf_counter() - start
-    step.model.update(weights)
-    each = ranks.broadcast_object(total / TIMED_STEPS / len(parts))
-    steps = max(1, int(seconds / each))
-    if ranks.is_first:
-        store.put("budget", key, lambda _: {"steps": steps})
-    return steps

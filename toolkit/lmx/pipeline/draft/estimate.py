@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
+from ...config.budget import budget_seconds
 from ...config.draft import DraftConfig
 from ...config.train import TrainConfig, loss_chunk
 from ...cpu import on_cpu
@@ -86,7 +87,7 @@ def estimate_draft(
         if data.top_k is None:
             # The target predicts in every step.
             step += Work(forward=forward * tokens)
-        steps = steps or round(config.budget_seconds / step.seconds(dtype)) or 1
+        steps = steps or round(budget_seconds(config.budget) / step.seconds(dtype)) or 1
         work = Work(
             generated=forward * count * data.max_tokens,
             forward=forward * (count * prompt + passes * stored),

@@ -4,7 +4,7 @@ Scales are tuned, and held-out tokens choose between the candidates.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -21,12 +21,12 @@ from ...config.quantize import (
 from ...cpu import keep_dequantized
 from ...data.calibration import (
     CalibrationBatch,
+    TooFewTokens,
     concatenated_sequences,
     per_example_sequences,
 )
 from ...data.record_formats import DataRecord
 from ...data.splits import Splits
-from ...errors import UserError
 from ...files.atomic import write_atomic
 from ...files.json_files import read_json
 from ...models.checkpoint import weights_digest
@@ -67,26 +67,23 @@ class CalibrationData:
         self.context = context
         self.tokenizer = tokenizer
         self.holds_out = holds_out
-        source = calibration.dataset
-        if source is None and not context.data.train:
-            source = DEFAULT_DATASET
-        self._rows = context.rows if source is None else _splits(source, context)
-        self._name = source or ", ".join(context.data.train)
+        sources = calibration.dataset
+        if not sources and not context.data.train:
+            sources = [DEFAULT_DATASET]
+        self._rows = _splits(sources, context) if sources else context.rows
 
     def train_sequences(self, tokens: int) -> CalibrationBatch:
-        """Sequences of this many tokens, or all that the dataset has.
+        """Sequences of this many tokens, or all that there are.
 
         Raises:
-            UserError: the dataset does not fill one sequence.
+            TooFewTokens: no dataset fills one sequence.
         """
         skipped = self._num_eval_sequences if self.holds_out else 0
-        sequences = self._sequences(
-            self._train_rows(), tokens + skipped * self.calibration.max_seq_length
+        sequences = self._train_sequences(
+            tokens + skipped * self.calibration.max_seq_length
         )
-        sequences = sequences[skipped:]
-        self.context.logger.info(
-            f"calibrating on {sequences.size:,} tokens of {self._name}"
-        )
+        sequences, names = sequences[skipped:], ", ".join(self._rows.train.sources)
+        self.context.logger.info(f"calibrating on {sequences.size:,} tokens of {names}")
         return sequences
 
     @cached_property
@@ -94,13 +91,13 @@ class CalibrationData:
         """Sequences of the validation examples, or of the dataset without them.
 
         Raises:
-            UserError: there are too few tokens for one sequence.
+            TooFewTokens: there are not enough for one sequence.
         """
         count, tokens = self._num_eval_sequences, self.calibration.num_eval_tokens
         if count == 0:
             sequences = self._sequences(self._eval_rows, tokens)
         else:
-            sequences = self._sequences(self._train_rows(), tokens)[:count]
+            sequences = self._train_sequences(tokens)[:count]
         self.context.logger.info(f"evaluating on {sequences.size:,} held-out tokens")
         return sequences
 
@@ -111,22 +108,40 @@ class CalibrationData:
 
     @cached_property
     def _num_eval_sequences(self) -> int:
-        """Sequences of the dataset to hold out; 0 if there are validation examples."""
+        """Sequences of the datasets to hold out; 0 if there are validation examples."""
         try:
             self._sequences(self._eval_rows, self.calibration.max_seq_length)
-        except UserError:
+        except TooFewTokens:
             tokens = self.calibration.num_eval_tokens
-            sequences = self._sequences(self._train_rows(), 4 * tokens)
+            sequences = self._train_sequences(4 * tokens)
             if len(sequences) < 2:
                 raise
             count = tokens * len(sequences) // sequences.size
             return max(1, min(count, len(sequences) // 4))
         return 0
 
-    def _train_rows(self) -> Iterator[DataRecord]:
-        """The dataset's examples that are not validation examples."""
+    def _train_sequences(self, tokens: int) -> CalibrationBatch:
+        """Sequences of the datasets in turn, without validation examples.
+
+        Every dataset has the same share of the tokens, however long its examples are.
+
+        Raises:
+            TooFewTokens: no dataset fills one sequence.
+        """
         held_out = {row.as_text() for row in self._eval_rows} if self.holds_out else ()
-        return (row for row in self._rows.train if row.as_text() not in held_out)
+        train, batches, errors = self._rows.train, [], {}
+        share = -(-tokens // len(train.sources))
+        for name in train.sources:
+            rows = (r for r in train.records(name) if r.as_text() not in held_out)
+            try:
+                batches.append(self._sequences(rows, share))
+            except TooFewTokens as error:
+                errors[name] = error
+        if not batches:
+            raise next(iter(errors.values()))
+        for name, error in errors.items():
+            self.context.logger.warning(f"not calibrating on {name}: {error.message}")
+        return CalibrationBatch.in_turn(batches)
 
     def _sequences(self, rows: Iterable[DataRecord], tokens: int) -> CalibrationBatch:
         length, seed = self.calibration.max_seq_length, self.context.seed
@@ -183,10 +198,10 @@ def quantize_kv_cache(
     return facts
 
 
-def _splits(source: str, context: StageContext) -> Splits:
+def _splits(sources: list[str], context: StageContext) -> Splits:
     rows = context.rows
-    # Examples that a training dataset holds out are not held out of this dataset.
-    data = rows.data.model_copy(update={"train": [source], "valid": [source]})
+    # Examples that a training dataset holds out are not held out of these datasets.
+    data = rows.data.model_copy(update={"train": sources, "valid": sources})
     return Splits(
         data, find=rows.find, seed=rows.seed, info=rows.info, warning=rows.warning
     )

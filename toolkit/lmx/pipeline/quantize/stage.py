@@ -12,7 +12,7 @@ from ...config.quantize import PTQConfig
 from ...files.atomic import remove
 from ...quantization.target_layers import select_layers
 from ..context import ModelArtifact, StageContext, write_model
-from ..dataset_checks import check_source, known_columns
+from ..dataset_checks import check_source, known_columns, named_sources
 from ..estimate import Estimate, ModelShape, Workload
 from ..stage import ModelState, RawStage, Stage, quantization_values
 from .estimate import estimate_quantization
@@ -47,9 +47,8 @@ class QuantizeStage(Stage):
                     "--dequantize"
                 )
             yield Problem(raw.path, "the model is already quantized here", hint, "key")
-        if isinstance(source := raw.value("calibration", "dataset"), str):
-            path = (*raw.path, "calibration", "dataset")
-            columns = known_columns(raw.data)
+        columns, keys = known_columns(raw.data), ("calibration", "dataset")
+        for path, source in named_sources((*raw.path, *keys), raw.value(*keys)):
             problem, _ = check_source(path, source, "train", raw.find, columns)
             if problem:
                 yield problem
@@ -82,9 +81,9 @@ class QuantizeStage(Stage):
         return data | {"valid": bool(data["valid"])}
 
     def sources(self, data: DataConfig) -> list[tuple[str, str]]:
-        dataset = self.config.calibration.dataset
+        names = self.config.calibration.dataset
         read = super().sources(data)
-        return [*read, ("calibration.dataset", dataset)] if dataset else read
+        return [*read, *(("calibration.dataset", name) for name in names)]
 
     def run(self, context: StageContext) -> ModelArtifact:
         """Quantize the current model, which becomes the full-precision reference.

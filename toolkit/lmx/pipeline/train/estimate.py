@@ -95,6 +95,8 @@ def training_cost(
     work = Work(trained=per_token, forward=2 * is_online * active) * batch.mean_tokens
     work += Work(generated=2 * active * sampled)
     work *= config.gradient_accumulation_steps * config.num_trainings
+    # Scales and biases that are trained are no parameters of the model before.
+    total = max(total, trained)
     return Estimate(shape, parts, work=work, parameters=total, trained=trained)
 
 

@@ -58,7 +58,7 @@ class FullPrecisionBaseline:
             current=ModelArtifact(initial, initial),
         )
 
-    def train(self) -> None:
+    def train(self, steps: int) -> None:
         """Train the baseline if it is not complete. An interrupted training resumes."""
         ranks, logger = self.context.ranks, self.context.logger
         # If the model is its own teacher, it is the baseline.
@@ -74,7 +74,9 @@ class FullPrecisionBaseline:
         stage, logger.stage = logger.stage, f"{logger.stage}, {BASELINE_FOLDER}"
         try:
             logger.info("the same training in full precision, to compare with")
-            training = TrainRun(self.config, self.context)
+            lengths = {"steps": steps, "epochs": None, "budget": None}
+            config = self.config.model_copy(update=lengths)
+            training = TrainRun(config, self.context)
             training.run()
             training.finish()
             if ranks.is_first:

@@ -9,8 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ...config.budget import budget_seconds
 from ...config.train import TrainConfig
 from ...convert.importers.peft import resolve_adapter
+from ...data.batching import Batch
 from ...evaluation.perplexity import measure_perplexity
 from ...files.atomic import atomic_folder, copy_folder
 from ...generation.generator import Generator
@@ -27,6 +29,7 @@ from ...training.optimizers import OptimizerConfig
 from ...training.schedules import learning_rate_at
 from ...training.step import TrainStep
 from ...training.trainer import Trainer, TrainerConfig
+from ..budget import TIMED_STEPS, UNTIMED_STEPS, seconds_per_step, steps_within
 from ..context import ModelArtifact, StageContext, write_model
 from ..estimate import BatchShape, ModelShape, training_dtype
 from ..work import correct_rates
@@ -83,6 +86,33 @@ class TrainRun:
         self.objective = choose_objective(config, context, self.model)
         self.trainer = self._make_trainer()
         self.step = self.trainer.step
+
+    @classmethod
+    def within_budget(cls, config: TrainConfig, context: StageContext) -> "TrainRun":
+        """The training of as many steps as fit into the recipe's time, if it has one.
+
+        Some steps of another training are timed for it.
+        """
+        seconds = budget_seconds(config.budget)
+        if seconds is None:
+            return cls(config, context)
+
+        def of_steps(steps: int) -> TrainConfig:
+            return config.model_copy(update={"budget": None, "steps": steps})
+
+        def measure() -> float:
+            context.logger.info(f"timing {TIMED_STEPS} steps, for {config.budget}")
+            steps = UNTIMED_STEPS + TIMED_STEPS
+            trainer = cls(of_steps(steps), context).trainer
+
+            def batches(step: int) -> list[Batch]:
+                return [trainer.batches(index) for index in trainer.indices(step)]
+
+            return seconds_per_step(trainer.step, [batches])
+
+        steps = steps_within(seconds, measure, context.artifacts)
+        context.logger.info(f"{steps:,} steps fit into {config.budget}")
+        return cls(of_steps(steps), context)
 
     def run(self) -> None:
         """Train to the end; see `Trainer.train`."""
@@ -277,11 +307,15 @@ class TrainRun:
         )
         encode = objective.encode_valid(examples)
         valid = validation_batches(config, context, loaded, encode=encode)
-        steps = config.num_steps(examples.steps_per_epoch)
+        tokens, per_epoch = 0.0, examples.steps_per_epoch
+        if config.budget:
+            sizes = [examples(index).tokens.size for index in range(TIMED_BATCHES)]
+            tokens = sum(sizes) / len(sizes) * examples.per_epoch / per_epoch
+        steps = config.num_steps(per_epoch, tokens)
         require_steps(config.qat, steps)
         context.logger.info(
             f"{examples.num_examples:,} examples, {examples.per_epoch:,} batches per "
-            f"epoch; {steps:,} steps are {steps / examples.steps_per_epoch:.1f} epochs"
+            f"epoch; {steps:,} steps are {steps / per_epoch:.1f} epochs"
         )
         eval_batches = list(valid.in_order(config.eval_batches))
         self.cross_entropy_batches = eval_batches

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
+
+from ...config.budget import budget_seconds
 from ...config.data import DataConfig
 from ...config.messages import Problem
 from ...config.preference import KEYS as PREFERENCE_LOSSES
@@ -32,6 +35,7 @@ from ..stage import (
     needs_training_data,
     quantization_values,
 )
+from ..work import Work
 from .estimate import training_cost
 
 CONTINUES = f"quantizer {' or '.join(CONTINUES_FROM_ALL_CODES)}"
@@ -122,7 +126,7 @@ class TrainStage(Stage):
         dtype = training_dtype(config.compute_dtype, shape.dtype)
         batch = self._batch(workload)
         needs = training_cost(current, config, batch, dtype.size, process_count())
-        steps, epochs = self._steps(workload, batch)
+        steps, epochs = self._steps(workload, batch, needs.work, dtype)
         if current.is_quantized:
             # An adapter is fused into dequantized weights, usually of 16 bits.
             current = replace(current, bytes=2 * needs.parameters, float_values=None)
@@ -165,16 +169,17 @@ class TrainStage(Stage):
         baseline = None
         if config.compare_full_precision:
             baseline = FullPrecisionBaseline(config, context)
-        training = TrainRun(config, context)
+        training = TrainRun.within_budget(config, context)
         training.run()
         training.correct_rates()
         artifact = training.finish()
         if baseline is None:
             return artifact
         selection, eval_batches = training.selection, training.cross_entropy_batches
+        steps = training.trainer.config.steps
         # The baseline needs the memory of this training's weights and moments.
         del training
-        baseline.train()
+        baseline.train(steps)
         return baseline.compare(artifact, selection, eval_batches)
 
     def _batch(self, workload: Workload) -> BatchShape:
@@ -192,9 +197,13 @@ class TrainStage(Stage):
         return BatchShape(longest, together * tokens, sequences * mean)
 
     def _steps(
-        self, workload: Workload, batch: BatchShape
+        self, workload: Workload, batch: BatchShape, work: Work, dtype: mx.Dtype
     ) -> tuple[int | None, float | None]:
-        """Steps, and epochs; None = unknown before the data is read."""
+        """Steps, and epochs; None = unknown before the data is read.
+
+        Args:
+            work: of a step of all trainings.
+        """
         config = self.config
         if not workload.examples:
             return config.steps, config.epochs
@@ -202,7 +211,11 @@ class TrainStage(Stage):
         examples /= config.sequences_per_example
         examples *= config.gradient_accumulation_steps
         per_epoch = math.ceil(workload.examples / examples)
-        steps = config.num_steps(per_epoch)
+        tokens = batch.mean_tokens * config.gradient_accumulation_steps
+        steps = config.num_steps(per_epoch, tokens)
+        if steps is None:
+            seconds = work.seconds(dtype) / config.num_trainings
+            steps = max(1, round(budget_seconds(config.budget) / seconds))
         return steps, steps / per_epoch
 
     def _remedies(self, window: int) -> Iterator[str]:

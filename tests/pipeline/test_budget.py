@@ -1,4 +1,4 @@
-"""A budget of a draft stage, in time or in tokens, in place of steps."""
+"""Budgets of train and draft stages, in time or in tokens, in place of steps."""
 
 import re
 from types import SimpleNamespace
@@ -6,11 +6,14 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from lmx.config.budget import budget_seconds
 from lmx.config.draft import DraftConfig
+from lmx.config.train import TrainConfig
 from lmx.files.artifacts import ArtifactStore
-from lmx.pipeline.draft import distillation
-from lmx.pipeline.draft.distillation import steps_within
+from lmx.pipeline import budget
+from lmx.pipeline.budget import seconds_per_step, steps_within
 from test_draft_stage import DRAFT, make_run
+from tiny_runs import TRAIN, Run
 
 
 class SlowStep:
@@ -40,15 +43,19 @@ class Times:
 
 def test_steps_fit_into_the_time_and_stay_the_same(tmp_path, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: SlowStep.now)
-    monkeypatch.setattr(distillation, "time", clock)
+    monkeypatch.setattr(budget, "time", clock)
     model = nn.Linear(2, 2)
     before = model.weight.tolist()
 
     def count(*seconds, minutes=1.0):
         parts = [Times(each) for each in seconds]
         store = ArtifactStore(tmp_path, print)
-        make_step = lambda: SlowStep(model)  # noqa: E731
-        return steps_within(60 * minutes, make_step, parts, store)
+        return steps_within(
+            60 * minutes,
+            lambda: seconds_per_step(SlowStep(model), parts),
+            store,
+            [part.digest for part in parts],
+        )
 
     # Text of .25 s and completions of .75 s, half of the steps each.
     first = count(0.25, 0.75)
@@ -75,7 +82,22 @@ def test_steps_fit_into_the_time_and_stay_the_same(tmp_path, monkeypatch):
 def test_steps_and_seconds_of_a_recipe(keys, steps, seconds):
     config = DraftConfig(**keys)
     assert config.num_steps == steps
-    assert seconds is None or config.budget_seconds == seconds
+    assert budget_seconds(config.budget) == seconds
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        ({"steps": 7}, 7),
+        ({"epochs": 2}, 20),
+        ({"budget": 5000}, 50),
+        ({"budget": 5}, 1),
+        ({"budget": "3h"}, None),
+    ],
+)
+def test_steps_of_a_train_stage(keys, steps):
+    config = TrainConfig(**keys, batch_size=4)
+    assert config.num_steps(per_epoch=10, tokens=100.0) == steps
 
 
 @pytest.mark.parametrize(
@@ -91,6 +113,20 @@ def test_steps_and_seconds_of_a_recipe(keys, steps, seconds):
 def test_budgets_that_are_refused(keys):
     with pytest.raises(ValueError, match="budget"):
         DraftConfig(**keys)
+    with pytest.raises(ValueError, match="budget"):
+        TrainConfig(**keys, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"qat": {"bits": 4, "fake_quant_after_n_steps": 2}},
+        {"rollouts": {}, "teacher": {}},
+    ],
+)
+def test_what_needs_steps_or_epochs(keys):
+    with pytest.raises(ValueError, match="needs steps or epochs"):
+        TrainConfig(**keys, batch_size=4, budget="3h")
 
 
 def test_a_run_with_a_budget_of_time_trains_as_many_steps(base, tmp_path):
@@ -122,3 +158,44 @@ def test_the_dry_run_estimates_the_steps(base, tmp_path, capsys):
     make_run(tmp_path, {"draft": stage}, model=base)
     assert run("--dry-run") == 0
     assert "1-draft: roughly" not in capsys.readouterr().out
+
+
+GRID = {"bits": 2, "group_size": 32}
+LSQ = {"qat": GRID | {"quantizer": "lsq"}, "gradient_accumulation_steps": 2}
+TRAININGS = {
+    "full from codes": LSQ | {"teacher": {"offline": True, "top_k": 4}},
+    "lora": LSQ | {"adapter": {"rank": 4}, "compare_full_precision": True},
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_with_a_budget_of_time_trains_as_many_steps(name, base, tmp_path):
+    stage = {key: value for key, value in TRAIN.items() if key != "steps"}
+    stage |= TRAININGS[name] | {"budget": "0.004min"}
+    stages = [{"quantize": GRID | {"method": "rtn"}}] if "codes" in name else []
+    folders = tmp_path / "time", tmp_path / "steps"
+    for folder in folders:
+        folder.mkdir()
+    run = Run(folders[0], *stages, {"train": stage}, model=base)
+    assert run() == 0
+    (steps,) = map(int, re.findall(r" (\d+) steps fit into 0.004min", run.log))
+    del stage["budget"]
+    other = Run(folders[1], *stages, {"train": stage | {"steps": steps}}, model=base)
+    assert other() == 0
+    for folder in ("model", *["fp_baseline/dense"] * (name == "lora")):
+        files = (
+            next(r.output.glob(f"stages/*-train/{folder}/model.safetensors"))
+            for r in (run, other)
+        )
+        first, second = (file.read_bytes() for file in files)
+        assert first == second
+
+
+def test_a_budget_of_tokens(base, tmp_path, capsys):
+    stage = {key: value for key, value in TRAIN.items() if key != "steps"}
+    run = Run(tmp_path, {"train": stage | {"budget": 700}}, model=base)
+    assert run("--dry-run") == 0
+    (planned,) = map(int, re.findall(r"for (\d+) steps", capsys.readouterr().out))
+    assert run() == 0
+    progress = [r for r in run.records() if r["kind"] == "train"][-1]
+    assert progress["step"] == planned
