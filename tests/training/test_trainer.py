@@ -14,6 +14,7 @@ from lmx.data.batching import BucketBatchSampler
 from lmx.errors import Interrupted, UserError
 from lmx.files import artifacts
 from lmx.files.atomic import remove_partial_files
+from lmx.interfaces import Communicator
 from lmx.run.callbacks import Callback, CallbackList
 from lmx.run.logger import RunLogger
 from lmx.run.progress import ProgressBar
@@ -334,6 +335,15 @@ def test_signal_saves_after_the_running_step(tmp_path, expected, kind, at):
     assert checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1] == at + 1
     trainer = make_trainer(tmp_path)
     assert outcome(tmp_path, trainer, trainer.train()) == expected
+
+
+def test_several_ranks_stop_after_the_step_with_a_request(tmp_path):
+    """They go by the sum of their requests: the others would wait for one."""
+    trainer = make_trainer(tmp_path)
+    trainer.ranks = Communicator()
+    trainer.ranks.size = 2
+    with pytest.raises(Interrupted, match="stopped after step 4; saved"):
+        trainer.train(lambda: trainer.progress.step >= 3)
 
 
 def test_nan_loss_stops_training(tmp_path):
