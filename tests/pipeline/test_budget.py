@@ -191,8 +191,11 @@ def test_a_training_with_a_budget_of_time_trains_as_many_steps(name, base, tmp_p
         assert first == second
 
 
-def test_a_budget_of_tokens(base, tmp_path, capsys):
+@pytest.mark.parametrize("accumulation", [1, 16])
+def test_a_budget_of_tokens(accumulation, base, tmp_path, capsys):
+    """Also where all examples together make fewer batches than a step may have."""
     stage = {key: value for key, value in TRAIN.items() if key != "steps"}
+    stage["gradient_accumulation_steps"] = accumulation
     run = Run(tmp_path, {"train": stage | {"budget": 700}}, model=base)
     assert run("--dry-run") == 0
     (planned,) = map(int, re.findall(r"for (\d+) steps", capsys.readouterr().out))
