@@ -1,5 +1,6 @@
 """One training of a train stage: its parts, and the checkpoints it writes."""
 
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -121,6 +122,8 @@ class TrainRun:
             return seconds_per_step(trainer.step, [batches])
 
         steps = steps_within(seconds, measure, context.artifacts)
+        # A training and its trainer refer to each other, and have weights and moments.
+        gc.collect()
         context.logger.info(f"{steps:,} steps fit into {config.budget}")
         return cls(of_steps(steps), context)
 
