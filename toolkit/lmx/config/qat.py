@@ -22,11 +22,11 @@ class QATConfig(QuantizationConfig):
     biases (LSQ, arXiv 1902.08153), which learn at a tenth of learning_rate.
     fixed_scale: scales and biases stay as initialized; only codes change. lsq and
     fixed_scale start with the smallest squared rounding error, or continue from a
-    quantized model. ternary, with bits: 2, has the weights -s, 0 and s, where s is the
-    mean magnitude of a group (BitNet b1.58, arXiv 2402.17764). The modes mxfp4, nvfp4
-    and mxfp8 have minmax and fixed_scale; those of GGUF have minmax. Default:
-    fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with fake_quant_after_n_steps) and for
-    an adapter on a quantized model; else minmax."""
+    quantized model. ternary, with bits: 2, has the weights -s, 0 and s, where s is
+    trained for every group (BitNet b1.58, arXiv 2402.17764; ParetoQ, arXiv 2502.02631).
+    The modes mxfp4, nvfp4 and mxfp8 have minmax and fixed_scale; those of GGUF have
+    minmax. Default: fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with
+    fake_quant_after_n_steps) and for an adapter on a quantized model; else minmax."""
     fake_quant_after_n_steps: int = Field(0, ge=0)
     """Steps in full precision before fake quantization of the trained layers begins.
     Layers that are not trained are quantized from the first step on."""
@@ -51,12 +51,11 @@ class QATConfig(QuantizationConfig):
 
     def learned_per_group(self, spec: QuantSpec) -> int:
         """Trained quantizer parameters per group of a layer."""
-        return 2 if self.quantizer_for(spec) == "lsq" else 0
+        return {"lsq": 2, "ternary": 1}.get(self.quantizer_for(spec), 0)
 
     def is_straight_through(self, spec: QuantSpec) -> bool:
         """Whether a weight of a layer has the gradient of its quantized weight."""
-        name = self.quantizer_for(spec)
-        return name in ("minmax", "ternary") or spec.mode in FLOAT_MODES
+        return self.quantizer_for(spec) == "minmax" or spec.mode in FLOAT_MODES
 
     def for_quantized_model(self, *, adapts: bool) -> "QATConfig":
         """The config for a quantized base, where the default differs."""

@@ -25,6 +25,8 @@ CHUNK_WEIGHTS = 1 << 24
 # Rounding of a position in float32, relative to the largest number it is computed from,
 # with a reserve for the inexact divisions of GPUs.
 POSITION_ERROR = 2.0**-20
+# Iterations for the initial scales of ternary weights.
+TERNARY_ITERS = 4
 
 
 class StraightThroughQuantizer:
@@ -181,62 +183,6 @@ class MinMaxQuantizer(StraightThroughQuantizer):
         return pack(weight, self._spec, self._dtype)
 
 
-class TernaryQuantizer(StraightThroughQuantizer):
-    """The weights -s, 0 and s, where s is the mean magnitude of the group's weights.
-
-    BitNet b1.58 (arXiv 2402.17764, equations 1 to 3) for groups. The affine codes 0, 1
-    and 2 with the bias -s are these weights, without rounding. Trains no parameters.
-    """
-
-    def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
-        """No quantization parameters.
-
-        Raises:
-            UserError: the codes are not ternary, so that training would round them.
-        """
-        codes = unpack_codes(packed["weight"], self._spec.bits)
-        if (codes > 2).any() or (packed["biases"] != -packed["scales"]).any():
-            raise UserError(
-                "the 2-bit weights of this model are not ternary",
-                hint="use quantizer: lsq, or start from the unquantized model",
-            )
-        return {}
-
-    def pack(
-        self, weight: mx.array, qparams: dict[str, mx.array]
-    ) -> dict[str, mx.array]:
-        """Codes, scales and biases as a checkpoint stores them."""
-        groups = weight.astype(mx.float32)
-        groups = groups.reshape(*weight.shape[:-1], -1, self._spec.group_size)
-        scales = mx.abs(groups).mean(axis=-1).astype(self._dtype)
-        divisors = mx.where(scales == 0, 1.0, scales.astype(mx.float32))[..., None]
-        codes = (mx.clip(mx.round(groups / divisors), -1, 1) + 1).reshape(weight.shape)
-        codes = pack_codes(codes, self._spec.bits)
-        return {"weight": codes, "scales": scales, "biases": -scales}
-
-    def latent_within_cell(
-        self, packed: dict[str, mx.array], key: mx.array
-    ) -> mx.array:
-        """Latent weights [..., K], float32, at random in the cells of their codes, with
-        the magnitudes whose mean is the stored scale; see `LSQQuantizer`."""
-        self.init_from_codes(packed)
-        codes = unpack_codes(packed["weight"], self._spec.bits)
-        signs = codes.reshape(-1, self._spec.group_size).astype(mx.float32) - 1
-        places = mx.random.uniform(shape=signs.shape, key=key)
-        # In units of the scale, zeros lie within a half. The others begin at a half,
-        # and divide what the sum of the magnitudes, the group size, has more.
-        zeros = mx.where(signs == 0, (places - 0.5) * (1 - POSITION_ERROR), 0.0)
-        smallest = 0.5 + POSITION_ERROR
-        rest = 1 - mx.abs(zeros) - smallest * mx.abs(signs)
-        shares = mx.maximum(places, POSITION_ERROR) * mx.abs(signs)
-        shares *= rest.sum(axis=-1, keepdims=True) / shares.sum(axis=-1, keepdims=True)
-        weight = zeros + signs * (smallest + shares)
-        # A group of zeros has no scale.
-        weight = mx.where((signs == 0).all(axis=-1, keepdims=True), 0.0, weight)
-        weight *= packed["scales"].astype(mx.float32).reshape(-1, 1)
-        return weight.reshape(codes.shape)
-
-
 class LSQQuantizer:
     """Learned scale and bias of every group: LSQ with an offset (arXiv 1902.08153).
 
@@ -384,6 +330,50 @@ class FixedScaleQuantizer(LSQQuantizer):
 
     def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
         return super()._grid(self._fixed)
+
+
+class TernaryQuantizer(LSQQuantizer):
+    """The weights -s, 0 and s, where s is learned for every group.
+
+    BitNet b1.58 (arXiv 2402.17764) takes the mean magnitude of all weights for s. Here
+    s begins with the least squared error, and is trained, as in ParetoQ (arXiv
+    2502.02631). The affine codes 0, 1 and 2 with the bias -s are these weights. All
+    levels have a cell of one step.
+    """
+
+    CLIP_MARGIN: ClassVar = 0.5
+
+    def __init__(self, spec: QuantSpec, dtype: mx.Dtype):
+        super().__init__(spec, dtype)
+        self._top = 2
+
+    def init(self, weight: mx.array) -> dict[str, mx.array]:
+        """Scales of a weight [..., K], by Lloyd's algorithm."""
+        groups = mx.abs(weight.astype(mx.float32)).reshape(-1, self._spec.group_size)
+        # Near the least error for normal weights.
+        scales = 1.5 * groups.mean(axis=-1)
+        for _ in range(TERNARY_ITERS):
+            is_used = groups > scales[:, None] / 2
+            count = is_used.sum(axis=-1)
+            scales = mx.where(is_used, groups, 0.0).sum(axis=-1) / mx.maximum(count, 1)
+        return {"scales": scales}
+
+    def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The scales that a checkpoint stores.
+
+        Raises:
+            UserError: the codes are not ternary, so that training would round them.
+        """
+        codes = unpack_codes(packed["weight"], self._spec.bits)
+        if (codes > 2).any() or (packed["biases"] != -packed["scales"]).any():
+            raise UserError(
+                "the 2-bit weights of this model are not ternary",
+                hint="use quantizer: lsq, or start from the unquantized model",
+            )
+        return {"scales": super().init_from_codes(packed)["scales"]}
+
+    def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
+        return qparams["scales"], -qparams["scales"]
 
 
 QUANTIZERS = {
