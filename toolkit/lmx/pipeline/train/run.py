@@ -48,7 +48,7 @@ MIN_CHANGED_CODES = 1e-5
 # Share of the gain in validation loss that fusing may lose, and what is never a loss.
 MAX_LOST_GAIN, MIN_LOST = 0.05, 1e-3
 # Batches whose mean size is that of a training.
-TIMED_BATCHES = 16
+SIZED_BATCHES = 16
 # Tokens of an answer to a sample prompt.
 SAMPLE_TOKENS = 48
 
@@ -71,7 +71,7 @@ def first_batches(
 ) -> list[Batch]:
     """Some batches of a training, whose steps may have different numbers of them."""
     numbers = chain.from_iterable(map(indices, count()))
-    return [*map(batches, islice(numbers, TIMED_BATCHES))]
+    return [*map(batches, islice(numbers, SIZED_BATCHES))]
 
 
 class TrainRun:
@@ -112,7 +112,10 @@ class TrainRun:
             return config.model_copy(update={"budget": None, "steps": steps})
 
         def measure() -> float:
-            context.logger.info(f"timing {TIMED_STEPS} steps, for {config.budget}")
+            context.logger.info(
+                f"timing {TIMED_STEPS} steps, to know how many fit into {config.budget}; "
+                "the training begins after them"
+            )
             steps = UNTIMED_STEPS + TIMED_STEPS
             trainer = cls(of_steps(steps), context).trainer
 
