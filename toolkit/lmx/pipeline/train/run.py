@@ -113,8 +113,8 @@ class TrainRun:
 
         def measure() -> float:
             context.logger.info(
-                f"timing {TIMED_STEPS} steps, to know how many fit into {config.budget}; "
-                "the training begins after them"
+                f"timing {TIMED_STEPS} steps before the training, to know how many fit "
+                f"into {config.budget}"
             )
             steps = UNTIMED_STEPS + TIMED_STEPS
             trainer = cls(of_steps(steps), context).trainer
