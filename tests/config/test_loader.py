@@ -121,8 +121,9 @@ def test_overrides_are_yaml(recipe):
 
 def test_later_override_wins_and_null_resets(recipe):
     arguments = ["seed=1", "seed=2", "stages.train.steps=null", "stages.train.epochs=2"]
+    arguments += ["data.valid=null"]
     loaded = load_recipe(recipe, arguments)
-    assert loaded.recipe.seed == 2
+    assert (loaded.recipe.seed, loaded.recipe.data.valid) == (2, [])
     assert loaded.recipe.stages[0].config.epochs == 2
     assert loaded.overrides == tuple(arguments)
 

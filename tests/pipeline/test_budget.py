@@ -1,6 +1,7 @@
 """Budgets of train and draft stages, in time or in tokens, in place of steps."""
 
 import re
+import weakref
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from lmx.config.train import TrainConfig
 from lmx.files.artifacts import ArtifactStore
 from lmx.pipeline import budget
 from lmx.pipeline.budget import seconds_per_step, steps_within
+from lmx.pipeline.train.run import TrainRun
 from test_draft_stage import DRAFT, make_run
 from tiny_runs import TRAIN, Run
 
@@ -191,8 +193,27 @@ def test_a_training_with_a_budget_of_time_trains_as_many_steps(name, base, tmp_p
         assert first == second
 
 
-def test_a_budget_of_tokens(base, tmp_path, capsys):
+def test_one_training_is_in_memory_at_a_time(base, tmp_path, monkeypatch):
+    """The timed training, that of the budget and the baseline, one after the other."""
+    made, alive, init = [], [], TrainRun.__init__
+
+    def counted(self, *arguments):
+        alive.append(sum(other() is not None for other in made))
+        made.append(weakref.ref(self))
+        init(self, *arguments)
+
+    monkeypatch.setattr(TrainRun, "__init__", counted)
     stage = {key: value for key, value in TRAIN.items() if key != "steps"}
+    stage |= TRAININGS["lora"] | {"budget": "0.001min"}
+    assert Run(tmp_path, {"train": stage}, model=base)() == 0
+    assert alive == [0, 0, 0]
+
+
+@pytest.mark.parametrize("accumulation", [1, 16])
+def test_a_budget_of_tokens(accumulation, base, tmp_path, capsys):
+    """Also where all examples together make fewer batches than a step may have."""
+    stage = {key: value for key, value in TRAIN.items() if key != "steps"}
+    stage["gradient_accumulation_steps"] = accumulation
     run = Run(tmp_path, {"train": stage | {"budget": 700}}, model=base)
     assert run("--dry-run") == 0
     (planned,) = map(int, re.findall(r"for (\d+) steps", capsys.readouterr().out))

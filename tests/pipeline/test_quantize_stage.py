@@ -97,15 +97,19 @@ def test_kv_bits_are_in_the_checkpoint_and_reach_the_caches(tmp_path, base):
     assert "KV cache: selected by layer" in run.log
 
 
-def make_calibration_data(monkeypatch, train, valid, warnings):
-    """Calibration data of one-token sequences: the token is the record's number."""
+def make_calibration_data(monkeypatch, train, valid, warnings, **keys):
+    """Calibration data of sequences whose tokens are the record's number: one, or 8
+    from 1000 on."""
 
     def windows(records, tokenizer, *, length, tokens, seed):
-        numbers = [int(record.text) for record in records][:tokens]
-        if not numbers:
+        numbers = np.array([int(record.text) for record in records], np.int32)
+        widths = np.where(numbers < 1000, 1, 8)
+        count = int(np.searchsorted(widths.cumsum(), tokens)) + 1
+        numbers, widths = numbers[:count, None], widths[:count]
+        if not len(numbers):
             raise TooFewTokens("too few")
-        tokens = np.array(numbers, np.int32)[:, None]
-        return CalibrationBatch(tokens, np.ones(tokens.shape, bool))
+        counted = np.arange(widths.max()) < widths[:, None]
+        return CalibrationBatch(numbers * counted, counted)
 
     monkeypatch.setattr(
         "lmx.pipeline.quantize.refinement.concatenated_sequences", windows
@@ -122,7 +126,7 @@ def make_calibration_data(monkeypatch, train, valid, warnings):
         seed=0,
     )
     calibration = CalibrationConfig.model_construct(
-        dataset=[], max_seq_length=1, num_eval_tokens=3
+        **{"dataset": [], "max_seq_length": 1, "num_eval_tokens": 3} | keys
     )
     return CalibrationData(calibration, context, None, holds_out=True)
 
@@ -145,8 +149,31 @@ def test_all_datasets_have_the_same_share_of_the_tokens(monkeypatch):
     tokens = data.train_sequences(16).tokens.flatten().tolist()
     assert tokens == [0, 60, 70, 1, 61, 71, 2, 72, 3, 73]
     assert warnings == ["not calibrating on none: too few"]
-    # Without validation data, the first sequences of all datasets are held out.
+    warnings.clear()
+    # Without validation data, the first sequences of each dataset are held out.
     data = make_calibration_data(monkeypatch, datasets, [], warnings)
-    assert data.eval_sequences.tokens.flatten().tolist() == [0, 60]
+    assert data.eval_sequences.tokens.flatten().tolist() == [0, 60, 70]
     tokens = data.train_sequences(13).tokens.flatten().tolist()
-    assert tokens == [70, 1, 61, 71, 2, 72, 3, 73]
+    assert tokens == [1, 61, 71, 2, 72, 3, 73, 4, 74]
+    assert len(warnings) == 1
+
+
+def test_long_and_short_examples_are_held_out_in_equal_parts(monkeypatch):
+    """Examples of 8 tokens and of one: tokens are shared out, not examples."""
+    datasets = {"short": range(1, 900), "long": range(1000, 1900)}
+    keys = {"max_seq_length": 8, "num_eval_tokens": 64}
+    data = make_calibration_data(monkeypatch, datasets, [], [], **keys)
+    parts = data.eval_sequences, data.train_sequences(160)
+    for part, share in zip(parts, (32, 80), strict=True):
+        is_long = part.tokens[:, 0] >= 1000
+        assert [part[is_long].size, part[~is_long].size] == [share, share]
+    held_out, trained = (set(part.tokens[:, 0].tolist()) for part in parts)
+    assert not held_out & trained
+
+
+def test_a_dataset_that_is_named_twice_is_read_once(monkeypatch):
+    datasets = {"a": range(50), "b": range(70, 90)}
+    data = make_calibration_data(monkeypatch, datasets, [], [])
+    data.context.rows.train.sources.append("a")
+    tokens = data.train_sequences(8).tokens.flatten().tolist()
+    assert len(tokens) == len({*tokens}) == 8

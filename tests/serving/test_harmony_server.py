@@ -152,6 +152,32 @@ def test_a_format_with_tools(start, lookup):
 
 
 @pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("budget", [0, 4, 20, 40, 60])
+@pytest.mark.parametrize("text", [ANALYSIS + CALL, CALL])
+def test_a_budget_cuts_no_call(start, text, budget, lookup):
+    """It is that of the analysis. What follows has its own place in the script."""
+    server = start(played(text, tools=1, lookup=lookup), max_tokens=200)
+    options = {"tools": TOOLS, "response_format": FORMAT, "thinking_budget": budget}
+    message, reason = answers(server, **options)
+    thought = message.get("reasoning_content") or ""
+    assert thought == ("Hm, hm, hm."[:budget] if text != CALL else "")
+    if budget >= 20 or text == CALL:
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": "dim", "arguments": '{"level": 3}'}
+        assert (message["content"], reason) == (None, "tool_calls")
+
+
+@pytest.mark.parametrize("name", ["get weather", "a<b", "<|call|>"])
+def test_a_function_that_no_header_can_name(start, name):
+    server = start(played(ANALYSIS + CALL, tools=1))
+    tool = {"type": "function", "function": {"name": name}}
+    body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
+    status, error = server.refused(CHAT, body)
+    assert (status, error["param"]) == (400, "tools")
+    assert name in error["message"]
+
+
+@pytest.mark.parametrize("lookup", [False, True])
 def test_a_format_is_that_of_the_final_message(start, lookup):
     server = start(played(ANALYSIS + FINAL, lookup=lookup))
     message, reason = answers(server, response_format=FORMAT)

@@ -24,7 +24,7 @@ ALLOW_PYTHON = {
 }
 # They are part of the command that resumes a run.
 KEPT_FLAGS = ("--ignore-limits", *ALLOW_PYTHON)
-# Of training without --batch-size, --steps, --epochs and --budget.
+# Of training without --batch-size, --steps, --epochs and --budget: of the last key.
 DEFAULTS = {("steps", "budget", "epochs"): 1, ("batch_size", "batch_tokens"): 2048}
 # Addresses of the method of `lmx quantize`.
 METHOD = ("stages.quantize.method", "stages.1.quantize.method")

@@ -8,11 +8,13 @@ from .base import ConfigModel
 
 
 def _as_list(value):
+    if value is None:
+        return []
     return [value] if isinstance(value, str) else value
 
 
 DataSources = Annotated[
-    list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])
+    list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
 ]
 
 

@@ -112,9 +112,9 @@ class TrainConfig(ConfigModel):
     epochs: float | None = Field(None, gt=0)
     """Passes over the training data. Give steps, epochs or budget."""
     budget: Budget | None = None
-    """In place of steps: time such as 45min or 3h, or a number of tokens. The time is
-    that of the steps alone: the first ones are timed, without effect, and the log has
-    how many follow. Give steps, epochs or budget."""
+    """In place of steps: time such as 45min or 3h, or a number of tokens, with prompts
+    and padding. The time is that of the steps alone: the first ones are timed, without
+    effect, and the log has how many follow. Give steps, epochs or budget."""
     batch_size: int | None = Field(None, ge=1)
     """Examples per batch. Give batch_size or batch_tokens. An example of preference
     data has two sequences, and one with rollouts num_generations."""

@@ -53,6 +53,11 @@ class CalibrationBatch:
             joined(batch.counted for batch in batches),
         )
 
+    def first(self, tokens: int) -> "CalibrationBatch":
+        """The first sequences, as many as have so many tokens, or all."""
+        sizes = self.seen.sum(axis=1).cumsum()
+        return self[: int(np.searchsorted(sizes, tokens)) + 1]
+
     @property
     def seen(self) -> np.ndarray:
         """Bool [n, length], True up to the last position of a sequence that counts."""

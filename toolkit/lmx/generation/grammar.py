@@ -27,9 +27,9 @@ class Grammar:
         kind: how `source` is written. Lark grammars are those of llguidance.
         exit: a token that may come first, and what follows it is free; None = there is
             none.
-        message: what a completion has to be where answers and calls have channels
-            (Harmony): a grammar of calls begins with the header, one of answers
-            matches the final message.
+        message: what a completion has to be, for models that write answers and calls
+            in channels (Harmony). "call": the grammar has the header of the call.
+            "answer": it is that of the final message; "either": calls are free.
 
     Raises:
         UserError: it is too long, or a Lark grammar with too long a chain of rules or

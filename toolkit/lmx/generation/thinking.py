@@ -31,6 +31,8 @@ class Thinking:
         spaces: tokens of white space, which may follow it.
         required: an answer has to begin with it.
         calls: tokens that may end the completion inside it, by a call.
+        limited: tokens that begin the part that the budget is of, which comes once:
+            calls follow it, and are not cut. None = all of it.
     """
 
     end: tuple[int, ...]
@@ -40,6 +42,7 @@ class Thinking:
     spaces: tuple[int, ...] = ()
     required: bool = False
     calls: tuple[int, ...] = ()
+    limited: tuple[int, ...] = ()
 
     @property
     def max_tokens(self) -> int:
@@ -102,12 +105,14 @@ def _harmony(tokenizer: Any, budget: int | None, grammar: Grammar | None) -> Thi
     if grammar is None or grammar.message == "call":
         end, required = encode(harmony.CLOSING), grammar is not None
         return Thinking(end, start, budget, closing=end, required=required)
-    closing = final = encode(harmony.FINAL)
+    final, closing = encode(harmony.FINAL), ()
     if budget:
-        closing = encode(harmony.CLOSING + harmony.NEXT) + final
+        closing = encode(harmony.CLOSING + harmony.NEXT)
         budget += len(start)
-    calls = encode(harmony.CALL) if grammar.message == "either" else ()
-    return Thinking(final, budget=budget, closing=closing, calls=calls)
+    if grammar.message == "either":
+        calls = encode(harmony.CALL)
+        return Thinking(final, (), budget, closing, calls=calls, limited=start)
+    return Thinking(final, budget=budget, closing=closing + final)
 
 
 def thinks(grammar: Any, budget: int | None) -> bool:
@@ -237,7 +242,16 @@ class ThinkingMatcher:
             last = (*place.last, token)[-len(thinking.end) :]
             if last == thinking.end:
                 return _Place("spaces")
-            return replace(place, count=place.count + 1, last=last)
+            count = place.count + 1
+            if thinking.limited and place.count < (thinking.budget or 0):
+                begins_other = thinking.limited[place.count : count] not in (
+                    (),
+                    (token,),
+                )
+                if begins_other or token == thinking.closing[0]:
+                    # What the budget is of has ended by itself, or does not come.
+                    count = thinking.budget + len(thinking.closing)
+            return replace(place, count=count, last=last)
         is_space = place.phase == "spaces" and token in thinking.spaces
         if is_space and place.count < MAX_SPACES:
             return replace(place, count=place.count + 1)
@@ -254,13 +268,15 @@ class ThinkingMatcher:
                 # A channel could be said to have a format first.
                 mask[:] = 0
                 set_bit(mask, last, True)
-            elif over >= 0:
+            elif 0 <= over < len(thinking.closing):
                 mask[:] = 0
                 set_bit(mask, thinking.closing[over], True)
             elif self._answer:
                 # The answer has to come.
                 for token in self._stop_tokens:
                     set_bit(mask, token, token in thinking.calls)
+                if over >= 0 and place.last[-1:] == thinking.limited[:1] != ():
+                    set_bit(mask, thinking.limited[1], False)
             return mask
         mask = self._answer_masks([], vocab_size)[0].copy()
         if place.phase == "before":

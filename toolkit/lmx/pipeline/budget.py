@@ -26,8 +26,8 @@ def steps_within(
 
     Args:
         measure: returns the seconds of a step.
-        store: keeps the number.
-        facts: another number is kept for others.
+        store: keeps the number for `seconds` and these facts.
+        facts: of the training, if the store is not that of one stage.
     """
     ranks = store.ranks
     key = key_of([seconds, *facts])

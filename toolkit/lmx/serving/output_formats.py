@@ -11,6 +11,7 @@ from ..generation.grammar import Grammar, parse_response_format
 from ..generation.harmony import is_harmony
 from ..generation.lark_grammar import LOOSE, TIGHT
 from .errors import ApiError
+from .harmony import RECIPIENT
 from .protocol import ChatCompletionParameters, GenerationParameters
 from .tool_formats import BARE, NO_TOOL_FORMAT
 
@@ -74,10 +75,16 @@ def _call_rules(tokenizer: Any, tools: Sequence[dict]) -> str | None:
 
 
 def _around_arguments(tokenizer: Any, name: str) -> tuple[str, str] | None:
-    """Terms before and after the arguments of a call; None = they are not JSON."""
+    """Terms before and after the arguments of a call; None = they are not JSON.
+
+    Raises:
+        UserError: the model cannot write the name.
+    """
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     mark = partial(_mark, tokenizer)
     if is_harmony(tokenizer):
+        if not RECIPIENT.fullmatch(f"to=functions.{name}"):
+            raise UserError(f"no name of a function in a header of Harmony: {name!r}")
         header = f"{mark('<|channel|>')} {_text(f'commentary to=functions.{name} ')}"
         body = f"{mark('<|constrain|>')} {_text('json')} {mark('<|message|>')}"
         return f"{mark('<|start|>')} {_text('assistant')} {header} {body}", ""

@@ -71,6 +71,7 @@ class CalibrationData:
         if not sources and not context.data.train:
             sources = [DEFAULT_DATASET]
         self._rows = _splits(sources, context) if sources else context.rows
+        self._too_short: dict[str, TooFewTokens] = {}
 
     def train_sequences(self, tokens: int) -> CalibrationBatch:
         """Sequences of this many tokens, or all that there are.
@@ -78,26 +79,25 @@ class CalibrationData:
         Raises:
             TooFewTokens: no dataset fills one sequence.
         """
-        skipped = self._num_eval_sequences if self.holds_out else 0
-        sequences = self._train_sequences(
-            tokens + skipped * self.calibration.max_seq_length
-        )
-        sequences, names = sequences[skipped:], ", ".join(self._rows.train.sources)
-        self.context.logger.info(f"calibrating on {sequences.size:,} tokens of {names}")
-        return sequences
+        batches = self._by_dataset(tokens, self._held_out)
+        parts = ", ".join(f"{b.size:,} tokens of {name}" for name, b in batches.items())
+        self.context.logger.info(f"calibrating on {parts}")
+        for name, error in self._too_short.items():
+            self.context.logger.warning(f"not calibrating on {name}: {error.message}")
+        return CalibrationBatch.in_turn([*batches.values()])
 
     @cached_property
     def eval_sequences(self) -> CalibrationBatch:
-        """Sequences of the validation examples, or of the dataset without them.
+        """Sequences of the validation examples, or of the datasets without them.
 
         Raises:
             TooFewTokens: there are not enough for one sequence.
         """
-        count, tokens = self._num_eval_sequences, self.calibration.num_eval_tokens
-        if count == 0:
-            sequences = self._sequences(self._eval_rows, tokens)
+        if self._held_out:
+            sequences = CalibrationBatch.in_turn([*self._held_out.values()])
         else:
-            sequences = self._train_sequences(tokens)[:count]
+            tokens = self.calibration.num_eval_tokens
+            sequences = self._sequences(self._eval_rows, tokens)
         self.context.logger.info(f"evaluating on {sequences.size:,} held-out tokens")
         return sequences
 
@@ -107,41 +107,56 @@ class CalibrationData:
         return self.context.rows.valid if data.valid or data.train else []
 
     @cached_property
-    def _num_eval_sequences(self) -> int:
-        """Sequences of the datasets to hold out; 0 if there are validation examples."""
+    def _held_out(self) -> dict[str, CalibrationBatch]:
+        """The first sequences of each dataset, for evaluation; none if there are
+        validation examples, or no evaluation."""
+        if not self.holds_out:
+            return {}
         try:
             self._sequences(self._eval_rows, self.calibration.max_seq_length)
+            return {}
         except TooFewTokens:
             tokens = self.calibration.num_eval_tokens
-            sequences = self._train_sequences(4 * tokens)
-            if len(sequences) < 2:
+            batches = self._by_dataset(4 * tokens, {})
+            share = -(-tokens // len(batches))
+            held_out = {
+                name: batch[: max(1, len(batch) // 4)].first(share)
+                for name, batch in batches.items()
+                if len(batch) > 1
+            }
+            if not held_out:
                 raise
-            count = tokens * len(sequences) // sequences.size
-            return max(1, min(count, len(sequences) // 4))
-        return 0
+            return held_out
 
-    def _train_sequences(self, tokens: int) -> CalibrationBatch:
-        """Sequences of the datasets in turn, without validation examples.
+    def _by_dataset(
+        self, tokens: int, held_out: dict[str, CalibrationBatch]
+    ) -> dict[str, CalibrationBatch]:
+        """Sequences of each dataset, without validation examples.
 
         Every dataset has the same share of the tokens, however long its examples are.
+
+        Args:
+            held_out: the first sequences of datasets, which are left out.
 
         Raises:
             TooFewTokens: no dataset fills one sequence.
         """
-        held_out = {row.as_text() for row in self._eval_rows} if self.holds_out else ()
-        train, batches, errors = self._rows.train, [], {}
-        share = -(-tokens // len(train.sources))
-        for name in train.sources:
-            rows = (r for r in train.records(name) if r.as_text() not in held_out)
+        texts = {row.as_text() for row in self._eval_rows} if self.holds_out else ()
+        train, batches = self._rows.train, {}
+        # A dataset that is named twice has the same sequences twice.
+        names = dict.fromkeys(train.sources)
+        share = -(-tokens // len(names))
+        for name in names:
+            rows = (r for r in train.records(name) if r.as_text() not in texts)
+            skipped = len(held_out.get(name, ()))
+            wanted = share + skipped * self.calibration.max_seq_length
             try:
-                batches.append(self._sequences(rows, share))
+                batches[name] = self._sequences(rows, wanted)[skipped:].first(share)
             except TooFewTokens as error:
-                errors[name] = error
+                self._too_short.setdefault(name, error)
         if not batches:
-            raise next(iter(errors.values()))
-        for name, error in errors.items():
-            self.context.logger.warning(f"not calibrating on {name}: {error.message}")
-        return CalibrationBatch.in_turn(batches)
+            raise next(iter(self._too_short.values()))
+        return batches
 
     def _sequences(self, rows: Iterable[DataRecord], tokens: int) -> CalibrationBatch:
         length, seed = self.calibration.max_seq_length, self.context.seed

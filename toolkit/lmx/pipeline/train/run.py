@@ -1,8 +1,11 @@
 """One training of a train stage: its parts, and the checkpoints it writes."""
 
+import gc
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain, count, islice
 from pathlib import Path
 
 import mlx.core as mx
@@ -45,7 +48,7 @@ MIN_CHANGED_CODES = 1e-5
 # Share of the gain in validation loss that fusing may lose, and what is never a loss.
 MAX_LOST_GAIN, MIN_LOST = 0.05, 1e-3
 # Batches whose mean size is that of a training.
-TIMED_BATCHES = 16
+SIZED_BATCHES = 16
 # Tokens of an answer to a sample prompt.
 SAMPLE_TOKENS = 48
 
@@ -61,6 +64,14 @@ def choose_objective(
     if config.loss:
         return PreferenceObjective(config, context, model)
     return Objective(config, context, model)
+
+
+def first_batches(
+    batches: Callable[[int], Batch], indices: Callable[[int], range]
+) -> list[Batch]:
+    """Some batches of a training, whose steps may have different numbers of them."""
+    numbers = chain.from_iterable(map(indices, count()))
+    return [*map(batches, islice(numbers, SIZED_BATCHES))]
 
 
 class TrainRun:
@@ -101,7 +112,10 @@ class TrainRun:
             return config.model_copy(update={"budget": None, "steps": steps})
 
         def measure() -> float:
-            context.logger.info(f"timing {TIMED_STEPS} steps, for {config.budget}")
+            context.logger.info(
+                f"timing {TIMED_STEPS} steps before the training, to know how many fit "
+                f"into {config.budget}"
+            )
             steps = UNTIMED_STEPS + TIMED_STEPS
             trainer = cls(of_steps(steps), context).trainer
 
@@ -111,6 +125,8 @@ class TrainRun:
             return seconds_per_step(trainer.step, [batches])
 
         steps = steps_within(seconds, measure, context.artifacts)
+        # A training and its trainer refer to each other, and have weights and moments.
+        gc.collect()
         context.logger.info(f"{steps:,} steps fit into {config.budget}")
         return cls(of_steps(steps), context)
 
@@ -151,7 +167,7 @@ class TrainRun:
             return
         if "model_file" in self.loaded.config:  # Its shape is known to its own code.
             return
-        batches = [self.trainer.batches(index) for index in range(TIMED_BATCHES)]
+        batches = first_batches(self.trainer.batches, self.trainer.indices)
         sizes = [batch.tokens.size for batch in batches]
         longest = max(batch.tokens.shape[1] for batch in batches)
         shape = ModelShape.of_folder(self.initial, self.loaded.config)
@@ -309,7 +325,8 @@ class TrainRun:
         valid = validation_batches(config, context, loaded, encode=encode)
         tokens, per_epoch = 0.0, examples.steps_per_epoch
         if config.budget:
-            sizes = [examples(index).tokens.size for index in range(TIMED_BATCHES)]
+            first = first_batches(examples, examples.indices)
+            sizes = [batch.tokens.size for batch in first]
             tokens = sum(sizes) / len(sizes) * examples.per_epoch / per_epoch
         steps = config.num_steps(per_epoch, tokens)
         require_steps(config.qat, steps)

@@ -1,5 +1,6 @@
 """The train stage: full fine-tuning or adapters, with or without fake quantization."""
 
+import gc
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -179,6 +180,7 @@ class TrainStage(Stage):
         steps = training.trainer.config.steps
         # The baseline needs the memory of this training's weights and moments.
         del training
+        gc.collect()
         baseline.train(steps)
         return baseline.compare(artifact, selection, eval_batches)
 
