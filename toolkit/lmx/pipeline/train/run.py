@@ -113,8 +113,7 @@ class TrainRun:
 
         def measure() -> float:
             context.logger.info(
-                f"timing {TIMED_STEPS} steps before the training, to know how many fit "
-                f"into {config.budget}"
+                f"a training of a few steps, to know how many fit into {config.budget}"
             )
             steps = UNTIMED_STEPS + TIMED_STEPS
             trainer = cls(of_steps(steps), context).trainer
@@ -122,7 +121,8 @@ class TrainRun:
             def batches(step: int) -> list[Batch]:
                 return [trainer.batches(index) for index in trainer.indices(step)]
 
-            return seconds_per_step(trainer.step, [batches])
+            with context.logger.activity(f"timing {TIMED_STEPS} steps"):
+                return seconds_per_step(trainer.step, [batches])
 
         steps = steps_within(seconds, measure, context.artifacts)
         # A training and its trainer refer to each other, and have weights and moments.
