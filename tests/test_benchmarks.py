@@ -96,6 +96,12 @@ PRINTED = {
         "--effort fast --repeats 1",
         [r"2 processes are [\d.]+ times as fast as one", "0 of [0-9,]+ codes differ"],
     ),
+    "calibration_sources.py": (
+        "--model {0}/model --folder {0}/runs --bits 4 --cases all:256 --seq-length 64 "
+        "--texts prose={0}/text.txt:{0}/text.txt "
+        "answers={0}/train.jsonl:{0}/test.jsonl",
+        [r"\| 4 \| all \| 256 \| [\d.]+ ± [\d.]+ \| [\d.]+ ± "],
+    ),
     "kv_cache.py": (
         "--model {0}/model --text prose={0}/text.txt --bits 4 --length 32",
         [r"\| 4 \| mlx-lm \|", r"\| 4 \| lmx \|"],

@@ -94,7 +94,7 @@ def _record(
         "group_size": GROUP_SIZE,
         "calibration": {
             "dataset": sources,
-            "num_tokens": tokens,
+            "num_tokens": tokens * len(sources),
             "max_seq_length": arguments.seq_length,
         },
     }
