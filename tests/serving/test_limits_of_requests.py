@@ -218,7 +218,7 @@ def test_clients_that_only_send_and_leave_do_not_fill_the_server(start):
             end[0] = True
     assert not any(future.exception() for future in floods)
     # Those that wait, in each step from a connection to its end.
-    assert max(most) < 1024
+    assert max(most) < 512
 
 
 def test_clients_that_do_not_read_are_closed(start, monkeypatch):

@@ -185,10 +185,7 @@ class TrainDataset:
     def records(self, source: str) -> Iterator[DataRecord]:
         """The records of one of the sources."""
         held = self._held() if self._held else {}
-        return self._records(source, held.get(source))
-
-    def _records(self, source: str, split: EvalSplit | None) -> Iterator[DataRecord]:
-        records = self._read(source)
+        split, records = held.get(source), self._read(source)
         yield from split.remaining(records, self._seed) if split else records
         self._stats[source] = records.stats
 

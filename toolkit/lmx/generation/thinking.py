@@ -32,7 +32,7 @@ class Thinking:
         required: an answer has to begin with it.
         calls: tokens that may end the completion inside it, by a call.
         limited: tokens that begin the part that the budget is of, which comes once:
-            calls follow it, and are not cut. None = all of it.
+            calls follow it, and are not cut; none = all of it.
     """
 
     end: tuple[int, ...]
@@ -244,11 +244,8 @@ class ThinkingMatcher:
                 return _Place("spaces")
             count = place.count + 1
             if thinking.limited and place.count < (thinking.budget or 0):
-                begins_other = thinking.limited[place.count : count] not in (
-                    (),
-                    (token,),
-                )
-                if begins_other or token == thinking.closing[0]:
+                expected = thinking.limited[place.count : count]
+                if token == thinking.closing[0] or expected not in ((), (token,)):
                     # What the budget is of has ended by itself, or does not come.
                     count = thinking.budget + len(thinking.closing)
             return replace(place, count=count, last=last)
