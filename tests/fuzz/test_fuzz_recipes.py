@@ -149,7 +149,7 @@ def test_numbers_of_every_key(num_cases, fuzz_random, tmp_path, monkeypatch):
                 valid += 1
                 [stage] = load(path, arguments).recipe.stages
                 if kind == "train":
-                    assert stage.config.num_steps(10**6) > 0
+                    assert stage.config.num_steps(10**6, 1.0) > 0
                 elif kind == "draft":
                     assert stage.config.num_steps != 0
                 elif kind == "quantize" and stage.config.mixed_precision:
