@@ -180,6 +180,27 @@ def test_training_without_updates_keeps_the_codes(
         assert mx.abs(logits - coded).max().item() < 0.05
 
 
+def test_a_teacher_alone_trains_scales_and_few_codes(tmp_path, base):
+    """Positions in place of weights, without weight decay."""
+    train = LSQ | {"teacher": {}, "learning_rate": 1e-3, "weight_decay": 0.5}
+    frozen = {"train": FROZEN | LSQ | {"teacher": {}}}
+    stages = {"quantize": GPTQ}, frozen, {"train": TRAIN | train}
+    run = Run(tmp_path, *stages, {"evaluate": METRICS_ONLY}, model=base)
+    assert run() == 0
+    codes, unchanged, after = (tensors(stage(run, number)) for number in (1, 2, 3))
+    assert_same_tensors(codes, unchanged)
+    path = "model.layers.0.mlp.up_proj"
+    moved = mx.abs(after[f"{path}.scales"] / codes[f"{path}.scales"] - 1)
+    assert 0.001 < moved.mean().item() < 0.5
+    facts = run.json("report.json")["training"]
+    assert facts["changed_codes"] < 0.02 * facts["codes"]
+    improvement = facts["improvement"]
+    assert improvement["in_training"] > 0
+    assert improvement["in_training"] == pytest.approx(
+        improvement["exported"], abs=2e-3
+    )
+
+
 def test_ternary_model_from_scratch_continues_from_its_codes(tmp_path):
     """Its second training has the same weights, and mlx-lm serves them."""
     ternary = {"qat": GRID | {"quantizer": "ternary", "overrides": NO_EMBEDDING}}

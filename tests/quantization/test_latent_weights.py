@@ -6,7 +6,11 @@ import pytest
 from lmx.config.quant_spec import QuantSpec
 from lmx.quantization.bit_packing import unpack_codes
 from lmx.quantization.packing import dequantize, pack
-from lmx.quantization.qat.quantizers import FixedScaleQuantizer, LSQQuantizer
+from lmx.quantization.qat.quantizers import (
+    FixedScaleQuantizer,
+    LSQQuantizer,
+    PositionQuantizer,
+)
 from quantization_samples import normal
 
 GROUP = 64
@@ -123,3 +127,69 @@ def test_latent_weights_start_at_the_level_where_float32_cannot_resolve_steps(sc
     packed = {"weight": codes, "scales": scales, "biases": biases}
     weight = quantizer.latent_within_cell(packed, KEY)
     assert mx.array_equal(weight, mx.ones_like(weight))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_positions_begin_at_the_codes_and_have_the_gradients_of_the_levels(bits, dtype):
+    quantizer, packed, _ = packed_layer(PositionQuantizer, bits, dtype)
+    codes = unpack_codes(packed["weight"], bits).astype(mx.float32)
+    qparams = quantizer.init_from_codes(packed)
+    stored = quantizer.pack(codes, qparams)
+    assert all(mx.array_equal(stored[name], packed[name]) for name in packed)
+    exact = quantizer.fake_quantize(codes, qparams)
+    assert mx.array_equal(exact, dequantize(packed, quantizer._spec, dtype))
+
+    slopes, top = normal(*codes.shape), 2**bits - 1
+    gradients = mx.grad(
+        lambda w, q: (slopes * quantizer.fake_quantize(w, q)).sum(), argnums=(0, 1)
+    )(codes, qparams)
+    scales = packed["scales"].astype(mx.float32)[..., None]
+    grouped, codes = (x.reshape(len(codes), -1, GROUP) for x in (slopes, codes))
+    factor = 1 / np.sqrt(GROUP * top)
+    expected = {
+        "weight": (grouped * scales).reshape(slopes.shape),
+        # The scale moves about the middle of the codes.
+        "spreads": factor * (grouped * (codes - top / 2)).sum(axis=-1).reshape(-1),
+        "shifts": factor * grouped.sum(axis=-1).reshape(-1),
+    }
+    found = {"weight": gradients[0]} | gradients[1]
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-4 * top)
+
+
+def test_weights_on_their_levels_give_a_scale_no_gradient_unless_they_are_positions():
+    """Why training from codes has positions."""
+    found = {}
+    for quantizer_class in (LSQQuantizer, PositionQuantizer):
+        quantizer, packed, levels = packed_layer(quantizer_class, 2, mx.float32)
+        codes = unpack_codes(packed["weight"], 2).astype(mx.float32)
+        weight = codes if quantizer_class is PositionQuantizer else levels
+        qparams = quantizer.init_from_codes(packed)
+        gradients = mx.grad(
+            lambda q, f=quantizer, w=weight: (f.fake_quantize(w, q) ** 2).sum()
+        )
+        [scales, *_] = gradients(qparams).values()
+        found[quantizer_class] = mx.abs(scales).mean().item()
+    # Rounding leaves some weights just outside of the range.
+    assert found[LSQQuantizer] < 0.2 * found[PositionQuantizer]
+
+
+def test_positions_reach_other_codes_and_scales_spread_about_the_middle():
+    quantizer, packed, _ = packed_layer(PositionQuantizer, 2, mx.float32)
+    codes = unpack_codes(packed["weight"], 2).astype(mx.float32)
+    start = quantizer.init_from_codes(packed)
+    for moved, changes in ((0.49, False), (0.51, True), (9.0, True)):
+        after = unpack_codes(quantizer.pack(codes + moved, start)["weight"], 2)
+        expected = mx.minimum(codes + 1, 3) if moved < 1 else mx.full(codes.shape, 3.0)
+        assert mx.array_equal(after, expected if changes else codes)
+    wide = start | {"spreads": packed["scales"].reshape(-1)}
+    grouped = [
+        np.array(quantizer.fake_quantize(mx.full(codes.shape, code), qparams))
+        for qparams in (start, wide)
+        for code in (0.0, 3.0)
+    ]
+    low, high, wide_low, wide_high = grouped
+    np.testing.assert_allclose(low + high, wide_low + wide_high, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(wide_high - wide_low, 2 * (high - low), rtol=1e-4)

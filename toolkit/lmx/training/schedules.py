@@ -1,6 +1,7 @@
 """Learning-rate schedules, weight decay and gradient clipping."""
 
 import math
+from collections.abc import Collection
 
 import mlx.core as mx
 
@@ -39,16 +40,26 @@ def learning_rate_at(
 
 
 def decay_weights(
-    parameters: dict[str, mx.array], learning_rate: mx.array, weight_decay: float
+    parameters: dict[str, mx.array],
+    learning_rate: mx.array,
+    weight_decay: float,
+    *,
+    undecayed: Collection[str] = (),
 ) -> dict[str, mx.array]:
     """Decoupled weight decay (AdamW, arXiv 1711.05101) of matrices only.
 
     Vectors (norms, biases) are scales and offsets, which have no reason to be small.
+
+    Args:
+        undecayed: names of matrices without decay.
     """
     if not weight_decay:
         return parameters
     factor = 1 - learning_rate * weight_decay
-    return {k: v * factor if v.ndim > 1 else v for k, v in parameters.items()}
+    return {
+        name: value * factor if value.ndim > 1 and name not in undecayed else value
+        for name, value in parameters.items()
+    }
 
 
 def clip_grad_norm(

@@ -10,6 +10,7 @@ from ...config.train import TrainConfig
 from ...errors import UserError
 from ...models.loader import LoadedModel
 from ...models.quantized_layers import has_quantized_inputs
+from ...quantization.bit_packing import unpack_codes
 from ...quantization.packing import PackedLayers, dequantized_model, layer_specs
 from ...quantization.qat.quantizers import make_quantizer
 from ...quantization.target_layers import QuantizationPlan, select_layers
@@ -25,12 +26,15 @@ class QATModel:
         selection: the layers that have a fake quantizer.
         qat: how they are quantized; None = not at all.
         packed: the codes that training begins with; None if the model has none.
+        by_position: the quantized layers' weights are positions, at first the codes;
+            see `PositionQuantizer`.
     """
 
     loaded: LoadedModel
     selection: QuantizationPlan
     qat: QATConfig | None = None
     packed: PackedLayers | None = None
+    by_position: bool = False
 
 
 def prepare(
@@ -47,8 +51,9 @@ def prepare(
     intervals, because the method may have chosen another code than the nearest.
 
     If the only training signal is the model before quantization, and scales are
-    trained, they begin at the dequantized values instead. For many steps no code
-    changes then, which preserves error compensation.
+    trained, positions between the codes are trained in place of weights. They begin at
+    the codes. A code changes only after many updates in one direction, which preserves
+    error compensation.
 
     Args:
         seed: of the random places.
@@ -112,18 +117,20 @@ def _from_codes(
     )
     dequantized, packed = dequantized_model(loaded, mx.float32)
     logger.info(f"training continues from the codes of {len(packed)} layers")
-    model = QATModel(dequantized, selection, qat, packed)
-    # With fixed scales, nothing would change from there.
-    if not (config.is_self_distillation and qat.quantizer == "lsq"):
-        # Inside the same codes.
-        key, modules = mx.random.key(seed), dict(dequantized.model.named_modules())
-        for path, codes in packed.items():
+    is_lsq = qat.quantizer == "lsq" and not config.adapter
+    by_position = config.is_self_distillation and is_lsq
+    key, modules = mx.random.key(seed), dict(dequantized.model.named_modules())
+    for path, codes in packed.items():
+        if by_position:
+            weight = unpack_codes(codes["weight"], specs[path].bits).astype(mx.float32)
+        else:
+            # Inside the same codes.
             key, layer_key = mx.random.split(key)
             quantizer = make_quantizer(qat, specs[path], dequantized.dtype)
             weight = quantizer.latent_within_cell(codes, layer_key)
-            mx.eval(weight)
-            modules[path].weight = weight
-    return model
+        mx.eval(weight)
+        modules[path].weight = weight
+    return QATModel(dequantized, selection, qat, packed, by_position)
 
 
 def _require_same_specs(

@@ -385,7 +385,12 @@ class TrainRun:
         self.fake_quant = None
         if specs := self.selection.specs:
             self.fake_quant = FakeQuant(
-                network, specs, self.loaded.dtype, model.qat, model.packed
+                network,
+                specs,
+                self.loaded.dtype,
+                model.qat,
+                model.packed,
+                by_position=model.by_position,
             )
         lr_multipliers = {}
         if config.adapter:

@@ -18,10 +18,12 @@ from ...models.lora.lora_model import adapted_layers
 from ...models.quantized_layers import fake_quantize_inputs
 from ..bit_packing import unpack_codes
 from ..packing import PackedLayers, dequantize
-from .quantizers import make_quantizer
+from .quantizers import PositionQuantizer, make_quantizer
 
 # Learning rate of scales and biases, relative to that of weights.
 SCALE_LR_MULTIPLIER = 0.1
+# Names of quantization parameters of all quantizers.
+QPARAMS = ("scales", "biases", "spreads", "shifts")
 
 
 class FakeQuant(WeightTransform):
@@ -35,6 +37,8 @@ class FakeQuant(WeightTransform):
         dtype: the type in which the export stores scales.
         packed: initial codes, scales and biases, by path and name; the model's weights
             are then their float32 values.
+        by_position: the weights that are trained by `lsq` are positions, at first the
+            codes of `packed`; see `PositionQuantizer`.
 
     Attributes:
         qparams: initial scales and biases to train, float32 vectors, by path and name.
@@ -47,13 +51,15 @@ class FakeQuant(WeightTransform):
         dtype: mx.Dtype,
         config: QATConfig | None = None,
         packed: PackedLayers | None = None,
+        *,
+        by_position: bool = False,
     ):
         self.dtype = dtype
         self.config = config or QATConfig()
         self._adapted = adapted_layers(model)
         self._specs = specs
         self._quantizers = {
-            path: make_quantizer(self.config, spec, dtype)
+            path: make_quantizer(self.config, spec, dtype, by_position=by_position)
             for path, spec in specs.items()
         }
         self._has_begun = not self.config.fake_quant_after_n_steps
@@ -81,6 +87,12 @@ class FakeQuant(WeightTransform):
                 layer.weight = dequantize(codes, specs[path], dtype)
                 self._frozen |= _with_path(path, codes)
                 mx.eval(self._frozen, layer.weight)
+        self._by_position = [
+            path
+            for path in self._trained
+            if isinstance(self._quantizers[path], PositionQuantizer)
+        ]
+        self.undecayed = {f"{path}.weight" for path in self._by_position}
         self.derived_weights = self._unfreeze_derived(modules)
         self._quantized_inputs = []
         if self.config.quantize_activations:
@@ -90,7 +102,10 @@ class FakeQuant(WeightTransform):
 
     def lr_multipliers(self) -> dict[str, float]:
         """Learning-rate multipliers other than 1, by parameter."""
-        return dict.fromkeys(self.qparams, SCALE_LR_MULTIPLIER)
+        multipliers = dict.fromkeys(self.qparams, SCALE_LR_MULTIPLIER)
+        for path in self._by_position:
+            multipliers |= _with_path(path, self._quantizers[path].lr_multipliers())
+        return multipliers
 
     def on_step(self, step: int, parameters: dict[str, mx.array]) -> bool:
         """Begin fake quantization where a step, counted from 0, is the first with it.
@@ -194,7 +209,7 @@ class FakeQuant(WeightTransform):
     def _qparams(
         self, path: str, parameters: dict[str, mx.array]
     ) -> dict[str, mx.array]:
-        paths = {name: f"{path}.{name}" for name in ("scales", "biases")}
+        paths = {name: f"{path}.{name}" for name in QPARAMS}
         return {k: parameters[v] for k, v in paths.items() if v in self.qparams}
 
     def _merged(self, path: str, parameters: dict[str, mx.array]) -> mx.array:

@@ -25,6 +25,9 @@ CHUNK_WEIGHTS = 1 << 24
 # Rounding of a position in float32, relative to the largest number it is computed from,
 # with a reserve for the inexact divisions of GPUs.
 POSITION_ERROR = 2.0**-20
+# Learning rates of `PositionQuantizer` relative to that of other parameters: of scales,
+# in mean scales, and of weights, in steps.
+SCALE_RATE, POSITION_RATE = 5.0, 5.0
 # Iterations for the initial scales of ternary weights.
 TERNARY_ITERS = 4
 
@@ -225,12 +228,10 @@ class LSQQuantizer:
         return self._pack(weight, *self._grid(qparams))
 
     def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
-        """The nearest levels [..., K], float32, with the gradients of LSQ with an
-        offset.
+        """The nearest levels [..., K], float32.
 
-        With t = (w - bias) / scale (arXiv 1902.08153, 2004.09576): within the range dw
-        is g, d scale sums g (code - t); beyond it dw is 0, d scale sums g code and
-        d bias sums g. Those sums are scaled by 1 / sqrt(group size * largest code).
+        The gradients of scale and bias are scaled by 1 / sqrt(group size * largest
+        code), as in LSQ.
         """
 
         @mx.custom_function
@@ -241,14 +242,11 @@ class LSQQuantizer:
         @forward.vjp
         def backward(primals, cotangent, _):
             positions = self._positions(*primals)
-            codes = self._nearest_codes(positions)
             g = cotangent.reshape(positions.shape)
-            margin = self.CLIP_MARGIN
-            inside = (positions >= -margin) & (positions <= self._top + margin)
+            gradients = self._gradients(g, positions, primals[1])
+            d_weight, d_scale, d_bias = gradients
+            d_weight = d_weight.reshape(cotangent.shape)
             factor = 1 / math.sqrt(self._spec.group_size * self._top)
-            d_scale = (g * mx.where(inside, codes - positions, codes)).sum(axis=-1)
-            d_bias = mx.where(inside, 0.0, g).sum(axis=-1)
-            d_weight = mx.where(inside, g, 0.0).reshape(cotangent.shape)
             return d_weight, factor * d_scale, factor * d_bias
 
         return forward(weight.astype(mx.float32), *self._grid(qparams))
@@ -281,6 +279,19 @@ class LSQQuantizer:
         same = self._nearest_codes(self._positions(weight, scales, biases)) == codes
         weight = mx.where(same & (low < high), weight, levels.reshape(weight.shape))
         return weight.reshape(levels.shape)
+
+    def _gradients(self, g, positions, scales) -> tuple[mx.array, mx.array, mx.array]:
+        """The gradients of weights [M, group size], scales [M] and biases [M].
+
+        With t = (w - bias) / scale (arXiv 1902.08153, 2004.09576): within the range dw
+        is g, d scale sums g (code - t); beyond it dw is 0, d scale sums g code and
+        d bias sums g.
+        """
+        codes, margin = self._nearest_codes(positions), self.CLIP_MARGIN
+        inside = (positions >= -margin) & (positions <= self._top + margin)
+        d_scale = (g * mx.where(inside, codes - positions, codes)).sum(axis=-1)
+        d_bias = mx.where(inside, 0.0, g).sum(axis=-1)
+        return mx.where(inside, g, 0.0), d_scale, d_bias
 
     def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
         """Scales and biases of the grid."""
@@ -330,6 +341,50 @@ class FixedScaleQuantizer(LSQQuantizer):
 
     def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
         return super()._grid(self._fixed)
+
+
+class PositionQuantizer(LSQQuantizer):
+    """LSQ that continues from codes, with weights that are positions between codes.
+
+    A quantized weight is scale * round(position) + bias, so scale and bias have the
+    gradients of E2E-QP (EfficientQAT, arXiv 2407.11062), and no code changes with them.
+    In LSQ, a weight on its level gives them no gradient, and elsewhere moves to other
+    codes when they change.
+
+    What is trained are changes of the stored grid: `spreads` are added to the scales,
+    about the middle of the codes, and `shifts` to the middle. A position beyond the
+    last code has a gradient, so that it can return.
+    """
+
+    def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
+        """No changes of the scales and biases that a checkpoint stores."""
+        self._start = super().init_from_codes(packed)
+        mx.eval(self._start)
+        shape = self._start["scales"].shape
+        return {"spreads": mx.zeros(shape), "shifts": mx.zeros(shape)}
+
+    def lr_multipliers(self) -> dict[str, float]:
+        """Learning-rate multipliers of weights and quantization parameters.
+
+        Updates are relative to the mean scale, so that a learning rate has the same
+        meaning for all bits. The outermost levels of a group move twice as fast as its
+        middle.
+        """
+        unit = SCALE_RATE * mx.abs(self._start["scales"]).mean().item()
+        spreads = 4 / self._top * unit
+        return {"weight": POSITION_RATE, "spreads": spreads, "shifts": unit}
+
+    def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
+        spreads, start = qparams["spreads"], self._start
+        shifts = qparams["shifts"] - self._top / 2 * spreads
+        return start["scales"] + spreads, start["biases"] + shifts
+
+    def _positions(self, weight, scales, biases) -> mx.array:
+        return weight.reshape(-1, self._spec.group_size)
+
+    def _gradients(self, g, positions, scales):
+        codes = self._nearest_codes(positions)
+        return g * scales[:, None], (g * codes).sum(axis=-1), g.sum(axis=-1)
 
 
 class TernaryQuantizer(LSQQuantizer):
@@ -385,11 +440,16 @@ QUANTIZERS = {
 FLOAT_QUANTIZERS = {"minmax": MinMaxQuantizer, "fixed_scale": FixedBlockScaleQuantizer}
 
 
-def make_quantizer(config: QATConfig, spec: QuantSpec, dtype: mx.Dtype):
+def make_quantizer(
+    config: QATConfig, spec: QuantSpec, dtype: mx.Dtype, *, by_position: bool = False
+):
     """The quantizer of a layer with this grid.
 
     Args:
         dtype: the type in which the export stores scales.
+        by_position: the weights that are trained are positions, where it has `lsq`.
     """
+    if by_position and config.quantizer_for(spec) == "lsq":
+        return PositionQuantizer(spec, dtype)
     quantizers = FLOAT_QUANTIZERS if spec.mode in FLOAT_MODES else QUANTIZERS
     return quantizers[config.quantizer_for(spec)](spec, dtype)
