@@ -10,6 +10,7 @@ from lmx.interfaces import Logger
 from lmx.models.loader import load
 from lmx.pipeline.context import write_model
 from lmx.pipeline.train.qat import prepare, require_steps
+from lmx.quantization.bit_packing import unpack_codes
 from lmx.quantization.packing import dequantize, dequantized_model, pack
 from lmx.quantization.qat.quantizers import LSQQuantizer
 from lmx.quantization.target_layers import QuantizationPlan
@@ -69,7 +70,9 @@ def initial_weights(mixed_model, seed=0, teacher=None, quantizer="lsq"):
 def test_latent_weights_are_random_by_seed(mixed_model):
     weights, again = initial_weights(mixed_model), initial_weights(mixed_model)
     other_seed = initial_weights(mixed_model, seed=1)
-    code_weights = initial_weights(mixed_model, teacher={})
+    dequantized, _ = dequantized_model(mixed_model, mx.float32)
+    modules = dict(dequantized.model.named_modules())
+    code_weights = {path: modules[path].weight for path in weights}
     for path, weight in weights.items():
         assert mx.array_equal(weight, again[path])
         assert not mx.array_equal(weight, other_seed[path])
@@ -86,13 +89,13 @@ def test_latent_weights_are_random_by_seed(mixed_model):
 
 def test_self_distillation_begins_at_the_codes(mixed_model):
     """Where scales are trained. With fixed scales, nothing would change."""
-    dequantized, _ = dequantized_model(mixed_model, mx.float32)
-    modules = dict(dequantized.model.named_modules())
+    _, packed = dequantized_model(mixed_model, mx.float32)
     lsq = initial_weights(mixed_model, teacher={})
     fixed = initial_weights(mixed_model, teacher={}, quantizer="fixed_scale")
-    for path, weight in lsq.items():
-        assert mx.array_equal(modules[path].weight, weight)
-        assert not mx.array_equal(fixed[path], weight)
+    for path, positions in lsq.items():
+        codes = unpack_codes(packed[path]["weight"], 3 if path == UP else 4)
+        assert mx.array_equal(codes.astype(mx.float32), positions)
+        assert not mx.array_equal(fixed[path], positions)
 
 
 @pytest.mark.parametrize(

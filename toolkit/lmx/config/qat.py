@@ -19,7 +19,9 @@ class QATConfig(QuantizationConfig):
 
     quantizer: Literal["minmax", "lsq", "fixed_scale", "ternary"] | None = None
     """minmax: MLX's scale and bias of the current weights. lsq: trained scales and
-    biases (LSQ, arXiv 1902.08153), which learn at a tenth of learning_rate.
+    biases (LSQ, arXiv 1902.08153), which learn at a tenth of learning_rate; from codes
+    with a teacher alone, scales, biases and positions between the codes, relative to
+    the grid.
     fixed_scale: scales and biases stay as initialized; only codes change. lsq and
     fixed_scale start with the smallest squared rounding error, or continue from a
     quantized model. ternary, with bits: 2, has the weights -s, 0 and s, where s is
