@@ -8,9 +8,12 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .blas import Blas
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 # Relative error of a product. TF32 has 3e-4, float32 less than 1e-6.
 MAX_PRODUCT_ERROR = 1e-5
