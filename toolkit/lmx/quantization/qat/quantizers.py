@@ -306,7 +306,7 @@ class LSQQuantizer:
         CPU: product and sum, each rounded to the dtype of the scales.
 
         Before it is rounded, the product of 16-bit scales is exact. Without packed
-        codes this takes a fifth of the time.
+        codes this takes less than half the time.
         """
         codes = self._nearest_codes(self._positions(weight, scales, biases))
         products = self._rounded(unfused(codes * self._rounded(scales)[:, None]))
