@@ -1,7 +1,8 @@
 """Time a QAT step of every quantizer and a plain step on the same batch.
 
 Both steps alternate in one process, so that other load on the machine affects both. The
-default model is a Llama with random weights.
+default model is a Llama with random weights. With a teacher, both learn from the
+unquantized model in place of the tokens.
 """
 
 import argparse
@@ -13,8 +14,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 import random_llama
 
-BITS = {"minmax": 4, "lsq": 4}
+BITS = {"minmax": 4, "lsq": 4, "fixed_scale": 4, "ternary": 2}
 GROUP_SIZE, RANK, LEARNING_RATE = 64, 16, 1e-4
+CASES = {"full": "full", "lora": f"LoRA rank {RANK}", "teacher": "full, with a teacher"}
 # The first step is traced; the second is the first with warm caches.
 WARMUP_STEPS = 2
 HEADER = """\
@@ -52,14 +54,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each")
-    parser.add_argument("--quantizers", nargs="+", choices=BITS, default=BITS)
-    cases = ("full", "lora")
-    parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
+    parser.add_argument(
+        "--quantizers", nargs="+", choices=BITS, default=["minmax", "lsq"]
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     return parser.parse_args()
 
 
 def _print_case(case: str, arguments: argparse.Namespace) -> None:
-    print(f"\n{'full' if case == 'full' else f'LoRA rank {RANK}'}")
+    print(f"\n{CASES[case]}")
     print(ROW.format(*COLUMNS, "first loss, plain"))
     for name in arguments.quantizers:
         steps = {
@@ -103,10 +106,14 @@ def _step(case: str, quantizer: str | None, arguments: argparse.Namespace):
     import mlx.core as mx
     from lmx.config.lora import LoRAConfig
     from lmx.config.qat import QATConfig
+    from lmx.config.train import TeacherConfig, loss_chunk
+    from lmx.cpu import on_cpu
     from lmx.models.dtypes import set_compute_dtype
     from lmx.models.lora import lora_model
     from lmx.quantization.qat.fake_quant import FakeQuant
     from lmx.quantization.target_layers import select_layers
+    from lmx.training.chunked_loss import ChunkedLossModel
+    from lmx.training.distillation import DistillationLoss, OnlineTeacher
     from lmx.training.optimizers import OptimizerConfig
     from lmx.training.step import TrainStep
 
@@ -123,7 +130,19 @@ def _step(case: str, quantizer: str | None, arguments: argparse.Namespace):
         max_grad_norm=1.0,
         lr_multipliers=fake_quant.lr_multipliers() if fake_quant else {},
     )
-    step = TrainStep(model, optimizer, weight_transform=fake_quant)
+    loss = None
+    if case == "teacher":
+        teacher, _ = _model(arguments)
+        set_compute_dtype(teacher, mx.float32)
+        loss = DistillationLoss(TeacherConfig(), OnlineTeacher(teacher))
+    chunk = loss_chunk(model.args.vocab_size, on_cpu=on_cpu())
+    step = TrainStep(
+        model,
+        optimizer,
+        weight_transform=fake_quant,
+        loss_model=ChunkedLossModel(model, chunk),
+        loss=loss,
+    )
     set_compute_dtype(model, mx.float32)
     return step
 

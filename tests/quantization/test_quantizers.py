@@ -133,6 +133,59 @@ def test_fake_quantize_equals_the_dequantized_pack(quantizer_class, spec, dtype)
     assert not mx.array_equal(value, weight)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_levels_round_as_dequantize_does(bits, dtype, compiled):
+    """Scales of all magnitudes and signs, none, and biases of any size beside them."""
+    spec, groups = QuantSpec(bits=bits, group_size=32), 4096
+    magnitude, sign, size, place = (
+        mx.random.uniform(shape=(groups,), key=mx.random.key(i)) for i in range(4)
+    )
+    scales = 2.0 ** (-24 + 24 * magnitude) * mx.where(sign < 0.5, -1.0, 1.0)
+    scales = mx.where(mx.arange(groups) % 64 == 0, 0.0, scales)
+    biases = -(2**bits) * scales * (2 * place - 0.5) * 2.0 ** mx.round(6 * size - 3)
+    biases = mx.where(mx.arange(groups) % 64 < 4, 0.01, biases)
+    codes = 2**bits * mx.random.uniform(shape=(groups, 32), key=mx.random.key(4)) - 0.5
+    weight = codes * scales[:, None] + biases[:, None]
+    quantizer = LSQQuantizer(spec, dtype)
+    function = quantizer.fake_quantize
+    if compiled:
+        function = mx.compile(function)
+    qparams = {"scales": scales, "biases": biases}
+    value, packed = function(weight, qparams), quantizer.pack(weight, qparams)
+    assert len({*unpack_codes(packed["weight"], bits).flatten().tolist()}) == 2**bits
+    assert mx.array_equal(value, dequantize(packed, spec, dtype).astype(mx.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("quantizer_class", [LSQQuantizer, FixedScaleQuantizer])
+def test_gradients_are_those_of_the_formula_bit_for_bit(quantizer_class, dtype):
+    weight, probe = normal(16, 128), normal(16, 128, seed=1, scale=1.0)
+    quantizer, qparams = moved_quantizer(quantizer_class, TWO_BITS, dtype, weight)
+    values = quantizer.init_from_codes(quantizer.pack(weight, qparams)) or {}
+    scales, biases = quantizer._grid(values)
+    names = list(qparams)
+    weight = 1.3 * weight
+
+    def forward(weight, *values):
+        return quantizer.fake_quantize(weight, dict(zip(names, values, strict=True)))
+
+    primals = [weight, *(values[name] for name in names)]
+    _, gradients = mx.compile(lambda *p: mx.vjp(forward, [*p], [probe]))(*primals)
+    g = probe.reshape(-1, 32)
+    t = (weight.reshape(-1, 32) - biases[:, None]) / scales[:, None]
+    codes, margin = mx.clip(mx.round(t), 0, 3), quantizer.CLIP_MARGIN
+    inside = (t >= -margin) & (t <= 3 + margin)
+    assert 0 < inside.astype(mx.float32).mean().item() < 1
+    d_scale = (g * mx.where(inside, codes - t, codes)).sum(axis=-1)
+    d_bias = mx.where(inside, 0.0, g).sum(axis=-1)
+    expected = {"scales": d_scale / 96**0.5, "biases": d_bias / 96**0.5}
+    assert mx.array_equal(gradients[0].reshape(-1, 32), mx.where(inside, g, 0.0))
+    for name, gradient in zip(names, gradients[1:], strict=True):
+        assert mx.allclose(gradient, expected[name], rtol=1e-6, atol=1e-7)
+
+
 def reference(weight, scales, biases, group, top, margin):
     """Return LSQ levels and gradients of sum(probe * levels) in float64."""
     w = weight.reshape(-1, group)

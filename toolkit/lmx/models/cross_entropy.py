@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from ..cpu import on_cpu
+from ..cpu import on_cpu, unfused
 from ..cpu.fast_exp import exp
 
 
@@ -51,10 +51,7 @@ def _(primals, cotangents, outputs):
     logits, targets, mask = primals
     _, exponentials, total = outputs
     weight = mx.where(mask, cotangents[0], 0.0)[..., None]
-    gradient = exponentials * (weight / total)
-    if on_cpu():
-        # Not fused with what uses it: see `exp_nonpositive`.
-        gradient = mx.contiguous(gradient)
+    gradient = unfused(exponentials * unfused(weight / total))
     targets = targets[..., None]
     at_target = mx.take_along_axis(gradient, targets, axis=-1) - weight
     gradient = mx.put_along_axis(gradient, targets, at_target, axis=-1)
@@ -65,6 +62,4 @@ def exp_nonpositive(x: mx.array) -> mx.array:
     """e^x of float32 values up to zero; on the CPU fast and without a gradient."""
     if not on_cpu():
         return mx.exp(x)
-    # Not fused with what computes `x`: a kernel with broadcast scalars is not
-    # vectorized.
-    return exp(mx.contiguous(x))
+    return exp(unfused(x))

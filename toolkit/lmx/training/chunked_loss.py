@@ -110,8 +110,7 @@ class ChunkedLossModel(LossModel):
             self._set_weights(inputs["weights"])
             return loss(self._split.logits(inputs["hidden"]), *labels)
 
-        total, hidden_grads = mx.array(0.0), []
-        weight_grads = [mx.zeros(w.shape, mx.float32) for w in weights]
+        total, hidden_grads, weight_grads = mx.array(0.0), [], []
         for tokens in self._chunks(len(hidden)):
             # One chunk after the other, or the logits of all chunks would be in memory.
             done = [total, *hidden_grads[-1:], *weight_grads]
@@ -121,8 +120,13 @@ class ChunkedLossModel(LossModel):
             value, gradients = mx.value_and_grad(loss_sum)(inputs, *chunk_labels)
             total = total + value
             hidden_grads.append(gradients["hidden"])
-            pairs = zip(weight_grads, gradients["weights"], strict=True)
-            weight_grads = [a + g.astype(mx.float32) for a, g in pairs]
+            # The sums are transposed, as MLX computes these gradients: a sum of two
+            # layouts is slow.
+            chunk_grads = [g.astype(mx.float32) for g in gradients["weights"]]
+            if weight_grads:
+                pairs = zip(weight_grads, chunk_grads, strict=True)
+                chunk_grads = [a + g for a, g in pairs]
+            weight_grads = chunk_grads
         self._set_weights(weights)
         pairs = zip(weight_grads, weights, strict=True)
         weight_grads = [g.astype(w.dtype) for g, w in pairs]

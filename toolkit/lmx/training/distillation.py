@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config.train import DivergenceName, TeacherConfig
+from ..cpu import unfused
 from ..data.batching import BatchArrays
 from ..models.blockwise import NoTrunkHeadSplit, TrunkHeadSplit
 from ..models.cross_entropy import cross_entropy_sum, exp_nonpositive
@@ -76,10 +77,11 @@ def divergence_sum(
     @loss_sum.vjp
     def _(_, cotangents, outputs):
         _, derivatives, probs, *tail_sums = outputs
-        derivatives = derivatives * mx.where(mask, cotangents[0], 0.0)[..., None]
+        weight = unfused(mx.where(mask, cotangents[0], 0.0)[..., None])
+        derivatives = unfused(derivatives * weight)
         total = derivatives.sum(axis=-1, keepdims=True)
         if indices is None:
-            return derivatives - probs * total
+            return unfused(derivatives - unfused(probs * total))
         others, tail, exp_sum = tail_sums
         scale = derivatives[..., -1] / tail - total[..., 0] / exp_sum
         top_k = (derivatives - probs * total)[..., :-1]
@@ -108,11 +110,13 @@ def student_distribution(
         The distribution and, with `indices`, the exponentials of all other tokens [...,
         V], their sum [...] and the sum over all tokens [...].
     """
-    logits = logits - logits.max(axis=-1, keepdims=True)
+    logits = unfused(logits - logits.max(axis=-1, keepdims=True))
     others = exp_nonpositive(logits)
     if indices is None:
         total = others.sum(axis=-1, keepdims=True)
-        return TopKDistribution(logits - mx.log(total), others / total), ()
+        # Fused, the logarithm would be computed for every token.
+        log_probs = unfused(logits - unfused(mx.log(total)))
+        return TopKDistribution(log_probs, unfused(others / total)), ()
     top_k = mx.take_along_axis(others, indices, axis=-1)
     others = mx.put_along_axis(others, indices, mx.array(0.0), axis=-1)
     tail = mx.maximum(others.sum(axis=-1), MIN_SUM)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
+from ..cpu import unfused
 from ..models.cross_entropy import exp_nonpositive
 from ..models.top_k import top_k_indices
 
@@ -33,26 +33,37 @@ class TeacherTarget(NamedTuple):
 
 def full_targets(logits: mx.array, temperature: float = 1.0) -> TeacherTarget:
     """The target of logits [..., V] with the full vocabulary, in its order."""
-    logits = logits.astype(mx.float32) / temperature
-    return TeacherTarget(None, nn.log_softmax(logits), None)
+    logits, _, total = _normalized(logits, temperature)
+    return TeacherTarget(None, logits - total, None)
 
 
 def compress_targets(
     logits: mx.array, top_k: int, temperature: float = 1.0
 ) -> TeacherTarget:
     """The top-k target of logits [..., V], in float32."""
-    logits = logits.astype(mx.float32) / temperature
+    logits, exponentials, total = _normalized(logits, temperature)
     top_k = min(top_k, logits.shape[-1])
     indices = top_k_indices(logits, top_k)
-    logits = logits - logits.max(axis=-1, keepdims=True)
-    exponentials = exp_nonpositive(logits)
-    total = mx.log(exponentials.sum(axis=-1))
-    log_probs = mx.take_along_axis(logits, indices, axis=-1) - total[..., None]
+    log_probs = mx.take_along_axis(logits, indices, axis=-1) - total
+    total = total.squeeze(-1)
     if top_k == logits.shape[-1]:
         return TeacherTarget(indices, log_probs, mx.full(total.shape, -mx.inf))
     # Summed directly: one minus the sum of the top k is noise if the tail is small.
     others = mx.put_along_axis(exponentials, indices, mx.array(0.0), axis=-1)
     return TeacherTarget(indices, log_probs, mx.log(others.sum(axis=-1)) - total)
+
+
+def _normalized(
+    logits: mx.array, temperature: float
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Logits [..., V] up to zero, their exponentials and the logarithm of the sum
+    [..., 1]."""
+    logits = logits.astype(mx.float32) / temperature
+    logits = unfused(logits - logits.max(axis=-1, keepdims=True))
+    exponentials = exp_nonpositive(logits)
+    # Fused, the logarithm would be computed for every token.
+    total = unfused(mx.log(exponentials.sum(axis=-1, keepdims=True)))
+    return logits, exponentials, total
 
 
 def decompress_targets(

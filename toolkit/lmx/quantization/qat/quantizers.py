@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ...config.qat import QATConfig
 from ...config.quant_spec import FLOAT_MODES, QuantSpec
+from ...cpu import on_cpu, unfused
 from ...errors import UserError
 from ...models import global_scale
 from ...models.float_formats import MODES, straight_through
@@ -236,13 +237,15 @@ class LSQQuantizer:
 
         @mx.custom_function
         def forward(weight, scales, biases):
+            if on_cpu():
+                return self._levels(weight, scales, biases)
             packed = self._pack(weight, scales, biases)
             return dequantize(packed, self._spec, self._dtype).astype(mx.float32)
 
         @forward.vjp
         def backward(primals, cotangent, _):
             positions = self._positions(*primals)
-            g = cotangent.reshape(positions.shape)
+            g = unfused(cotangent.reshape(positions.shape))
             gradients = self._gradients(g, positions, primals[1])
             d_weight, d_scale, d_bias = gradients
             d_weight = d_weight.reshape(cotangent.shape)
@@ -287,11 +290,14 @@ class LSQQuantizer:
         is g, d scale sums g (code - t); beyond it dw is 0, d scale sums g code and
         d bias sums g.
         """
-        codes, margin = self._nearest_codes(positions), self.CLIP_MARGIN
-        inside = (positions >= -margin) & (positions <= self._top + margin)
-        d_scale = (g * mx.where(inside, codes - positions, codes)).sum(axis=-1)
-        d_bias = mx.where(inside, 0.0, g).sum(axis=-1)
-        return mx.where(inside, g, 0.0), d_scale, d_bias
+        codes = self._nearest_codes(positions)
+        limited = self._limited(positions, self.CLIP_MARGIN)
+        # As float32: the CPU has no fast choice by booleans.
+        inside = unfused(mx.where(limited == positions, 1.0, 0.0))
+        d_weight = unfused(g * inside)
+        d_level = unfused(codes - unfused(inside * limited))
+        d_scale = unfused(g * d_level).sum(axis=-1)
+        return d_weight, d_scale, unfused(g - d_weight).sum(axis=-1)
 
     def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
         """Scales and biases of the grid."""
@@ -306,16 +312,37 @@ class LSQQuantizer:
         pair = (v.astype(self._dtype).reshape(shape) for v in (scales, biases))
         return dict(zip(("weight", "scales", "biases"), (codes, *pair), strict=True))
 
+    def _levels(self, weight, scales, biases) -> mx.array:
+        """The nearest levels [..., K], float32, as `mx.dequantize` computes them on the
+        CPU: product and sum, each rounded to the dtype of the scales.
+
+        Before it is rounded, the product of 16-bit scales is exact. Without packed
+        codes this takes less than half the time.
+        """
+        codes = self._nearest_codes(self._positions(weight, scales, biases))
+        products = self._rounded(unfused(codes * self._rounded(scales)[:, None]))
+        levels = self._rounded(unfused(products + self._rounded(biases)[:, None]))
+        return levels.reshape(weight.shape)
+
     def _positions(self, weight, scales, biases) -> mx.array:
-        """(w - bias) / scale by group, [M, group size]."""
+        """(w - bias) / scale by group, [M, group size]; zero where the scale is."""
         groups = weight.astype(mx.float32).reshape(-1, self._spec.group_size)
-        scales, biases = (
-            v.astype(self._dtype).astype(mx.float32)[:, None] for v in (scales, biases)
-        )
-        return mx.where(scales == 0, 0.0, (groups - biases) / scales)
+        scales, biases = (self._rounded(v)[:, None] for v in (scales, biases))
+        steps = unfused(mx.where(scales == 0, mx.inf, scales))
+        return unfused(unfused(groups - biases) / steps)
 
     def _nearest_codes(self, positions: mx.array) -> mx.array:
-        return mx.clip(mx.round(positions), 0, self._top)
+        return unfused(mx.round(self._limited(positions)))
+
+    def _limited(self, positions: mx.array, margin: float = 0.0) -> mx.array:
+        """Positions, moved to at most `margin` beyond the outermost levels."""
+        low, high = 0.0 - margin, self._top + margin
+        positions = mx.where(positions < low, low, positions)
+        return unfused(mx.where(positions > high, high, positions))
+
+    def _rounded(self, values: mx.array) -> mx.array:
+        """Float32 values that the dtype of a checkpoint has."""
+        return unfused(values.astype(self._dtype).astype(mx.float32))
 
 
 class FixedScaleQuantizer(LSQQuantizer):
@@ -383,8 +410,8 @@ class PositionQuantizer(LSQQuantizer):
         return weight.reshape(-1, self._spec.group_size)
 
     def _gradients(self, g, positions, scales):
-        codes = self._nearest_codes(positions)
-        return g * scales[:, None], (g * codes).sum(axis=-1), g.sum(axis=-1)
+        d_scale = unfused(g * self._nearest_codes(positions)).sum(axis=-1)
+        return unfused(g * scales[:, None]), d_scale, g.sum(axis=-1)
 
 
 class TernaryQuantizer(LSQQuantizer):
