@@ -105,6 +105,9 @@ def measuring_work(
 ) -> Work:
     """The forward passes beside the steps: validations, and measured models.
 
+    An operation of these takes as long as one of a step, not as one of the plain passes
+    that rates are measured with.
+
     Args:
         tokens: of a validation.
     """
@@ -118,7 +121,7 @@ def measuring_work(
     passes = config.num_trainings * (evaluations * with_teacher + measured)
     passes += 6 * baseline
     active, _ = shape.per_token
-    return Work(forward=2 * active * passes * tokens)
+    return Work(trained=2 * active * passes * tokens)
 
 
 def _trained(shape: ModelShape, config: TrainConfig, kept: int) -> tuple[int, int]:

@@ -123,6 +123,8 @@ class TrainStage(Stage):
         return self.config.qat
 
     def estimate(self, workload: Workload, current: ModelShape) -> Estimate:
+        from ..budget import TIMED_STEPS, UNTIMED_STEPS
+
         config, shape = self.config, workload.shape
         dtype = training_dtype(config.compute_dtype, shape.dtype)
         batch = self._batch(workload)
@@ -133,7 +135,9 @@ class TrainStage(Stage):
             tokens = config.eval_batches * batch.mean_tokens
             if workload.valid_tokens is not None:
                 tokens = min(tokens, workload.valid_tokens)
-            work = needs.work * steps
+            is_timed = budget_seconds(config.budget) is not None
+            timed = is_timed * (UNTIMED_STEPS + TIMED_STEPS)
+            work = needs.work * (steps + timed)
             work += measuring_work(current, config, steps, tokens)
         if current.is_quantized:
             # An adapter is fused into dequantized weights, usually of 16 bits.
