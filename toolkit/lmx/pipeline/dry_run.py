@@ -125,7 +125,7 @@ class DryRun:
             elif valid.total and all(
                 _is_local(loaded, s) for s in loaded.recipe.data.valid
             ):
-                per_character = sum(lengths) / _characters(sample.rows)
+                per_character = sum(lengths) / max(1, _characters(sample.rows))
                 valid_tokens = valid.characters * per_character
             self.resources = ResourceCheck(
                 loaded, plan, shape, lengths, share, valid_tokens
