@@ -60,7 +60,8 @@ def small_settings(path: Path) -> list[str]:
             settings.append("drafter={num_layers: 1, num_draft_tokens: 2}")
         if kind == "train":
             settings += [value for key, value in BATCH.items() if key in block]
-            settings += ["steps=2"] if "steps" in block else ["epochs=0.01"]
+            lengths = {"steps": "2", "budget": "2048", "epochs": "0.01"}
+            settings += [f"{key}={n}" for key, n in lengths.items() if key in block]
         if kind == "quantize" and block["method"] == "gptq":
             settings, bits = settings + GPTQ, block.get("bits", 4)
             # One recipe with scale tuning is enough to compile it.

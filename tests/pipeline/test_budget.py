@@ -1,12 +1,15 @@
 """Budgets of train and draft stages, in time or in tokens, in place of steps."""
 
 import re
+import signal
 import weakref
+from itertools import count
 from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+import warm
 from lmx.config.budget import budget_seconds
 from lmx.config.draft import DraftConfig
 from lmx.config.train import TrainConfig
@@ -15,7 +18,7 @@ from lmx.pipeline import budget
 from lmx.pipeline.budget import seconds_per_step, steps_within
 from lmx.pipeline.train.run import TrainRun
 from test_draft_stage import DRAFT, make_run
-from tiny_runs import TRAIN, Run
+from tiny_runs import SIGNAL_AT_CALL, TRAIN, Run
 
 
 class SlowStep:
@@ -49,7 +52,7 @@ def test_steps_fit_into_the_time_and_stay_the_same(tmp_path, monkeypatch):
     model = nn.Linear(2, 2)
     before = model.weight.tolist()
 
-    def count(*seconds, minutes=1.0):
+    def steps_of(*seconds, minutes=1.0):
         parts = [Times(each) for each in seconds]
         store = ArtifactStore(tmp_path, print)
         return steps_within(
@@ -60,13 +63,13 @@ def test_steps_fit_into_the_time_and_stay_the_same(tmp_path, monkeypatch):
         )
 
     # Text of .25 s and completions of .75 s, half of the steps each.
-    first = count(0.25, 0.75)
+    first = steps_of(0.25, 0.75)
     assert first == 120
     assert model.weight.tolist() == before
     # A resumed run measures nothing, another budget does.
-    assert count(0.25, 0.75) == first
-    assert count(0.25, 0.75, minutes=2) == 240
-    assert count(0.25, minutes=1e-6) == 1
+    assert steps_of(0.25, 0.75) == first
+    assert steps_of(0.25, 0.75, minutes=2) == 240
+    assert steps_of(0.25, minutes=1e-6) == 1
 
 
 @pytest.mark.parametrize(
@@ -220,3 +223,39 @@ def test_a_budget_of_tokens(accumulation, base, tmp_path, capsys):
     assert run() == 0
     progress = [r for r in run.records() if r["kind"] == "train"][-1]
     assert progress["step"] == planned
+
+
+# A program whose timed steps take a fifth of a second each.
+WITH_CLOCK = f"""
+from itertools import count
+from types import SimpleNamespace
+from lmx.pipeline import budget
+budget.time = SimpleNamespace(perf_counter=count().__next__)
+{SIGNAL_AT_CALL}"""
+
+
+@pytest.mark.parametrize(("call", "steps"), [(4, 7), (10, 14)])
+def test_a_killed_run_has_as_many_steps_and_equal_weights(
+    call, steps, base, tmp_path, monkeypatch
+):
+    """Killed in a timed step, and in the third one of the training."""
+    stage = {key: value for key, value in TRAIN.items() if key != "steps"}
+    stage |= {"qat": GRID | {"quantizer": "lsq"}, "teacher": {}, "packing": True}
+    stage |= {"budget": "0.0475min", "batch_size": 2}
+    folders = tmp_path / "time", tmp_path / "steps"
+    for folder in folders:
+        folder.mkdir()
+    run = Run(folders[0], {"quantize": GRID}, {"train": stage}, model=base)
+    killed = warm.run(WITH_CLOCK, "SIGKILL", "step", str(call), *run.arguments())
+    assert killed.returncode == -signal.SIGKILL
+    # The machine is half as fast when the run is resumed.
+    clock = SimpleNamespace(perf_counter=count(0, 2).__next__)
+    monkeypatch.setattr(budget, "time", clock)
+    assert run() == 0
+    assert ("resuming after step 2" in run.log) == (call == 10)
+    assert {*re.findall(r" (\d+) steps fit into", run.log)} == {str(steps)}
+    del stage["budget"]
+    stage["steps"] = steps
+    other = Run(folders[1], {"quantize": GRID}, {"train": stage}, model=base)
+    assert other() == 0
+    assert run.outcome() == other.outcome()

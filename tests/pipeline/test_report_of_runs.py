@@ -2,6 +2,7 @@
 
 import shutil
 
+import pytest
 from lmx.cli import main
 from lmx.run import logger
 from lmx.training.trainer import Trainer
@@ -63,3 +64,38 @@ def test_page_is_written_while_a_stage_runs(tmp_path, monkeypatch):
     assert "Learning rate" in [chart["title"] for chart in charts(during)]
     assert 'http-equiv="refresh"' in during
     assert 'http-equiv="refresh"' not in after
+
+
+@pytest.mark.parametrize(
+    ("teacher", "is_shown"), [({}, True), ({"ce_weight": 0.5}, False)]
+)
+def test_page_shows_what_training_adds_over_codes(base, tmp_path, teacher, is_shown):
+    """The teacher's divergence by trained tokens, and that of the quantized model."""
+    grid = {"bits": 2, "group_size": 32}
+    train = TRAIN | {"qat": grid | {"quantizer": "lsq"}, "teacher": teacher}
+    stages = {"quantize": grid}, {"train": train}, {"train": train}
+    run = Run(tmp_path, *stages, model=base)
+    assert run() == 0
+    shown = sections(page(run))
+    # The last stage trains a model that was trained.
+    assert "Validation KL" not in [c["title"] for c in shown["curves_of_3-train"]]
+    charts_of_stage = shown["curves_of_2-train"]
+    assert (charts_of_stage[0]["title"] == "Validation KL") == is_shown
+    if not is_shown:
+        return
+    records = [r for r in run.records() if r["stage"] == "2-train"]
+    valid = [r for r in records if r["kind"] == "valid"]
+    trained = {r["step"]: r["trained_tokens"] for r in records if r["kind"] == "train"}
+    assert [r["trained_tokens"] for r in valid] == [
+        trained.get(r["step"], 0) for r in valid
+    ]
+    (name, points), (codes, line) = charts_of_stage[0]["lines"]
+    assert (name, codes) == ("QAT", "rtn alone")
+    assert points == [
+        [r["trained_tokens"], pytest.approx(r["loss"], rel=1e-5)] for r in valid
+    ]
+    assert {value for _, value in line} == {points[0][1]}
+    assert [tokens for tokens, _ in line] == [tokens for tokens, _ in points]
+    table = charts_of_stage[0]["table"]
+    assert table["title"] == "Validation KL, nats per token from the teacher"
+    assert table["columns"] == ["trained tokens", "QAT", "rtn alone"]

@@ -6,8 +6,12 @@ import mlx.core as mx
 import pytest
 from lmx.cli import main
 from lmx.pipeline import resources, work
+from lmx.pipeline.dry_run import DryRun
+from lmx.pipeline.plan import load, plan
+from lmx.pipeline.train import fp_baseline
 from lmx.pipeline.train import run as train_run
 from lmx.pipeline.work import Work, correct_rates, rates, rates_age
+from lmx.training.step import TrainStep
 from tiny_runs import TRAIN, Run
 
 SOME = Work(1.0, 2.0, 4.0, 8.0, 16.0)
@@ -100,6 +104,52 @@ def test_the_work_of_a_baseline_is_not_that_of_its_training(
         run = Run(tmp_path, {"train": train}, model=model)
         assert run("--ignore-limits", f"output={tmp_path / str(compares)}") == 0
     assert counted[0] == counted[1]
+
+
+QAT = {"qat": {"bits": 4, "group_size": 32}}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, QAT | {"teacher": {}}, QAT | {"compare_full_precision": True}],
+    ids=["plain", "teacher", "baseline"],
+)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_dry_run_counts_all_passes_of_a_run(
+    keys, held_out, make_checkpoint, tmp_path, monkeypatch
+):
+    """A step counts thrice, and validations and measured models are most of it."""
+    teacher, tokens = "teacher" in keys, []
+
+    def count(owner, name: str, place: int, passes: int) -> None:
+        real = getattr(owner, name)
+
+        def counted(*arguments):
+            given = [*arguments]
+            given[place] = [*given[place]]
+            size = sum(batch.tokens[:, 1:].size for batch in given[place])
+            tokens.append(passes * size)
+            return real(*given)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(TrainStep, "__call__", 1, 3 + teacher)
+    count(TrainStep, "evaluate", 1, 1 + teacher)
+    count(train_run, "measure_perplexity", 1, 1)
+    count(fp_baseline, "measure_per_sequence", 2, 2)
+    train = TRAIN | keys | {"batch_size": 2, "eval_steps": 1}
+    run = Run(tmp_path, {"train": train}, model=make_checkpoint())
+    if held_out:
+        del run.data["valid"]
+        run.write()
+    loaded = load(run.recipe, [f"output={run.output}"])
+    dry_run = DryRun(loaded, plan(loaded))
+    assert [*dry_run.lines()]
+    [needs] = dry_run.resources.stages.values()
+    active, _ = resources.model_shape(loaded).per_token
+    assert run("--ignore-limits") == 0
+    passes = (needs.work.trained + needs.work.forward) / (2 * active)
+    assert passes == pytest.approx(sum(tokens), rel=0.2)
 
 
 def test_rates_need_no_cache(measured, tmp_path, monkeypatch):

@@ -209,7 +209,13 @@ def test_report_of_other_types_is_one_error(tmp_path, capsys, damage):
         assert "report.json: not a report of lmx: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "{a: b", "a: &a [*a]", "\x00", "[" * 9999])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "3", "{a: b", "a: &a [*a]", "\x00", "[" * 9999),
+        "{model: {path: a}, stages: 3}",
+    ],
+)
 def test_damaged_resolved_recipe_is_one_error(tmp_path, text):
     folder = make_run(tmp_path / "try")
     (folder / "resolved.yaml").write_text(text)

@@ -32,15 +32,19 @@ Line = tuple[str, str]
 
 
 class RowReservoir:
-    """Every n-th of many examples, `SAMPLE_CHARACTERS` characters or slightly more."""
+    """Every n-th of many examples, `SAMPLE_CHARACTERS` characters or slightly more.
+
+    Attributes:
+        total, characters: of all examples.
+    """
 
     def __init__(self):
-        self.total = 0
+        self.total = self.characters = 0
         self._longest: DataRecord | None = None
         self._most_characters = -1
         self._rows: list[DataRecord] = []
         self._stride = 1
-        self._characters = 0
+        self._sampled_characters = 0
 
     @property
     def rows(self) -> list[DataRecord]:
@@ -59,12 +63,17 @@ class RowReservoir:
             self._longest, self._most_characters = row, characters
         if self.total % self._stride == 0:
             self._rows.append(row)
-            self._characters += characters
+            self._sampled_characters += characters
         self.total += 1
-        while self._characters > SAMPLE_CHARACTERS and len(self._rows) > 1:
+        self.characters += characters
+        while self._sampled_characters > SAMPLE_CHARACTERS and len(self._rows) > 1:
             self._stride *= 2
             self._rows = self._rows[::2]
-            self._characters = sum(len(sampled.as_text()) for sampled in self._rows)
+            self._sampled_characters = _characters(self._rows)
+
+
+def _characters(rows: list[DataRecord]) -> int:
+    return sum(len(row.as_text()) for row in rows)
 
 
 class DryRun:
@@ -89,10 +98,10 @@ class DryRun:
         loaded, plan = self.loaded, self.plan
         shape, tokenizer, lines = _model(loaded, plan)
         yield from lines
-        sample = RowReservoir()
-        for split in ("valid", "train"):
-            sample, lines = _split(loaded, split, sample)
-            yield from lines
+        valid, lines = _split(loaded, "valid", RowReservoir())
+        yield from lines
+        sample, lines = _split(loaded, "train", valid)
+        yield from lines
         lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
         yield from lines
         yield "output", f"{plan.output}, recipe {plan.recipe_hash[:12]}"
@@ -110,7 +119,17 @@ class DryRun:
         share = (sample.total - held) / max(1, len(sample.rows))
         if shape:
             check_length(shape.config, max(lengths, default=0))
-            self.resources = ResourceCheck(loaded, plan, shape, lengths, share)
+            valid_tokens = None
+            if held:
+                valid_tokens = held * sum(lengths) / len(sample.rows)
+            elif valid.total and all(
+                _is_local(loaded, s) for s in loaded.recipe.data.valid
+            ):
+                per_character = sum(lengths) / max(1, _characters(sample.rows))
+                valid_tokens = valid.characters * per_character
+            self.resources = ResourceCheck(
+                loaded, plan, shape, lengths, share, valid_tokens
+            )
             yield from self.resources.lines()
             config = loaded.recipe.parallel
             tensor = config.tensor
@@ -163,9 +182,7 @@ def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
     check = ResourceCheck(loaded, plan, shape)
     if check.fits:
         return
-    sources = loaded.recipe.data.train
-    is_local = all(s.startswith(builtin.PREFIX) or loaded.find(s) for s in sources)
-    if is_local:
+    if all(_is_local(loaded, source) for source in loaded.recipe.data.train):
         run = DryRun(loaded, plan)
         for _ in run.lines():
             pass
@@ -215,10 +232,14 @@ def _model(
     return shape, checkpoint.tokenizer, lines
 
 
+def _is_local(loaded: LoadedRecipe, source: str) -> bool:
+    return source.startswith(builtin.PREFIX) or loaded.find(source) is not None
+
+
 def _num_held_out(loaded: LoadedRecipe, count: int) -> float:
     """About how many of the local training examples are held out for validation."""
     data, find = loaded.recipe.data, lambda name: loaded.find(name) or Path(name)
-    local = [s for s in data.train if loaded.find(s) or s.startswith(builtin.PREFIX)]
+    local = [source for source in data.train if _is_local(loaded, source)]
     return 0 if validation_sources(data.valid, local, find) else num_held_out(count)
 
 
@@ -230,7 +251,7 @@ def _split(
     sample = RowReservoir()
     lines = []
     for source in getattr(data, split):
-        if not source.startswith(builtin.PREFIX) and loaded.find(source) is None:
+        if not _is_local(loaded, source):
             lines.append((split, f"{source}: on the Hub, not read by a dry run"))
             continue
         reader = RecordReader(

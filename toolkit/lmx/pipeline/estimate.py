@@ -157,6 +157,7 @@ class Workload:
         examples: training examples; 0 = unknown.
         find: the path of a file that the recipe names; None if there is none.
         tensor: processes that hold a model together, in stages that can.
+        valid_tokens: of the validation examples; None = unknown.
     """
 
     shape: ModelShape
@@ -165,6 +166,7 @@ class Workload:
     examples: float
     find: Callable[[str], Path | None]
     tensor: int = 1
+    valid_tokens: float | None = None
 
     @property
     def mean_length(self) -> float:

@@ -28,6 +28,7 @@ class ResourceCheck:
         shape: the recipe's model.
         lengths: tokens of a sample of the examples; none = all have max_seq_length.
         share: training examples for every one in `lengths`.
+        valid_tokens: of the validation examples; None = unknown.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ResourceCheck:
         shape: ModelShape,
         lengths: Sequence[int] = (),
         share: float = 1.0,
+        valid_tokens: float | None = None,
     ):
         recipe = loaded.recipe
         longest = recipe.data.max_seq_length
@@ -48,6 +50,7 @@ class ResourceCheck:
             len(lengths) * share,
             loaded.find,
             recipe.parallel.tensor,
+            valid_tokens,
         )
         self.output, self.stages = plan.output, {}
         finished = plan.finished()

@@ -204,6 +204,7 @@ def read_resolved(path: Path) -> dict:
         not is_recipe
         or not isinstance(data.get("model"), dict)
         or not isinstance(data.get("output"), str | None)
+        or not isinstance(data.get("stages", []), list)
     ):
         raise UserError("not the recipe of a run", place=str(file))
     return data

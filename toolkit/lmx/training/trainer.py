@@ -272,7 +272,7 @@ class Trainer:
                 self._save()
 
     def _evaluate(self) -> None:
-        step = self.progress.step
+        progress, step = self.progress, self.progress.step
         if self.evaluate:
             output = self.evaluate()
         else:
@@ -280,11 +280,12 @@ class Trainer:
             with self.logger.progress(len(self.eval_batches), name) as bar:
                 output = self.step.evaluate(bar.track(self.eval_batches))
         loss = output.loss_sum / output.loss_count
+        tokens = progress.trained_tokens + progress.tokens_since
         record = {"kind": "valid", "step": step, "loss": loss}
-        self.logger.metrics(record | output.metrics)
+        self.logger.metrics(record | output.metrics | {"trained_tokens": tokens})
         others = "".join(f", {k} {v:.4g}" for k, v in output.metrics.items())
         self.logger.info(f"step {step}: validation loss {loss:#.4g}{others}")
-        self.progress.add_evaluation(loss, self.on_evaluate(step))
+        progress.add_evaluation(loss, self.on_evaluate(step))
         self.on_event(
             "evaluate",
             stage=self.logger.stage,

@@ -4,7 +4,7 @@ With P parameters and T trained ones, a token takes 2 P operations forward, 2 P 
 the inputs, 2 T to the weights, and 12 length width in every attention layer.
 """
 
-from math import prod
+from math import ceil, prod
 
 from mlx.utils import tree_flatten
 
@@ -98,6 +98,30 @@ def training_cost(
     # Scales and biases that are trained are no parameters of the model before.
     total = max(total, trained)
     return Estimate(shape, parts, work=work, parameters=total, trained=trained)
+
+
+def measuring_work(
+    shape: ModelShape, config: TrainConfig, steps: int, tokens: float
+) -> Work:
+    """The forward passes beside the steps: validations, and measured models.
+
+    An operation of these takes as long as one of a step, not as one of the plain passes
+    that rates are measured with.
+
+    Args:
+        tokens: of a validation.
+    """
+    teacher, baseline = config.teacher, config.compare_full_precision
+    # Before the first step, and after the last one.
+    evaluations = 1 + ceil(steps / config.eval_steps)
+    with_teacher = 1 + (teacher is not None and not teacher.offline)
+    # The model before and its new files; with another loss than cross-entropy also the
+    # trained one. In a comparison, each of three models beside the baseline.
+    measured = 2 + (teacher is not None or config.loss is not None)
+    passes = config.num_trainings * (evaluations * with_teacher + measured)
+    passes += 6 * baseline
+    active, _ = shape.per_token
+    return Work(trained=2 * active * passes * tokens)
 
 
 def _trained(shape: ModelShape, config: TrainConfig, kept: int) -> tuple[int, int]:

@@ -37,7 +37,7 @@ from ..stage import (
     quantization_values,
 )
 from ..work import Work
-from .estimate import training_cost
+from .estimate import measuring_work, training_cost
 
 CONTINUES = f"quantizer {' or '.join(CONTINUES_FROM_ALL_CODES)}"
 # The dataset format that a preference loss needs.
@@ -123,11 +123,22 @@ class TrainStage(Stage):
         return self.config.qat
 
     def estimate(self, workload: Workload, current: ModelShape) -> Estimate:
+        from ..budget import TIMED_STEPS, UNTIMED_STEPS
+
         config, shape = self.config, workload.shape
         dtype = training_dtype(config.compute_dtype, shape.dtype)
         batch = self._batch(workload)
         needs = training_cost(current, config, batch, dtype.size, process_count())
         steps, epochs = self._steps(workload, batch, needs.work, dtype)
+        work = None
+        if steps is not None:
+            tokens = config.eval_batches * batch.mean_tokens
+            if workload.valid_tokens is not None:
+                tokens = min(tokens, workload.valid_tokens)
+            is_timed = budget_seconds(config.budget) is not None
+            timed = is_timed * (UNTIMED_STEPS + TIMED_STEPS)
+            work = needs.work * (steps + timed)
+            work += measuring_work(current, config, steps, tokens)
         if current.is_quantized:
             # An adapter is fused into dequantized weights, usually of 16 bits.
             current = replace(current, bytes=2 * needs.parameters, float_values=None)
@@ -143,7 +154,7 @@ class TrainStage(Stage):
             needs,
             model=current,
             disk=disk,
-            work=None if steps is None else needs.work * steps,
+            work=work,
             dtype=dtype,
             steps=steps,
             epochs=epochs,
@@ -207,7 +218,8 @@ class TrainStage(Stage):
             work: of a step of all trainings.
         """
         config = self.config
-        if not workload.examples:
+        # The time and the tokens of a budget do not depend on the data.
+        if not (workload.examples or config.budget):
             return config.steps, config.epochs
         examples = batch.mean_tokens / workload.mean_length
         examples /= config.sequences_per_example
@@ -218,7 +230,7 @@ class TrainStage(Stage):
         if steps is None:
             seconds = work.seconds(dtype) / config.num_trainings
             steps = max(1, round(budget_seconds(config.budget) / seconds))
-        return steps, steps / per_epoch
+        return steps, steps / per_epoch if per_epoch else None
 
     def _remedies(self, window: int) -> Iterator[str]:
         config, address = self.config, self.address

@@ -78,10 +78,13 @@ def page(folder: Path) -> str:
     for stage in dict.fromkeys(row["stage"] for row in record.metrics):
         rows = [row for row in record.metrics if row["stage"] == stage]
         sections[f"Curves of {stage}"] = [
-            line_chart(
-                title, unit, {n: _points(rows, k, key) for n, k in kinds.items()}
-            )
-            for key, title, unit, kinds in CURVES
+            _kl_of_codes(rows, _method_of_codes(record.resolved, stage)),
+            *(
+                line_chart(
+                    title, unit, {n: _points(rows, k, key) for n, k in kinds.items()}
+                )
+                for key, title, unit, kinds in CURVES
+            ),
         ]
     sections |= {
         "Layers": layer_maps(models),
@@ -181,13 +184,46 @@ def _thresholds(thresholds: list[dict]) -> Block:
     return table(title, columns, rows)
 
 
-def _points(records: list[dict], kind: str, key: str) -> list[Point]:
-    """Step and value of the records of a kind; None = not a finite number."""
+def _method_of_codes(recipe: dict, stage: str) -> str | None:
+    """The method of the codes that a stage trains with a teacher alone; else None."""
+    method = None
+    for number, block in enumerate(recipe.get("stages", []), 1):
+        match block:
+            case {"quantize": {"method": str(method)}}:
+                pass
+            case {"train": {"qat": dict(), "teacher": dict(teacher)}} if (
+                stage == f"{number}-train"
+            ):
+                # At another temperature, the loss is not the divergence itself.
+                is_kl = (
+                    teacher.get("ce_weight") == 0 and teacher.get("temperature") == 1
+                )
+                return method if is_kl else None
+            case {"train": _}:
+                method = None
+    return None
+
+
+def _kl_of_codes(rows: list[dict], method: str | None) -> Block:
+    """What training adds: its KL by trained tokens, and that of the codes it began
+    with. Without `method` it has no line."""
+    points = _points(rows, "valid", "loss", across="trained_tokens") if method else []
+    lines = {"QAT": points}
+    if points:
+        lines[f"{method} alone"] = [(tokens, points[0][1]) for tokens, _ in points]
+    unit = "nats per token from the teacher"
+    return line_chart("Validation KL", unit, lines, across="trained tokens")
+
+
+def _points(
+    records: list[dict], kind: str, key: str, *, across: str = "step"
+) -> list[Point]:
+    """Position and value of the records of a kind; None = not a finite number."""
     return [
-        (row["step"], row[key])
+        (row[across], row[key])
         for row in records
         if row["kind"] == kind
-        and _is_shown(row["step"])
+        and _is_shown(row.get(across))
         and key in row
         and (row[key] is None or _is_shown(row[key]))
     ]
