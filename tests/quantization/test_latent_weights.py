@@ -193,3 +193,27 @@ def test_positions_reach_other_codes_and_scales_spread_about_the_middle():
     low, high, wide_low, wide_high = grouped
     np.testing.assert_allclose(low + high, wide_low + wide_high, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(wide_high - wide_low, 2 * (high - low), rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_an_update_of_a_grid_has_the_same_size_for_all_bits(bits):
+    """The middle level moves by mean scales, the outermost ones twice as far."""
+    quantizer, packed, _ = packed_layer(PositionQuantizer, bits, mx.float32)
+    start, rates = quantizer.init_from_codes(packed), quantizer.lr_multipliers()
+    scale = mx.abs(packed["scales"]).mean().item()
+    top, shape = 2**bits - 1, (8, 256)
+
+    def moved(name, code):
+        """How far a level moves if a parameter moves by its learning rate."""
+        after = start | {name: start[name] + rates[name]}
+        levels = [
+            quantizer.fake_quantize(mx.full(shape, float(code)), q)
+            for q in (start, after)
+        ]
+        return (levels[1] - levels[0]).mean().item() / scale
+
+    for code in (0, top):
+        assert moved("shifts", code) == pytest.approx(5.0, rel=1e-3)
+    assert moved("spreads", top) == pytest.approx(10.0, rel=1e-3)
+    assert moved("spreads", 0) == pytest.approx(-10.0, rel=1e-3)
+    assert rates["weight"] == 5.0
