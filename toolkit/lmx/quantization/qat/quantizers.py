@@ -244,6 +244,9 @@ class LSQQuantizer:
 
         @forward.vjp
         def backward(primals, cotangent, _):
+            # Not in common with the forward pass, which would keep the positions and
+            # codes of all layers.
+            primals = mx.depends([*primals], [cotangent])
             positions = self._positions(*primals)
             g = unfused(cotangent.reshape(positions.shape))
             gradients = self._gradients(g, positions, primals[1])
