@@ -140,15 +140,15 @@ def test_positions_begin_at_the_codes_and_have_the_gradients_of_the_levels(bits,
     exact = quantizer.fake_quantize(codes, qparams)
     assert mx.array_equal(exact, dequantize(packed, quantizer._spec, dtype))
 
-    slopes, top = normal(*codes.shape), 2**bits - 1
+    cotangent, top = normal(*codes.shape), 2**bits - 1
     gradients = mx.grad(
-        lambda w, q: (slopes * quantizer.fake_quantize(w, q)).sum(), argnums=(0, 1)
+        lambda w, q: (cotangent * quantizer.fake_quantize(w, q)).sum(), argnums=(0, 1)
     )(codes, qparams)
     scales = packed["scales"].astype(mx.float32)[..., None]
-    grouped, codes = (x.reshape(len(codes), -1, GROUP) for x in (slopes, codes))
+    grouped, codes = (x.reshape(len(codes), -1, GROUP) for x in (cotangent, codes))
     factor = 1 / np.sqrt(GROUP * top)
     expected = {
-        "weight": (grouped * scales).reshape(slopes.shape),
+        "weight": (grouped * scales).reshape(cotangent.shape),
         # The scale moves about the middle of the codes.
         "spreads": factor * (grouped * (codes - top / 2)).sum(axis=-1).reshape(-1),
         "shifts": factor * grouped.sum(axis=-1).reshape(-1),
