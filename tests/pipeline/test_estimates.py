@@ -124,6 +124,7 @@ def test_memory_is_near_the_measured_peak(adapter, settings):
     [
         ({"rank": 4}, "lsq", False),
         ({"rank": 4}, "fixed_scale", True),
+        (None, "fixed_codes", True),
         (None, "minmax", False),
     ],
 )
@@ -161,6 +162,7 @@ def test_memory_with_fake_quantizers(adapter, quantizer, from_codes):
     if adapter:
         lora_model.attach(network, config.adapter, seed=0, merged=True)
     fake_quant = FakeQuant(network, specs, mx.float16, config.qat, packed)
+    initial |= fake_quant.codes
     set_compute_dtype(network, mx.float32)
     step = TrainStep(network, OptimizerConfig(), weight_transform=fake_quant)
     train_steps(step, constant_batch(1, 8))

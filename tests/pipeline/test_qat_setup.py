@@ -10,7 +10,6 @@ from lmx.interfaces import Logger
 from lmx.models.loader import load
 from lmx.pipeline.context import write_model
 from lmx.pipeline.train.qat import prepare, require_steps
-from lmx.quantization.bit_packing import unpack_codes
 from lmx.quantization.packing import dequantize, dequantized_model, pack
 from lmx.quantization.qat.quantizers import LSQQuantizer
 from lmx.quantization.target_layers import QuantizationPlan
@@ -60,11 +59,10 @@ def weights_of(prepared):
     return {path: modules[path].weight for path in (UP, DOWN)}
 
 
-def initial_weights(mixed_model, seed=0, teacher=None, quantizer="lsq"):
+def initial_weights(mixed_model, seed=0):
     """The initial latent weights of QAT on a quantized model."""
-    options = COMMON | {"qat": QATConfig(bits=3, quantizer=quantizer)}
-    train_config = TrainConfig(**options, teacher=teacher)
-    return weights_of(prepare(train_config, mixed_model, Logger(), seed=seed))
+    qat = config(bits=3, quantizer="lsq")
+    return weights_of(prepare(qat, mixed_model, Logger(), seed=seed))
 
 
 def test_latent_weights_are_random_by_seed(mixed_model):
@@ -87,15 +85,19 @@ def test_latent_weights_are_random_by_seed(mixed_model):
     assert products[1] < 0.1 * products[0]
 
 
-def test_self_distillation_begins_at_the_codes(mixed_model):
-    """Where scales are trained. With fixed scales, nothing would change."""
-    _, packed = dequantized_model(mixed_model, mx.float32)
-    lsq = initial_weights(mixed_model, teacher={})
-    fixed = initial_weights(mixed_model, teacher={}, quantizer="fixed_scale")
-    for path, positions in lsq.items():
-        codes = unpack_codes(packed[path]["weight"], 3 if path == UP else 4)
-        assert mx.array_equal(codes.astype(mx.float32), positions)
-        assert not mx.array_equal(fixed[path], positions)
+def test_fixed_codes_are_the_default_of_a_quantized_model(mixed_model):
+    qat = prepare(config(bits=3), mixed_model, Logger()).qat
+    assert qat.quantizer == "fixed_codes"
+    adapted = prepare(config(bits=3, adapter={}), mixed_model, Logger()).qat
+    assert adapted.quantizer == "fixed_scale"
+
+
+def test_fixed_codes_need_codes(make_checkpoint):
+    dense = load(make_checkpoint(), compute="stored")
+    with pytest.raises(UserError, match="this model is not quantized"):
+        prepare(config(bits=4, quantizer="fixed_codes"), dense, Logger())
+    with pytest.raises(ValidationError, match="an adapter changes codes"):
+        config(bits=4, quantizer="fixed_codes", adapter={})
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_self_distillation_begins_at_the_codes(mixed_model):
             {"bits": 4, "group_size": 32, "quantizer": "fixed_scale"},
             "the recipe has 4 bits in groups of",
         ),
-        ({"bits": 4}, "training would quantize it again"),
+        ({"bits": 4, "quantizer": "minmax"}, "training would quantize it again"),
         (
             {"bits": 4, "quantizer": "lsq", "fake_quant_after_n_steps": 2},
             "would quantize it again",

@@ -7,9 +7,9 @@ from lmx.config.quant_spec import QuantSpec
 from lmx.quantization.bit_packing import unpack_codes
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.quantizers import (
+    FixedCodesQuantizer,
     FixedScaleQuantizer,
     LSQQuantizer,
-    PositionQuantizer,
 )
 from quantization_samples import normal
 
@@ -131,9 +131,9 @@ def test_latent_weights_start_at_the_level_where_float32_cannot_resolve_steps(sc
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", BITS)
-def test_positions_begin_at_the_codes_and_have_the_gradients_of_the_levels(bits, dtype):
-    quantizer, packed, _ = packed_layer(PositionQuantizer, bits, dtype)
-    codes = unpack_codes(packed["weight"], bits).astype(mx.float32)
+def test_fixed_codes_begin_as_stored_and_have_the_gradients_of_the_levels(bits, dtype):
+    quantizer, packed, _ = packed_layer(FixedCodesQuantizer, bits, dtype)
+    codes = unpack_codes(packed["weight"], bits).astype(mx.uint8)
     qparams = quantizer.init_from_codes(packed)
     stored = quantizer.pack(codes, qparams)
     assert all(mx.array_equal(stored[name], packed[name]) for name in packed)
@@ -142,30 +142,27 @@ def test_positions_begin_at_the_codes_and_have_the_gradients_of_the_levels(bits,
 
     cotangent, top = normal(*codes.shape), 2**bits - 1
     gradients = mx.grad(
-        lambda w, q: (cotangent * quantizer.fake_quantize(w, q)).sum(), argnums=(0, 1)
-    )(codes, qparams)
-    scales = packed["scales"].astype(mx.float32)[..., None]
+        lambda q: (cotangent * quantizer.fake_quantize(codes, q)).sum()
+    )(qparams)
     grouped, codes = (x.reshape(len(codes), -1, GROUP) for x in (cotangent, codes))
     factor = 1 / np.sqrt(GROUP * top)
     expected = {
-        "weight": (grouped * scales).reshape(cotangent.shape),
         # The scale moves about the middle of the codes.
         "spreads": factor * (grouped * (codes - top / 2)).sum(axis=-1).reshape(-1),
         "shifts": factor * grouped.sum(axis=-1).reshape(-1),
     }
-    found = {"weight": gradients[0]} | gradients[1]
-    assert found.keys() == expected.keys()
+    assert gradients.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-4 * top)
+        np.testing.assert_allclose(gradients[name], value, rtol=1e-4, atol=1e-4 * top)
 
 
-def test_weights_on_their_levels_give_a_scale_no_gradient_unless_they_are_positions():
-    """Why training from codes has positions."""
+def test_weights_on_their_levels_give_a_scale_no_gradient_unless_codes_are_fixed():
+    """Why training of scales alone has a quantizer of its own."""
     found = {}
-    for quantizer_class in (LSQQuantizer, PositionQuantizer):
+    for quantizer_class in (LSQQuantizer, FixedCodesQuantizer):
         quantizer, packed, levels = packed_layer(quantizer_class, 2, mx.float32)
-        codes = unpack_codes(packed["weight"], 2).astype(mx.float32)
-        weight = codes if quantizer_class is PositionQuantizer else levels
+        codes = unpack_codes(packed["weight"], 2).astype(mx.uint8)
+        weight = codes if quantizer_class is FixedCodesQuantizer else levels
         qparams = quantizer.init_from_codes(packed)
         gradients = mx.grad(
             lambda q, f=quantizer, w=weight: (f.fake_quantize(w, q) ** 2).sum()
@@ -173,24 +170,18 @@ def test_weights_on_their_levels_give_a_scale_no_gradient_unless_they_are_positi
         [scales, *_] = gradients(qparams).values()
         found[quantizer_class] = mx.abs(scales).mean().item()
     # Rounding leaves some weights just outside of the range.
-    assert found[LSQQuantizer] < 0.2 * found[PositionQuantizer]
+    assert found[LSQQuantizer] < 0.2 * found[FixedCodesQuantizer]
 
 
-def test_positions_reach_other_codes_and_scales_spread_about_the_middle():
-    quantizer, packed, _ = packed_layer(PositionQuantizer, 2, mx.float32)
-    codes = unpack_codes(packed["weight"], 2).astype(mx.float32)
+def test_scales_of_fixed_codes_spread_about_the_middle():
+    quantizer, packed, _ = packed_layer(FixedCodesQuantizer, 2, mx.float32)
     start = quantizer.init_from_codes(packed)
-    for moved, changes in ((0.49, False), (0.51, True), (9.0, True)):
-        after = unpack_codes(quantizer.pack(codes + moved, start)["weight"], 2)
-        expected = mx.minimum(codes + 1, 3) if moved < 1 else mx.full(codes.shape, 3.0)
-        assert mx.array_equal(after, expected if changes else codes)
-    wide = start | {"spreads": packed["scales"].reshape(-1)}
-    grouped = [
-        np.array(quantizer.fake_quantize(mx.full(codes.shape, code), qparams))
+    wide, shape = start | {"spreads": packed["scales"].reshape(-1)}, (8, 256)
+    low, high, wide_low, wide_high = (
+        np.array(quantizer.fake_quantize(mx.full(shape, code), qparams))
         for qparams in (start, wide)
-        for code in (0.0, 3.0)
-    ]
-    low, high, wide_low, wide_high = grouped
+        for code in (0, 3)
+    )
     np.testing.assert_allclose(low + high, wide_low + wide_high, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(wide_high - wide_low, 2 * (high - low), rtol=1e-4)
 
@@ -198,7 +189,7 @@ def test_positions_reach_other_codes_and_scales_spread_about_the_middle():
 @pytest.mark.parametrize("bits", BITS)
 def test_an_update_of_a_grid_has_the_same_size_for_all_bits(bits):
     """The middle level moves by mean scales, the outermost ones twice as far."""
-    quantizer, packed, _ = packed_layer(PositionQuantizer, bits, mx.float32)
+    quantizer, packed, _ = packed_layer(FixedCodesQuantizer, bits, mx.float32)
     start, rates = quantizer.init_from_codes(packed), quantizer.lr_multipliers()
     scale = mx.abs(packed["scales"]).mean().item()
     top, shape = 2**bits - 1, (8, 256)
@@ -207,8 +198,7 @@ def test_an_update_of_a_grid_has_the_same_size_for_all_bits(bits):
         """How far a level moves if a parameter moves by its learning rate."""
         after = start | {name: start[name] + rates[name]}
         levels = [
-            quantizer.fake_quantize(mx.full(shape, float(code)), q)
-            for q in (start, after)
+            quantizer.fake_quantize(mx.full(shape, code), q) for q in (start, after)
         ]
         return (levels[1] - levels[0]).mean().item() / scale
 
@@ -216,4 +206,3 @@ def test_an_update_of_a_grid_has_the_same_size_for_all_bits(bits):
         assert moved("shifts", code) == pytest.approx(5.0, rel=1e-3)
     assert moved("spreads", top) == pytest.approx(10.0, rel=1e-3)
     assert moved("spreads", 0) == pytest.approx(-10.0, rel=1e-3)
-    assert rates["weight"] == 5.0

@@ -199,11 +199,9 @@ class WeightTransform:
             weights, float32, by path.
         derived_weights: paths of weights in the model that are trainable so that
             gradients reach their quantizers, but are computed from other parameters.
-        undecayed: paths of parameters that have no weight decay.
     """
 
     qparams: Mapping[str, mx.array] = {}
-    undecayed: Collection[str] = ()
     derived_weights: Collection[str] = ()
 
     def on_step(self, step: int, parameters: dict[str, mx.array]) -> bool:

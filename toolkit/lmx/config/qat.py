@@ -7,28 +7,35 @@ from pydantic import Field, model_validator
 from .quant_spec import FLOAT_MODES, QuantizationConfig, QuantSpec
 
 # Quantizers that can continue from all codes of a quantized model, and from some.
-CONTINUES_FROM_ALL_CODES = ("lsq", "fixed_scale")
+CONTINUES_FROM_ALL_CODES = ("fixed_codes", "lsq", "fixed_scale")
 CONTINUES_FROM_CODES = (*CONTINUES_FROM_ALL_CODES, "ternary")
 # Quantizers of the floating-point modes.
 FLOAT_QUANTIZERS = ("minmax", "fixed_scale")
+
+# Trained parameters per group.
+LEARNED = {"lsq": 2, "fixed_codes": 2, "ternary": 1}
 
 
 class QATConfig(QuantizationConfig):
     """Quantization-aware training: the forward pass uses the exported, dequantized
     weights; gradients pass through the rounding (straight-through estimator)."""
 
-    quantizer: Literal["minmax", "lsq", "fixed_scale", "ternary"] | None = None
+    quantizer: (
+        Literal["minmax", "lsq", "fixed_codes", "fixed_scale", "ternary"] | None
+    ) = None
     """minmax: MLX's scale and bias of the current weights. lsq: trained scales and
-    biases (LSQ, arXiv 1902.08153), which learn at a tenth of learning_rate; from codes
-    with a teacher alone, scales, biases and positions between the codes, relative to
-    the grid.
+    biases (LSQ, arXiv 1902.08153), which learn at a tenth of learning_rate.
+    fixed_codes, for a quantized model: scales and biases are trained, and parameters
+    that are not quantized, such as norms; codes stay (E2E-QP, arXiv 2407.11062). Scales
+    and biases learn at 5 times learning_rate, in mean scales.
     fixed_scale: scales and biases stay as initialized; only codes change. lsq and
     fixed_scale start with the smallest squared rounding error, or continue from a
     quantized model. ternary, with bits: 2, has the weights -s, 0 and s, where s is
     trained for every group (BitNet b1.58, arXiv 2402.17764; ParetoQ, arXiv 2502.02631).
     The modes mxfp4, nvfp4 and mxfp8 have minmax and fixed_scale; those of GGUF have
     minmax. Default: fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with
-    fake_quant_after_n_steps) and for an adapter on a quantized model; else minmax."""
+    fake_quant_after_n_steps) and for an adapter on a quantized model; fixed_codes for
+    another quantized model; else minmax."""
     fake_quant_after_n_steps: int = Field(0, ge=0)
     """Steps in full precision before fake quantization of the trained layers begins.
     Layers that are not trained are quantized from the first step on."""
@@ -53,7 +60,7 @@ class QATConfig(QuantizationConfig):
 
     def learned_per_group(self, spec: QuantSpec) -> int:
         """Trained quantizer parameters per group of a layer."""
-        return {"lsq": 2, "ternary": 1}.get(self.quantizer_for(spec), 0)
+        return LEARNED.get(self.quantizer_for(spec), 0)
 
     def is_straight_through(self, spec: QuantSpec) -> bool:
         """Whether a weight of a layer has the gradient of its quantized weight."""
@@ -65,6 +72,8 @@ class QATConfig(QuantizationConfig):
             return self
         if adapts or self.mode in FLOAT_MODES:
             return self.model_copy(update={"quantizer": "fixed_scale"})
+        if self.mode == "affine":
+            return self.model_copy(update={"quantizer": "fixed_codes"})
         return self
 
     @model_validator(mode="after")

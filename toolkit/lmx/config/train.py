@@ -207,6 +207,11 @@ class TrainConfig(ConfigModel):
                     "a dora adapter does not work with qat: use type: lora, "
                     "or train first and quantize afterwards"
                 )
+            if self.qat.quantizer == "fixed_codes":
+                raise ValueError(
+                    "an adapter changes codes: with quantizer: fixed_codes, leave it "
+                    "out; fixed_scale trains an adapter"
+                )
         if self.qat and (start := self.qat.fake_quant_after_n_steps):
             if self.load_best_at_end or self.early_stopping_patience:
                 raise ValueError(

@@ -1,7 +1,6 @@
 """Learning-rate schedules, weight decay and gradient clipping."""
 
 import math
-from collections.abc import Collection
 
 import mlx.core as mx
 
@@ -40,24 +39,17 @@ def learning_rate_at(
 
 
 def decay_weights(
-    parameters: dict[str, mx.array],
-    learning_rate: mx.array,
-    weight_decay: float,
-    *,
-    undecayed: Collection[str] = (),
+    parameters: dict[str, mx.array], learning_rate: mx.array, weight_decay: float
 ) -> dict[str, mx.array]:
     """Decoupled weight decay (AdamW, arXiv 1711.05101) of matrices only.
 
     Vectors (norms, biases) are scales and offsets, which have no reason to be small.
-
-    Args:
-        undecayed: names of matrices without decay.
     """
     if not weight_decay:
         return parameters
     factor = 1 - learning_rate * weight_decay
     return {
-        name: value * factor if value.ndim > 1 and name not in undecayed else value
+        name: value * factor if value.ndim > 1 else value
         for name, value in parameters.items()
     }
 

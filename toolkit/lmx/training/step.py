@@ -362,10 +362,7 @@ class TrainStep:
         gradients = clip_grad_norm(gradients, norm, self.config.max_grad_norm)
         self.optimizer.learning_rate = learning_rate
         decayed = decay_weights(
-            self.parameters,
-            learning_rate,
-            self.config.weight_decay,
-            undecayed=self.weight_transform.undecayed,
+            self.parameters, learning_rate, self.config.weight_decay
         )
         updated = self.optimizer.apply_gradients(gradients, decayed)
         for path, multiplier in self.config.lr_multipliers.items():

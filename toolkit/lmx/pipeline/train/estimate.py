@@ -9,6 +9,8 @@ from math import ceil, prod
 from mlx.utils import tree_flatten
 
 from ... import cpu
+from ...config.lora import LoRAConfig
+from ...config.qat import QATConfig
 from ...config.train import TrainConfig
 from ...cpu import on_cpu
 from ...models.lora import lora_model
@@ -51,14 +53,16 @@ def training_cost(
             architecture.
     """
     adapter, qat, rollouts = config.adapter, config.qat, config.rollouts
+    if qat and shape.is_quantized:
+        qat = qat.for_quantized_model(adapts=adapter is not None)
     total, shards = shape.parameters, processes if config.fsdp else 1
     layers, width = map(shape.setting, ("num_hidden_layers", "hidden_size"))
     # Full training in float32 computes with its masters, if they are whole.
     has_no_copies = adapter is None and compute == 4 and not config.fsdp
-    trained, kept = _trained(shape, config, compute if has_no_copies else 0)
+    trained, kept = _trained(shape, adapter, qat, compute if has_no_copies else 0)
     computed = compute * total
     if shape.is_quantized and qat:
-        computed += 4 * total
+        computed += (1 if qat.quantizer == "fixed_codes" else 4) * total
     elif shape.is_quantized:
         at_once = DEQUANTIZED_AT_ONCE if on_cpu() else 0
         mean_size = total // len(shape.matrices)
@@ -124,7 +128,9 @@ def measuring_work(
     return Work(trained=2 * active * passes * tokens)
 
 
-def _trained(shape: ModelShape, config: TrainConfig, kept: int) -> tuple[int, int]:
+def _trained(
+    shape: ModelShape, adapter: LoRAConfig | None, qat: QATConfig | None, kept: int
+) -> tuple[int, int]:
     """Trained parameters, and bytes that fake quantizers keep for the backward pass.
 
     Quantized weights replace those that are computed with, unless these are masters.
@@ -132,9 +138,7 @@ def _trained(shape: ModelShape, config: TrainConfig, kept: int) -> tuple[int, in
     Args:
         kept: bytes of a quantized weight that replaces none.
     """
-    model, qat, adapter = shape.model(), config.qat, config.adapter
-    if qat and shape.is_quantized:
-        qat = qat.for_quantized_model(adapts=adapter is not None)
+    model = shape.model()
     specs = select_layers(model, qat).specs if qat else {}
     if adapter:
         lora_model.attach(model, adapter, seed=0, merged=bool(qat))
@@ -146,6 +150,10 @@ def _trained(shape: ModelShape, config: TrainConfig, kept: int) -> tuple[int, in
         weights = prod(matrices[f"{path}.weight"])
         learned = qat.learned_per_group(spec)
         trained += learned * (weights // spec.group_size)
+        if qat.quantizer == "fixed_codes":
+            # MLX computes the gradients of all weights before their sums over groups.
+            trained, size = trained - weights, size + 4 * weights
+            continue
         size += kept * weights
         if adapter and not qat.is_straight_through(spec):
             # The sum of weight and adapter; with trained scales also its gradient.

@@ -10,7 +10,6 @@ from ...config.train import TrainConfig
 from ...errors import UserError
 from ...models.loader import LoadedModel
 from ...models.quantized_layers import has_quantized_inputs
-from ...quantization.bit_packing import unpack_codes
 from ...quantization.packing import PackedLayers, dequantized_model, layer_specs
 from ...quantization.qat.quantizers import make_quantizer
 from ...quantization.target_layers import QuantizationPlan, select_layers
@@ -26,15 +25,12 @@ class QATModel:
         selection: the layers that have a fake quantizer.
         qat: how they are quantized; None = not at all.
         packed: the codes that training begins with; None if the model has none.
-        by_position: the quantized layers' weights are positions, at first the codes;
-            see `PositionQuantizer`.
     """
 
     loaded: LoadedModel
     selection: QuantizationPlan
     qat: QATConfig | None = None
     packed: PackedLayers | None = None
-    by_position: bool = False
 
 
 def prepare(
@@ -50,16 +46,12 @@ def prepare(
     codes. The weights before quantization are no better places: many lie outside the
     intervals, because the method may have chosen another code than the nearest.
 
-    If the only training signal is the model before quantization, and scales are
-    trained, positions between the codes are trained in place of weights. They begin at
-    the codes. A code changes only after many updates in one direction, which preserves
-    error compensation.
-
     Args:
         seed: of the random places.
 
     Raises:
-        UserError: the training would quantize a quantized model again.
+        UserError: the training would quantize a quantized model again, or there are no
+            codes to fix.
     """
     qat, place = config.qat, str(loaded.path)
     if has_quantized_inputs(loaded.model) and not (qat and qat.quantize_activations):
@@ -84,6 +76,12 @@ def prepare(
         return QATModel(loaded, QuantizationPlan({}, {}))
     if qat is None:
         return QATModel(loaded, QuantizationPlan({}, {}))
+    if qat.quantizer == "fixed_codes":
+        raise UserError(
+            "fixed_codes trains a quantized model, and this model is not quantized",
+            place=place,
+            hint="add a quantize stage before, or use quantizer: lsq",
+        )
     return QATModel(loaded, select_layers(loaded.model, qat), qat)
 
 
@@ -117,20 +115,19 @@ def _from_codes(
     )
     dequantized, packed = dequantized_model(loaded, mx.float32)
     logger.info(f"training continues from the codes of {len(packed)} layers")
-    is_lsq = qat.quantizer == "lsq" and not config.adapter
-    by_position = config.is_self_distillation and is_lsq
     key, modules = mx.random.key(seed), dict(dequantized.model.named_modules())
     for path, codes in packed.items():
-        if by_position:
-            weight = unpack_codes(codes["weight"], specs[path].bits).astype(mx.float32)
-        else:
-            # Inside the same codes.
-            key, layer_key = mx.random.split(key)
-            quantizer = make_quantizer(qat, specs[path], dequantized.dtype)
-            weight = quantizer.latent_within_cell(codes, layer_key)
+        if qat.quantizer == "fixed_codes":
+            if not qat.learned_per_group(specs[path]):
+                modules[path].freeze(recurse=False, keys=["weight"])
+            continue
+        # Inside the same codes.
+        key, layer_key = mx.random.split(key)
+        quantizer = make_quantizer(qat, specs[path], dequantized.dtype)
+        weight = quantizer.latent_within_cell(codes, layer_key)
         mx.eval(weight)
         modules[path].weight = weight
-    return QATModel(dequantized, selection, qat, packed, by_position)
+    return QATModel(dequantized, selection, qat, packed)
 
 
 def _require_same_specs(

@@ -226,9 +226,7 @@ class TrainRun:
         fake_quant, logger = self.fake_quant, self.context.logger
         changed, total = fake_quant.count_changed_codes(before, packed)
         text = f"{changed:,} of {total:,} codes ({changed / total:.2g})"
-        # Self-distillation with trained scales keeps the codes on purpose.
-        keeps_codes = self.config.is_self_distillation and fake_quant.qparams
-        if changed < MIN_CHANGED_CODES * total and not keeps_codes:
+        if changed < MIN_CHANGED_CODES * total and not fake_quant.codes:
             logger.warning(
                 f"training has changed only {text}: its updates are too small for the "
                 "grid; raise learning_rate, or train for more steps"
@@ -390,8 +388,9 @@ class TrainRun:
                 self.loaded.dtype,
                 model.qat,
                 model.packed,
-                by_position=model.by_position,
             )
+            # Without the dense weights, which would stay in memory.
+            self.base_weights |= self.fake_quant.codes
         lr_multipliers = {}
         if config.adapter:
             trained = dict(tree_flatten(network.trainable_parameters()))

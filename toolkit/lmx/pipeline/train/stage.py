@@ -91,6 +91,11 @@ class TrainStage(Stage):
             hint = "leave adapter out: a model from scratch is trained in full"
             yield Problem(path, message, hint, "key")
         if state.quantization is None:
+            if state.config and raw.value("qat", "quantizer") == "fixed_codes":
+                message = "the model is not quantized here, so it has no codes to fix"
+                hint = "add a quantize stage before, or use quantizer: lsq"
+                path = (*raw.path, "qat", "quantizer")
+                yield Problem(path, message, hint, "key")
             return
         is_activation_quantized = (state.config | state.quantization).get(
             "quantize_activations"
@@ -281,9 +286,8 @@ def _check_qat_of_codes(raw: RawStage, before: dict) -> Iterator[Problem]:
     path = (*raw.path, "qat")
     quantizer = raw.value("qat", "quantizer")
     # See `QATConfig.for_quantized_model`.
-    keeps = raw.value("adapter") is not None or raw.value("qat", "mode") in [
-        *FLOAT_MODES
-    ]
+    modes = (None, "affine", *FLOAT_MODES)
+    keeps = raw.value("adapter") is not None or raw.value("qat", "mode") in modes
     if quantizer not in CONTINUES_FROM_CODES and not (quantizer is None and keeps):
         message = (
             f"the model is quantized here, and {quantizer or 'minmax'} would quantize "

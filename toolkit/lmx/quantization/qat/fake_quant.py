@@ -18,7 +18,7 @@ from ...models.lora.lora_model import adapted_layers
 from ...models.quantized_layers import fake_quantize_inputs
 from ..bit_packing import unpack_codes
 from ..packing import PackedLayers, dequantize
-from .quantizers import PositionQuantizer, make_quantizer
+from .quantizers import FixedCodesQuantizer, make_quantizer
 
 # Learning rate of scales and biases, relative to that of weights.
 SCALE_LR_MULTIPLIER = 0.1
@@ -37,10 +37,10 @@ class FakeQuant(WeightTransform):
         dtype: the type in which the export stores scales.
         packed: initial codes, scales and biases, by path and name; the model's weights
             are then their float32 values.
-        by_position: the weights that are trained by `lsq` are positions, at first the
-            codes of `packed`; see `PositionQuantizer`.
 
     Attributes:
+        codes: that stay while their scales are trained, uint8 [..., K], by the path of
+            the weight.
         qparams: initial scales and biases to train, float32 vectors, by path and name.
     """
 
@@ -51,15 +51,13 @@ class FakeQuant(WeightTransform):
         dtype: mx.Dtype,
         config: QATConfig | None = None,
         packed: PackedLayers | None = None,
-        *,
-        by_position: bool = False,
     ):
         self.dtype = dtype
         self.config = config or QATConfig()
         self._adapted = adapted_layers(model)
         self._specs = specs
         self._quantizers = {
-            path: make_quantizer(self.config, spec, dtype, by_position=by_position)
+            path: make_quantizer(self.config, spec, dtype)
             for path, spec in specs.items()
         }
         self._has_begun = not self.config.fake_quant_after_n_steps
@@ -69,7 +67,7 @@ class FakeQuant(WeightTransform):
             for path in specs
             if path in self._adapted or "weight" in modules[path].trainable_parameters()
         ]
-        self.qparams, self._frozen = {}, {}
+        self.codes, self.qparams, self._frozen = {}, {}, {}
         for path, quantizer in self._quantizers.items():
             layer, codes = modules[path], packed and packed[path]
             if path in self._trained:
@@ -79,7 +77,10 @@ class FakeQuant(WeightTransform):
                 else:
                     start = quantizer.init(weight)
                 self.qparams |= _with_path(path, start)
-                mx.eval(self.qparams)
+                if isinstance(quantizer, FixedCodesQuantizer):
+                    fixed = unpack_codes(codes["weight"], specs[path].bits)
+                    self.codes[f"{path}.weight"] = fixed.astype(mx.uint8)
+                mx.eval(self.qparams, self.codes)
             else:
                 codes = codes or quantizer.pack(
                     layer.weight, quantizer.init(layer.weight)
@@ -87,13 +88,7 @@ class FakeQuant(WeightTransform):
                 layer.weight = dequantize(codes, specs[path], dtype)
                 self._frozen |= _with_path(path, codes)
                 mx.eval(self._frozen, layer.weight)
-        self._by_position = [
-            path
-            for path in self._trained
-            if isinstance(self._quantizers[path], PositionQuantizer)
-        ]
-        self.undecayed = {f"{path}.weight" for path in self._by_position}
-        self.derived_weights = self._unfreeze_derived(modules)
+        self.derived_weights = self._unfreeze_derived(modules) | self.codes.keys()
         self._quantized_inputs = []
         if self.config.quantize_activations:
             self._quantized_inputs = [p for p in specs if _is_linear(modules[p])]
@@ -103,7 +98,8 @@ class FakeQuant(WeightTransform):
     def lr_multipliers(self) -> dict[str, float]:
         """Learning-rate multipliers other than 1, by parameter."""
         multipliers = dict.fromkeys(self.qparams, SCALE_LR_MULTIPLIER)
-        for path in self._by_position:
+        for name in self.codes:
+            path = name.removesuffix(".weight")
             multipliers |= _with_path(path, self._quantizers[path].lr_multipliers())
         return multipliers
 
@@ -213,9 +209,9 @@ class FakeQuant(WeightTransform):
         return {k: parameters[v] for k, v in paths.items() if v in self.qparams}
 
     def _merged(self, path: str, parameters: dict[str, mx.array]) -> mx.array:
-        """The weight before quantization."""
+        """The weight before quantization, or its codes if they are fixed."""
         if path not in self._adapted:
-            return parameters[f"{path}.weight"]
+            return (self.codes | parameters)[f"{path}.weight"]
         layer = self._adapted[path]
         trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINABLE}
         if not layer.grad_through_merge:

@@ -26,9 +26,8 @@ CHUNK_WEIGHTS = 1 << 24
 # Rounding of a position in float32, relative to the largest number it is computed from,
 # with a reserve for the inexact divisions of GPUs.
 POSITION_ERROR = 2.0**-20
-# Learning rates of `PositionQuantizer` relative to that of other parameters: of scales,
-# in mean scales, and of weights, in steps.
-SCALE_RATE, POSITION_RATE = 5.0, 5.0
+# Learning rate of fixed codes' scales, in mean scales, relative to that of norms.
+SCALE_RATE = 5.0
 # Iterations for the initial scales of ternary weights.
 TERNARY_ITERS = 4
 
@@ -373,17 +372,13 @@ class FixedScaleQuantizer(LSQQuantizer):
         return super()._grid(self._fixed)
 
 
-class PositionQuantizer(LSQQuantizer):
-    """LSQ that continues from codes, with weights that are positions between codes.
+class FixedCodesQuantizer(LSQQuantizer):
+    """Trained scales and biases of fixed codes: E2E-QP of EfficientQAT (arXiv
+    2407.11062).
 
-    A quantized weight is scale * round(position) + bias, so scale and bias have the
-    gradients of E2E-QP (EfficientQAT, arXiv 2407.11062), and no code changes with them.
-    In LSQ, a weight on its level gives them no gradient, and elsewhere moves to other
-    codes when they change.
-
-    What is trained are changes of the stored grid: `spreads` are added to the scales,
-    about the middle of the codes, and `shifts` to the middle. A position beyond the
-    last code has a gradient, so that it can return.
+    The weight is the codes of a quantized model, uint8 [..., K]. What is trained are
+    changes of the stored grid: `spreads` are added to the scales, about the middle of
+    the codes, and `shifts` to the middle. A scale would otherwise shift its group.
     """
 
     def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -394,15 +389,14 @@ class PositionQuantizer(LSQQuantizer):
         return {"spreads": mx.zeros(shape), "shifts": mx.zeros(shape)}
 
     def lr_multipliers(self) -> dict[str, float]:
-        """Learning-rate multipliers of weights and quantization parameters.
+        """Learning-rate multipliers of quantization parameters.
 
         Updates are relative to the mean scale, so that a learning rate has the same
         meaning for all bits. The outermost levels of a group move twice as fast as its
         middle.
         """
         unit = SCALE_RATE * mx.abs(self._start["scales"]).mean().item()
-        spreads = 4 / self._top * unit
-        return {"weight": POSITION_RATE, "spreads": spreads, "shifts": unit}
+        return {"spreads": 4 / self._top * unit, "shifts": unit}
 
     def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
         spreads, start = qparams["spreads"], self._start
@@ -410,11 +404,14 @@ class PositionQuantizer(LSQQuantizer):
         return start["scales"] + spreads, start["biases"] + shifts
 
     def _positions(self, weight, scales, biases) -> mx.array:
-        return weight.reshape(-1, self._spec.group_size)
+        return weight.astype(mx.float32).reshape(-1, self._spec.group_size)
+
+    def _nearest_codes(self, positions: mx.array) -> mx.array:
+        return positions
 
     def _gradients(self, g, positions, scales):
-        d_scale = unfused(g * self._nearest_codes(positions)).sum(axis=-1)
-        return unfused(g * scales[:, None]), d_scale, g.sum(axis=-1)
+        # The codes have none.
+        return g, unfused(g * positions).sum(axis=-1), g.sum(axis=-1)
 
 
 class TernaryQuantizer(LSQQuantizer):
@@ -464,22 +461,18 @@ class TernaryQuantizer(LSQQuantizer):
 QUANTIZERS = {
     "minmax": MinMaxQuantizer,
     "lsq": LSQQuantizer,
+    "fixed_codes": FixedCodesQuantizer,
     "fixed_scale": FixedScaleQuantizer,
     "ternary": TernaryQuantizer,
 }
 FLOAT_QUANTIZERS = {"minmax": MinMaxQuantizer, "fixed_scale": FixedBlockScaleQuantizer}
 
 
-def make_quantizer(
-    config: QATConfig, spec: QuantSpec, dtype: mx.Dtype, *, by_position: bool = False
-):
+def make_quantizer(config: QATConfig, spec: QuantSpec, dtype: mx.Dtype):
     """The quantizer of a layer with this grid.
 
     Args:
         dtype: the type in which the export stores scales.
-        by_position: the weights that are trained are positions, where it has `lsq`.
     """
-    if by_position and config.quantizer_for(spec) == "lsq":
-        return PositionQuantizer(spec, dtype)
     quantizers = FLOAT_QUANTIZERS if spec.mode in FLOAT_MODES else QUANTIZERS
     return quantizers[config.quantizer_for(spec)](spec, dtype)
