@@ -121,7 +121,7 @@ def _from_codes(arguments: Namespace, grid: Grid, **settings) -> Stages:
 def _from_codes_distill(arguments: Namespace, grid: Grid) -> Stages:
     """As `_from_codes`, with the model before GPTQ as teacher."""
     teacher = {"ce_weight": arguments.ce_weight}
-    return _from_codes(arguments, grid, teacher=teacher)
+    return _from_codes(arguments, grid, teacher=teacher, qat=_grid(grid))
 
 
 def _from_gptq(arguments: Namespace, grid: Grid) -> Stages:
@@ -133,11 +133,10 @@ def _from_gptq(arguments: Namespace, grid: Grid) -> Stages:
 
 def _after_gptq(arguments: Namespace, grid: Grid) -> Stages:
     """GPTQ of the baseline, then QAT from the codes with the baseline as teacher."""
-    quantizer = "fixed_scale" if grid in FLOAT_MODES else "lsq"
     stage = _train(
         arguments,
         EXTRA_STEPS,
-        qat=_grid(grid, quantizer=quantizer),
+        qat=_grid(grid),
         teacher={},
         load_best_at_end=True,
         learning_rate=arguments.codes_learning_rate * CODES_LR_RATIO.get(grid, 0.1),

@@ -19,32 +19,50 @@ def inputs(length: int, heads: int = 4, groups: int = 2, size: int = 8):
     ]
 
 
-@pytest.mark.parametrize("causal", [True, False])
+def seen_keys(mask: str, length: int) -> np.ndarray:
+    """Whether a query [L] attends to a key [L], for every sequence."""
+    if mask == "documents":
+        documents = np.cumsum(np.arange(length) % 37 == np.array([[5], [11]]), axis=-1)
+        same = documents[:, :, None] == documents[:, None]
+        return same & np.tri(length, dtype=bool)
+    return np.ones((1, 1)) * (np.tri(length) if mask == "causal" else 1) > 0
+
+
+MASKS = ("causal", "none", "documents")
+
+
+def mask_argument(mask: str, length: int):
+    if mask == "documents":
+        return mx.array(seen_keys(mask, length))[:, None]
+    return {"causal": "causal", "none": None}[mask]
+
+
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_attention_equals_float64_reference(length, causal):
+def test_attention_equals_float64_reference(length, mask):
     *qkv, _ = inputs(length)
     q, k, v = (np.array(x, np.float64) for x in qkv)
     k, v = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)
     scores = 0.3 * q @ k.swapaxes(-1, -2)
-    if causal:
-        scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+    seen = seen_keys(mask, length)
+    scores = np.where(seen[:, None] if seen.ndim == 3 else seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = weights / weights.sum(-1, keepdims=True) @ v
-    result = attention(*qkv, 0.3, causal)
+    result = attention(*qkv, 0.3, mask_argument(mask, length))
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_attention_gradients_equal_those_of_mlx(length, causal):
+def test_attention_gradients_equal_those_of_mlx(length, mask):
     *qkv, cotangent = inputs(length)
-    mask = "causal" if causal else None
+    mask = mask_argument(mask, length)
 
     def reference(q, k, v):
         return mlx_attention(q, k, v, scale=0.3, mask=mask)
 
     def blockwise(q, k, v):
-        return attention(q, k, v, 0.3, causal)
+        return attention(q, k, v, 0.3, mask)
 
     expected = mx.vjp(reference, qkv, [cotangent])[1]
     for compiled in (blockwise, mx.compile(blockwise)):
@@ -56,7 +74,7 @@ def test_attention_gradients_equal_those_of_mlx(length, causal):
 def test_causal_attention_ignores_later_keys():
     q, k, v, _ = inputs(BLOCK + 9)
     changed = mx.where(mx.arange(BLOCK + 9)[:, None] < BLOCK + 2, v, 1e3)
-    before, after = (attention(q, k, x, 0.3, True) for x in (v, changed))
+    before, after = (attention(q, k, x, 0.3, "causal") for x in (v, changed))
     assert mx.array_equal(before[..., : BLOCK + 2, :], after[..., : BLOCK + 2, :])
     assert not mx.allclose(before, after)
 
@@ -65,7 +83,8 @@ def test_replaced_attention_passes_other_masks_to_mlx():
     replace_functions()
     q, k, v, _ = inputs(96)
     seen = mx.random.uniform(shape=(96, 96), key=mx.random.key(0)) < 0.9
-    for settings in ({"mask": "causal"}, {"mask": seen}, {}, {"sinks": mx.ones(4)}):
+    masks = "causal", seen, seen[None, None], mx.where(seen, 0.0, -9.0), None
+    for settings in (*({"mask": mask} for mask in masks), {"sinks": mx.ones(4)}):
         result = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, **settings)
         expected = mlx_attention(q, k, v, scale=0.3, **settings)
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)

@@ -35,13 +35,17 @@ def _attention(queries, keys, values, *, scale, mask=None, sinks=None, **options
     is_plain = sinks is None and not options
     if is_plain and queries.dtype == keys.dtype == values.dtype == mx.float32:
         length = queries.shape[2]
-        if mask is None or isinstance(mask, str):
-            if MIN_QUERIES <= length == keys.shape[2]:
-                return attention(queries, keys, values, scale, causal=mask is not None)
-            is_simple = mask is None
-        else:
-            is_simple = mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[1] == 1
-        if is_simple and length <= MAX_DECODED and keys.shape[1] < queries.shape[1]:
+        is_named = isinstance(mask, str)
+        # A mask that all heads share, such as that of a packed sequence's documents.
+        is_shared = (
+            mask is None
+            or is_named
+            or (mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[1] == 1)
+        )
+        if is_shared and MIN_QUERIES <= length == keys.shape[2]:
+            return attention(queries, keys, values, scale, mask)
+        is_decoded = length <= MAX_DECODED and not is_named
+        if is_shared and is_decoded and keys.shape[1] < queries.shape[1]:
             return decoding_attention(queries, keys, values, scale, mask)
     return mlx_attention(
         queries, keys, values, scale=scale, mask=mask, sinks=sinks, **options

@@ -254,7 +254,9 @@ class LSQQuantizer:
             factor = 1 / math.sqrt(self._spec.group_size * self._top)
             return d_weight, factor * d_scale, factor * d_bias
 
-        return forward(weight.astype(mx.float32), *self._grid(qparams))
+        if mx.issubdtype(weight.dtype, mx.floating):
+            weight = weight.astype(mx.float32)
+        return forward(weight, *self._grid(qparams))
 
     def latent_within_cell(
         self, packed: dict[str, mx.array], key: mx.array
@@ -403,8 +405,19 @@ class FixedCodesQuantizer(LSQQuantizer):
         shifts = qparams["shifts"] - self._top / 2 * spreads
         return start["scales"] + spreads, start["biases"] + shifts
 
+    def _levels(self, weight, scales, biases) -> mx.array:
+        codes = weight.reshape(-1, self._spec.group_size)
+        if 2 * self._top > self._spec.group_size:
+            return super()._levels(weight, scales, biases)
+        # All levels of every group, then one look-up for each weight.
+        all_codes = mx.broadcast_to(
+            mx.arange(self._top + 1), (len(codes), self._top + 1)
+        )
+        table = super()._levels(all_codes, scales, biases)
+        return mx.take_along_axis(table, codes, axis=-1).reshape(weight.shape)
+
     def _positions(self, weight, scales, biases) -> mx.array:
-        return weight.astype(mx.float32).reshape(-1, self._spec.group_size)
+        return weight.astype(mx.float32).reshape(len(scales), -1)
 
     def _nearest_codes(self, positions: mx.array) -> mx.array:
         return positions
