@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 import random_llama
 
-BITS = {"minmax": 4, "lsq": 4, "fixed_scale": 4, "ternary": 2}
+BITS = {"minmax": 4, "lsq": 4, "fixed_codes": 4, "fixed_scale": 4, "ternary": 2}
 GROUP_SIZE, RANK, LEARNING_RATE = 64, 16, 1e-4
 CASES = {"full": "full", "lora": f"LoRA rank {RANK}", "teacher": "full, with a teacher"}
 # The first step is traced; the second is the first with warm caches.
@@ -110,6 +110,7 @@ def _step(case: str, quantizer: str | None, arguments: argparse.Namespace):
     from lmx.cpu import on_cpu
     from lmx.models.dtypes import set_compute_dtype
     from lmx.models.lora import lora_model
+    from lmx.quantization.packing import pack
     from lmx.quantization.qat.fake_quant import FakeQuant
     from lmx.quantization.target_layers import select_layers
     from lmx.training.chunked_loss import ChunkedLossModel
@@ -124,7 +125,12 @@ def _step(case: str, quantizer: str | None, arguments: argparse.Namespace):
     specs = select_layers(model, qat).specs if qat else {}
     if case == "lora":
         lora_model.attach(model, LoRAConfig(rank=RANK), seed=0, merged=bool(qat))
-    fake_quant = FakeQuant(model, specs, dtype, qat) if qat else None
+    packed, modules = None, dict(model.named_modules())
+    if quantizer == "fixed_codes":
+        packed = {
+            path: pack(modules[path].weight, s, dtype) for path, s in specs.items()
+        }
+    fake_quant = FakeQuant(model, specs, dtype, qat, packed) if qat else None
     optimizer = OptimizerConfig(
         weight_decay=0.01,
         max_grad_norm=1.0,

@@ -210,6 +210,20 @@ def test_fixed_codes_train_grids_and_norms_towards_a_teacher(tmp_path, base):
     )
 
 
+@pytest.mark.parametrize("quantizer", ["minmax", "lsq", "fixed_scale"])
+def test_adapter_of_the_head_is_trained_through_chunks_of_the_loss(
+    tmp_path, make_checkpoint, quantizer
+):
+    adapter = {"rank": 4, "target_modules": ["lm_head"]}
+    qat = {"qat": GRID | {"quantizer": quantizer}, "loss_chunk_tokens": 16}
+    model = make_checkpoint(tie_word_embeddings=False)
+    run = Run(tmp_path, {"train": TRAIN | qat | {"adapter": adapter}}, model=model)
+    assert run() == 0
+    trained = mx.load(str(run.output / "adapters" / "adapters.safetensors"))
+    assert trained.keys() == {"lm_head.lora_a", "lm_head.lora_b"}
+    assert mx.abs(trained["lm_head.lora_b"]).max().item() > 1e-4
+
+
 def test_ternary_model_from_scratch_continues_from_its_codes(tmp_path):
     """Its second training has the same weights, and mlx-lm serves them."""
     ternary = {"qat": GRID | {"quantizer": "ternary", "overrides": NO_EMBEDDING}}

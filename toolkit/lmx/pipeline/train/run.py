@@ -307,6 +307,8 @@ class TrainRun:
         if compute_dtype == mx.float32:
             # Lossless, and the chunked loss is verified in the dtype of the training.
             set_compute_dtype(loaded.model, compute_dtype)
+        # Before the loss model, which has gradients of what is trainable then.
+        self.fake_quant = self._make_fake_quant()
         model = loss_model(config, context, loaded)
         caches = None
         if config.packing:
@@ -373,24 +375,24 @@ class TrainRun:
             on_event=context.extensions.callbacks.call,
         )
 
+    def _make_fake_quant(self) -> FakeQuant | None:
+        loaded, model = self.loaded, self.model
+        if not self.selection.specs:
+            return None
+        fake_quant = FakeQuant(
+            loaded.model, self.selection.specs, loaded.dtype, model.qat, model.packed
+        )
+        # Without the dense weights, which would stay in memory.
+        self.base_weights |= fake_quant.codes
+        return fake_quant
+
     def _make_step(
         self,
         compute_dtype: mx.Dtype,
         loss_model: LossModel,
         caches: DocumentCaches | None,
     ) -> TrainStep:
-        config, model, network = self.config, self.model, self.loaded.model
-        self.fake_quant = None
-        if specs := self.selection.specs:
-            self.fake_quant = FakeQuant(
-                network,
-                specs,
-                self.loaded.dtype,
-                model.qat,
-                model.packed,
-            )
-            # Without the dense weights, which would stay in memory.
-            self.base_weights |= self.fake_quant.codes
+        config, network = self.config, self.loaded.model
         lr_multipliers = {}
         if config.adapter:
             trained = dict(tree_flatten(network.trainable_parameters()))
