@@ -128,7 +128,7 @@ SMALL_BENCHMARKS = {
     "ptq_time": "--hidden-size 64 --num-layers 1 --vocab-size 320 --num-tokens 256 "
     "--seq-length 64",
     "qat_step": "--hidden-size 64 --num-layers 1 --vocab-size 512 --batch-size 2 "
-    "--seq-length 32 --steps 3 --quantizers minmax lsq",
+    "--seq-length 32 --steps 3 --documents 2 --quantizers minmax fixed_codes",
     "qat_quality": "--model small-base --seeds 1 --grids 2 nvfp4 --steps 2 "
     "--batch-size 4 --scale-tuning-steps 1 --max-samples 40 "
     "--num-calibration-tokens 1024 --methods rtn 'qat minmax'",

@@ -53,6 +53,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument(
+        "--documents", type=int, default=1, help="packed into each sequence"
+    )
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each")
     parser.add_argument(
         "--quantizers", nargs="+", choices=BITS, default=["minmax", "lsq"]
@@ -65,6 +68,8 @@ def _print_case(case: str, arguments: argparse.Namespace) -> None:
     print(f"\n{CASES[case]}")
     print(ROW.format(*COLUMNS, "first loss, plain"))
     for name in arguments.quantizers:
+        if case == "lora" and name == "fixed_codes":
+            continue
         steps = {
             "plain": _step(case, None, arguments),
             "qat": _step(case, name, arguments),
@@ -115,6 +120,7 @@ def _step(case: str, quantizer: str | None, arguments: argparse.Namespace):
     from lmx.quantization.target_layers import select_layers
     from lmx.training.chunked_loss import ChunkedLossModel
     from lmx.training.distillation import DistillationLoss, OnlineTeacher
+    from lmx.training.document_mask import DocumentCaches
     from lmx.training.optimizers import OptimizerConfig
     from lmx.training.step import TrainStep
 
@@ -123,24 +129,28 @@ def _step(case: str, quantizer: str | None, arguments: argparse.Namespace):
         bits=BITS[quantizer], group_size=GROUP_SIZE, quantizer=quantizer
     )
     specs = select_layers(model, qat).specs if qat else {}
-    if case == "lora":
-        lora_model.attach(model, LoRAConfig(rank=RANK), seed=0, merged=bool(qat))
     packed, modules = None, dict(model.named_modules())
     if quantizer == "fixed_codes":
         packed = {
             path: pack(modules[path].weight, s, dtype) for path, s in specs.items()
         }
+    if case == "lora":
+        lora_model.attach(model, LoRAConfig(rank=RANK), seed=0, merged=bool(qat))
     fake_quant = FakeQuant(model, specs, dtype, qat, packed) if qat else None
     optimizer = OptimizerConfig(
         weight_decay=0.01,
         max_grad_norm=1.0,
         lr_multipliers=fake_quant.lr_multipliers() if fake_quant else {},
     )
-    loss = None
+    loss = caches = None
+    if arguments.documents > 1:
+        caches = DocumentCaches(model)
     if case == "teacher":
         teacher, _ = _model(arguments)
         set_compute_dtype(teacher, mx.float32)
-        loss = DistillationLoss(TeacherConfig(), OnlineTeacher(teacher))
+        online = OnlineTeacher(teacher)
+        online.document_caches = caches
+        loss = DistillationLoss(TeacherConfig(), online)
     chunk = loss_chunk(model.args.vocab_size, on_cpu=on_cpu())
     step = TrainStep(
         model,
@@ -148,6 +158,7 @@ def _step(case: str, quantizer: str | None, arguments: argparse.Namespace):
         weight_transform=fake_quant,
         loss_model=ChunkedLossModel(model, chunk),
         loss=loss,
+        document_caches=caches,
     )
     set_compute_dtype(model, mx.float32)
     return step
@@ -175,7 +186,11 @@ def _batch(step, arguments: argparse.Namespace):
     shape = (arguments.batch_size, arguments.seq_length + 1)
     tokens = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
     mask = np.ones((arguments.batch_size, arguments.seq_length), bool)
-    return Batch(mx.array(tokens), mx.array(mask), ())
+    documents = None
+    if arguments.documents > 1:
+        numbers = np.arange(mask.shape[1]) * arguments.documents // mask.shape[1]
+        documents = mx.array(np.broadcast_to(numbers, mask.shape).astype(np.int32))
+    return Batch(mx.array(tokens), mx.array(mask), (), documents)
 
 
 if __name__ == "__main__":
