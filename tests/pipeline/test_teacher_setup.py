@@ -9,8 +9,8 @@ from tiny_runs import TRAIN, Run
 
 GRID = {"bits": 2, "group_size": 32}
 QUANTIZED = {"quantize": GRID}
-QAT = TRAIN | {"qat": GRID | {"quantizer": "lsq"}}
-QAT_4BIT = QAT | {"qat": {"bits": 4, "group_size": 32, "quantizer": "lsq"}}
+QAT = TRAIN | {"qat": GRID}
+QAT_4BIT = QAT | {"qat": {"bits": 4, "group_size": 32}}
 OFFLINE = {"offline": True, "top_k": 8, "loss": "reverse_kl", "ce_weight": 0.2}
 GENERATED = OFFLINE | {"sequence_level": {"max_tokens": 8}}
 

@@ -151,8 +151,7 @@ def _trained(
         learned = qat.learned_per_group(spec)
         trained += learned * (weights // spec.group_size)
         if qat.quantizer == "fixed_codes":
-            # MLX computes the gradients of all weights before their sums over groups.
-            trained, size = trained - weights, size + 4 * weights
+            trained -= weights
             continue
         size += kept * weights
         if adapter and not qat.is_straight_through(spec):

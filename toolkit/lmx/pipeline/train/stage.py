@@ -39,7 +39,6 @@ from ..stage import (
 from ..work import Work
 from .estimate import measuring_work, training_cost
 
-CONTINUES = f"quantizer {' or '.join(CONTINUES_FROM_ALL_CODES)}"
 # The dataset format that a preference loss needs.
 LOSS_FORMATS = dict.fromkeys(PREFERENCE_LOSSES, "preference") | {
     "kto": "unpaired_preference"
@@ -108,7 +107,7 @@ class TrainStage(Stage):
             yield from _check_qat_of_codes(raw, state.quantization)
         elif not has_adapter:
             message = "a quantized model cannot be trained in full"
-            hint = f"add `adapter:`, or `qat:` with {CONTINUES}; or train first"
+            hint = "add `adapter:` or `qat:`; or train first"
             yield Problem(raw.path, message, hint, "key")
 
     @classmethod
@@ -293,7 +292,9 @@ def _check_qat_of_codes(raw: RawStage, before: dict) -> Iterator[Problem]:
             f"the model is quantized here, and {quantizer or 'minmax'} would quantize "
             "it again"
         )
-        yield Problem(path, message, f"{CONTINUES} continues from the codes", "key")
+        names = ", ".join(CONTINUES_FROM_ALL_CODES)
+        hint = f"the quantizers {names} continue from the codes"
+        yield Problem(path, message, hint, "key")
     key = "fake_quant_after_n_steps"
     if raw.value("qat", key):
         message = "the model is quantized here, and training begins with its codes"
