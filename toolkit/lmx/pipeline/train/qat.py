@@ -103,7 +103,7 @@ def _from_codes(
 ) -> QATModel:
     qat = config.qat.for_quantized_model(adapts=config.adapter is not None)
     specs = layer_specs(loaded.model)
-    _require_same_specs(qat, specs, loaded)
+    _require_same_specs(qat, specs, loaded, logger)
     selection = QuantizationPlan(
         specs,
         {
@@ -131,7 +131,7 @@ def _from_codes(
 
 
 def _require_same_specs(
-    qat: QATConfig, specs: dict[str, QuantSpec], loaded: LoadedModel
+    qat: QATConfig, specs: dict[str, QuantSpec], loaded: LoadedModel, logger: RunLogger
 ) -> None:
     place = str(loaded.path)
     if qat.quantizer not in CONTINUES_FROM_CODES or qat.fake_quant_after_n_steps:
@@ -151,7 +151,15 @@ def _require_same_specs(
             place=place,
             hint="remove quantize_activations, or start from the unquantized model",
         )
-    if wanted not in by_name.values():
+    if wanted in by_name.values():
+        return
+    if len(by_name) > 1:
+        # Mixed precision may leave no layer on the grid of the recipe.
+        logger.warning(
+            f"training continues on the grids of the model: {names}; bits and "
+            "group_size of `qat` are not used"
+        )
+    else:
         raise UserError(
             f"the model is quantized to {names}; the recipe has {_describe(wanted)}",
             place=place,
