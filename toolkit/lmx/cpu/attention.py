@@ -15,9 +15,6 @@ BLOCK = 128
 MASKED = -1e30
 
 
-CAUSAL = "causal"
-
-
 def attention(
     queries, keys, values, scale: float, mask: mx.array | str | None
 ) -> mx.array:
@@ -26,7 +23,7 @@ def attention(
     Args:
         queries: float32 [B, H, L, D].
         keys: [B, H or a divisor of H, L, D]; values have the same shape.
-        mask: CAUSAL: a query attends to the keys up to its own position; or bool [B or
+        mask: "causal": a query attends to keys up to its own position; or bool [B or
             1, 1, L, L], true where a query attends to a key; None = all.
     """
     batch, heads, length, size = queries.shape
