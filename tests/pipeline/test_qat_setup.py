@@ -103,6 +103,14 @@ def test_fixed_codes_need_codes(make_checkpoint):
 @pytest.mark.parametrize(
     ("qat", "message"),
     [
+        (
+            {"bits": 8, "quantizer": "lsq"},
+            "quantized to [34] bits .*; the recipe has 8 bits",
+        ),
+        (
+            {"bits": 4, "group_size": 32, "quantizer": "fixed_scale"},
+            "the recipe has 4 bits in groups of",
+        ),
         ({"bits": 4, "quantizer": "minmax"}, "training would quantize it again"),
         (
             {"bits": 4, "quantizer": "lsq", "fake_quant_after_n_steps": 2},
@@ -115,26 +123,10 @@ def test_quantized_model_is_never_quantized_again(mixed_model, qat, message):
         prepare(config(**qat), mixed_model, Logger())
 
 
-def test_the_grids_of_mixed_precision_stay(mixed_model):
-    """Even if no layer has the grid of the recipe, whose search chose others."""
-    logger, warnings = Logger(), []
-    logger.warning = warnings.append
-    for bits, count in ((3, 0), (8, 1)):
-        prepared = prepare(config(bits=bits), mixed_model, logger)
-        assert {s.bits for s in prepared.selection.specs.values()} == {3, 4}
-        assert len(warnings) == count
-    assert "3 bits in groups of 64" in warnings[0]
-
-
-def test_another_grid_than_that_of_the_model_is_refused(make_checkpoint, tmp_path):
-    loaded = load(make_checkpoint(), compute="stored")
-    weights = {k: v for k, v in mx.load(str(loaded.path / "model.safetensors")).items()}
-    packed = pack(weights[f"{UP}.weight"], QuantSpec(bits=3), loaded.dtype)
-    packed = {f"{UP}.{name}": value for name, value in packed.items()}
-    plan, target = QuantizationPlan({UP: QuantSpec(bits=3)}, {}), tmp_path / "one"
-    write_model(target, loaded, weights, plan, packed)
-    with pytest.raises(UserError, match=r"quantized to 3 bits .*; the recipe has 8"):
-        prepare(config(bits=8), load(target, compute="stored"), Logger())
+def test_the_grids_that_mixed_precision_of_the_run_chose_stay(mixed_model):
+    """Even if no layer has the grid of the recipe."""
+    prepared = prepare(config(bits=8), mixed_model, Logger(), quantized_here=True)
+    assert prepared.selection.specs == {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
 
 
 def test_settings_of_another_model_are_refused(mixed_model):

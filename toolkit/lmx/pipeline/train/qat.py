@@ -39,6 +39,7 @@ def prepare(
     logger: RunLogger,
     *,
     seed: int = 0,
+    quantized_here: bool = False,
 ) -> QATModel:
     """Select the layers to quantize. A quantized model continues from its codes.
 
@@ -48,6 +49,8 @@ def prepare(
 
     Args:
         seed: of the random places.
+        quantized_here: by an earlier stage, whose block was compared with `qat` before
+            the run. Its mixed precision may have left no layer on the grid of `qat`.
 
     Raises:
         UserError: the training would quantize a quantized model again, or there are no
@@ -62,7 +65,7 @@ def prepare(
         )
     if "quantization" in loaded.config:
         if qat:
-            return _from_codes(config, loaded, logger, seed)
+            return _from_codes(config, loaded, logger, seed, quantized_here)
         if not config.adapter:
             raise UserError(
                 "this model is quantized, and full fine-tuning needs its weights",
@@ -100,10 +103,11 @@ def _from_codes(
     loaded: LoadedModel,
     logger: RunLogger,
     seed: int,
+    quantized_here: bool,
 ) -> QATModel:
     qat = config.qat.for_quantized_model(adapts=config.adapter is not None)
     specs = layer_specs(loaded.model)
-    _require_same_specs(qat, specs, loaded, logger)
+    _require_same_specs(qat, specs, loaded, quantized_here)
     selection = QuantizationPlan(
         specs,
         {
@@ -131,7 +135,10 @@ def _from_codes(
 
 
 def _require_same_specs(
-    qat: QATConfig, specs: dict[str, QuantSpec], loaded: LoadedModel, logger: RunLogger
+    qat: QATConfig,
+    specs: dict[str, QuantSpec],
+    loaded: LoadedModel,
+    quantized_here: bool,
 ) -> None:
     place = str(loaded.path)
     if qat.quantizer not in CONTINUES_FROM_CODES or qat.fake_quant_after_n_steps:
@@ -151,15 +158,7 @@ def _require_same_specs(
             place=place,
             hint="remove quantize_activations, or start from the unquantized model",
         )
-    if wanted in by_name.values():
-        return
-    if len(by_name) > 1:
-        # Mixed precision may leave no layer on the grid of the recipe.
-        logger.warning(
-            f"training continues on the grids of the model: {names}; bits and "
-            "group_size of `qat` are not used"
-        )
-    else:
+    if wanted not in by_name.values() and not quantized_here:
         raise UserError(
             f"the model is quantized to {names}; the recipe has {_describe(wanted)}",
             place=place,

@@ -90,6 +90,7 @@ class TrainRun:
             loaded,
             context.logger,
             seed=context.seed,
+            quantized_here=bool(context.current and context.current.is_quantized),
         )
         self.loaded, self.selection = self.model.loaded, self.model.selection
         self.base_weights = dict(tree_flatten(self.loaded.model.parameters()))
@@ -307,7 +308,7 @@ class TrainRun:
         if compute_dtype == mx.float32:
             # Lossless, and the chunked loss is verified in the dtype of the training.
             set_compute_dtype(loaded.model, compute_dtype)
-        # Before the loss model, which has gradients of what is trainable then.
+        # The loss model gives gradients to the weights that are trainable by now.
         self.fake_quant = self._make_fake_quant()
         model = loss_model(config, context, loaded)
         caches = None

@@ -211,7 +211,8 @@ class FakeQuant(WeightTransform):
     def _merged(self, path: str, parameters: dict[str, mx.array]) -> mx.array:
         """The weight before quantization, or its codes if they are fixed."""
         if path not in self._adapted:
-            return (self.codes | parameters)[f"{path}.weight"]
+            name = f"{path}.weight"
+            return self.codes[name] if name in self.codes else parameters[name]
         layer = self._adapted[path]
         trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINABLE}
         if not layer.grad_through_merge:
