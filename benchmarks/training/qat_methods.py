@@ -12,8 +12,6 @@ GROUP_SIZE, RANK = 64, 32
 DATA = Path(__file__).parents[2] / "data"
 # Learning rates of training from codes, relative to that at 2 bits; 0.1 above 3 bits.
 CODES_LR_RATIO = {2: 1.0, 3: 0.3}
-# Additional steps of the methods that train after everything else, as a share.
-EXTRA_STEPS = 0.2
 ADAPTER = {"type": "lora", "rank": RANK}
 BITS = get_args(Bits)
 ALL_GRIDS = (*BITS, *FLOAT_MODES)
@@ -133,13 +131,15 @@ def _from_gptq(arguments: Namespace, grid: Grid) -> Stages:
 
 def _after_gptq(arguments: Namespace, grid: Grid) -> Stages:
     """GPTQ of the baseline, then QAT from the codes with the baseline as teacher."""
+    # Trained scales of affine grids move in mean scales: one rate for all bits.
+    ratio = CODES_LR_RATIO.get(grid, 0.1) if grid in FLOAT_MODES else 1.0
     stage = _train(
         arguments,
-        EXTRA_STEPS,
+        arguments.extra_steps,
         qat=_grid(grid),
         teacher={},
         load_best_at_end=True,
-        learning_rate=arguments.codes_learning_rate * CODES_LR_RATIO.get(grid, 0.1),
+        learning_rate=arguments.codes_learning_rate * ratio,
     )
     stage["train"]["eval_steps"] = max(1, stage["train"]["steps"] // 5)
     return [*_gptq(arguments, grid), stage]
@@ -170,6 +170,11 @@ def _qlora(arguments: Namespace, grid: Grid) -> Stages:
     return [*_rtn(arguments, grid), *_lora(arguments, grid)]
 
 
+def _lora_from_gptq(arguments: Namespace, grid: Grid) -> Stages:
+    """GPTQ of the base, then LoRA merged into its codes."""
+    return [*_gptq(arguments, grid), *_lora_qat(arguments, grid)]
+
+
 METHODS = (
     Method("full", lambda a, _: [_train(a)], grids=()),
     Method("rtn", _rtn, "full", grids=ALL_GRIDS),
@@ -191,5 +196,6 @@ METHODS = (
     Method("rtn of lora", _rtn, "lora", "lora"),
     Method("rtn of the base", _rtn, None, "lora"),
     Method("lora qat", _lora_qat, None, "lora"),
+    Method("lora qat from gptq", _lora_from_gptq),
     Method("qlora", _qlora, None, "lora", fused=True),
 )

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import qat_table
 from lmx.config.quant_spec import FLOAT_MODES
-from qat_methods import DATA, EXTRA_STEPS, GROUP_SIZE, METHODS, Grid, Method
+from qat_methods import DATA, GROUP_SIZE, METHODS, Grid, Method
 
 sys.path.append(str(Path(__file__).parents[1]))
 import programs
 
+MAX_ANSWER_TOKENS = 64
 HEADER = """\
 {model}: {steps} steps of {batch_size} examples; {seeds} seeds. Affine grids have groups
 of {group_size}.
@@ -29,14 +30,14 @@ recovered = (RTN - method) / (RTN - baseline), of the loss and of the KL to the 
 on test examples, in nats per token; errors by pairs of examples for one seed, else by
 seeds. late: fake quantization after {fp_fraction:.0%} of the steps; from codes: these
 steps in full precision, then gptq, then QAT from its codes; distill: with the model
-before gptq as teacher; after gptq: {extra:.0%} more steps, without labels; minmax and
+before gptq as teacher; after gptq: {extra_steps:.0%} more steps, without labels; minmax and
 fixed_scale, distill: after all steps in full precision, as many with the baseline as
 teacher. CPU s = processor time of the method, without that of its start model."""
 
 
 def main() -> None:
     arguments = _arguments()
-    print(HEADER.format(**vars(arguments), group_size=GROUP_SIZE, extra=EXTRA_STEPS))
+    print(HEADER.format(**vars(arguments), group_size=GROUP_SIZE))
     _require_same_settings(arguments)
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for seed in seeds:
@@ -79,6 +80,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--fp-fraction", type=float, default=0.9, help="of steps before gptq"
+    )
+    parser.add_argument(
+        "--extra-steps", type=float, default=0.2, help="after gptq, a share of --steps"
+    )
+    parser.add_argument(
+        "--answers", type=int, default=0, help="test examples to answer: exact match"
     )
     parser.add_argument("--ce-weight", type=float, default=0.0, help="with a teacher")
     parser.add_argument(
@@ -211,7 +218,29 @@ def _evaluate(reference: Path, model: Path, arguments: argparse.Namespace) -> di
     sums = measure_per_sequence(full.model, quantized.model, test)
     valid_sums = measure_per_sequence(full.model, quantized.model, valid)
     lists = {name: values.tolist() for name, values in vars(sums).items()}
-    return lists | {"valid_loss": valid_sums.means["loss"]}
+    return lists | {
+        "valid_loss": valid_sums.means["loss"],
+        "correct": _correct_answers(model, arguments),
+    }
+
+
+def _correct_answers(model: Path, arguments: argparse.Namespace) -> list[int]:
+    """1 or 0 for each of the first test examples, which are prompts and completions."""
+    import lmx
+    from lmx.data.dataset import RecordReader
+    from lmx.evaluation.exact_match import measure_exact_match
+
+    reader = RecordReader(_file("test", arguments), split="train")
+    rows = list(islice(reader, arguments.answers))
+    if not rows:
+        return []
+    prompts = [row.prompt for row in rows]
+    results = lmx.generate(str(model), prompts, max_tokens=MAX_ANSWER_TOKENS)
+    answers = [
+        (row.skill or "", row.completion, result.text)
+        for row, result in zip(rows, results, strict=True)
+    ]
+    return measure_exact_match(answers).correct
 
 
 def _batches(loaded, split: str, arguments: argparse.Namespace) -> list:

@@ -12,9 +12,11 @@ COLUMNS = (
     "±",
     "recovered",
     "±",
+    "correct",
+    "±",
     "CPU s",
 )
-ROW = "{:24}{:>9}{:>8}{:>11}{:>8}{:>10}{:>9}{:>11}{:>8}{:>8}"
+ROW = "{:24}{:>9}{:>8}{:>11}{:>8}{:>10}{:>9}{:>11}{:>8}{:>9}{:>7}{:>8}"
 GAINS = ("method", "base, RTN", "in training", "exported", "gain retained", "±")
 GAINS_ROW = "{:24}{:>15}{:>13}{:>10}{:>15}{:>8}"
 
@@ -53,7 +55,18 @@ def _cells(full: list[dict], rtn: list[dict], method: list[dict]) -> list[str]:
         cells += [f"{value:.{digits}f}" for value in _over_seeds(means)]
         recovered = None if None in shares else _over_seeds(shares)
         cells += [f"{100 * v:.1f}%" for v in recovered] if recovered else ["-", "-"]
+    cells += _share_correct([run["correct"] for run in method])
     return [*cells, f"{np.mean([run['cpu'] for run in method]):,.0f}"]
+
+
+def _share_correct(runs: list[list[int]]) -> list[str]:
+    """The exact match of all seeds, and its binomial error."""
+    correct = np.concatenate(runs)
+    if not len(correct):
+        return ["-", "-"]
+    rate = correct.mean()
+    error = (rate * (1 - rate) / len(correct)) ** 0.5
+    return [f"{100 * value:.1f}%" for value in (rate, error)]
 
 
 def _mean(sums: list[float], tokens: list[float]) -> tuple[float, float]:
