@@ -130,7 +130,7 @@ SMALL_BENCHMARKS = {
     "qat_step": "--hidden-size 64 --num-layers 1 --vocab-size 512 --batch-size 2 "
     "--seq-length 32 --steps 3 --documents 2 --quantizers minmax fixed_codes",
     "qat_quality": "--model small-base --seeds 1 --grids 2 nvfp4 --steps 2 "
-    "--batch-size 4 --scale-tuning-steps 1 --max-samples 40 "
+    "--batch-size 4 --max-samples 40 "
     "--num-calibration-tokens 1024 --methods rtn 'qat minmax'",
     "draft_quality": "--model small-base --seeds 1 --num-prompts 8 "
     "--num-eval-prompts 4 --num-test-prompts 2 --max-tokens 8 --steps 2 "

@@ -40,11 +40,6 @@ GPTQ = [
     "calibration.num_eval_tokens=256",
     "refine_iters=1",
 ]
-SCALE_TUNING = [
-    "scale_tuning.steps=2",
-    "scale_tuning.batch_tokens=256",
-    "scale_tuning.learning_rate=1e-3",
-]
 BATCH = {"batch_size": "batch_size=4", "batch_tokens": "batch_tokens=256"}
 
 
@@ -64,11 +59,6 @@ def small_settings(path: Path) -> list[str]:
             settings += [f"{key}={n}" for key, n in lengths.items() if key in block]
         if kind == "quantize" and block["method"] == "gptq":
             settings, bits = settings + GPTQ, block.get("bits", 4)
-            # One recipe with scale tuning is enough to compile it.
-            if path.stem == "ptq_4bit":
-                settings.append("scale_tuning=false")
-            elif block.get("scale_tuning") is not False:
-                settings += SCALE_TUNING
         if "mixed_precision" in (block or {}):
             settings += [
                 "mixed_precision.candidate_bits=[2, 3, 5]",

@@ -89,7 +89,6 @@ def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
     stage = {"method": "gptq", "bits": arguments.bits, "calibration": calibration}
     # Both options off: they run the whole model, which does not fit.
     stage |= {
-        "scale_tuning": False,
         "rollback_if_worse": False,
         "refine_iters": arguments.refine_iters,
     }

@@ -96,19 +96,19 @@ def _qat(folder: Path, target: Path, settings: dict, options: dict) -> None:
 @contextmanager
 def _used_calibration_tokens():
     """All calibration tokens that lmx makes meanwhile."""
-    from lmx.pipeline.quantize import refinement as ptq_refinement
+    from lmx.pipeline.quantize import calibration
 
     used: list = []
-    original = ptq_refinement.concatenated_sequences
+    original = calibration.concatenated_sequences
 
     def recorded(*args, **kwargs):
         sequences = original(*args, **kwargs)
         used.append(sequences.tokens)
         return sequences
 
-    ptq_refinement.concatenated_sequences = recorded
+    calibration.concatenated_sequences = recorded
     yield used
-    ptq_refinement.concatenated_sequences = original
+    calibration.concatenated_sequences = original
 
 
 def _require_equal(used: list, folder: Path) -> None:
@@ -149,7 +149,7 @@ def _calibration(config: dict, options: dict) -> dict:
     from pydantic import TypeAdapter
 
     quantize = TypeAdapter(QuantizeConfig).validate_python(options)
-    if quantize.scale_tuning or quantize.rollback_if_worse:
+    if quantize.rollback_if_worse:
         return config
     return config | {
         "num_tokens": config["num_tokens"] + config.get("num_eval_tokens", 0)

@@ -44,8 +44,6 @@ QAT = {
 # Learning rates of dwq besides its default; the best one on the held-out text counts.
 DWQ_RATES = (1e-5, 1e-4)
 COST_REPEATS = 3
-# Steps of scale tuning, and tokens of each.
-TUNING_STEPS, TUNING_BATCH = (8, 16, 32), 2048
 SMOOTHING_STRENGTHS = (0.3, 0.5, 0.7)
 
 
@@ -236,10 +234,6 @@ def _part_rows(case: str) -> list[Row]:
         "refine_iters 0": {"refine_iters": 0},
         "refine_iters 3": {"refine_iters": 3},
     }
-    for steps in TUNING_STEPS:
-        tuning = {"steps": steps, "batch_tokens": TUNING_BATCH}
-        name = f"scale_tuning, {steps * TUNING_BATCH:,} tokens"
-        changes[name] = {"scale_tuning": tuning}
     return [Row(name, "lmx", grid | change) for name, change in changes.items()]
 
 

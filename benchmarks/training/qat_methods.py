@@ -63,17 +63,16 @@ def _grid(grid: Grid, **settings) -> dict:
 
 
 def _gptq(arguments: Namespace, grid: Grid) -> Stages:
-    """GPTQ on the completions of the examples. Scales of affine grids are tuned."""
-    steps = 0 if grid in FLOAT_MODES else arguments.scale_tuning_steps
+    """GPTQ on the completions of the examples."""
     block = {
         "method": "gptq",
+        "effort": arguments.effort,
         "calibration": {
             "max_seq_length": arguments.max_seq_length,
             "loss_on": "completions",
             "num_tokens": arguments.num_calibration_tokens,
             "num_eval_tokens": 16384,
         },
-        "scale_tuning": {"steps": steps} if steps else False,
     }
     return [{"quantize": block | _grid(grid)}]
 

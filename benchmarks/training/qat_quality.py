@@ -30,9 +30,10 @@ recovered = (RTN - method) / (RTN - baseline), of the loss and of the KL to the 
 on test examples, in nats per token; errors by pairs of examples for one seed, else by
 seeds. late: fake quantization after {fp_fraction:.0%} of the steps; from codes: these
 steps in full precision, then gptq, then QAT from its codes; distill: with the model
-before gptq as teacher; after gptq: {extra_steps:.0%} more steps, without labels; minmax and
-fixed_scale, distill: after all steps in full precision, as many with the baseline as
-teacher. CPU s = processor time of the method, without that of its start model."""
+before gptq as teacher; after gptq: {extra_steps:.0%} more steps, without labels; minmax
+and fixed_scale, distill: after all steps in full precision, as many with the baseline
+as teacher. correct = exact match of the answers to test examples. CPU s = processor
+time of the method, without that of its start model."""
 
 
 def main() -> None:
@@ -89,11 +90,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ce-weight", type=float, default=0.0, help="with a teacher")
     parser.add_argument(
-        "--scale-tuning-steps", type=int, default=200, help="after gptq"
-    )
-    parser.add_argument(
         "--num-calibration-tokens", type=int, default=262144, help="for gptq"
     )
+    parser.add_argument("--effort", default="standard", choices=("fast", "standard"))
     parser.add_argument("--max-samples", type=int, help="per split; default: all")
     parser.add_argument(
         "--methods", nargs="+", choices=[method.name for method in METHODS]

@@ -90,10 +90,8 @@ ACCEPTED = {
     "stages without block": stages(
         {"quantize": None}, {"draft": None}, {"evaluate": None}, {"export": None}
     ),
-    "default method": stages({"quantize": {"bits": 3, "scale_tuning": True}}),
+    "default method": stages({"quantize": {"bits": 3}}),
     "method": stages({"quantize": {"method": "gptq", "effort": "fast"}}),
-    "no scale tuning": stages({"quantize": {"method": "gptq", "scale_tuning": False}}),
-    "scale tuning": stages({"quantize": {"method": "rtn", "scale_tuning": {}}}),
     "words for booleans": stages({"train": TRAIN | {"packing": "yes", "fsdp": "Off"}}),
     "overrides": stages(
         {"quantize": {"overrides": {"*.down_proj": {"bits": 8}, "lm_head": "skip"}}}

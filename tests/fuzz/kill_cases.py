@@ -18,7 +18,6 @@ CALIBRATION = {
     "num_eval_tokens": 256,
     "max_seq_length": 64,
 }
-TUNING = {"steps": 4, "batch_tokens": 128, "learning_rate": 1e-3}
 QUANTIZE = GRID | {"calibration": CALIBRATION, "rollback_if_worse": True}
 DRAFT = {
     "draft_model": {"num_layers": 1},
@@ -67,10 +66,8 @@ CASES = {
     "train packed": [
         {"train": STEPS | {"packing": True, "gradient_accumulation_steps": 2}}
     ],
-    "quantize rtn": [{"quantize": QUANTIZE | {"scale_tuning": TUNING}}],
-    "quantize gptq": [
-        {"quantize": QUANTIZE | {"method": "gptq", "scale_tuning": TUNING}}
-    ],
+    "quantize rtn": [{"quantize": QUANTIZE}],
+    "quantize gptq": [{"quantize": QUANTIZE | {"method": "gptq"}}],
     "quantize awq": [{"quantize": QUANTIZE | {"method": "awq"}}],
     "quantize mixed precision": [
         {

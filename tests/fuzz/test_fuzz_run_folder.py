@@ -16,7 +16,7 @@ import pytest
 from json_mutations import damage_bytes, dump_json, mutate_json
 from lmx.cli import main
 from lmx.files.hashes import hash_folder
-from lmx.pipeline.quantize.scale_tuning import ScaleTuner
+from lmx.pipeline.quantize.rollback import CandidateSelector
 from tiny_runs import METRICS_ONLY, SCRATCH_CONFIG, TRAIN, Run
 
 SMALL = SCRATCH_CONFIG | {"hidden_size": 32, "num_hidden_layers": 1}
@@ -29,8 +29,7 @@ STAGES = (
     {"export": {"formats": ["mlx"]}},
 )
 CALIBRATION = {"dataset": "builtin:stdlib", "num_tokens": 512, "max_seq_length": 64}
-TUNING = {"steps": 4, "batch_tokens": 128, "learning_rate": 1e-3}
-GPTQ = {"method": "gptq", "bits": 4, "group_size": 32, "scale_tuning": TUNING}
+GPTQ = {"method": "gptq", "bits": 4, "group_size": 32}
 GPTQ |= {"calibration": CALIBRATION | {"num_eval_tokens": 256}}
 GPTQ_STAGES = (STAGES[0], {"quantize": GPTQ}, STAGES[3])
 SECONDS = 100
@@ -48,39 +47,34 @@ def tiny_run(folder, *stages):
 def runs(tmp_path_factory):
     """Runs by name, each with the bytes of the model that it ends with.
 
-    `tuning` was interrupted while GPTQ tunes scales. It has streams and layers of
-    the blocks, targets of the teacher, and the state of the tuning.
+    `quantizing` was interrupted after GPTQ, while its result is compared with RTN. It
+    has streams and layers of the blocks, and held-out predictions.
     """
     names = {"finished": STAGES, "interrupted": STAGES}
-    names |= {"tuned": GPTQ_STAGES, "tuning": GPTQ_STAGES}
+    names |= {"quantized": GPTQ_STAGES, "quantizing": GPTQ_STAGES}
     made = {
         name: tiny_run(tmp_path_factory.mktemp(name), *stages)
         for name, stages in names.items()
     }
-    assert made["finished"]() == made["tuned"]() == 0
+    assert made["finished"]() == made["quantized"]() == 0
     assert made["interrupted"].run_with_signal("SIGINT", "step", 3).returncode == 130
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScaleTuner, "_save", interrupt_after_save(ScaleTuner._save))
-        assert made["tuning"]() == 130
+        patch.setattr(CandidateSelector, "add", interrupt)
+        assert made["quantizing"]() == 130
     expected = {
         name: (made[end].output / "model/model.safetensors").read_bytes()
         for name, end in {
             "finished": "finished",
             "interrupted": "finished",
-            "tuning": "tuned",
+            "quantizing": "quantized",
         }.items()
     }
     return {name: (made[name], weights) for name, weights in expected.items()}
 
 
-def interrupt_after_save(save):
-    """Save, and then do as Ctrl-C does."""
-
-    def interrupt(*arguments):
-        save(*arguments)
-        raise KeyboardInterrupt
-
-    return interrupt
+def interrupt(*_):
+    """As Ctrl-C does."""
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -211,7 +205,7 @@ def noted(failures, note):
         failures.append(f"{note}: {error!r} at {place.filename}:{place.lineno}")
 
 
-@pytest.mark.parametrize("name", ["finished", "interrupted", "tuning"])
+@pytest.mark.parametrize("name", ["finished", "interrupted", "quantizing"])
 def test_damaged_run_folder(
     runs, tmp_path, outside, name, num_cases, fuzz_random, capsys
 ):

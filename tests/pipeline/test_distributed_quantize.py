@@ -36,9 +36,8 @@ CALIBRATION = {
     "num_eval_tokens": 2048,
 }
 GPTQ = {"method": "gptq", "bits": 4, "effort": "fast", "calibration": CALIBRATION}
-TUNING = {"steps": 4, "batch_tokens": 2048, "learning_rate": 1e-3}
 STAGES = {
-    "gptq": GPTQ | {"scale_tuning": TUNING, "rollback_if_worse": True},
+    "gptq": GPTQ | {"rollback_if_worse": True},
     "mixed precision": {
         "calibration": CALIBRATION,
         "mixed_precision": {"target_bpw": 5.0, "candidate_bits": [3, 4, 8]},
@@ -175,7 +174,7 @@ def test_killed_run_resumes_with_other_processes(
 
 ELSEWHERE = '    sys.argv[2] += "-elsewhere"\n'
 OTHER_TOKENS = """
-    from lmx.pipeline.quantize.refinement import CalibrationData
+    from lmx.pipeline.quantize.calibration import CalibrationData
     real = CalibrationData.train_sequences
     CalibrationData.train_sequences = lambda self, tokens: real(self, tokens)[::-1]
 """

@@ -10,7 +10,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from lmx import cpu
-from lmx.cli import main
 from lmx.config.draft import DraftConfig
 from lmx.config.model import ScratchModelConfig
 from lmx.config.quant_spec import QuantizationConfig
@@ -21,7 +20,6 @@ from lmx.models import from_scratch
 from lmx.models.dtypes import set_compute_dtype
 from lmx.models.loader import build_model
 from lmx.models.lora import lora_model
-from lmx.pipeline import resources
 from lmx.pipeline.draft.stage import DraftStage
 from lmx.pipeline.estimate import BatchShape, Estimate, ModelShape, Workload
 from lmx.pipeline.plan import load, plan
@@ -37,7 +35,7 @@ from lmx.training.chunked_loss import ChunkedLossModel
 from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
-from sized_models import SHAPE, sized, write_sized
+from sized_models import SHAPE, sized
 from tiny_checkpoints import QWEN3_MOE
 
 DEEP = ScratchModelConfig(
@@ -342,30 +340,6 @@ def test_quantize_work_counts_tokens_and_the_experts_that_they_see():
     )
     assert third - second == second - first
     assert first > 4 * (second - first)
-
-
-@pytest.mark.slow
-def test_memory_of_scale_tuning_is_near_the_measured_peak(tmp_path):
-    """Most of it is that of logits."""
-    sizes = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 2}
-    model = write_sized(tmp_path, ScratchModelConfig(vocab_size=4096, **sizes))
-    calibration = {"dataset": "builtin:stdlib", "max_seq_length": 256}
-    calibration |= {"num_tokens": 1024, "num_eval_tokens": 256}
-    tuning = {"steps": 1, "batch_tokens": 1024, "learning_rate": 1e-3}
-    block = {"method": "gptq", "effort": "fast", "scale_tuning": tuning}
-    quantize = block | {"bits": 4, "calibration": calibration}
-    recipe = {"model": str(model), "stages": [{"quantize": quantize}]}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(recipe | {"output": str(tmp_path / "run")}))
-    loaded = load(path, [])
-    shape = resources.model_shape(loaded)
-    [needs] = resources.ResourceCheck(loaded, plan(loaded), shape).stages.values()
-    gc.collect()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    assert main.train([str(path), "--quiet"]) == 0
-    peak = mx.get_peak_memory() - before
-    assert 0.67 < needs.memory / peak < 1.5
 
 
 def workload(lengths: list[int], examples: float, longest: int = 64) -> Workload:

@@ -14,7 +14,7 @@ from tiny_runs import TRAIN, Run
 LORA = TRAIN | {"steps": 2, "adapter": {"type": "lora", "rank": 4}}
 RTN = {"bits": 4, "group_size": 32}
 CALIBRATION = {"num_tokens": 256, "max_seq_length": 32, "num_eval_tokens": 64}
-GPTQ = RTN | {"method": "gptq", "calibration": CALIBRATION, "scale_tuning": False}
+GPTQ = RTN | {"method": "gptq", "calibration": CALIBRATION}
 MIXED = GPTQ | {"mixed_precision": {"target_bpw": 5.5, "candidate_bits": [3, 4, 8]}}
 
 

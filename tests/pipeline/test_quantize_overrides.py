@@ -16,7 +16,6 @@ MIXED = {
     "mlp.gate_proj": "skip",
 }
 CALIBRATION = {"num_tokens": 1024, "max_seq_length": 32}
-TUNING = {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3}
 
 
 def make_run(folder, model, **settings):
@@ -42,7 +41,7 @@ def test_mixed_precision_checkpoint_loads_in_mlx_lm(kind, tmp_path, base):
     if kind == "train":
         stage = {"train": TRAIN | {"qat": settings}}
     else:
-        method = {"method": kind, "calibration": CALIBRATION, "scale_tuning": TUNING}
+        method = {"method": kind, "calibration": CALIBRATION}
         stage = {"quantize": settings | method}
     run = Run(tmp_path, stage, model=base)
     assert run() == 0

@@ -1,4 +1,4 @@
-"""The quantize stage after its method: candidates, scale tuning, held-out sequences."""
+"""The quantize stage after its method: comparison with RTN, held-out sequences."""
 
 from types import SimpleNamespace
 
@@ -15,8 +15,8 @@ from lmx.data.record_formats import DataRecord
 from lmx.data.tokenization import encode_all
 from lmx.evaluation.gap_recovery import measure_per_sequence
 from lmx.models.loader import load
-from lmx.pipeline.quantize import refinement
-from lmx.pipeline.quantize.refinement import CalibrationData
+from lmx.pipeline.quantize import rollback
+from lmx.pipeline.quantize.calibration import CalibrationData
 from tiny_runs import Run
 
 QUANTIZE = {
@@ -24,7 +24,6 @@ QUANTIZE = {
     "group_size": 32,
     "calibration": {"num_tokens": 512, "max_seq_length": 32, "num_eval_tokens": 128},
 }
-TUNE = {"steps": 4, "batch_tokens": 64, "learning_rate": 3e-3}
 
 
 def quantize_facts(folder, base, **settings):
@@ -39,8 +38,8 @@ def test_eval_kl_covers_completions_only(tmp_path, base, monkeypatch):
         "loss_on": "completions",
         "num_eval_tokens": 10_000,
     }
-    monkeypatch.setattr(refinement, "TUNING_TOP_K", 10_000)
-    settings = {"method": "gptq", "calibration": calibration, "scale_tuning": TUNE}
+    monkeypatch.setattr(rollback, "TOP_K", 10_000)
+    settings = {"method": "gptq", "calibration": calibration}
     run, facts = quantize_facts(tmp_path, base, **settings)
     quantized = load(run.output / "stages/1-quantize/model")
     records = [*RecordReader(str(tmp_path / "valid.jsonl"), split="train")]
@@ -53,7 +52,7 @@ def test_eval_kl_covers_completions_only(tmp_path, base, monkeypatch):
     eval_kl = facts["eval_kl"]
     assert eval_kl[facts["selected_candidate"]] == pytest.approx(expected, rel=0.01)
     # The best candidate is kept, and no file of another one.
-    assert list(eval_kl) == ["rtn", "gptq", "scale_tuning"]
+    assert list(eval_kl) == ["rtn", "gptq"]
     assert eval_kl[facts["selected_candidate"]] == min(eval_kl.values())
     assert "gptq: held-out KL" in run.log
     files = {path.name for path in (run.output / "stages/1-quantize").iterdir()}
@@ -64,11 +63,8 @@ def test_eval_kl_covers_completions_only(tmp_path, base, monkeypatch):
     ("settings", "candidates"),
     [
         ({"method": "rtn"}, None),
-        ({"method": "rtn", "scale_tuning": TUNE}, ["rtn", "scale_tuning"]),
-        # No layer has scales that tuning trains.
-        ({"scale_tuning": TUNE, "overrides": {"*": {"mode": "nvfp4"}}}, ["rtn"]),
-        ({"method": "gptq", "scale_tuning": False}, ["rtn", "gptq"]),
-        ({"method": "gptq", "scale_tuning": False, "rollback_if_worse": False}, None),
+        ({"method": "gptq"}, ["rtn", "gptq"]),
+        ({"method": "gptq", "rollback_if_worse": False}, None),
         ({"method": "awq"}, ["rtn", "awq"]),
     ],
 )
@@ -112,7 +108,7 @@ def make_calibration_data(monkeypatch, train, valid, warnings, **keys):
         return CalibrationBatch(numbers * counted, counted)
 
     monkeypatch.setattr(
-        "lmx.pipeline.quantize.refinement.concatenated_sequences", windows
+        "lmx.pipeline.quantize.calibration.concatenated_sequences", windows
     )
     records = {
         name: [DataRecord(str(n), text=str(n)) for n in numbers]

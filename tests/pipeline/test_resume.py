@@ -34,7 +34,6 @@ GPTQ = {
         "num_tokens": 2048,
         "max_seq_length": 64,
     },
-    "scale_tuning": {"steps": 4, "batch_tokens": 256, "learning_rate": 1e-3},
 }
 SEARCH = {"mixed_precision": {"target_bpw": 5.0, "candidate_bits": [4, 8]}}
 TRAININGS = {

@@ -21,7 +21,6 @@ GPTQ = GRID | {
     "refine_iters": 1,
     "output_hessian": False,
     "calibration": {"num_tokens": 512, "max_seq_length": 64, "num_eval_tokens": 64},
-    "scale_tuning": {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3},
     "rollback_if_worse": False,
 }
 TRAINING = TRAIN | {"learning_rate": 5e-3}

@@ -31,9 +31,7 @@ class Teacher:
         return TABLE[tokens]
 
 
-def part_targets(
-    folder, teacher, *, parts=PARTS, top_k=8, digest="a", temperature=1.0, logger=None
-):
+def part_targets(folder, teacher, *, parts=PARTS, top_k=8, digest="a", logger=None):
     logger = logger or Logger()
     return cache_part_targets(
         ArtifactStore(folder, logger.warning),
@@ -42,25 +40,22 @@ def part_targets(
         teacher,
         digest=digest,
         top_k=top_k,
-        temperature=temperature,
         logger=logger,
     )
 
 
-def softmax(logits, temperature=1.0):
-    x = np.array(logits).astype(np.float64) / temperature
+def softmax(logits):
+    x = np.array(logits).astype(np.float64)
     x = np.exp(x - x.max(axis=-1, keepdims=True))
     return x / x.sum(axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize(
-    ("top_k", "temperature"), [(1, 1.0), (8, 2.5), (VOCABULARY, 1.0), (1000, 2.5)]
-)
-def test_part_targets_are_the_teachers_top_k_and_tail(tmp_path, top_k, temperature):
-    result = part_targets(tmp_path, Teacher(), top_k=top_k, temperature=temperature)
+@pytest.mark.parametrize("top_k", [1, 8, VOCABULARY, 1000])
+def test_part_targets_are_the_teachers_top_k_and_tail(tmp_path, top_k):
+    result = part_targets(tmp_path, Teacher(), top_k=top_k)
     assert len(result) == 2
     for tokens, target in zip(PARTS, result, strict=True):
-        expected = softmax(TABLE[tokens], temperature)
+        expected = softmax(TABLE[tokens])
         count = min(top_k, VOCABULARY)
         indices = np.array(target.indices)
         assert indices.shape == (3, 5, count)
@@ -125,7 +120,7 @@ def test_index_dtype():
 
 @pytest.mark.parametrize(
     "change",
-    [{"digest": "b"}, {"top_k": 9}, {"temperature": 2.0}, {"parts": PARTS[::-1]}],
+    [{"digest": "b"}, {"top_k": 9}, {"parts": PARTS[::-1]}],
     ids=lambda change: next(iter(change)),
 )
 def test_other_settings_have_other_targets(tmp_path, change):

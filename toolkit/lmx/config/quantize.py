@@ -9,9 +9,6 @@ from .data import DataSources
 from .quant_spec import Bits, KVCacheBits, QuantizationConfig
 
 SMOOTHING_STRENGTH = 0.5
-# Most probable tokens of the unquantized model that are cached per position; the
-# remaining probability counts as one outcome.
-TUNING_TOP_K = 256
 # In a JSON Schema, of the methods that are not the default: see `QuantizeConfig`.
 METHOD_IS_REQUIRED: dict[str, Any] = {"required": ["method"]}
 
@@ -37,36 +34,6 @@ class CalibrationConfig(ConfigModel):
     num_eval_tokens: int = Field(4096, ge=8)
     """Held-out tokens for comparing candidates, from the recipe's validation data, else
     from the calibration data."""
-
-
-class ScaleTuningConfig(ConfigModel):
-    """Train scales and biases by distillation; the codes do not change. Mode affine.
-
-    Adam minimizes the divergence from the unquantized model, whose predictions are
-    cached on disk. The result is the best step on held-out tokens, which may be the
-    start.
-    """
-
-    steps: int = Field(32, ge=1)
-    """Optimizer steps."""
-    batch_tokens: int = Field(2048, ge=8)
-    """Tokens per step, in sequences of `calibration.max_seq_length`. A forward pass has
-    at most 1,024 of them, or one sequence."""
-    learning_rate: float | None = Field(None, gt=0)
-    """Learning rate relative to the mean scale of the layer. Default: found by a short
-    probe."""
-
-
-# `scale_tuning: false` is off; `true` has all defaults.
-ScaleTuning = Annotated[
-    ScaleTuningConfig | None,
-    BeforeValidator(
-        lambda value: (
-            {True: {}, False: None}[value] if isinstance(value, bool) else value
-        ),
-        json_schema_input_type=bool | ScaleTuningConfig | None,
-    ),
-]
 
 
 class MixedPrecisionConfig(ConfigModel):
@@ -114,10 +81,7 @@ class PTQConfig(QuantizationConfig):
     """Keys of all post-training quantization methods."""
 
     calibration: CalibrationConfig = CalibrationConfig()
-    """Calibration data, also for scale_tuning and mixed_precision."""
-    scale_tuning: ScaleTuning = None
-    """Train scales and biases after quantization. false = off, {} = on with all
-    defaults."""
+    """Calibration data, also for mixed_precision."""
     rollback_if_worse: bool = True
     """Keep the result of each quantization step only if it lowers the KL divergence on
     held-out tokens. false = skip this check, e.g. when the model is too large to run
@@ -138,10 +102,6 @@ class PTQConfig(QuantizationConfig):
         if self.mixed_precision and self.mode != "affine":
             raise ValueError(
                 f"mixed_precision needs mode: affine; the mode is {self.mode}"
-            )
-        if self.scale_tuning and self.mode != "affine":
-            raise ValueError(
-                f"{self.mode} has no trainable scales; remove scale_tuning"
             )
         if self.smoothing_strength and not self.quantize_activations:
             raise ValueError(

@@ -6,7 +6,6 @@ float32, and quantizes the new moments.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -32,7 +31,6 @@ class OptimizerConfig:
         weight_decay: decoupled, for matrices only.
         max_grad_norm: largest joint gradient norm; None = no clipping.
         lr_multipliers: factors of the learning rate by parameter path; others have 1.
-        make: makes an optimizer for chosen parameters, in place of that of the name.
     """
 
     name: str = "adamw"
@@ -42,7 +40,6 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
     lr_multipliers: dict[str, float] = field(default_factory=dict)
-    make: Callable[[], optimizers.Optimizer] | None = None
 
 
 def make_optimizer(
@@ -83,7 +80,7 @@ def make_optimizer(
             },
         ),
     }
-    optimizer = (config.make or makers[config.name])()
+    optimizer = makers[config.name]()
     optimizer.init(parameters)
     if isinstance(optimizer, Moments8bit):
         for path, size in (sizes or {k: v.size for k, v in parameters.items()}).items():

@@ -223,7 +223,6 @@ class PartTargets(Sequence):
     Attributes:
         tokens: of the parts, int32 [B, L] each.
         counted: bool [B, L] each, True where a position counts.
-        key: a hash of tokens, counted positions, teacher and settings.
     """
 
     def __init__(
@@ -231,11 +230,9 @@ class PartTargets(Sequence):
         folders: Sequence[Path],
         tokens: Sequence[mx.array],
         counted: Sequence[mx.array],
-        key: str,
     ):
         self.tokens = tokens
         self.counted = counted
-        self.key = key
         self._folders = folders
 
     def __len__(self) -> int:
@@ -261,7 +258,6 @@ def cache_part_targets(
     digest: str,
     top_k: int,
     vocab_size: int | None = None,
-    temperature: float = 1.0,
     logger: Logger,
 ) -> PartTargets:
     """Make the teacher's predictions for parts of a text that are not in the store.
@@ -276,7 +272,6 @@ def cache_part_targets(
         digest: a hash of the teacher.
         top_k: tokens kept per position; all, if the vocabulary is smaller.
         vocab_size: only the first so many tokens are predicted; None = all.
-        temperature: divides the logits.
         logger: shows the size beforehand, and the progress.
 
     Raises:
@@ -284,7 +279,7 @@ def cache_part_targets(
     """
     if counted is None:
         counted = [mx.ones(part.shape, mx.bool_) for part in parts]
-    settings = [digest, top_k, vocab_size, temperature]
+    settings = [digest, top_k, vocab_size]
     hashed = hashlib.sha256(json.dumps(settings).encode())
     for part, counts in zip(parts, counted, strict=True):
         hashed.update(json.dumps(part.shape).encode())
@@ -307,7 +302,7 @@ def cache_part_targets(
         # Only the shape is used, so nothing is computed.
         width = logits(states[:1, :1]).shape[-1]
         require_room(bytes_per_token(top_k, width))
-        target = _part_target(states, logits, top_k, temperature)
+        target = _part_target(states, logits, top_k)
         save_targets(folder, target, width)
 
     @lru_cache
@@ -331,7 +326,7 @@ def cache_part_targets(
 
         keys = [f"{key}-{number:05d}" for number in range(len(parts))]
         artifacts = store.get_or_make_all(kind, keys, make, on_entry=count)
-    return PartTargets([a.folder for a in artifacts], parts, counted, key)
+    return PartTargets([a.folder for a in artifacts], parts, counted)
 
 
 def logit_positions() -> int:
@@ -339,14 +334,12 @@ def logit_positions() -> int:
     return CPU_LOGIT_POSITIONS if on_cpu() else LOGIT_POSITIONS
 
 
-def _part_target(
-    states: mx.array, logits: Callable, top_k: int, temperature: float
-) -> TeacherTarget:
+def _part_target(states: mx.array, logits: Callable, top_k: int) -> TeacherTarget:
     """The target of hidden states [B, L, ...], from the logits of some at a time."""
     flat, pieces, size = states.flatten(0, 1), [], logit_positions()
     for start in range(0, len(flat), size):
         chunk = logits(flat[start : start + size])
-        pieces.append(compress_targets(chunk, top_k, temperature))
+        pieces.append(compress_targets(chunk, top_k))
         mx.eval(pieces[-1])
     joined = map(mx.concatenate, zip(*pieces, strict=True))
     shape = states.shape[:2]

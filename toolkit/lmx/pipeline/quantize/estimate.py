@@ -7,10 +7,9 @@ from math import prod
 from typing import NamedTuple
 
 from ...config.quant_spec import QuantSpec
-from ...config.quantize import TUNING_TOP_K, AWQConfig, PTQConfig
-from ...config.train import chunk_of_many
+from ...config.quantize import AWQConfig, PTQConfig
 from ...models.hooks import find_blocks
-from ..estimate import Estimate, ModelShape, logit_bytes
+from ..estimate import Estimate, ModelShape
 from ..work import Work
 
 # quantization/ptq/gptq: float32 arrays as large as the rows that are solved at once,
@@ -18,8 +17,6 @@ from ..work import Work
 SOLVER_ARRAYS, HESSIANS, PREDICTION_ARRAYS = 12, 8, 6
 # Positions of the predictions in a calibration.
 PREDICTED = 128
-# Evaluations of scale tuning, with those that compare learning rates.
-TUNING_EVALUATIONS = 9
 # quantization/mixed_precision: compared plans, and solved grids of a weight.
 PLANS, GRIDS = 6, 16
 
@@ -71,7 +68,7 @@ def _phases(
     from ...quantization.ptq.output_fisher import num_fisher_tokens
     from ...training.teacher_cache import logit_positions
     from ...training.teacher_targets import bytes_per_token
-    from .refinement import TRAINED_TOKENS_AT_ONCE
+    from .rollback import TOP_K
 
     calibration, matrices = config.calibration, shape.matrices
     # Weights of each block that are quantized, and of all matrices outside of blocks.
@@ -130,19 +127,9 @@ def _phases(
         )
     held_out, dense = calibration.num_eval_tokens, 4 * weights
     compared = dense + predictions * logit_positions()
-    if tuning := config.scale_tuning:
-        wanted = tuning.steps * tuning.batch_tokens
-        stored = min(calibration.num_tokens or wanted, wanted)
-        tokens = min(tuning.batch_tokens, TRAINED_TOKENS_AT_ONCE)
-        logits = logit_bytes(vocabulary, tokens, chunk_of_many(vocabulary, tokens))
-        yield Phase(
-            dense + 4 * tokens * shape.per_token[1] + logits,
-            (held_out + stored) * bytes_per_token(TUNING_TOP_K, vocabulary),
-            TUNING_EVALUATIONS * held_out + stored,
-            wanted,
-        )
-    if tuning or config.compares_with_rtn:
-        yield Phase(compared, forward=3 * held_out)
+    if config.compares_with_rtn:
+        stored = held_out * bytes_per_token(TOP_K, vocabulary)
+        yield Phase(compared, stored, forward=3 * held_out)
     if config.kv_cache:
         # Passes for every layer, number of bits and candidate.
         candidates = set(config.kv_cache.candidate_bits)

@@ -1,4 +1,4 @@
-"""The quantize stage: a PTQ method, then scale tuning, each kept if it is better."""
+"""The quantize stage: a PTQ method, whose result is kept if it is better than RTN."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...models.loader import LoadedModel
     from ...quantization.ptq.base import PTQContext
     from ...quantization.target_layers import QuantizationPlan
-    from .refinement import CalibrationData
+    from .calibration import CalibrationData
 
 # Folders of intermediate results, which the finished checkpoint replaces.
 INTERMEDIATE = ("scratch", "candidate", "artifacts")
@@ -65,15 +65,9 @@ class QuantizeStage(Stage):
     def estimate(self, workload: Workload, current: ModelShape) -> Estimate:
         return estimate_quantization(self.config, workload.shape)
 
-    @property
-    def _refines(self) -> bool:
-        """Whether candidates are compared on held-out tokens."""
-        config = self.config
-        return bool(config.scale_tuning) or config.compares_with_rtn
-
     def data_read(self, data: dict) -> dict:
         config = self.config
-        if self._refines or config.kv_cache:
+        if self.config.compares_with_rtn or config.kv_cache:
             return data
         if config.method == "rtn" and not (config.smoothing or config.mixed_precision):
             return {}
@@ -98,7 +92,8 @@ class QuantizeStage(Stage):
             smooth,
         )
         from ...quantization.ptq.methods import METHODS
-        from .refinement import PostQuantRefinement, quantize_kv_cache
+        from .kv_cache import quantize_kv_cache
+        from .rollback import better_than_rtn
 
         config, ranks = self.config, context.ranks
         loaded, selection, calibration, task = self._begin(context)
@@ -118,10 +113,10 @@ class QuantizeStage(Stage):
         # AWQ scales some of these once more.
         tensors |= METHODS[config.method](config, smoothing.context(task)).quantize()
         measured = {}
-        if self._refines:
-            tensors, measured = PostQuantRefinement(
-                config, context, calibration, loaded, selection
-            ).run(tensors)
+        if self.config.compares_with_rtn:
+            tensors, measured = better_than_rtn(
+                config, context, calibration, loaded, selection, tensors
+            )
         target = context.folder / "model"
         if ranks.is_first:
             # Lazy, referenced nowhere else, so that each is freed once written.
@@ -143,7 +138,7 @@ class QuantizeStage(Stage):
     ) -> "tuple[LoadedModel, QuantizationPlan, CalibrationData, PTQContext]":
         """The model, its grids, the calibration data, and the task of a method."""
         from ...quantization.ptq.base import PTQContext
-        from .refinement import CalibrationData
+        from .calibration import CalibrationData
 
         config, ranks = self.config, context.ranks
         context.require_shared_folder()
@@ -158,7 +153,7 @@ class QuantizeStage(Stage):
             config.calibration,
             context,
             loaded.tokenizer,
-            holds_out=self._refines or config.kv_cache is not None,
+            holds_out=self.config.compares_with_rtn or config.kv_cache is not None,
         )
         task = PTQContext(
             loaded.model,

@@ -1,4 +1,7 @@
-"""Candidates of a quantization, compared by the KL divergence on held-out tokens."""
+"""`rollback_if_worse`: a method's result is kept if it is better than RTN.
+
+Better is a smaller KL divergence from the unquantized model on held-out tokens.
+"""
 
 import math
 
@@ -6,15 +9,27 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ...config.train import MANY_LOGITS, TeacherConfig, loss_chunk
+from ...config.quantize import PTQConfig
+from ...config.train import TeacherConfig, loss_chunk
 from ...cpu import on_cpu
 from ...interfaces import SINGLE_PROCESS, Communicator, Logger
 from ...models.blockwise import NoTrunkHeadSplit
+from ...models.checkpoint import weights_digest
+from ...models.loader import LoadedModel
+from ...quantization.packing import pack
+from ...quantization.target_layers import QuantizationPlan
 from ...training.chunked_loss import ChunkedLossModel
 from ...training.distillation import DistillationLoss
 from ...training.losses import LossModel
-from ...training.teacher_cache import PartTargets
+from ...training.teacher_cache import PartTargets, cache_part_targets
+from ..context import StageContext, write_model
+from .calibration import CalibrationData
 
+# Held-out tokens per forward pass.
+TOKENS_AT_ONCE = 512
+# Most probable tokens of the unquantized model that are cached per position; the
+# remaining probability counts as one outcome.
+TOP_K = 256
 # Summed KL(teacher || model) of the targets of a batch.
 DIVERGENCE = DistillationLoss(TeacherConfig())
 
@@ -36,18 +51,15 @@ class CandidateModel:
         self.dtype = dtype
         self._dtypes = {k: v.dtype for k, v in tree_flatten(model.parameters())}
         # Only the shape is used, so nothing is computed.
-        self._vocabulary = model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        vocabulary = model(mx.zeros((1, 1), mx.int32)).shape[-1]
         model.freeze()
-        self._loss_model = self.loss_model()
-
-    @property
-    def affine_layers(self) -> dict[str, nn.Module]:
-        """Layers with scales and biases by path, those of experts included."""
-        return {
-            path: module
-            for path, module in self.model.named_modules()
-            if getattr(module, "mode", None) == "affine" and "scales" in module
-        }
+        chunk = loss_chunk(vocabulary, on_cpu=on_cpu())
+        # The logits of some tokens at a time.
+        self._loss_model: LossModel
+        try:
+            self._loss_model = ChunkedLossModel(model, chunk)
+        except NoTrunkHeadSplit:
+            self._loss_model = LossModel(model)
 
     def set_tensors(self, tensors: dict[str, mx.array]) -> None:
         """Set tensors by name, given in the dtypes of the checkpoint.
@@ -58,47 +70,23 @@ class CandidateModel:
         cast = {k: tensors[k].astype(self._dtypes[k]) for k in known}
         self.model.update(tree_unflatten(list(cast.items())))
 
-    def loss_model(self, trained_tokens: int | None = None) -> LossModel:
-        """The model for a loss, with the logits of some tokens at a time.
-
-        On a CPU the head is dequantized for every chunk, so a training computes all
-        logits at once unless they are many.
-
-        Args:
-            trained_tokens: in a batch of a training; None = without gradients.
-        """
-        trains = trained_tokens is not None
-        if trains and trained_tokens * self._vocabulary < MANY_LOGITS:
-            return LossModel(self.model)
-        chunk = loss_chunk(self._vocabulary, on_cpu=on_cpu() and not trains)
-        try:
-            return ChunkedLossModel(self.model, chunk)
-        except NoTrunkHeadSplit:
-            return LossModel(self.model)
-
     def divergence(
-        self,
-        targets: PartTargets,
-        num_parts: int | None = None,
-        *,
-        logger: Logger | None = None,
+        self, targets: PartTargets, *, logger: Logger | None = None
     ) -> float:
         """KL(teacher || this model) in nats, a mean over the positions that count.
 
         Args:
-            num_parts: use the first parts only. None = all.
             logger: shows the progress. None = none is shown.
         """
         total, logger = 0.0, logger or Logger()
         self.model.eval()
-        number = min(num_parts or len(targets), len(targets))
-        own = list(self.ranks.shard(range(number)))
+        own = list(self.ranks.shard(range(len(targets))))
         with logger.progress(len(own), "held-out KL") as progress:
             for part in progress.track(own):
                 batch = targets.batch(part).arrays(with_places=False)
                 total += DIVERGENCE(self._loss_model, batch)[0].item()
         [total] = self.ranks.all_reduce_scalars(total)
-        return total / sum(part.sum().item() for part in targets.counted[:number])
+        return total / sum(part.sum().item() for part in targets.counted)
 
 
 class CandidateSelector:
@@ -153,3 +141,72 @@ class CandidateSelector:
             self._model.set_tensors(self.tensors)
         self._logger.info(line)
         return is_better
+
+
+def better_than_rtn(
+    config: PTQConfig,
+    context: StageContext,
+    calibration: CalibrationData,
+    loaded: LoadedModel,
+    selection: QuantizationPlan,
+    tensors: dict[str, mx.array],
+) -> tuple[dict[str, mx.array], dict]:
+    """The tensors of a method, or those of RTN if they are better.
+
+    Args:
+        loaded: the unquantized model; its weights may have been freed.
+        tensors: of the method, by name.
+
+    Returns:
+        Tensors by name, and facts for the report.
+    """
+    ranks, logger = context.ranks, context.logger
+    targets = _held_out_targets(context, calibration, loaded)
+    candidate = context.folder / "candidate"
+    # Lazy, so that a large model needs little memory.
+    weights = dict(tree_flatten(loaded.reread().parameters()))
+    if ranks.is_first:
+        write_model(
+            candidate,
+            loaded,
+            dict(weights),
+            selection,
+            dict(tensors),
+            keeps_mtp=False,
+        )
+    ranks.wait_for_all()
+    # In place of all tensors that the method changed.
+    rtn = {name: weights[name] for name in tensors if name in weights}
+    for path, spec in selection.specs.items():
+        packed = pack(weights[f"{path}.weight"], spec, loaded.dtype)
+        rtn |= {f"{path}.{name}": value for name, value in packed.items()}
+    model = CandidateModel(context.load(candidate).model, loaded.dtype, ranks)
+    selector = CandidateSelector(model, targets, logger)
+    selector.add("rtn", rtn)
+    # What is compared with RTN, if RTN is the method, are its smoothed weights.
+    name = "smoothquant" if config.method == "rtn" else config.method
+    selector.add(name, tensors)
+    return selector.tensors, {
+        "eval_kl": selector.divergences,
+        "selected_candidate": selector.best_name,
+    }
+
+
+def _held_out_targets(
+    context: StageContext, calibration: CalibrationData, loaded: LoadedModel
+) -> PartTargets:
+    """The unquantized model's predictions of the held-out tokens."""
+    ranks, reference = context.ranks, context.load(loaded.path)
+    # Of rank 0's folders.
+    digest = weights_digest(reference.path) if ranks.is_first else ""
+    parts = calibration.eval_sequences.parts(TOKENS_AT_ONCE)
+    return cache_part_targets(
+        context.artifacts,
+        "eval-targets",
+        [mx.array(part.tokens) for part in parts],
+        reference.model,
+        counted=[mx.array(part.counted) for part in parts],
+        digest=ranks.broadcast_object(digest),
+        top_k=TOP_K,
+        logger=context.logger,
+    )

@@ -6,8 +6,8 @@ from lmx.files.artifacts import ArtifactStore
 from lmx.interfaces import Logger
 from lmx.models.blockwise import TrunkHeadSplit
 from lmx.models.loader import load
-from lmx.pipeline.quantize import candidates
-from lmx.pipeline.quantize.candidates import CandidateModel, CandidateSelector
+from lmx.pipeline.quantize import rollback
+from lmx.pipeline.quantize.rollback import CandidateModel, CandidateSelector
 from lmx.training.distillation import divergence_sum
 from lmx.training.teacher_cache import cache_part_targets
 from test_ptq_methods import quantize
@@ -34,7 +34,7 @@ def case(make_checkpoint, tmp_path_factory):
 
 def test_chunks_have_the_divergence_of_all_logits(case, monkeypatch):
     path, _, targets = case
-    monkeypatch.setattr(candidates, "loss_chunk", lambda *_, **__: 5)
+    monkeypatch.setattr(rollback, "loss_chunk", lambda *_, **__: 5)
     model = CandidateModel(load(path).model, mx.float16)
     heads = []
     monkeypatch.setattr(
