@@ -122,7 +122,7 @@ SHOWN = {
     "gguf": ["stages.export\n\n- formats: list of "],
     "top level": ["top level\n"],
     # A key of several blocks is shown in each.
-    "batch_tokens": ["stages.train\n", *3 * ["- batch_tokens: "]],
+    "batch_tokens": ["stages.train\n", *2 * ["- batch_tokens: "]],
 }
 
 
