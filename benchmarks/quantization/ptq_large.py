@@ -87,11 +87,8 @@ def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
     random_llama.write(folder, config)
     calibration = {"dataset": "builtin:stdlib", "num_tokens": arguments.num_tokens}
     stage = {"method": "gptq", "bits": arguments.bits, "calibration": calibration}
-    # Both options off: they run the whole model, which does not fit.
-    stage |= {
-        "rollback_if_worse": False,
-        "refine_iters": arguments.refine_iters,
-    }
+    # It runs the whole model, which does not fit.
+    stage |= {"rollback_if_worse": False, "refine_iters": arguments.refine_iters}
     recipe = {"model": str(folder / "model"), "stages": [{"quantize": stage}]}
     # JSON is valid YAML.
     (folder / "recipe.yaml").write_text(json.dumps(recipe))

@@ -62,6 +62,19 @@ def _grid(grid: Grid, **settings) -> dict:
     return {"bits": grid, "group_size": GROUP_SIZE} | settings
 
 
+def _codes_rate(
+    arguments: Namespace, grid: Grid, quantizer: str | None = None
+) -> float:
+    """The learning rate from codes: lower for more bits, where weights are trained.
+
+    The default quantizer of affine grids trains scales in mean scales, which gives a
+    rate the same meaning for all bits.
+    """
+    trains_weights = quantizer is not None or grid in FLOAT_MODES
+    ratio = CODES_LR_RATIO.get(grid, 0.1) if trains_weights else 1.0
+    return arguments.codes_learning_rate * ratio
+
+
 def _gptq(arguments: Namespace, grid: Grid) -> Stages:
     """GPTQ on the completions of the examples."""
     block = {
@@ -106,8 +119,10 @@ def _from_codes(arguments: Namespace, grid: Grid, **settings) -> Stages:
         "qat": _grid(grid, quantizer="lsq"),
         # The checkpoints include the quantized model itself.
         "load_best_at_end": True,
-        "learning_rate": arguments.codes_learning_rate * CODES_LR_RATIO.get(grid, 0.1),
     } | settings
+    settings["learning_rate"] = _codes_rate(
+        arguments, grid, settings["qat"].get("quantizer")
+    )
     return [
         _train(arguments, fraction),
         *_gptq(arguments, grid),
@@ -130,15 +145,13 @@ def _from_gptq(arguments: Namespace, grid: Grid) -> Stages:
 
 def _after_gptq(arguments: Namespace, grid: Grid) -> Stages:
     """GPTQ of the baseline, then QAT from the codes with the baseline as teacher."""
-    # Trained scales of affine grids move in mean scales: one rate for all bits.
-    ratio = CODES_LR_RATIO.get(grid, 0.1) if grid in FLOAT_MODES else 1.0
     stage = _train(
         arguments,
         arguments.extra_steps,
         qat=_grid(grid),
         teacher={},
         load_best_at_end=True,
-        learning_rate=arguments.codes_learning_rate * ratio,
+        learning_rate=_codes_rate(arguments, grid),
     )
     stage["train"]["eval_steps"] = max(1, stage["train"]["steps"] // 5)
     return [*_gptq(arguments, grid), stage]
@@ -149,7 +162,7 @@ def _distill(quantizer: str) -> Callable[..., Stages]:
 
     def stages(arguments: Namespace, grid: Grid) -> Stages:
         teacher = {"model": str(arguments.baseline)}
-        rate = arguments.codes_learning_rate * CODES_LR_RATIO.get(grid, 0.1)
+        rate = _codes_rate(arguments, grid, quantizer)
         qat = _grid(grid, quantizer=quantizer)
         return [_train(arguments, qat=qat, teacher=teacher, learning_rate=rate)]
 

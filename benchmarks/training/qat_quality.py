@@ -219,27 +219,26 @@ def _evaluate(reference: Path, model: Path, arguments: argparse.Namespace) -> di
     lists = {name: values.tolist() for name, values in vars(sums).items()}
     return lists | {
         "valid_loss": valid_sums.means["loss"],
-        "correct": _correct_answers(model, arguments),
+        "correct": _correct_answers(quantized, arguments),
     }
 
 
-def _correct_answers(model: Path, arguments: argparse.Namespace) -> list[int]:
-    """1 or 0 for each of the first test examples, which are prompts and completions."""
-    import lmx
+def _correct_answers(loaded, arguments: argparse.Namespace) -> list[int]:
+    """1 or 0 for the answers to so many test examples, as an evaluate stage has it."""
+    from lmx.api.model import Model
     from lmx.data.dataset import RecordReader
     from lmx.evaluation.exact_match import measure_exact_match
+    from lmx.pipeline.evaluate.questions import Questions
 
     reader = RecordReader(_file("test", arguments), split="train")
-    rows = list(islice(reader, arguments.answers))
-    if not rows:
+    questions = Questions.choose(reader, 0, arguments.answers, "none")
+    if not questions.exact:
         return []
-    prompts = [row.prompt for row in rows]
-    results = lmx.generate(str(model), prompts, max_tokens=MAX_ANSWER_TOKENS)
-    answers = [
-        (row.skill or "", row.completion, result.text)
-        for row, result in zip(rows, results, strict=True)
-    ]
-    return measure_exact_match(answers).correct
+    generator = Model(loaded).generator()
+    questions.answer("model", generator, MAX_ANSWER_TOKENS, lambda _: None)
+    return measure_exact_match(
+        (q.skill, q.expected, q.answers["model"]) for q in questions.exact
+    ).correct
 
 
 def _batches(loaded, split: str, arguments: argparse.Namespace) -> list:

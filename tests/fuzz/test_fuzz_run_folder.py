@@ -16,7 +16,7 @@ import pytest
 from json_mutations import damage_bytes, dump_json, mutate_json
 from lmx.cli import main
 from lmx.files.hashes import hash_folder
-from lmx.pipeline.quantize.rollback import CandidateSelector
+from lmx.pipeline.quantize.rollback import CandidateModel
 from tiny_runs import METRICS_ONLY, SCRATCH_CONFIG, TRAIN, Run
 
 SMALL = SCRATCH_CONFIG | {"hidden_size": 32, "num_hidden_layers": 1}
@@ -59,7 +59,7 @@ def runs(tmp_path_factory):
     assert made["finished"]() == made["quantized"]() == 0
     assert made["interrupted"].run_with_signal("SIGINT", "step", 3).returncode == 130
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CandidateSelector, "add", interrupt)
+        patch.setattr(CandidateModel, "divergence", interrupt)
         assert made["quantizing"]() == 130
     expected = {
         name: (made[end].output / "model/model.safetensors").read_bytes()

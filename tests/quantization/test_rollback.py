@@ -1,4 +1,4 @@
-"""CandidateSelector keeps the better candidate and logs the decision."""
+"""The better candidate is kept, and the log says so."""
 
 import mlx.core as mx
 import pytest
@@ -7,7 +7,7 @@ from lmx.interfaces import Logger
 from lmx.models.blockwise import TrunkHeadSplit
 from lmx.models.loader import load
 from lmx.pipeline.quantize import rollback
-from lmx.pipeline.quantize.rollback import CandidateModel, CandidateSelector
+from lmx.pipeline.quantize.rollback import CandidateModel, select_candidate
 from lmx.training.distillation import divergence_sum
 from lmx.training.teacher_cache import cache_part_targets
 from test_ptq_methods import quantize
@@ -54,22 +54,22 @@ def damaged(tensors, factor=1.5):
     return {k: factor * v if k.endswith("scales") else v for k, v in tensors.items()}
 
 
-def selector_of(case):
-    path, tensors, targets = case
+def select(case, **candidates):
+    """The model, the name of the best candidate, all divergences and the log."""
+    path, _, targets = case
     lines = []
     model = CandidateModel(load(path).model, mx.float16)
     logger = Logger()
     logger.info = lines.append
-    return CandidateSelector(model, targets, logger), tensors, lines
+    return model, *select_candidate(model, targets, candidates, logger), lines
 
 
 def test_better_candidate_is_selected(case):
-    selector, tensors, lines = selector_of(case)
-    assert selector.add("rtn", damaged(tensors))
-    assert selector.add("method", tensors)
-    assert selector.best_name == "method"
-    assert selector.tensors is tensors
-    assert list(selector.divergences) == ["rtn", "method"]
+    tensors = case[1]
+    _, best, divergences, lines = select(case, rtn=damaged(tensors), method=tensors)
+    assert best == "method"
+    assert list(divergences) == ["rtn", "method"]
+    assert divergences["method"] < divergences["rtn"]
     assert lines[1].startswith("method: held-out KL ")
     assert "(rtn " in lines[1]
     assert "rejected" not in lines[1]
@@ -77,11 +77,11 @@ def test_better_candidate_is_selected(case):
 
 @pytest.mark.parametrize("factor", [1.5, float("nan")])
 def test_worse_candidate_is_rejected(case, factor):
-    selector, tensors, lines = selector_of(case)
-    selector.add("rtn", tensors)
-    before = selector._model.model(TOKENS[0])
-    assert not selector.add("method", damaged(tensors, factor))
-    assert selector.best_name == "rtn"
-    assert selector.tensors is tensors
+    tensors = case[1]
+    before = CandidateModel(load(case[0]).model, mx.float16).model(TOKENS[0])
+    candidates = {"rtn": tensors, "method": damaged(tensors, factor)}
+    model, best, _, lines = select(case, **candidates)
+    assert best == "rtn"
     assert "rejected, keeping rtn" in lines[1]
-    assert mx.array_equal(selector._model.model(TOKENS[0]), before)
+    model.set_tensors(candidates[best])
+    assert mx.array_equal(model.model(TOKENS[0]), before)

@@ -89,58 +89,39 @@ class CandidateModel:
         return total / sum(part.sum().item() for part in targets.counted)
 
 
-class CandidateSelector:
-    """Keeps the candidate with the least KL divergence on held-out tokens.
+def select_candidate(
+    model: CandidateModel,
+    targets: PartTargets,
+    candidates: dict[str, dict[str, mx.array]],
+    logger: Logger,
+) -> tuple[str, dict[str, float]]:
+    """The name of the candidate with the least KL divergence on held-out tokens.
 
     Args:
         model: the tensors of every candidate fit it.
         targets: predictions of the unquantized model on held-out tokens.
+        candidates: tensors by name, of each candidate by its name. Of equal ones the
+            first is selected.
         logger: gets a line for every candidate, and the progress.
 
-    Attributes:
-        tensors: of the best candidate, by name.
-        best_name: its name.
-        divergences: of all candidates by name, in nats per position.
+    Returns:
+        It, and the divergences of all candidates, in nats per position.
     """
-
-    def __init__(
-        self,
-        model: CandidateModel,
-        targets: PartTargets,
-        logger: Logger,
-    ):
-        self.tensors: dict[str, mx.array] = {}
-        self.divergences: dict[str, float] = {}
-        self.best_name = ""
-        self._model = model
-        self._targets = targets
-        self._logger = logger
-
-    @property
-    def best(self) -> float:
-        """The divergence of the best candidate."""
-        return self.divergences.get(self.best_name, math.inf)
-
-    def add(self, name: str, tensors: dict[str, mx.array]) -> bool:
-        """Measure a candidate and select it if it is better than the best one.
-
-        Afterwards the model has the tensors of the best candidate.
-        """
-        self._model.set_tensors(tensors)
-        divergence = self._model.divergence(self._targets, logger=self._logger)
-        divergence = math.inf if math.isnan(divergence) else divergence
-        self.divergences[name] = divergence
-        line = f"{name}: held-out KL {divergence:.4g}"
-        if self.best_name:
-            line += f" ({self.best_name} {self.best:.4g})"
-        is_better = divergence < self.best
-        if is_better or not self.best_name:
-            self.best_name, self.tensors = name, tensors
-        else:
-            line += f": rejected, keeping {self.best_name}"
-            self._model.set_tensors(self.tensors)
-        self._logger.info(line)
-        return is_better
+    divergences: dict[str, float] = {}
+    best = next(iter(candidates))
+    for name, tensors in candidates.items():
+        model.set_tensors(tensors)
+        divergence = model.divergence(targets, logger=logger)
+        divergences[name] = math.inf if math.isnan(divergence) else divergence
+        line = f"{name}: held-out KL {divergences[name]:.4g}"
+        if name != best:
+            line += f" ({best} {divergences[best]:.4g})"
+            if divergences[name] < divergences[best]:
+                best = name
+            else:
+                line += f": rejected, keeping {best}"
+        logger.info(line)
+    return best, divergences
 
 
 def better_than_rtn(
@@ -160,7 +141,7 @@ def better_than_rtn(
     Returns:
         Tensors by name, and facts for the report.
     """
-    ranks, logger = context.ranks, context.logger
+    ranks = context.ranks
     targets = _held_out_targets(context, calibration, loaded)
     candidate = context.folder / "candidate"
     # Lazy, so that a large model needs little memory.
@@ -181,15 +162,12 @@ def better_than_rtn(
         packed = pack(weights[f"{path}.weight"], spec, loaded.dtype)
         rtn |= {f"{path}.{name}": value for name, value in packed.items()}
     model = CandidateModel(context.load(candidate).model, loaded.dtype, ranks)
-    selector = CandidateSelector(model, targets, logger)
-    selector.add("rtn", rtn)
     # What is compared with RTN, if RTN is the method, are its smoothed weights.
     name = "smoothquant" if config.method == "rtn" else config.method
-    selector.add(name, tensors)
-    return selector.tensors, {
-        "eval_kl": selector.divergences,
-        "selected_candidate": selector.best_name,
-    }
+    candidates = {"rtn": rtn, name: tensors}
+    best, divergences = select_candidate(model, targets, candidates, context.logger)
+    facts = {"eval_kl": divergences, "selected_candidate": best}
+    return candidates[best], facts
 
 
 def _held_out_targets(

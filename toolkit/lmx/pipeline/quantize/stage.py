@@ -67,7 +67,7 @@ class QuantizeStage(Stage):
 
     def data_read(self, data: dict) -> dict:
         config = self.config
-        if self.config.compares_with_rtn or config.kv_cache:
+        if config.compares_with_rtn or config.kv_cache:
             return data
         if config.method == "rtn" and not (config.smoothing or config.mixed_precision):
             return {}
@@ -113,7 +113,7 @@ class QuantizeStage(Stage):
         # AWQ scales some of these once more.
         tensors |= METHODS[config.method](config, smoothing.context(task)).quantize()
         measured = {}
-        if self.config.compares_with_rtn:
+        if config.compares_with_rtn:
             tensors, measured = better_than_rtn(
                 config, context, calibration, loaded, selection, tensors
             )
@@ -153,7 +153,7 @@ class QuantizeStage(Stage):
             config.calibration,
             context,
             loaded.tokenizer,
-            holds_out=self.config.compares_with_rtn or config.kv_cache is not None,
+            holds_out=config.compares_with_rtn or config.kv_cache is not None,
         )
         task = PTQContext(
             loaded.model,
