@@ -72,7 +72,7 @@ def runs(tmp_path_factory):
     return {name: (made[name], weights) for name, weights in expected.items()}
 
 
-def interrupt(*_):
+def interrupt(*_, **__):
     """As Ctrl-C does."""
     raise KeyboardInterrupt
 
