@@ -295,6 +295,21 @@ def test_heartbeat_repeats_no_old_values(tmp_path, capsys, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("write", ["info", "debug"])
+def test_other_lines_do_not_hide_the_time_left(tmp_path, capsys, monkeypatch, write):
+    """A quantizer logs each layer, which says nothing about the end."""
+    clock, logger = set_clock(monkeypatch), RunLogger(tmp_path)
+    with logger.progress(4, "quantization") as bar:
+        for _ in range(3):
+            clock[0] += HEARTBEAT_SECONDS
+            bar.advance()
+            getattr(logger, write)("model.layers.0: error .01")
+            logger.break_silence()
+    for lines in (capsys.readouterr().out, logged(logger)):
+        assert "quantization 2/4  about 20 s left" in lines
+        assert lines.count("quantization") == 3
+
+
 def test_heartbeat_says_that_kernels_are_compiled(tmp_path, capsys, monkeypatch):
     clock = set_clock(monkeypatch)
     monkeypatch.setattr("lmx.cpu.kernel_cache.kernel_cache", lambda: tmp_path)

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..config.redaction import redact, redact_values
@@ -49,6 +49,7 @@ class RunLogger(Logger):
         self.bar = None
         # What happens, from the outermost operation to the innermost one.
         self._running: list[ProgressBar | Activity] = []
+        # When a line last said what happens, or any line if nothing runs.
         self._start = self._last_line = time.monotonic()
         # Kernels on the disk before the run, and when last counted; when that grew.
         self._first_kernels = self._kernels = count_kernels()
@@ -56,6 +57,8 @@ class RunLogger(Logger):
 
     def info(self, text: str) -> None:
         """Log a line."""
+        if not self._running:
+            self._last_line = time.monotonic()
         self.debug(text)
         if not self.quiet:
             self._show(text)
@@ -67,7 +70,6 @@ class RunLogger(Logger):
 
     def debug(self, text: str) -> None:
         """Log lines to log.txt only."""
-        self._last_line = time.monotonic()
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = redact(terminal.printable(text), keys=False).split("\n")
         self._append("log.txt", "".join(f"{stamp} {line}\n" for line in lines))
@@ -142,9 +144,21 @@ class RunLogger(Logger):
         finally:
             self._running.remove(activity)
 
+    def log_progress(self, line: str, *, on_screen: bool) -> None:
+        """Log a line about what runs.
+
+        Args:
+            on_screen: a bar on a terminal shows the same; the line is for log.txt only.
+        """
+        self._last_line = time.monotonic()
+        if on_screen:
+            self.debug(line)
+        else:
+            self.info(line)
+
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Log what happens inside the context whenever nothing else is logged.
+        """Log what happens inside the context, every `HEARTBEAT_SECONDS` at least.
 
         Calls `on_heartbeat`, too.
         """
@@ -167,7 +181,10 @@ class RunLogger(Logger):
             thread.join()
 
     def break_silence(self) -> None:
-        """Log what happens if the last line is `HEARTBEAT_SECONDS` old."""
+        """Log what happens if the last line about it is `HEARTBEAT_SECONDS` old.
+
+        Other lines have no time left, so they do not count while something runs.
+        """
         kernels, now = count_kernels(), time.monotonic()
         if kernels > self._kernels:
             self._kernels, self._compiled_at = kernels, now
@@ -175,13 +192,9 @@ class RunLogger(Logger):
             return
         elapsed = format_duration(now - self._start)
         line = self._what_happens() or f"stage {self.stage}: {elapsed} since the start"
-        try:
-            if self.bar is not None:
-                self.debug(line)
-            else:
-                self.info(line)
-        except UserError:
-            pass  # A full disk ends the stage where it writes its results.
+        # A full disk ends the stage where it writes its results.
+        with suppress(UserError):
+            self.log_progress(line, on_screen=self.bar is not None)
 
     def _what_happens(self, *, after: ProgressBar | None = None) -> str:
         """All open progresses, and the innermost activity.

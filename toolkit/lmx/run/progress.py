@@ -29,9 +29,7 @@ class ProgressOutput(Protocol):
     quiet: bool
     bar: Any
 
-    def info(self, text: str) -> None: ...
-
-    def debug(self, text: str) -> None: ...
+    def log_progress(self, line: str, *, on_screen: bool) -> None: ...
 
     def open_bar(self, progress: "ProgressBar") -> None: ...
 
@@ -42,8 +40,8 @@ class ProgressBar(Progress):
     """Progress of a long operation; made by `RunLogger.progress`.
 
     `update` writes a line. `advance` writes none, so that an inner loop can call it:
-    the heartbeat of the logger writes one whenever the log is silent for too long. The
-    share that is shown never falls, also where later work turns out to be longer.
+    the heartbeat of the logger writes one whenever the last one is too old. The share
+    that is shown never falls, also where later work turns out to be longer.
 
     Args:
         total: amount of work in any unit, or work of several kinds.
@@ -84,11 +82,9 @@ class ProgressBar(Progress):
         self._parts = [
             ON_BAR.get(name, long[name]).format(value) for name, value in values.items()
         ]
-        line = self.line(*long.values())
-        if self.is_on_screen:
-            self._logger.debug(line)
-        else:
-            self._logger.info(line)
+        self._logger.log_progress(
+            self.line(*long.values()), on_screen=self.is_on_screen
+        )
 
     def advance(
         self, amount: float | Mapping[str, float] = 1, note: str | None = None
