@@ -104,6 +104,17 @@ def expected(tmp_path_factory):
     return outcome(folder, trainer, trainer.train())
 
 
+@pytest.mark.parametrize(("learning_rate", "warnings"), [(1e-2, 0), (10.0, 1)])
+def test_rate_that_ruins_the_model_gets_a_warning(tmp_path, learning_rate, warnings):
+    """Here the last validation loss is several times the one before the first step."""
+    trainer = make_trainer(
+        tmp_path / "run", learning_rate=lambda step: learning_rate, eval_steps=STEPS
+    )
+    trainer.train()
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("times that of step 0: learning_rate is too high") == warnings
+
+
 def test_trainer_logs_training_and_evaluation(expected):
     _, loss, trained, result, samples = expected
     train = [record for record in result if record["kind"] == "train"]

@@ -20,6 +20,9 @@ from . import checkpoint
 from .checkpoint import TrainingProgress
 from .step import EvalOutput, StepOutput, TrainStep, metric_means
 
+# A validation loss that is so many times the best one gets a warning.
+SUSPICIOUS_RISE = 2
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -285,6 +288,12 @@ class Trainer:
         self.logger.metrics(record | output.metrics | {"trained_tokens": tokens})
         others = "".join(f", {k} {v:.4g}" for k, v in output.metrics.items())
         self.logger.info(f"step {step}: validation loss {loss:#.4g}{others}")
+        if loss > SUSPICIOUS_RISE * progress.best_loss > 0:
+            self.logger.warning(
+                f"the validation loss is {loss / progress.best_loss:.1f} times that of "
+                f"step {progress.best_step}: learning_rate is too high, or the model "
+                "learns its training examples by heart"
+            )
         progress.add_evaluation(loss, self.on_evaluate(step))
         self.on_event(
             "evaluate",
