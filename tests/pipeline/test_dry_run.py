@@ -75,7 +75,7 @@ def test_reservoir_samples_every_nth_example(count, monkeypatch):
             [],
             [
                 "llama, 90,432 parameters, 181 kB, vocabulary 320",
-                "13 of 15 layers are quantized",
+                "1-train: 13 of 15 layers are quantized",
                 "its width 96 is not a multiple of 64: model.layers.0.mlp.down_proj",
                 "rows.jsonl: 8 examples, format chat",
                 "rows.jsonl:9: example skipped: ",
