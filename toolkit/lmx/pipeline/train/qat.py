@@ -118,7 +118,10 @@ def _from_codes(
         quantize_activations=qat.quantize_activations,
     )
     dequantized, packed = dequantized_model(loaded, mx.float32)
-    logger.info(f"training continues from the codes of {len(packed)} layers")
+    text = f"training continues from the codes of {len(packed)} layers"
+    if qat.quantizer == "fixed_codes":
+        text += ", which stay: scales and biases are trained"
+    logger.info(text)
     key, modules = mx.random.key(seed), dict(dequantized.model.named_modules())
     for path, codes in packed.items():
         if qat.quantizer == "fixed_codes":

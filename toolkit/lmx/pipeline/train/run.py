@@ -220,14 +220,14 @@ class TrainRun:
         return ModelArtifact(model, reference, adapters, facts | codes)
 
     def _count_changed_codes(self, packed: dict[str, mx.array]) -> dict[str, int]:
-        """Facts of a training from codes; a warning if almost no code has changed."""
+        """Facts of a training whose codes can change; a warning if almost none did."""
         qat, before = self.model.qat, self.model.packed
-        if not (qat and before):
-            return {}
         fake_quant, logger = self.fake_quant, self.context.logger
+        if not (qat and before) or fake_quant.codes:
+            return {}
         changed, total = fake_quant.count_changed_codes(before, packed)
         text = f"{changed:,} of {total:,} codes ({changed / total:.2g})"
-        if changed < MIN_CHANGED_CODES * total and not fake_quant.codes:
+        if changed < MIN_CHANGED_CODES * total:
             logger.warning(
                 f"training has changed only {text}: its updates are too small for the "
                 "grid; raise learning_rate, or train for more steps"
