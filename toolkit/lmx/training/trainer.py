@@ -292,7 +292,7 @@ class Trainer:
             self.logger.warning(
                 f"the validation loss is {loss / progress.best_loss:.1f} times that of "
                 f"step {progress.best_step}: learning_rate is too high, or the model "
-                "learns its training examples by heart"
+                "overfits"
             )
         progress.add_evaluation(loss, self.on_evaluate(step))
         self.on_event(
