@@ -310,6 +310,16 @@ def test_other_lines_do_not_hide_the_time_left(tmp_path, capsys, monkeypatch, wr
         assert lines.count("quantization") == 3
 
 
+@pytest.mark.parametrize("write", ["info", "warning", "debug"])
+def test_any_line_breaks_the_silence_while_nothing_runs(logger, monkeypatch, write):
+    clock = set_clock(monkeypatch)
+    for _ in range(3):
+        clock[0] += HEARTBEAT_SECONDS
+        getattr(logger, write)("a line")
+        logger.break_silence()
+    assert "since the start" not in logged(logger)
+
+
 def test_heartbeat_says_that_kernels_are_compiled(tmp_path, capsys, monkeypatch):
     clock = set_clock(monkeypatch)
     monkeypatch.setattr("lmx.cpu.kernel_cache.kernel_cache", lambda: tmp_path)

@@ -214,14 +214,14 @@ def _model(
             continue
         selection = shape.selection(quantization)
         count = len(selection.specs) + len(selection.skipped)
-        text = f"{len(selection.specs)} of {count} layers are quantized"
-        lines.append(("model", f"{planned.name}: {text}"))
+        text = f"{planned.name}: {len(selection.specs)} of {count} layers are quantized"
+        lines.append(("model", text))
         for reason in dict.fromkeys(selection.skipped.values()):
             paths = sorted(p for p, why in selection.skipped.items() if why == reason)
             more = ", ..." * (len(paths) > MAX_NAMES)
             names = ", ".join(paths[:MAX_NAMES])
-            text = f"left unquantized, {reason}: {names}{more}"
-            lines.append(("model", f"{planned.name}: {text}"))
+            text = f"{planned.name}: left unquantized, {reason}: {names}{more}"
+            lines.append(("model", text))
     if model.from_scratch:
         lines.append(("model", "its tokenizer is trained at the start of the run"))
         return shape, None, lines

@@ -57,8 +57,6 @@ class RunLogger(Logger):
 
     def info(self, text: str) -> None:
         """Log a line."""
-        if not self._running:
-            self._last_line = time.monotonic()
         self.debug(text)
         if not self.quiet:
             self._show(text)
@@ -70,6 +68,8 @@ class RunLogger(Logger):
 
     def debug(self, text: str) -> None:
         """Log lines to log.txt only."""
+        if not self._running:
+            self._last_line = time.monotonic()
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = redact(terminal.printable(text), keys=False).split("\n")
         self._append("log.txt", "".join(f"{stamp} {line}\n" for line in lines))
