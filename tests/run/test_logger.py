@@ -311,8 +311,8 @@ def test_other_lines_do_not_hide_the_time_left(tmp_path, capsys, monkeypatch, wr
 
 
 @pytest.mark.parametrize("write", ["info", "warning", "debug"])
-def test_any_line_breaks_the_silence_while_nothing_runs(logger, monkeypatch, write):
-    clock = set_clock(monkeypatch)
+def test_any_line_breaks_the_silence_while_nothing_runs(tmp_path, monkeypatch, write):
+    clock, logger = set_clock(monkeypatch), RunLogger(tmp_path)
     for _ in range(3):
         clock[0] += HEARTBEAT_SECONDS
         getattr(logger, write)("a line")
