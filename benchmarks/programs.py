@@ -47,7 +47,7 @@ def measure(command: Iterable[str | Path], *options, **settings) -> dict:
 
 def run_recipe(recipe: dict, output: Path, threads: int | None = None) -> Path:
     """Run or resume a recipe, which is written beside its output folder."""
-    path = output.with_suffix(".yaml")
+    path = output.with_name(f"{output.name}.yaml")
     # JSON is valid YAML.
     path.write_text(json.dumps(recipe | {"output": str(output.resolve())}))
     call(["-c", TRAIN, path, "--quiet", "--ignore-limits"], threads)

@@ -48,6 +48,17 @@ PRINTED = {
         "1024 --learning-rates 1e-4 1e-3 --steps 4 --batch-size 8 --seq-length 64",
         [r" 0\.0001 ", r" 0\.001 "],
     ),
+    "qat_text.py": (
+        "--model {0}/model --folder {0}/runs --valid {0}/text.txt --bits 2.5 --effort "
+        "fast --tokens 128 256 --seq-length 64 --answers 4 --calibration-tokens 512 "
+        "--texts prose={0}/text.txt:{0}/text.txt answers={0}/train.jsonl:{0}/test.jsonl "
+        "--data answers own",
+        [
+            r"2.5 \| GPTQ \| 0 \| 0 \| [\d.]+ ± [\d.]+ \| [\d.]+ ±",
+            r"answers \| 256 .*\([+-][\d.]+ ± .*\([+-]",
+            r"own \| 128",
+        ],
+    ),
     "larger_model.py": (
         "--folder {0}/runs --num-layers 2 --hidden-size 128 --intermediate-size 192 "
         "--num-heads 2 --num-key-value-heads 1 --vocab-size 2048 --num-tokens 1024 "

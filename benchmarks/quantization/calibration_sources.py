@@ -9,35 +9,33 @@ the same folder measures only what is missing.
 
 import argparse
 import json
-import re
 import shutil
 import sys
 from itertools import product
 from pathlib import Path
 
 import numpy as np
-import real_model_divergence
+import texts
 
 sys.path.append(str(Path(__file__).parents[1]))
 import programs
 
-GROUP_SIZE, HELD_OUT = 64, 4096
-# Titles of WikiText's articles, and the mark between TinyStories.
-DOCUMENT_START = r"\n(?= = [^=\n]+ = \n)|<\|endoftext\|>"
+GROUP_SIZE = 64
 
 
 def main() -> None:
     arguments = _arguments()
-    texts = dict(text.split("=") for text in arguments.texts)
-    files = {name: value.split(":") for name, value in texts.items()}
+    pairs = (text.split("=") for text in arguments.texts)
+    files = {name: value.split(":") for name, value in pairs}
     for name, (_, test) in files.items():
-        _prepare(name, test, arguments)
+        folder = arguments.folder / name
+        texts.prepare(folder, test, arguments.model, arguments.seq_length)
     print("| bits | calibrated on | tokens of each |", " | ".join(files), "|")
     print("|---|---|" + "---:|" * (len(files) + 1))
     for bits, case in product(arguments.bits, arguments.cases):
         names, tokens = case.split(":")
         names = list(files) if names == "all" else names.split("+")
-        sources = [str(_source(files[name][0], arguments).resolve()) for name in names]
+        sources = [texts.documents(files[name][0], arguments.folder) for name in names]
         record = _record(f"{bits}-{case}", bits, sources, int(tokens), arguments)
         cells = [_cell(record[name]) for name in files]
         joined = "all" if len(names) == len(files) else " + ".join(names)
@@ -45,43 +43,8 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _prepare(name: str, file: str, arguments: argparse.Namespace) -> None:
-    """Write the held-out sequences of a text."""
-    folder = arguments.folder / name
-    if (folder / "held-out.npz").is_file():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    options = {
-        "text": str(_source(file, arguments)),
-        "tokens": HELD_OUT,
-        "length": arguments.seq_length,
-        "questions": None,
-    }
-    program = real_model_divergence.PROGRAM
-    programs.call([program, "prepare", arguments.model, folder, json.dumps(options)])
-
-
-def _source(file: str, arguments: argparse.Namespace) -> Path:
-    """The documents of a text as JSONL, and rows of GSM8K as chats."""
-    path = Path(file)
-    target = arguments.folder / f"{path.stem}-{path.suffix[1:]}.jsonl"
-    if path.suffix == ".txt":
-        texts = re.split(DOCUMENT_START, path.read_text())
-        records = [{"text": text.strip()} for text in texts if text.strip()]
-    else:
-        rows = map(json.loads, path.read_text().splitlines())
-        records = [{"messages": _chat(row)} for row in rows]
-    target.write_text("\n".join(map(json.dumps, records)) + "\n")
-    return target
-
-
-def _chat(row: dict) -> list[dict]:
-    question = {"role": "user", "content": row["question"]}
-    return [question, {"role": "assistant", "content": row["answer"]}]
-
-
 def _record(
-    name: str, bits: int, sources: list[str], tokens: int, arguments: argparse.Namespace
+    name: str, bits: int, sources: list, tokens: int, arguments: argparse.Namespace
 ) -> dict[str, list]:
     """By text, the sums of every sequence."""
     file = arguments.folder / f"{name}.json"
@@ -93,7 +56,7 @@ def _record(
         "bits": bits,
         "group_size": GROUP_SIZE,
         "calibration": {
-            "dataset": sources,
+            "dataset": list(map(str, sources)),
             "num_tokens": tokens * len(sources),
             "max_seq_length": arguments.seq_length,
         },
@@ -101,11 +64,8 @@ def _record(
     recipe = {"model": str(arguments.model.resolve()), "stages": [{"quantize": block}]}
     output = programs.run_recipe(recipe, arguments.folder / name)
     (model,) = (path.parent for path in output.rglob("config.json"))
-    record = {}
-    for held_out in (path.parent for path in arguments.folder.glob("*/held-out.npz")):
-        command = [real_model_divergence.PROGRAM, "measure", held_out, model]
-        (sequences,) = programs.measure(command)["sequences"].values()
-        record[held_out.name] = sequences
+    held_out = [path.parent for path in arguments.folder.glob("*/held-out.npz")]
+    record = texts.measure(held_out, model)
     file.write_text(json.dumps(record))
     shutil.rmtree(output)
     return record

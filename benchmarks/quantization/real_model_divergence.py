@@ -54,7 +54,7 @@ def prepare(model: str, folder: str, options: str) -> None:
 
     settings = json.loads(options)
     reference, tokenizer = load(model)
-    sequences = _text(tokenizer, settings)
+    sequences = _text(tokenizer, settings) if settings["text"] else {}
     if settings["questions"]:
         sequences |= _answers(tokenizer, settings)
     arrays = {}

@@ -39,9 +39,9 @@ def print_table(part: str, case: str, records: dict[str, list[dict]]) -> None:
 def _quality(runs: list[dict], texts: list[str]) -> list[str]:
     cells = []
     for text in texts:
-        kl, kl_error = _mean(runs, text, "kl")
-        nll, nll_error = _mean(runs, text, "nll")
-        agrees, _ = _mean(runs, text, "agrees")
+        kl, kl_error = mean_per_token(runs, text, "kl")
+        nll, nll_error = mean_per_token(runs, text, "nll")
+        agrees, _ = mean_per_token(runs, text, "agrees")
         perplexity = np.exp(nll)
         cells.append(f"{kl:.4f} ± {kl_error:.4f}")
         cells.append(f"{perplexity:.2f} ± {perplexity * nll_error:.2f}")
@@ -56,20 +56,20 @@ def _print_differences(records: dict[str, list[dict]], texts: list[str]) -> None
         if strength and method in records:
             for text in texts:
                 pairs = zip(runs, records[method] * len(runs), strict=False)
-                paired = [_difference(*pair, text) for pair in pairs]
-                mean, error = _mean(paired, text, "kl")
+                paired = [difference(*pair, text) for pair in pairs]
+                mean, error = mean_per_token(paired, text, "kl")
                 label = NAMES.get(text, text)
                 print(f"{name} - {method}, {label}: KL {mean:+.4f} ± {error:.4f}")
 
 
-def _difference(run: dict, other: dict, text: str) -> dict:
+def difference(run: dict, other: dict, text: str) -> dict:
     """A record with the differences of the sums of every sequence."""
     pairs = zip(run["sequences"][text], other["sequences"][text], strict=True)
     rows = [{"count": a["count"], "kl": a["kl"] - b["kl"]} for a, b in pairs]
     return {"sequences": {text: rows}}
 
 
-def _mean(runs: list[dict], text: str, key: str) -> tuple[float, float]:
+def mean_per_token(runs: list[dict], text: str, key: str) -> tuple[float, float]:
     """Mean per token over sequences and seeds, and its standard error by sequence."""
     counts = np.array([s["count"] for s in runs[0]["sequences"][text]])
     sums = np.mean([[s[key] for s in run["sequences"][text]] for run in runs], axis=0)

@@ -123,9 +123,14 @@ def test_quantized_model_is_never_quantized_again(mixed_model, qat, message):
         prepare(config(**qat), mixed_model, Logger())
 
 
-def test_the_grids_that_mixed_precision_of_the_run_chose_stay(mixed_model):
-    """Even if no layer has the grid of the recipe."""
-    prepared = prepare(config(bits=8), mixed_model, Logger(), quantized_here=True)
+@pytest.mark.parametrize(
+    ("qat", "quantized_here"), [({"bits": 8}, True), ({"quantizer": "lsq"}, False)]
+)
+def test_the_grids_of_a_mixed_model_stay(mixed_model, qat, quantized_here):
+    """Even if no layer has the grid of the recipe, or the recipe names none."""
+    prepared = prepare(
+        config(**qat), mixed_model, Logger(), quantized_here=quantized_here
+    )
     assert prepared.selection.specs == {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
 
 

@@ -29,7 +29,7 @@ ADAPTER = {"adapter": {"rank": 4}}
 # The grid of the model, and how it is trained.
 MODES = {
     "lsq": (GRID, LSQ),
-    "fixed_codes": (GRID, {"qat": GRID}),
+    "fixed_codes": (GRID, {"qat": {}}),
     "lora": (GRID, LSQ | ADAPTER),
     "fixed_scale": (GRID, {"qat": GRID | {"quantizer": "fixed_scale"}}),
     "lora_minmax": (GRID, {"qat": GRID} | ADAPTER),

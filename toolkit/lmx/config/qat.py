@@ -18,7 +18,8 @@ LEARNED = {"lsq": 2, "fixed_codes": 2, "ternary": 1}
 
 class QATConfig(QuantizationConfig):
     """Quantization-aware training: the forward pass uses the exported, dequantized
-    weights; gradients pass through the rounding (straight-through estimator)."""
+    weights; gradients pass through the rounding (straight-through estimator). On a
+    quantized model, absent bits and group_size are those of its layers."""
 
     quantizer: (
         Literal["minmax", "lsq", "fixed_codes", "fixed_scale", "ternary"] | None

@@ -153,6 +153,10 @@ def _require_same_specs(
             "unquantized model",
         )
     wanted = QuantSpec(**qat.model_dump(include=set(QuantSpec.model_fields)))
+    # Absent bits and group_size are the model's.
+    compared = {"mode", "global_scale"} | (
+        qat.model_fields_set & {"bits", "group_size"}
+    )
     by_name = {_describe(spec): spec for spec in specs.values()}
     names = ", ".join(by_name)
     if qat.quantize_activations and not has_quantized_inputs(loaded.model):
@@ -161,7 +165,11 @@ def _require_same_specs(
             place=place,
             hint="remove quantize_activations, or start from the unquantized model",
         )
-    if wanted not in by_name.values() and not quantized_here:
+    is_on_grid = any(
+        all(getattr(spec, key) == getattr(wanted, key) for key in compared)
+        for spec in by_name.values()
+    )
+    if not is_on_grid and not quantized_here:
         raise UserError(
             f"the model is quantized to {names}; the recipe has {_describe(wanted)}",
             place=place,

@@ -114,9 +114,9 @@ class TrainStage(Stage):
     def next_state(cls, raw: RawStage, state: ModelState) -> ModelState:
         has_adapter, qat = raw.value("adapter") is not None, raw.value("qat")
         quantization = state.quantization
-        if qat is not None:
+        if qat is not None and quantization is None:
             quantization = quantization_values(qat)
-        elif has_adapter:
+        elif qat is None and has_adapter:
             # The adapter is fused into dequantized weights.
             quantization = None
         state = super().next_state(raw, state)
@@ -300,7 +300,10 @@ def _check_qat_of_codes(raw: RawStage, before: dict) -> Iterator[Problem]:
         message = "the model is quantized here, and training begins with its codes"
         yield Problem((*path, key), message, f"leave {key} out", "key")
     after = quantization_values(raw.value("qat"))
-    names = [key for key in before if key in after and before[key] != after[key]]
+    # Absent bits and group_size are the model's.
+    absent = {"bits", "group_size"} - {*(raw.value("qat") or ())}
+    compared = before.keys() & after.keys() - absent
+    names = [key for key in after if key in compared and before[key] != after[key]]
     if names:
         old, new = (
             ", ".join(f"{key}: {values[key]}" for key in names)
