@@ -51,8 +51,8 @@ PRINTED = {
     "qat_text.py": (
         "--model {0}/model --folder {0}/runs --valid {0}/text.txt --bits 2.5 --effort "
         "fast --tokens 128 256 --seq-length 64 --answers 4 --calibration-tokens 512 "
-        "--texts prose={0}/text.txt:{0}/text.txt answers={0}/train.jsonl:{0}/test.jsonl "
-        "--data answers own",
+        "--data answers own --texts prose={0}/text.txt:{0}/text.txt "
+        "answers={0}/train.jsonl:{0}/test.jsonl",
         [
             r"2.5 \| GPTQ \| 0 \| 0 \| [\d.]+ ± [\d.]+ \| [\d.]+ ±",
             r"answers \| 256 .*\([+-][\d.]+ ± .*\([+-]",
