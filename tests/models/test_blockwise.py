@@ -5,6 +5,7 @@ import pytest
 from lmx.errors import UserError
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.loader import build_model, load
+from memory_at_rest import active_memory
 from mlx.utils import tree_flatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 from tiny_families import member
@@ -30,8 +31,7 @@ def num_bytes(model):
 
 def peak_memory(function):
     """Return the peak memory of a call above the active memory."""
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
+    before = active_memory()
     function()
     return mx.get_peak_memory() - before
 
@@ -95,7 +95,7 @@ def test_one_block_is_in_memory_at_a_time(deep):
     assert peak_memory(lambda: run(loaded.reread)) < size / 4
     # Without `reread`, all weights that were read stay in memory.
     assert peak_memory(lambda: run(None)) > 0.9 * size
-    before = mx.get_active_memory()
+    before = active_memory()
     blockwise = run(loaded.reread)
     assert mx.get_active_memory() - before < size / 8
     assert mx.array_equal(blockwise.model(PARTS[0]), load(deep).model(PARTS[0]))

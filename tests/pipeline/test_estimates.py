@@ -1,6 +1,5 @@
 """Estimates of memory, work and disk: near measured peaks, exact where they can be."""
 
-import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +33,7 @@ from lmx.run.progress import readable_size
 from lmx.training.chunked_loss import ChunkedLossModel
 from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
+from memory_at_rest import active_memory
 from mlx.utils import tree_flatten
 from sized_models import SHAPE, sized
 from tiny_checkpoints import QWEN3_MOE
@@ -107,9 +107,7 @@ def test_memory_is_near_the_measured_peak(adapter, settings):
     assert sum(v.size for v in step.parameters.values()) == estimate.trained
     tokens = mx.array(np.random.default_rng(0).integers(0, 2048, (4, 129)), mx.int32)
     batch = Batch(tokens, mx.ones((4, 128), mx.bool_), ())
-    # Garbage of other tests would otherwise be freed during the measurement.
-    gc.collect()
-    before = mx.get_active_memory()
+    before = active_memory()
     model_bytes = sum(v.nbytes for _, v in tree_flatten(step.model.parameters()))
     train_steps(step, [batch] * config.gradient_accumulation_steps)
     optimizer_bytes = sum(v.nbytes for _, v in tree_flatten(step.optimizer.state))
@@ -140,8 +138,7 @@ def test_memory_with_fake_quantizers(adapter, quantizer, from_codes):
         intermediate_size=512,
         num_hidden_layers=4,
     )
-    gc.collect()
-    start = mx.get_active_memory()
+    start = active_memory()
     network = build_model(shapes.config)
     network.set_dtype(mx.float16)
     specs, packed = select_layers(network, config.qat).specs, None
@@ -179,8 +176,7 @@ def test_memory_of_an_adapter_on_codes():
     dense = sized(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=6, vocab_size=320
     )
-    gc.collect()
-    start = mx.get_active_memory()
+    start = active_memory()
     network = build_model(dense.config)
     network.set_dtype(mx.float16)
     spec = QuantizationConfig(bits=4)

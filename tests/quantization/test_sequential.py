@@ -1,6 +1,5 @@
 """SequentialPipeline: calibration inputs, order of the layers, and resume."""
 
-import gc
 import shutil
 
 import mlx.core as mx
@@ -19,6 +18,7 @@ from lmx.quantization.ptq.sequential import SequentialPipeline
 from lmx.quantization.target_layers import select_layers
 from lmx.run.logger import RunLogger
 from lmx.run.progress import ProgressBar
+from memory_at_rest import active_memory
 from mlx.utils import tree_flatten
 from quantization_samples import context_of, enlarged_model, windows_of
 from test_output_fisher import gradients_of
@@ -462,10 +462,7 @@ def test_one_block_is_in_memory_at_a_time(make_checkpoint, tmp_path):
         model = load(source, lazy=True).model
         method = RecordingRTN(needs_cross_moments=False)
         method.statistics = DiscardingDict()
-        # Models of other tests are still collected.
-        gc.collect()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
+        before = active_memory()
         method.run(model, folder, reread=reread)
         return mx.get_peak_memory() - before
 

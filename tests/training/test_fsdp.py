@@ -13,6 +13,7 @@ from lmx.training.checkpoint import TrainingProgress
 from lmx.training.chunked_loss import ChunkedLossModel
 from lmx.training.fsdp import ShardedParameters
 from lmx.training.step import TrainStep
+from memory_at_rest import active_memory
 from mlx.utils import tree_flatten
 from processes import cases_of
 from test_checkpoint import bits
@@ -177,7 +178,7 @@ def test_shard_frees_the_full_parameter():
     whole = mx.ones((1024, 1024))
     shards = ShardedParameters({"a": whole}, Rank(1, 2), **FLOAT32, blocks=None)
     mx.eval(whole)
-    before = mx.get_active_memory()
+    before = active_memory()
     shard = shards.shard("a", whole)
     mx.eval(shard)
     del whole

@@ -1,12 +1,11 @@
 """Accumulated batches equal one batch: every trained token has equal weight."""
 
-import gc
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.data.batching import Batch
 from lmx.training.step import TrainStep
+from memory_at_rest import active_memory
 from tiny_llamas import GRID_MODES, llama, tokens_of
 from tiny_steps import Tiny, assert_close, make_step, random_batch
 
@@ -102,8 +101,7 @@ def test_accumulation_memory_is_constant():
         model, _ = llama(num_hidden_layers=3)
         step, window = make_step(model), [tokens_of(8, 48)] * count
         mx.eval(step(window, 0.0, 0), step.parameters)
-        gc.collect()
-        mx.reset_peak_memory()
+        active_memory()
         mx.eval(step(window, 0.0, 0), step.parameters)
         return mx.get_peak_memory()
 

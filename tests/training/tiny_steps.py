@@ -1,6 +1,5 @@
 """A model small enough for finite differences, and random training data."""
 
-import gc
 from dataclasses import fields
 
 import mlx.core as mx
@@ -10,6 +9,7 @@ from lmx.data.batching import Batch
 from lmx.data.tokenization import Example
 from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
+from memory_at_rest import active_memory
 
 VOCABULARY, WIDTH = 11, 6
 
@@ -76,9 +76,9 @@ def loss_and_gradients(step: TrainStep, window):
 def peak_memory(step: TrainStep, window) -> int:
     """Bytes above the active ones that a compiled step takes at most."""
     mx.eval(step(window, 0.0, 0), step.parameters)
-    gc.collect()
-    mx.reset_peak_memory()
+    active_memory()
     mx.eval(step(window, 0.0, 0), step.parameters)
+    mx.synchronize()
     return mx.get_peak_memory() - mx.get_active_memory()
 
 
