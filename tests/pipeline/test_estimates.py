@@ -127,7 +127,9 @@ def test_memory_is_near_the_measured_peak(adapter, settings):
 def test_memory_with_fake_quantizers(adapter, quantizer, from_codes):
     """Of so few tokens that most of the memory is weights."""
     cpu.enable()
-    qat = {"bits": 4, "quantizer": quantizer}
+    # A recipe need not repeat the grid of the codes.
+    grid = QuantizationConfig(bits=4, group_size=32 if from_codes else 64)
+    qat = {"quantizer": quantizer}
     config = TrainConfig(
         adapter=adapter, qat=qat, steps=1, batch_size=1, loss_chunk_tokens=None
     )
@@ -141,7 +143,7 @@ def test_memory_with_fake_quantizers(adapter, quantizer, from_codes):
     start = active_memory()
     network = build_model(shapes.config)
     network.set_dtype(mx.float16)
-    specs, packed = select_layers(network, config.qat).specs, None
+    specs, packed = select_layers(network, grid).specs, None
     if from_codes:
         packed = {}
         modules = dict(network.named_modules())

@@ -2,7 +2,12 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from .quant_spec import FLOAT_MODES, QuantizationConfig, QuantSpec
 
@@ -76,6 +81,17 @@ class QATConfig(QuantizationConfig):
         if self.mode == "affine":
             return self.model_copy(update={"quantizer": "fixed_codes"})
         return self
+
+    @property
+    def absent_grid(self) -> set[str]:
+        """The keys that a quantized model decides; other modes fix them."""
+        grid = {"bits", "group_size"} if self.mode == "affine" else set()
+        return grid - self.model_fields_set
+
+    @model_serializer(mode="wrap")
+    def _leave_grid_to_model(self, to_dict: SerializerFunctionWrapHandler) -> dict:
+        values = to_dict(self)
+        return {k: v for k, v in values.items() if k not in self.absent_grid}
 
     @model_validator(mode="after")
     def _check_keys_fit_quantizer(self):

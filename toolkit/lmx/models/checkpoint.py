@@ -187,11 +187,13 @@ class CheckpointSize:
         parameters: a quantized weight counts as one.
         float_values: stored floating-point values: parameters that are not quantized,
             and the scales and biases of affine codes.
+        grids: bits, group_size and mode of every quantized layer, by path.
     """
 
     parameters: int
     bytes: int
     float_values: int
+    grids: dict[str, dict]
 
     @property
     def bits_per_weight(self) -> float:
@@ -209,6 +211,7 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
         tensors |= read_header(file)
     quantization = read_json(folder / "config.json").get("quantization") or {}
     parameters = float_values = 0
+    grids = {}
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
         count = math.prod(tensor.shape)
@@ -226,9 +229,10 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
                     place=str(folder / "config.json"),
                 )
             count = count * 32 // grid["bits"]
+            grids[path] = grid
         parameters += count
     size = sum(math.prod(t.shape) * DTYPE_BYTES[t.dtype] for t in tensors.values())
-    return CheckpointSize(parameters, size, float_values)
+    return CheckpointSize(parameters, size, float_values, grids)
 
 
 # mlx-lm's choice of a model's class and arguments class by its config.

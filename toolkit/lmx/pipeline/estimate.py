@@ -42,11 +42,13 @@ class ModelShape:
         bytes: its size on disk.
         float_values: stored floating-point values of a quantized model: parameters that
             are not quantized, and affine scales and biases; None = not quantized.
+        specs: grids of its quantized layers, by path.
     """
 
     config: dict
     bytes: int
     float_values: int | None = None
+    specs: dict[str, QuantSpec] = field(default_factory=dict)
 
     @classmethod
     def of_folder(cls, folder: Path, config: dict) -> "ModelShape":
@@ -56,8 +58,14 @@ class ModelShape:
             UserError: the files are damaged.
         """
         size = checkpoint_size(folder)
-        is_quantized = "quantization" in config
-        return cls(config, size.bytes, size.float_values if is_quantized else None)
+        if "quantization" not in config:
+            return cls(config, size.bytes)
+        keys = ("bits", "group_size", "mode")
+        specs = {
+            path: QuantSpec(**{key: grid[key] for key in keys if key in grid})
+            for path, grid in size.grids.items()
+        }
+        return cls(config, size.bytes, size.float_values, specs)
 
     @classmethod
     def of_config(cls, config: dict) -> "ModelShape":
@@ -135,7 +143,9 @@ class ModelShape:
                 grids += shape[0]
             bits += size * (width - 8 * self.bytes / parameters)
             float_values += grids - size
-        return replace(self, bytes=int(bits / 8), float_values=float_values)
+        return replace(
+            self, bytes=int(bits / 8), float_values=float_values, specs=specs
+        )
 
 
 class BatchShape(NamedTuple):

@@ -139,7 +139,9 @@ def _trained(
         kept: bytes of a quantized weight that replaces none.
     """
     model = shape.model()
-    specs = select_layers(model, qat).specs if qat else {}
+    specs = {}
+    if qat:
+        specs = shape.specs or select_layers(model, qat).specs
     if adapter:
         lora_model.attach(model, adapter, seed=0, merged=bool(qat))
         adapted = lora_model.adapted_layers(model)

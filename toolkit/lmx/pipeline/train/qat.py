@@ -152,11 +152,7 @@ def _require_same_specs(
             "its codes, without fake_quant_after_n_steps; or start from the "
             "unquantized model",
         )
-    wanted = QuantSpec(**qat.model_dump(include=set(QuantSpec.model_fields)))
-    # Absent bits and group_size are the model's.
-    compared = {"mode", "global_scale"} | (
-        qat.model_fields_set & {"bits", "group_size"}
-    )
+    compared = QuantSpec.model_fields.keys() - qat.absent_grid
     by_name = {_describe(spec): spec for spec in specs.values()}
     names = ", ".join(by_name)
     if qat.quantize_activations and not has_quantized_inputs(loaded.model):
@@ -166,12 +162,12 @@ def _require_same_specs(
             hint="remove quantize_activations, or start from the unquantized model",
         )
     is_on_grid = any(
-        all(getattr(spec, key) == getattr(wanted, key) for key in compared)
+        all(getattr(spec, key) == getattr(qat, key) for key in compared)
         for spec in by_name.values()
     )
     if not is_on_grid and not quantized_here:
         raise UserError(
-            f"the model is quantized to {names}; the recipe has {_describe(wanted)}",
+            f"the model is quantized to {names}; the recipe has {_describe(qat)}",
             place=place,
             hint="use the same values: training continues from the codes",
         )

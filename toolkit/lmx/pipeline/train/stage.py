@@ -143,20 +143,25 @@ class TrainStage(Stage):
             timed = is_timed * (UNTIMED_STEPS + TIMED_STEPS)
             work = needs.work * (steps + timed)
             work += measuring_work(current, config, steps, tokens)
+        model = current
         if current.is_quantized:
-            # An adapter is fused into dequantized weights, usually of 16 bits.
-            current = replace(current, bytes=2 * needs.parameters, float_values=None)
+            # The dequantized weights of the reference, or with a fused adapter, usually
+            # of 16 bits.
+            dense = 2 * needs.parameters
+            model = replace(current, bytes=dense, float_values=None, specs={})
         # A new checkpoint is written before an old one is removed.
         checkpoints = 1 + config.save_total_limit + config.load_best_at_end
-        disk = max(current.bytes, shape.bytes)
+        disk = max(model.bytes, shape.bytes)
         disk += checkpoints * ADAMW_BYTES * needs.trained
         disk *= config.num_trainings
         if config.qat:
-            current = shape.quantized(shape.selection(config.qat).specs)
-            disk += current.bytes
+            model = current
+            if not current.is_quantized:
+                model = shape.quantized(shape.selection(config.qat).specs)
+            disk += model.bytes
         return replace(
             needs,
-            model=current,
+            model=model,
             disk=disk,
             work=work,
             dtype=dtype,
