@@ -51,19 +51,18 @@ def _run(bits: float, data: str, seed: int, arguments: argparse.Namespace) -> di
     """The records of GPTQ's model and of the model after each train stage."""
     quantized = _quantize(bits, seed, arguments)
     records = [_record(quantized, quantized / "stages/1-quantize", arguments)]
-    if arguments.tokens:
-        folder = arguments.folder / f"{bits:g}-{data}-{seed}"
-        names = arguments.sources if data in ("all", "own") else data.split("+")
-        recipe = _recipe(quantized / "stages/1-quantize/model", seed, arguments)
-        recipe["data"]["train"] = [arguments.sources[name] for name in names]
-        recipe["stages"] = [
-            _train(end - start, data, arguments)
-            for start, end in pairwise([0, *arguments.tokens])
-        ]
-        programs.run_recipe(recipe, folder)
-        for number, tokens in enumerate(arguments.tokens, start=1):
-            record = _record(folder, folder / f"stages/{number}-train", arguments)
-            records.append({"tokens": tokens} | record)
+    folder = arguments.folder / f"{bits:g}-{data}-{seed}"
+    names = arguments.sources if data in ("all", "own") else data.split("+")
+    recipe = _recipe(quantized / "stages/1-quantize/model", seed, arguments)
+    recipe["data"]["train"] = [arguments.sources[name] for name in names]
+    recipe["stages"] = [
+        _train(end - start, data, arguments)
+        for start, end in pairwise([0, *arguments.tokens])
+    ]
+    programs.run_recipe(recipe, folder)
+    for number, tokens in enumerate(arguments.tokens, start=1):
+        record = _record(folder, folder / f"stages/{number}-train", arguments)
+        records.append({"tokens": tokens} | record)
     return {"seed": seed, "records": records}
 
 

@@ -60,9 +60,13 @@ class ModelShape:
         size = checkpoint_size(folder)
         if "quantization" not in config:
             return cls(config, size.bytes)
-        keys = ("bits", "group_size", "mode")
+        # Not validated: MLX has grids that lmx does not train, such as 1 bit.
         specs = {
-            path: QuantSpec(**{key: grid[key] for key in keys if key in grid})
+            path: QuantSpec.model_construct(
+                bits=grid["bits"],
+                group_size=grid["group_size"],
+                mode=grid.get("mode", "affine"),
+            )
             for path, grid in size.grids.items()
         }
         return cls(config, size.bytes, size.float_values, specs)
