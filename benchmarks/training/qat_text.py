@@ -60,9 +60,11 @@ def _run(bits: float, data: str, seed: int, arguments: argparse.Namespace) -> di
         for start, end in pairwise([0, *arguments.tokens])
     ]
     programs.run_recipe(recipe, folder)
+    counted = 0
     for number, tokens in enumerate(arguments.tokens, start=1):
         record = _record(folder, folder / f"stages/{number}-train", arguments)
-        records.append({"tokens": tokens} | record)
+        counted += record["facts"]["trained_tokens"]
+        records.append(record | {"tokens": tokens, "counted": counted})
     return {"seed": seed, "records": records}
 
 
@@ -151,12 +153,12 @@ def _print_rows(bits: float, data: str, runs: list[dict]) -> None:
                 mean, error = mean_per_token(pairs, text, "kl")
                 cells[-1] += f" ({mean:+.4f} ± {error:.4f})"
         print(f"| {bits:g} | {data if trained else 'GPTQ'} |", end=" ")
-        facts = rows[0]["facts"]
         columns = [0, 0, *cells, "", "", seeds]
         if trained:
-            seconds, counted = facts["seconds"], facts["trained_tokens"]
-            columns[:2] = f"{rows[0]['tokens']:,}", f"{counted:,}"
-            columns[-3:-1] = f"{counted / seconds:.0f}", f"{rows[0]['peak']:.2f}"
+            facts, first = rows[0]["facts"], rows[0]
+            columns[:2] = f"{first['tokens']:,}", f"{first['counted']:,}"
+            rate = facts["trained_tokens"] / facts["seconds"]
+            columns[-3:-1] = f"{rate:.0f}", f"{first['peak']:.2f}"
         print(" | ".join(map(str, columns)), "|", flush=True)
 
 
