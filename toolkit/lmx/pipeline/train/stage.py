@@ -304,11 +304,9 @@ def _check_qat_of_codes(raw: RawStage, before: dict) -> Iterator[Problem]:
     if raw.value("qat", key):
         message = "the model is quantized here, and training begins with its codes"
         yield Problem((*path, key), message, f"leave {key} out", "key")
-    after = quantization_values(raw.value("qat"))
-    # Absent bits and group_size are the model's.
-    absent = {"bits", "group_size"} - {*(raw.value("qat") or ())}
-    compared = before.keys() & after.keys() - absent
-    names = [key for key in after if key in compared and before[key] != after[key]]
+    # Without absent bits and group_size, which are the model's.
+    after = quantization_values(raw.value("qat"), QATConfig)
+    names = [key for key in before if key in after and before[key] != after[key]]
     if names:
         old, new = (
             ", ".join(f"{key}: {values[key]}" for key in names)
