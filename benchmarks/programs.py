@@ -45,12 +45,17 @@ def measure(command: Iterable[str | Path], *options, **settings) -> dict:
     return json.loads(call(command, *options, **settings).splitlines()[-1])
 
 
-def run_recipe(recipe: dict, output: Path, threads: int | None = None) -> Path:
+def run_recipe(
+    recipe: dict,
+    output: Path,
+    threads: int | None = None,
+    overrides: Iterable[str] = (),
+) -> Path:
     """Run or resume a recipe, which is written beside its output folder."""
     path = output.with_name(f"{output.name}.yaml")
     # JSON is valid YAML.
     path.write_text(json.dumps(recipe | {"output": str(output.resolve())}))
-    call(["-c", TRAIN, path, "--quiet", "--ignore-limits"], threads)
+    call(["-c", TRAIN, path, *overrides, "--quiet", "--ignore-limits"], threads)
     return output
 
 

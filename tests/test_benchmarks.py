@@ -52,11 +52,11 @@ PRINTED = {
         "--model {0}/model --folder {0}/runs --valid {0}/text.txt --bits 2.5 --effort "
         "fast --tokens 128 256 --seq-length 64 --answers 4 --calibration-tokens 512 "
         "--data answers own --texts prose={0}/text.txt:{0}/text.txt "
-        "answers={0}/train.jsonl:{0}/test.jsonl",
+        "answers={0}/train.jsonl:{0}/test.jsonl --train learning_rate=1e-4",
         [
             r"2.5 \| GPTQ \| 0 \| 0 \| [\d.]+ ± [\d.]+ \| [\d.]+ ±",
-            r"answers \| 256 .*\([+-][\d.]+ ± .*\([+-]",
-            r"own \| 128",
+            r"answers learning_rate=1e-4 \| 256 .*\([+-][\d.]+ ± .*\([+-]",
+            r"own learning_rate=1e-4 \| 128",
         ],
     ),
     "larger_model.py": (

@@ -1,6 +1,6 @@
 """Texts of a benchmark: documents to learn from, and held-out sequences.
 
-A text is a .txt of WikiText or TinyStories, or a .jsonl of GSM8K.
+A text is a .txt of WikiText or TinyStories, or a .jsonl of GSM8K or of chats.
 """
 
 import json
@@ -31,7 +31,7 @@ def documents(file: str, folder: Path, characters: int | None = None) -> Path:
         records = [{"text": text.strip()} for text in texts if text.strip()]
     else:
         rows = map(json.loads, path.read_text().splitlines())
-        records = [{"messages": _chat(row)} for row in rows]
+        records = [{"messages": row.get("messages") or _chat(row)} for row in rows]
     text = "\n".join(map(json.dumps, records))
     if characters and len(text) > characters:
         text = text[: text.rindex("\n", 0, characters)]
@@ -50,8 +50,8 @@ def prepare(
     """Write the held-out sequences of a text, unless they are there.
 
     Args:
-        num_answers: of GSM8K, of which only the answers count; None: whole chats in
-            sequences of `length` tokens.
+        num_answers: of GSM8K, of which only the answers count; None or 0: whole chats
+            in sequences of `length` tokens.
     """
     if (folder / "held-out.npz").is_file():
         return

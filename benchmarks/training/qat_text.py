@@ -4,8 +4,8 @@
 
 GPTQ (`effort: standard`), calibrated on equal parts of all texts, then QAT from its
 codes with MODEL as teacher: a train stage ends at each number of `--tokens`. A text is
-a .txt of WikiText or TinyStories, or a .jsonl of GSM8K, of which only the answers
-count. Runs and records are kept, so the same command resumes.
+a .txt of WikiText or TinyStories, a .jsonl of GSM8K, of which only the answers count,
+or a .jsonl of chats. Runs and records are kept, so the same command resumes.
 """
 
 import argparse
@@ -44,14 +44,16 @@ def main() -> None:
     for bits, data in product(arguments.bits, arguments.data):
         runs = [_run(bits, data, seed, arguments) for seed in arguments.seeds]
         for group in [[run] for run in runs] + ([runs] if runs[1:] else []):
-            _print_rows(bits, data, group)
+            _print_rows(bits, " ".join([data, *arguments.train]), group)
 
 
 def _run(bits: float, data: str, seed: int, arguments: argparse.Namespace) -> dict:
     """The records of GPTQ's model and of the model after each train stage."""
     quantized = _quantize(bits, seed, arguments)
     records = [_record(quantized, quantized / "stages/1-quantize", arguments)]
-    folder = arguments.folder / f"{bits:g}-{data}-{seed}"
+    folder = arguments.folder / "-".join(
+        [f"{bits:g}", data, str(seed), *arguments.train]
+    )
     names = arguments.sources if data in ("all", "own") else data.split("+")
     recipe = _recipe(quantized / "stages/1-quantize/model", seed, arguments)
     recipe["data"]["train"] = [arguments.sources[name] for name in names]
@@ -59,7 +61,10 @@ def _run(bits: float, data: str, seed: int, arguments: argparse.Namespace) -> di
         _train(end - start, data, arguments)
         for start, end in pairwise([0, *arguments.tokens])
     ]
-    programs.run_recipe(recipe, folder)
+    stages = range(1, len(recipe["stages"]) + 1)
+    settings = product(stages, arguments.train)
+    overrides = [f"stages.{number}.train.{setting}" for number, setting in settings]
+    programs.run_recipe(recipe, folder, overrides=overrides)
     counted = 0
     for number, tokens in enumerate(arguments.tokens, start=1):
         record = _record(folder, folder / f"stages/{number}-train", arguments)
@@ -111,7 +116,7 @@ def _train(tokens: int, data: str, arguments: argparse.Namespace) -> dict:
             "steps": steps,
             "batch_size": 1,
             "packing": True,
-            "learning_rate": arguments.learning_rate,
+            "learning_rate": 7e-4,
             "weight_decay": 0.0,
             "eval_steps": max(1, steps // 4),
             "eval_batches": 8,
@@ -136,7 +141,7 @@ def _record(output: Path, stage: Path, arguments: argparse.Namespace) -> dict:
     return json.loads(file.read_text())
 
 
-def _print_rows(bits: float, data: str, runs: list[dict]) -> None:
+def _print_rows(bits: float, training: str, runs: list[dict]) -> None:
     """A row per number of tokens: KL, and its paired difference from GPTQ."""
     seeds = " ".join(str(run["seed"]) for run in runs)
     for rows in zip(*(run["records"] for run in runs), strict=True):
@@ -152,7 +157,7 @@ def _print_rows(bits: float, data: str, runs: list[dict]) -> None:
                 ]
                 mean, error = mean_per_token(pairs, text, "kl")
                 cells[-1] += f" ({mean:+.4f} ± {error:.4f})"
-        print(f"| {bits:g} | {data if trained else 'GPTQ'} |", end=" ")
+        print(f"| {bits:g} | {training if trained else 'GPTQ'} |", end=" ")
         columns = [0, 0, *cells, "", "", seeds]
         if trained:
             facts, first = rows[0]["facts"], rows[0]
@@ -178,8 +183,10 @@ def _arguments() -> argparse.Namespace:
     add("--characters", type=int, default=600_000, help="of each training text")
     add("--calibration-tokens", type=int, default=15360, help="in all")
     add("--effort", default="standard", choices=("fast", "standard"))
-    add("--answers", type=int, default=24, help="held-out answers of GSM8K")
-    add("--learning-rate", type=float, default=7e-4)
+    answers = "held-out answers of GSM8K; 0: count all tokens of a .jsonl"
+    add("--answers", type=int, default=24, help=answers)
+    train = "settings of the train stages, such as teacher.loss=reverse_kl"
+    add("--train", nargs="+", default=[], metavar="KEY=VALUE", help=train)
     add("--seq-length", type=int, default=512)
     return parser.parse_args()
 
