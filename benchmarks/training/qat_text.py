@@ -108,13 +108,13 @@ def _train(tokens: int, data: str, arguments: argparse.Namespace) -> dict:
     teacher = {"model": str(arguments.model.resolve())}
     if data == "own":
         teacher["sequence_level"] = {}
-    steps = max(1, tokens // arguments.seq_length)
+    steps = max(1, tokens // (arguments.batch_size * arguments.seq_length))
     return {
         "train": {
             "qat": {},
             "teacher": teacher,
             "steps": steps,
-            "batch_size": 1,
+            "batch_size": arguments.batch_size,
             "packing": True,
             "learning_rate": 7e-4,
             "weight_decay": 0.0,
@@ -188,6 +188,7 @@ def _arguments() -> argparse.Namespace:
     train = "settings of the train stages, such as teacher.loss=reverse_kl"
     add("--train", nargs="+", default=[], metavar="KEY=VALUE", help=train)
     add("--seq-length", type=int, default=512)
+    add("--batch-size", type=int, default=1, help="windows of --seq-length tokens")
     return parser.parse_args()
 
 
