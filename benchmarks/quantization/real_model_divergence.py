@@ -84,17 +84,25 @@ def _text(tokenizer, settings: dict) -> dict[str, tuple[list, list]]:
 
 
 def _answers(tokenizer, settings: dict) -> dict[str, tuple[list, list]]:
-    """Chats of a question and its answer; only the answer counts."""
+    """Chats, of which only the last message counts."""
     tokens, starts = [], []
     with Path(settings["questions"]).open() as lines:
         for _, line in zip(range(settings["answers"]), lines, strict=False):
-            row = json.loads(line)
-            chat = [{"role": "user", "content": row["question"]}]
-            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-            chat.append({"role": "assistant", "content": row["answer"]})
-            tokens.append(tokenizer.apply_chat_template(chat))
+            messages = chat(json.loads(line))
+            prompt = tokenizer.apply_chat_template(
+                messages[:-1], add_generation_prompt=True
+            )
+            tokens.append(tokenizer.apply_chat_template(messages))
             starts.append(len(prompt) - 1)
     return {ANSWERS: (tokens, starts)}
+
+
+def chat(row: dict) -> list[dict]:
+    """The messages of a row of chats, or of GSM8K."""
+    if "messages" in row:
+        return row["messages"]
+    question = {"role": "user", "content": row["question"]}
+    return [question, {"role": "assistant", "content": row["answer"]}]
 
 
 def measure(folder: str, target: str) -> None:

@@ -19,7 +19,7 @@ DOCUMENT_START = r"\n(?= = [^=\n]+ = \n)|<\|endoftext\|>"
 
 
 def documents(file: str, folder: Path, characters: int | None = None) -> Path:
-    """A text as JSONL: its first documents, and rows of GSM8K as chats.
+    """A text as JSONL: its first documents, and rows of a .jsonl as chats.
 
     Args:
         characters: of JSON, at which the file ends; None: the whole text.
@@ -31,17 +31,12 @@ def documents(file: str, folder: Path, characters: int | None = None) -> Path:
         records = [{"text": text.strip()} for text in texts if text.strip()]
     else:
         rows = map(json.loads, path.read_text().splitlines())
-        records = [{"messages": row.get("messages") or _chat(row)} for row in rows]
+        records = [{"messages": real_model_divergence.chat(row)} for row in rows]
     text = "\n".join(map(json.dumps, records))
     if characters and len(text) > characters:
         text = text[: text.rindex("\n", 0, characters)]
     target.write_text(text + "\n")
     return target.resolve()
-
-
-def _chat(row: dict) -> list[dict]:
-    question = {"role": "user", "content": row["question"]}
-    return [question, {"role": "assistant", "content": row["answer"]}]
 
 
 def prepare(
@@ -50,8 +45,8 @@ def prepare(
     """Write the held-out sequences of a text, unless they are there.
 
     Args:
-        num_answers: of GSM8K, of which only the answers count; None or 0: whole chats
-            in sequences of `length` tokens.
+        num_answers: chats of a .jsonl, of which only the answers count; None: whole
+            chats in sequences of `length` tokens.
     """
     if (folder / "held-out.npz").is_file():
         return

@@ -4,8 +4,8 @@
 
 GPTQ (`effort: standard`), calibrated on equal parts of all texts, then QAT from its
 codes with MODEL as teacher: a train stage ends at each number of `--tokens`. A text is
-a .txt of WikiText or TinyStories, a .jsonl of GSM8K, of which only the answers count,
-or a .jsonl of chats. Runs and records are kept, so the same command resumes.
+a .txt of WikiText or TinyStories, or a .jsonl of GSM8K or of chats, of which only the
+answers count. Runs and records are kept, so the same command resumes.
 """
 
 import argparse
@@ -183,8 +183,7 @@ def _arguments() -> argparse.Namespace:
     add("--characters", type=int, default=600_000, help="of each training text")
     add("--calibration-tokens", type=int, default=15360, help="in all")
     add("--effort", default="standard", choices=("fast", "standard"))
-    answers = "held-out answers of GSM8K; 0: count all tokens of a .jsonl"
-    add("--answers", type=int, default=24, help=answers)
+    add("--answers", type=int, default=24, help="held-out answers of a .jsonl")
     train = "settings of the train stages, such as teacher.loss=reverse_kl"
     add("--train", nargs="+", default=[], metavar="KEY=VALUE", help=train)
     add("--seq-length", type=int, default=512)
