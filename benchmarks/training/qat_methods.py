@@ -67,8 +67,8 @@ def _codes_rate(
 ) -> float:
     """The learning rate from codes: lower for more bits, where weights are trained.
 
-    The default quantizer of affine grids trains scales in mean scales, which gives a
-    rate the same meaning for all bits.
+    The default quantizer of affine grids trains scales in mean scales, so that an
+    update has the same size for all bits.
     """
     trains_weights = quantizer is not None or grid in FLOAT_MODES
     ratio = CODES_LR_RATIO.get(grid, 0.1) if trains_weights else 1.0

@@ -393,9 +393,8 @@ class FixedCodesQuantizer(LSQQuantizer):
     def lr_multipliers(self) -> dict[str, float]:
         """Learning-rate multipliers of quantization parameters.
 
-        Updates are relative to the mean scale, so that a learning rate has the same
-        meaning for all bits. The outermost levels of a group move twice as fast as its
-        middle.
+        Updates are relative to the mean scale, so that they have the same size for all
+        bits. The outermost levels of a group move twice as fast as its middle.
         """
         unit = SCALE_RATE * mx.abs(self._start["scales"]).mean().item()
         return {"spreads": 4 / self._top * unit, "shifts": unit}
