@@ -15,6 +15,7 @@ import draft_runner
 from draft_table import print_tables
 
 sys.path.append(str(Path(__file__).parents[1]))
+import gsm8k
 from programs import DATA, call, run_recipe
 
 CODE_DATASET = "builtin:stdlib"
@@ -219,15 +220,7 @@ def questions(folder: Path, split: str, count: int, rng: random.Random) -> list[
     """Questions and answers of GSM8K as chats."""
     file = folder / ("train.jsonl" if split == "train" else "test.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": row["question"]},
-                {"role": "assistant", "content": row["answer"]},
-            ]
-        }
-        for row in rng.sample(rows, min(count, len(rows)))
-    ]
+    return [gsm8k.chat(row) for row in rng.sample(rows, min(count, len(rows)))]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).parents[1]))
+import gsm8k
+
 PROGRAM = Path(__file__)
 # Positions whose logits are in memory at once.
 POSITIONS = 256
@@ -88,21 +91,13 @@ def _answers(tokenizer, settings: dict) -> dict[str, tuple[list, list]]:
     tokens, starts = [], []
     with Path(settings["questions"]).open() as lines:
         for _, line in zip(range(settings["answers"]), lines, strict=False):
-            messages = chat(json.loads(line))
+            messages = gsm8k.chat(json.loads(line))["messages"]
             prompt = tokenizer.apply_chat_template(
                 messages[:-1], add_generation_prompt=True
             )
             tokens.append(tokenizer.apply_chat_template(messages))
             starts.append(len(prompt) - 1)
     return {ANSWERS: (tokens, starts)}
-
-
-def chat(row: dict) -> list[dict]:
-    """The messages of a row of chats, or of GSM8K."""
-    if "messages" in row:
-        return row["messages"]
-    question = {"role": "user", "content": row["question"]}
-    return [question, {"role": "assistant", "content": row["answer"]}]
 
 
 def measure(folder: str, target: str) -> None:

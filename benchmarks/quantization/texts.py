@@ -11,6 +11,7 @@ from pathlib import Path
 import real_model_divergence
 
 sys.path.append(str(Path(__file__).parents[1]))
+import gsm8k
 import programs
 
 HELD_OUT_TOKENS = 4096
@@ -31,7 +32,7 @@ def documents(file: str, folder: Path, characters: int | None = None) -> Path:
         records = [{"text": text.strip()} for text in texts if text.strip()]
     else:
         rows = map(json.loads, path.read_text().splitlines())
-        records = [{"messages": real_model_divergence.chat(row)} for row in rows]
+        records = map(gsm8k.chat, rows)
     text = "\n".join(map(json.dumps, records))
     if characters and len(text) > characters:
         text = text[: text.rindex("\n", 0, characters)]

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1]))
+import gsm8k
 import programs
 
 # The weight of the labels beside a teacher; None = no teacher.
@@ -107,10 +108,7 @@ def _part(source: Path, size: int, name: str, arguments: argparse.Namespace) -> 
 
 
 def _chat(line: str) -> str:
-    row = json.loads(line)
-    user = {"role": "user", "content": row["question"]}
-    answer = {"role": "assistant", "content": row["answer"]}
-    return json.dumps({"messages": [user, answer]}) + "\n"
+    return json.dumps(gsm8k.chat(json.loads(line))) + "\n"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ from pathlib import Path
 import finetune_runners
 import real_model_training_runners as runners
 from finetune import write_tokens
+
+sys.path.append(str(Path(__file__).parents[1]))
+import gsm8k
 from programs import measure
 
 GROUP_SIZE = 64
@@ -139,16 +142,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 def _chats(path: Path, count: int) -> list[dict]:
     with path.open() as lines:
-        pairs = [json.loads(line) for line in islice(lines, count)]
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": pair["question"]},
-                {"role": "assistant", "content": pair["answer"]},
-            ]
-        }
-        for pair in pairs
-    ]
+        return [gsm8k.chat(json.loads(line)) for line in islice(lines, count)]
 
 
 def _write_jsonl(path: Path, rows: list[dict]) -> None:
